@@ -1,0 +1,53 @@
+"""`import tikv` is quiet, light and quick; each claim is tried in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+BASELINE = "import numpy, ml_dtypes"
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user would, without the settings this test session makes."""
+    ours = ("ENABLE_TAICHI_HEADER_PRINT", "TI_SKIP_VERSION_CHECK", "TI_OFFLINE_CACHE_FILE_PATH", "TIKV_LAUNCHER")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=True)
+
+
+def test_import_says_nothing():
+    child = run("import tikv")
+    assert (child.stdout, child.stderr) == ("", "")
+
+
+def test_first_use_says_nothing():
+    child = run(
+        "import numpy as np, tikv\n"
+        "tikv.init(arch='cpu')\n"
+        "tikv.copy(np.ones((1, 1, 4), np.float32), np.zeros((1, 2, 4), np.float32), position=0)"
+    )
+    assert (child.stdout, child.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("module", ["taichi", "torch", "transformers", "safetensors", "rich", "matplotlib"])
+def test_import_loads_no(module):
+    child = run(f"import sys, tikv; print({module!r} in sys.modules)")
+    assert child.stdout == "False\n"
+
+
+def test_import_starts_no_thread_and_opens_no_socket():
+    child = run(
+        "import sys\n"
+        "events = []\n"
+        "sys.addaudithook(lambda event, args: events.append(event) if event.startswith('socket.') else None)\n"
+        "import threading, tikv\n"
+        "print(threading.active_count(), events)"
+    )
+    assert child.stdout == "1 []\n"
+
+
+def test_import_takes_at_most_150_ms_beyond_numpy_and_ml_dtypes():
+    script = f"import time\n{BASELINE}\nstart = time.perf_counter()\nimport tikv\nprint(time.perf_counter() - start)"
+    fastest = min(float(run(script).stdout) for _ in range(7))
+    assert fastest <= 0.15

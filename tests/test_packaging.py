@@ -1,0 +1,53 @@
+"""The wheel a user installs holds what it should, and nothing else."""
+
+import email
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built by hatchling itself, so that no network is needed."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel; pip install 'taichi-kv[test]'")
+    target = tmp_path_factory.mktemp("wheel")
+    script = "import sys, hatchling.build; print(hatchling.build.build_wheel(sys.argv[1]))"
+    child = subprocess.run(
+        [sys.executable, "-c", script, str(target)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    with zipfile.ZipFile(target / child.stdout.split()[-1]) as archive:
+        yield archive
+
+
+def test_the_wheel_holds_the_package_and_its_types(wheel):
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = {str(path.relative_to(ROOT).as_posix()) for path in (ROOT / "tikv").rglob("*.py")}
+    assert "tikv/py.typed" in packed
+    assert sources <= packed
+    assert {name.split("/")[0] for name in packed} == {"tikv"}
+
+
+def test_the_metadata_says_what_it_is(wheel):
+    import tikv
+
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Name"] == "taichi-kv"
+    assert metadata["Version"] == tikv.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == "<3.14,>=3.10"
+    core = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert core == {"taichi<1.8,>=1.7.4", "numpy>=1.26", "ml-dtypes>=0.5", "safetensors>=0.4.5"}
+    assert {"test", "bench", "torch", "transformers", "examples"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_wheel_holds_the_licence_and_the_command(wheel):
+    names = {name.split(".dist-info/")[1]: name for name in wheel.namelist() if ".dist-info/" in name}
+    assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
+    assert "tikv = tikv.__main__:main" in wheel.read(names["entry_points.txt"]).decode()

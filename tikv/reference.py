@@ -1,0 +1,296 @@
+"""What every operation must leave behind, in NumPy and by another method than the kernels.
+
+The kernels compute addresses; here tokens are kept in lists, slots come off a wheel that is turned one notch a token,
+and paged pools are reshaped to one row a slot. Nothing is written in place: each function returns the cache as it must
+be. Taichi is never imported. Rank 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_CONVERSIONS = {
+    ("float32", "float16"): np.float16,
+    ("float32", "bfloat16"): ml_dtypes.bfloat16,
+    ("bfloat16", "float32"): np.float32,
+}
+
+
+def encode(rows: Array, dtype: Any) -> Array:
+    """Rows as a cache of `dtype` stores them: the same bits, or rounded to nearest even.
+
+    Args:
+        rows: any shape.
+        dtype: the type of `rows`, or float16 or bfloat16 for float32 rows, or float32 for bfloat16 rows.
+
+    Returns:
+        An array of the same shape in `dtype`.
+
+    Raises:
+        TypeError: there is no such conversion.
+
+    Example:
+        >>> encode(np.float32([65519.0, 65520.0, 1e-8]), np.float16).tolist()
+        [65504.0, inf, 0.0]
+    """
+    dtype = np.dtype(dtype)
+    if rows.dtype == dtype:
+        return rows
+    if (rows.dtype.name, dtype.name) not in _CONVERSIONS:
+        raise TypeError(f"encode: cannot convert {rows.dtype} into {dtype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return rows.astype(_CONVERSIONS[rows.dtype.name, dtype.name])
+
+
+def slots(position: int, num_tokens: int, capacity: int, window: int | None = None, sinks: int = 0) -> list[int]:
+    """The slot of each of `num_tokens` tokens from `position` on, in order; with a window, from a turning wheel.
+
+    Raises:
+        ValueError: a linear cache would overflow, or the window does not fit.
+
+    Example:
+        >>> slots(3, 4, capacity=8), slots(3, 4, capacity=8, window=5), slots(3, 4, capacity=8, window=5, sinks=2)
+        ([3, 4, 5, 6], [3, 4, 0, 1], [3, 4, 2, 3])
+    """
+    if window is None:
+        if position + num_tokens > capacity:
+            raise ValueError(f"slots: position={position} + num_tokens={num_tokens} > capacity={capacity}")
+        return list(range(position, position + num_tokens))
+    if not sinks < window <= capacity:
+        raise ValueError(f"slots: sinks={sinks}, window={window} and capacity={capacity} do not fit")
+    wheel = deque(range(sinks, window))
+    wheel.rotate(-max(0, position - sinks))
+    found = []
+    for token in range(position, position + num_tokens):
+        if token < sinks:
+            found.append(token)
+        else:
+            found.append(wheel[0])
+            wheel.rotate(-1)
+    return found
+
+
+def copy(
+    src: Array,
+    cache: Array,
+    *,
+    position: int,
+    window: int | None = None,
+    sinks: int = 0,
+    num_tokens: int | None = None,
+    src_offset: int = 0,
+    src_layout: str = "token_major",
+    cache_layout: str = "head_major",
+) -> Array:
+    """The cache after rows of `src` were written to it, one after the other, so that a later token wins its slot.
+
+    Args:
+        src: (T, H, D) token-major or (H, T, D) head-major.
+        cache: (H, capacity, D) head-major or (capacity, H, D) token-major; not changed.
+        position: absolute index of row `src_offset`.
+        window: slots of the ring, its sinks included; None for a linear cache.
+        sinks: leading slots that the ring leaves alone.
+        num_tokens: rows to write; None for all from `src_offset` on.
+        src_offset: first row.
+        src_layout: "token_major" or "head_major".
+        cache_layout: "token_major" or "head_major".
+
+    Returns:
+        A new array like `cache`.
+
+    Raises:
+        ValueError: a linear cache would overflow, or the rows end before `src_offset + num_tokens`.
+
+    Example:
+        >>> copy(np.arange(3.0).reshape(3, 1, 1), np.full((1, 2, 1), 9.0), position=0, window=2).ravel()
+        array([2., 1.])
+    """
+    tokens = [
+        src[t] if src_layout == "token_major" else src[:, t] for t in range(src.shape[src_layout == "head_major"])
+    ]
+    if num_tokens is None:
+        num_tokens = len(tokens) - src_offset
+    if src_offset + num_tokens > len(tokens):
+        raise ValueError(f"copy: src_offset={src_offset} + num_tokens={num_tokens} > {len(tokens)} rows")
+    tokens = tokens[src_offset : src_offset + num_tokens]
+    capacity = cache.shape[1] if cache_layout == "head_major" else cache.shape[0]
+    newest = dict(zip(slots(position, num_tokens, capacity, window, sinks), tokens, strict=True))
+    after: Array = cache.copy()
+    for slot, token in newest.items():
+        for head, row in enumerate(encode(token, cache.dtype)):
+            if cache_layout == "head_major":
+                after[head, slot] = row
+            else:
+                after[slot, head] = row
+    return after
+
+
+def linearize(cache: Array, *, length: int, cache_layout: str = "head_major") -> Array:
+    """The tokens of a ring over the whole cache, oldest first, after `length` tokens were written to it from 0 on.
+
+    Returns:
+        min(length, capacity) tokens in the layout of the cache.
+
+    Example:
+        >>> linearize(np.array([[[4.0], [5.0], [3.0]]]), length=5).ravel()
+        array([3., 4., 5.])
+    """
+    axis = 1 if cache_layout == "head_major" else 0
+    capacity = cache.shape[axis]
+    order = deque(range(capacity))
+    if length > capacity:
+        order.rotate(-length)
+    return np.take(cache, list(order)[:length], axis=axis)
+
+
+def append_ragged(new: Array, cache: Array, offsets: Sequence[int] | Array) -> Array:
+    """The cache after each sequence got its rows from its own offset on; rows that fall outside are left out.
+
+    Args:
+        new: (B, H, L, D).
+        cache: (B, H, M, D); not changed.
+        offsets: (B,), any integers.
+
+    Returns:
+        A new array like `cache`.
+
+    Example:
+        >>> append_ragged(np.ones((1, 1, 3, 1)), np.zeros((1, 1, 4, 1)), [-2]).ravel()
+        array([1., 0., 0., 0.])
+    """
+    sequences = []
+    for rows, old, offset in zip(new, cache, offsets, strict=True):
+        places = {int(offset) + t: rows[:, t] for t in range(rows.shape[1])}
+        sequences.append([encode(places[s], cache.dtype) if s in places else old[:, s] for s in range(cache.shape[2])])
+    after: Array = cache.copy()
+    for b, tokens in enumerate(sequences):
+        for s, token in enumerate(tokens):
+            after[b, :, s] = token
+    return after
+
+
+def pool_rows(pool: Array, layout: str = "NHD") -> Array:
+    """A pool as one row a slot and head, (N * block_size, H, D), copied.
+
+    Args:
+        pool: "NHD" (N, bs, H, D); "HND" (N, H, bs, D); "VLLM" keys (N, H, D // x, bs, x) or values (N, H, D, bs).
+        layout: one of the three.
+    """
+    if layout == "NHD":
+        blocks = pool
+    elif layout == "HND":
+        blocks = pool.swapaxes(1, 2)
+    elif pool.ndim == 5:
+        blocks = pool.transpose(0, 3, 1, 2, 4)
+    else:
+        blocks = pool.transpose(0, 3, 1, 2)
+    rows: Array = np.array(blocks).reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2], -1)
+    return rows
+
+
+def pool_from_rows(rows: Array, pool: Array, layout: str = "NHD") -> Array:
+    """The inverse of `pool_rows`; `pool` gives the shape."""
+    if layout == "NHD":
+        return rows.reshape(pool.shape)
+    if layout == "HND":
+        n, h, bs, d = pool.shape
+        return np.array(rows.reshape(n, bs, h, d).swapaxes(1, 2))
+    if pool.ndim == 5:
+        n, h, chunks, bs, x = pool.shape
+        return np.array(rows.reshape(n, bs, h, chunks, x).transpose(0, 2, 3, 1, 4))
+    n, h, d, bs = pool.shape
+    return np.array(rows.reshape(n, bs, h, d).transpose(0, 2, 3, 1))
+
+
+def write_slots(rows: Array, pool: Array, slot_mapping: Sequence[int] | Array, *, layout: str = "NHD") -> Array:
+    """The pool after row `t` went to slot `slot_mapping[t]`; negative slots are left out.
+
+    Args:
+        rows: (T, H, D).
+        pool: as in `pool_rows`; not changed.
+        slot_mapping: (T,), `block * block_size + offset`.
+        layout: "NHD", "HND" or "VLLM".
+
+    Returns:
+        A new array like `pool`.
+
+    Raises:
+        IndexError: a slot past the end of the pool.
+
+    Example:
+        >>> write_slots(np.ones((2, 1, 1)), np.zeros((2, 2, 1, 1)), [3, -1]).ravel()
+        array([0., 0., 0., 1.])
+    """
+    after = pool_rows(pool, layout)
+    for row, slot in zip(encode(rows, pool.dtype), slot_mapping, strict=True):
+        if slot >= 0:
+            after[slot] = row
+    return pool_from_rows(after, pool, layout)
+
+
+def gather_paged(pool: Array, block_table: Sequence[int] | Array, length: int, *, layout: str = "NHD") -> Array:
+    """The first `length` tokens of a sequence whose pages are `block_table`: (length, H, D) in the pool's type.
+
+    Example:
+        >>> gather_paged(np.arange(4.0).reshape(2, 2, 1, 1), [1, 0], 3).ravel()
+        array([2., 3., 0.])
+    """
+    rows = pool_rows(pool, layout)
+    pages = rows.reshape(pool.shape[0], -1, *rows.shape[1:])
+    tokens = [token for block in block_table if block >= 0 for token in pages[block]]
+    return np.stack(tokens[:length]) if length else rows[:0]
+
+
+class History:
+    """Every token that one layer of one sequence was ever given, and which of them a cache can still hold.
+
+    Args:
+        capacity: slots of a linear layer.
+        window: slots of a sliding layer, its sinks included; None for a linear one.
+        sinks: leading tokens that stay.
+
+    Example:
+        >>> layer = History(capacity=4, window=3, sinks=1)
+        >>> layer.append("abcde")
+        >>> layer.kept(), layer.length
+        (['a', 'd', 'e'], 5)
+        >>> layer.trim(1)
+        >>> layer.kept()
+        ['a', 'd']
+    """
+
+    def __init__(self, capacity: int, window: int | None = None, sinks: int = 0) -> None:
+        self.capacity, self.window, self.sinks = capacity, window, sinks
+        self._tokens: list[Any] = []
+        self._oldest = sinks
+
+    @property
+    def length(self) -> int:
+        """Tokens appended since the start, less those trimmed."""
+        return len(self._tokens)
+
+    def append(self, tokens: Sequence[Any] | Array) -> None:
+        """Add tokens in order."""
+        if self.window is None and self.length + len(tokens) > self.capacity:
+            raise ValueError(f"History: {self.length} + {len(tokens)} tokens > capacity={self.capacity}")
+        self._tokens.extend(tokens)
+        if self.window is not None:
+            self._oldest = max(self._oldest, self.length - (self.window - self.sinks))
+
+    def trim(self, n: int) -> None:
+        """Drop the `n` newest tokens; those the ring had overwritten by then stay lost."""
+        if n:
+            del self._tokens[-n:]
+
+    def kept(self) -> list[Any]:
+        """The tokens a cache still holds, in temporal order."""
+        if self.window is None:
+            return list(self._tokens)
+        return self._tokens[: self.sinks] + self._tokens[self._oldest :]
