@@ -197,16 +197,19 @@ def pool_rows(pool: Array, layout: str = "NHD") -> Array:
 
 def pool_from_rows(rows: Array, pool: Array, layout: str = "NHD") -> Array:
     """The inverse of `pool_rows`; `pool` gives the shape."""
+    blocks: Array
     if layout == "NHD":
-        return rows.reshape(pool.shape)
-    if layout == "HND":
+        blocks = rows.reshape(pool.shape)
+    elif layout == "HND":
         n, h, bs, d = pool.shape
-        return np.array(rows.reshape(n, bs, h, d).swapaxes(1, 2))
-    if pool.ndim == 5:
+        blocks = rows.reshape(n, bs, h, d).swapaxes(1, 2)
+    elif pool.ndim == 5:
         n, h, chunks, bs, x = pool.shape
-        return np.array(rows.reshape(n, bs, h, chunks, x).transpose(0, 2, 3, 1, 4))
-    n, h, d, bs = pool.shape
-    return np.array(rows.reshape(n, bs, h, d).transpose(0, 2, 3, 1))
+        blocks = rows.reshape(n, bs, h, chunks, x).transpose(0, 2, 3, 1, 4)
+    else:
+        n, h, d, bs = pool.shape
+        blocks = rows.reshape(n, bs, h, d).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(blocks)
 
 
 def write_slots(rows: Array, pool: Array, slot_mapping: Sequence[int] | Array, *, layout: str = "NHD") -> Array:
