@@ -27,7 +27,7 @@ ARCHS = ("cpu", "vulkan", "cuda", "metal")
 
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
-_counts = pytest.StashKey[dict[str, Counter]]()
+_outcomes = pytest.StashKey[dict[str, dict[str, str]]]()
 
 
 def pytest_addoption(parser):
@@ -69,7 +69,7 @@ def _why_absent(arch: str) -> str | None:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "archs(*names): run on these back ends only")
-    config.stash[_counts] = {}
+    config.stash[_outcomes] = {}
     config.stash[_absent] = {}
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher
@@ -139,16 +139,15 @@ def rng(request) -> np.random.Generator:
 
 
 def pytest_runtest_makereport(item, call):
-    if call.when == "call" or call.excinfo is not None:
-        arch = getattr(item, "callspec", None) and item.callspec.params.get("arch")
-        if arch:
-            skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
-            outcome = "skipped" if skipped else "failed" if call.excinfo is not None else "passed"
-            item.config.stash[_counts].setdefault(arch, Counter())[outcome] += 1
+    arch = getattr(item, "callspec", None) and item.callspec.params.get("arch")
+    if arch and (call.when == "call" or call.excinfo is not None):
+        skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
+        outcome = "skipped" if skipped else "failed" if call.excinfo is not None else "passed"
+        item.config.stash[_outcomes].setdefault(arch, {})[item.nodeid] = outcome
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    counts = config.stash[_counts]
+    counts = {name: Counter(outcomes.values()) for name, outcomes in config.stash[_outcomes].items()}
     if not counts:
         return
     terminalreporter.section("back ends")

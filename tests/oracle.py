@@ -47,15 +47,20 @@ def awkward_float32() -> np.ndarray:
     return np.concatenate([around, edges, nans, f16, middle, tie.view(np.float32)])
 
 
-def place(array, arch):
-    """A NumPy array where the back end reads and writes it in place: a torch tensor on CUDA, itself elsewhere."""
-    if arch != "cuda":
-        return array
+def to_torch(array, arch):
+    """A NumPy array as a torch tensor: over the same memory, or a copy on the GPU for "cuda"."""
     import torch
 
     if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(array).cuda()
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor.cuda() if arch == "cuda" else tensor
+
+
+def place(array, arch):
+    """A NumPy array where the back end reads and writes it in place: a torch tensor on CUDA, itself elsewhere."""
+    return to_torch(array, arch) if arch == "cuda" else array
 
 
 def to_numpy(array) -> np.ndarray:
@@ -67,7 +72,7 @@ def to_numpy(array) -> np.ndarray:
 
         host = array.detach().cpu()
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if host.dtype == torch.bfloat16 else host.numpy()
-    for method in ("numpy", "to_numpy"):
+    for method in ("copy_to_host", "to_numpy"):
         if hasattr(array, method):
             return getattr(array, method)()
     raise TypeError(f"to_numpy: no way to read a {type(array).__name__}")

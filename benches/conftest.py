@@ -1,0 +1,187 @@
+"""What every bench measures beside its own question: a copy of the same size, an empty launch, and the machine.
+
+    pytest benches --benchmark-json=bench.json        times, each result checked first
+    pytest benches --benchmark-disable                the same code on small shapes, without timing
+
+`pct_of_copy` is a rate as a percentage of what a plain copy of the same bytes reaches on this machine, measured right
+before and right after: all cores' memcpy on the CPU, the driver's device copy on CUDA. Times are medians.
+"""
+
+import concurrent.futures
+import ctypes
+import functools
+import itertools
+import os
+import platform
+import statistics
+import subprocess
+import time
+
+import numpy as np
+import oracle
+import pytest
+import shapes
+
+from tikv import arrays, launch, roofline, runtime
+
+ti = runtime.ti
+
+
+@functools.cache
+def make_touch():
+    """The smallest kernel there is: one word written."""
+
+    @ti.kernel
+    def touch(word: ti.types.ndarray(dtype=ti.u32, ndim=1)):
+        ti.loop_config(serialize=True)
+        for i in range(1):
+            word[i] = ti.u32(1)
+
+    return touch
+
+
+def synchronize(arch) -> None:
+    """Wait for the device, for whatever launched on it."""
+    if arch == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    if arch != "cpu":
+        runtime.current().synchronize()
+
+
+def seconds(call, arch, calls, rounds) -> float:
+    """Median seconds of one call, of rounds of `calls` calls with one wait at the end."""
+    times = []
+    for _ in range(rounds):
+        synchronize(arch)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(arch)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+class Roof:
+    """What a plain copy that moves the same bytes takes, and an empty launch."""
+
+    def __init__(self, arch):
+        self.arch = arch
+        self.threads = os.cpu_count() or 1
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        self._word = oracle.place(np.zeros(2, np.float32), arch)
+
+    def copy(self, nbytes):
+        """A call that copies `nbytes // 2` bytes, and so reads and writes `nbytes`."""
+        half = nbytes // 2
+        if self.arch == "cuda":
+            import torch
+
+            source = torch.empty(half, dtype=torch.uint8, device="cuda").fill_(1)
+            target = torch.empty_like(source)
+            return lambda: target.copy_(source)
+        source, target = np.ones(half, np.uint8), np.zeros(half, np.uint8)
+        if half < 1 << 20:
+            # A hand-over to threads costs more than so small a copy.
+            return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, half)
+        cuts = [half * i // self.threads for i in range(self.threads + 1)]
+        parts = [(target[a:b].ctypes.data, source[a:b].ctypes.data, b - a) for a, b in itertools.pairwise(cuts)]
+
+        def run():
+            # The arrays are named here to stay alive.
+            assert target.size == source.size
+            list(self._pool.map(lambda part: ctypes.memmove(*part), parts))
+
+        return run
+
+    def launch(self):
+        """A call that launches the smallest kernel by the library's own route."""
+        word = arrays.view(self._word, "word", "roof")
+        return launch.kernel(runtime.current(), make_touch).bind(1, word).launch
+
+
+@pytest.fixture(scope="session")
+def roof(arch) -> Roof:
+    return Roof(arch)
+
+
+@pytest.fixture
+def smoke(request) -> bool:
+    """Whether this is a run without timing, on small shapes."""
+    return bool(request.config.getoption("benchmark_disable"))
+
+
+@pytest.fixture
+def sizes(arch, smoke) -> shapes.Sizes:
+    return shapes.SMOKE_SIZES if smoke else shapes.SIZES[arch]
+
+
+@pytest.fixture
+def peer(request, arch):
+    """The library that does the work in this row; torch moves to the device where tikv is."""
+    name = request.param
+    if name == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed; pip install 'taichi-kv[bench]'")
+        if arch == "cpu":
+            torch.set_num_threads(os.cpu_count() or 1)
+    if name == "numpy" and arch != "cpu":
+        pytest.skip("numpy is a peer on the CPU only")
+    if name == "torch" and arch not in ("cpu", "cuda"):
+        pytest.skip(f"torch has no view of memory on {arch}")
+    return name
+
+
+@pytest.fixture
+def timed(benchmark, arch, roof, smoke, request):
+    """Time a call that has been checked, and write down what it moved and what the machine can do."""
+
+    def run(call, *, op, peer, case, bytes_moved, calls=1, rounds=15):
+        def batch():
+            for _ in range(calls):
+                call()
+            synchronize(arch)
+
+        if smoke:
+            benchmark(batch)
+            return
+        copy, empty = roof.copy(bytes_moved), roof.launch()
+        for warm in (copy, empty, call):
+            seconds(warm, arch, calls, 1)
+        before = seconds(copy, arch, calls, 5)
+        benchmark.pedantic(batch, rounds=rounds, iterations=1, warmup_rounds=1)
+        roof_s = statistics.median([before, seconds(copy, arch, calls, 5)])
+        one = benchmark.stats.stats.median / calls
+        rate, roof_rate = roofline.gb_per_s(bytes_moved, one), roofline.gb_per_s(bytes_moved, roof_s)
+        benchmark.extra_info.update(
+            arch=arch,
+            op=op,
+            peer=peer,
+            case=case,
+            bytes_moved=bytes_moved,
+            us=round(one * 1e6, 3),
+            gb_per_s=round(rate, 3),
+            roof_gb_per_s=round(roof_rate, 3),
+            pct_of_copy=round(roofline.percent_of(rate, roof_rate), 1),
+            launch_us=round(seconds(empty, arch, max(calls, 100), 5) * 1e6, 3),
+        )
+
+    benchmark.group = request.node.originalname
+    return run
+
+
+def _commit() -> str:
+    child = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return child.stdout.strip() or "unknown"
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    names = ("taichi", "numpy", "ml_dtypes", "torch")
+    machine_info["tikv"] = {
+        "devices": {arch: runtime.device_name(arch) for arch in config.getoption("--arch").split(",") if arch != "all"},
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: runtime.version_of(name) for name in names},
+        "commit": _commit(),
+    }
