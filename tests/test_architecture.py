@@ -13,7 +13,7 @@ RANKS = [
     ["spec", "reference", "roofline"],
     ["runtime", "arrays", "checks"],
     ["kernels"],
-    ["cuda", "cuda_launch", "launch", "graphs"],
+    ["cuda", "cuda_launch", "launch", "moves", "graphs"],
     ["ops", "plans", "variants"],
     ["store", "paged", "layers"],
     ["integrations", "compat", "torch_ops"],
