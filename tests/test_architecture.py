@@ -14,8 +14,8 @@ RANKS = [
     ["runtime", "arrays", "checks"],
     ["kernels"],
     ["cuda", "cuda_launch", "launch", "moves", "graphs"],
-    ["ops", "plans", "variants"],
-    ["store", "paged", "layers"],
+    ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
+    ["files", "blocks", "store", "paged", "layers"],
     ["integrations", "compat", "torch_ops"],
     ["doctor", "__main__", "draw"],
 ]

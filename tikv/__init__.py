@@ -1,0 +1,66 @@
+"""tikv: the KV-cache op library for transformer research models. One Taichi source for Metal, CUDA, Vulkan and CPU.
+
+Importing it starts nothing; the first operation attaches to the Taichi you started, or starts one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "runtime",
+    "copy": "ops",
+    "copy_kv": "ops",
+    "linearize": "ops",
+    "warmup": "variants",
+    "CacheArray": "arrays",
+    "TikvError": "errors",
+    "ShapeError": "errors",
+    "DTypeError": "errors",
+    "OptionError": "errors",
+    "CapacityError": "errors",
+    "PositionError": "errors",
+    "ArchError": "errors",
+    "StaleRuntimeError": "errors",
+    "CacheFileError": "errors",
+}
+_MODULES = ("arrays", "dtypes", "errors", "launch", "ops", "reference", "roofline", "runtime", "spec", "variants")
+
+__all__ = ["__version__", *_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"tikv.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"tikv.{name}")
+    else:
+        raise AttributeError(f"module 'tikv' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from tikv import arrays, dtypes, errors, launch, ops, reference, roofline, runtime, spec, variants
+    from tikv.arrays import CacheArray
+    from tikv.errors import (
+        ArchError,
+        CacheFileError,
+        CapacityError,
+        DTypeError,
+        OptionError,
+        PositionError,
+        ShapeError,
+        StaleRuntimeError,
+        TikvError,
+    )
+    from tikv.ops import copy, copy_kv, linearize
+    from tikv.runtime import init
+    from tikv.variants import warmup

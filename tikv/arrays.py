@@ -1,0 +1,562 @@
+"""See any array as pointer + shape + strides, without a copy, and hand our own memory out the same way.
+
+`view` accepts NumPy, torch, `ti.ndarray`, `CacheArray`, and whatever speaks `__cuda_array_interface__` or DLPack. An
+`ArrayView` says where elements lie; on Vulkan and Metal, where memory has no pointer, it holds Taichi's handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.dtypes import DType
+from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
+
+ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
+
+
+_forms: dict[tuple[Any, ...], int] = {}
+
+
+def _form_number(form: tuple[Any, ...]) -> int:
+    """A small number for what a bound launch depends on: all but the address, of which only the alignment counts."""
+    return _forms.setdefault(form, len(_forms))
+
+
+class ArrayView:
+    """Where an array lies: pointer (or handle and byte offset), shape, strides in elements, dtype, device."""
+
+    __slots__ = ("ptr", "shape", "strides", "dtype", "device", "writable", "handle", "offset", "span", "owner", "key")
+
+    def __init__(
+        self,
+        ptr: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: DType,
+        device: str,
+        *,
+        writable: bool = True,
+        handle: Any = None,
+        offset: int = 0,
+        owner: Any = None,
+    ) -> None:
+        self.ptr = ptr  # address of element 0; 0 where memory has no address
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.device = device  # "cpu", "cuda:0", "vulkan", "metal"
+        self.writable = writable
+        self.handle = handle  # Taichi's ndarray, when the memory is one
+        self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 where ptr says it all
+        self.owner = owner  # keeps the memory alive
+        self.span = span_bytes(shape, strides, dtype.itemsize)
+        self.key = _form_number(
+            (shape, strides, dtype.short, device, ptr % ALIGNMENT, writable, offset, handle is None)
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without the gaps between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def bare(self) -> ArrayView:
+        """The same address without a hold on the memory, for what outlives a call."""
+        if self.owner is None:
+            return self
+        return ArrayView(
+            self.ptr, self.shape, self.strides, self.dtype, self.device, writable=self.writable, offset=self.offset
+        )
+
+    def moved(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
+        """The same memory seen with another shape and strides, starting `first` elements further on."""
+        jump = first * self.dtype.itemsize
+        return ArrayView(
+            self.ptr + jump if self.ptr else 0,
+            shape,
+            strides,
+            self.dtype,
+            self.device,
+            writable=self.writable,
+            handle=self.handle,
+            offset=self.offset + (0 if self.ptr else jump),
+            owner=self.owner,
+        )
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def describe(array: ArrayView) -> str:
+    """An array in a message: `f16[8,4096,128]`."""
+    return f"{array.dtype.short}[{','.join(map(str, array.shape))}]"
+
+
+def span_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first to behind the last element of a strided array (strides in elements, not negative)."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(1, shape[axis + 1])
+    return tuple(strides)
+
+
+_numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
+
+
+def view(array: Any, name: str, operation: str) -> ArrayView:
+    """See `array` as an `ArrayView`. Nothing is copied; `name` and `operation` are for the message of a refusal.
+
+    Raises:
+        DTypeError: the dtype, or the kind of object, is not one this library stores.
+        StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
+    """
+    kind = type(array)
+    if kind is np.ndarray:
+        return _of_numpy(array, name, operation)
+    if kind is ArrayView:
+        return array  # type: ignore[no-any-return]
+    if isinstance(array, CacheArray):
+        return array.view_for(operation)
+    module = kind.__module__
+    if module == "torch" or module.startswith("torch.") or _is_torch_subclass(kind):
+        return _of_torch(array, name, operation)
+    if isinstance(array, np.ndarray):
+        return _of_numpy(array, name, operation)
+    if module.startswith("taichi."):
+        return _of_taichi(array, name, operation)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _of_cuda_interface(array, name, operation)
+    if hasattr(array, "__dlpack__"):
+        return _of_dlpack(array, name, operation)
+    raise DTypeError(
+        f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is no array. Pass a NumPy array, a torch "
+        f"tensor, a ti.ndarray or an object with __dlpack__."
+    )
+
+
+def _is_torch_subclass(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def _unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
+    return DTypeError(f"{operation}: {name} has dtype {dtype}. Use one of {', '.join(row.name for row in dtypes.ALL)}.")
+
+
+def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
+    # A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
+    held = _numpy_views.get(id(array))
+    if held is not None and held[0]() is array:
+        seen = held[1]
+        if (
+            seen.shape == array.shape
+            and (seen.dtype.numpy is array.dtype or seen.dtype.numpy == array.dtype)
+            and seen.writable == array.flags.writeable
+        ):
+            return seen
+    dtype = dtypes.of_numpy(array.dtype)
+    if dtype is None:
+        raise _unknown_dtype(name, operation, array.dtype)
+    itemsize = dtype.itemsize
+    if any(s % itemsize for s in array.strides):
+        raise ShapeError(
+            f"{operation}: {name} has byte strides {array.strides}, not multiples of its {itemsize}-byte elements. "
+            f"Pass a copy: numpy.ascontiguousarray({name})."
+        )
+    found = ArrayView(
+        array.ctypes.data,
+        array.shape,
+        tuple(s // itemsize for s in array.strides),
+        dtype,
+        "cpu",
+        writable=array.flags.writeable,
+    )
+    key = id(array)
+    _numpy_views[key] = (weakref.ref(array, lambda _: _numpy_views.pop(key, None)), found)
+    return found
+
+
+_torch_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
+_torch_devices: dict[Any, str] = {}
+_torch_dtypes: dict[Any, DType | None] = {}
+
+
+def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
+    # A tensor can be changed in place, so everything a view says is compared before one is taken again.
+    held = _torch_views.get(id(array))
+    pointer, shape, strides, torch_dtype = array.data_ptr(), array.shape, array.stride(), array.dtype
+    if held is not None and held[0]() is array:
+        seen = held[1]
+        if (
+            seen.ptr == pointer
+            and seen.shape == shape
+            and seen.strides == strides
+            and _torch_dtypes[torch_dtype] is seen.dtype
+        ):
+            return seen
+    try:
+        dtype = _torch_dtypes[torch_dtype]
+    except KeyError:
+        dtype = _torch_dtypes[torch_dtype] = dtypes.of_torch(torch_dtype)
+    if dtype is None:
+        raise _unknown_dtype(name, operation, torch_dtype)
+    torch_device = array.device
+    try:
+        device = _torch_devices[torch_device]
+    except KeyError:
+        device = _torch_devices[torch_device] = _torch_device_name(torch_device, name, operation)
+    found = ArrayView(pointer, tuple(shape), strides, dtype, device)
+    key = id(array)
+    _torch_views[key] = (weakref.ref(array, lambda _: _torch_views.pop(key, None)), found)
+    return found
+
+
+def _torch_device_name(device: Any, name: str, operation: str) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return f"cuda:{device.index or 0}"
+    raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a CPU or CUDA tensor.")
+
+
+def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
+    if not hasattr(array, "arr"):
+        raise DTypeError(
+            f"{operation}: {name} is a {type(array).__name__}. Of Taichi's containers only ti.ndarray is seen."
+        )
+    if runtime.is_stale_ndarray(array):
+        raise StaleRuntimeError(
+            f"{operation}: {name} is a ti.ndarray made before the last ti.init() or ti.reset(); its memory is gone. Make it again."
+        )
+    live = runtime.current()
+    taichi_name = str(array.dtype)
+    element_name = {"u16": "bf16"}.get(taichi_name, taichi_name)  # Taichi has no bfloat16; u16 holds its bits
+    dtype = next((row for row in dtypes.ALL if row.short == element_name), None)
+    if dtype is None:
+        raise _unknown_dtype(name, operation, taichi_name)
+    shape = tuple(array.shape) + tuple(array.element_shape)
+    if live.is_spirv:
+        if len(shape) != 1:
+            return _StagedNdarray(array, shape, dtype, live.arch)
+        return ArrayView(0, shape, (1,), dtype, live.arch, handle=array, owner=array)
+    pointer = live.program.get_ndarray_data_ptr_as_int(array.arr)
+    device = "cuda:0" if live.is_cuda else "cpu"
+    return ArrayView(pointer, shape, contiguous_strides(shape), dtype, device, owner=array)
+
+
+class _StagedNdarray(ArrayView):
+    """A `ti.ndarray` of several axes on Vulkan or Metal, which a flat kernel argument cannot take: a host copy of it.
+
+    `write_back` puts the host copy into the ndarray; a launch calls it for each array that it wrote.
+    """
+
+    __slots__ = ("array", "host")
+
+    def __init__(self, array: Any, shape: tuple[int, ...], dtype: DType, arch: str) -> None:
+        self.array = array
+        self.host = np.ascontiguousarray(array.to_numpy())
+        super().__init__(
+            self.host.ctypes.data, shape, contiguous_strides(shape), dtype, "cpu", owner=(array, self.host)
+        )
+
+    def write_back(self) -> None:
+        self.array.from_numpy(self.host)
+
+
+def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
+    described = array.__cuda_array_interface__
+    dtype = dtypes.of_numpy(np.dtype(described["typestr"]))
+    if dtype is None:
+        raise _unknown_dtype(name, operation, described["typestr"])
+    shape = tuple(described["shape"])
+    byte_strides = described.get("strides")
+    strides = contiguous_strides(shape) if byte_strides is None else tuple(s // dtype.itemsize for s in byte_strides)
+    pointer, read_only = described["data"]
+    return ArrayView(pointer, shape, strides, dtype, "cuda:0", writable=not read_only, owner=array)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    pass
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
+_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", _Deleter)]
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST = 1, 2, 3
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_capsule_new = ctypes.pythonapi.PyCapsule_New
+_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_capsule_is_valid.restype, _capsule_is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _of_dlpack(array: Any, name: str, operation: str) -> ArrayView:
+    capsule = array.__dlpack__()
+    if not _capsule_is_valid(capsule, b"dltensor"):
+        raise DTypeError(
+            f"{operation}: {name} ({type(array).__name__}) gave a DLPack capsule this library cannot read."
+        )
+    tensor = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLManagedTensor)).contents.tensor
+    dtype = dtypes.of_dlpack(tensor.code, tensor.bits)
+    if dtype is None or tensor.lanes != 1:
+        raise _unknown_dtype(name, operation, f"DLPack code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes")
+    if tensor.device_type in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+        device = "cpu"
+    elif tensor.device_type == _DLPACK_CUDA:
+        device = f"cuda:{tensor.device_id}"
+    else:
+        raise ArchError(f"{operation}: {name} lies on DLPack device {tensor.device_type}. Use CPU or CUDA memory.")
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
+    immutable = type(array).__module__.startswith("jax")  # its arrays are values; writing into one is undefined
+    # The capsule was not consumed, so its own destructor frees the export when the view goes.
+    return ArrayView(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        dtype,
+        device,
+        writable=not immutable,
+        owner=(array, capsule),
+    )
+
+
+_exports: dict[int, Any] = {}
+
+
+@_Deleter
+def _release_export(managed: Any) -> None:
+    _exports.pop(ctypes.addressof(managed.contents), None)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _free_unconsumed(capsule: int) -> None:
+    unconsumed = ctypes.pythonapi.PyCapsule_IsValid
+    as_object = ctypes.cast(capsule, ctypes.py_object)
+    if unconsumed(as_object, b"dltensor"):
+        _exports.pop(_capsule_pointer(as_object, b"dltensor"), None)
+
+
+def _export_dlpack(array: ArrayView, owner: Any) -> Any:
+    """A DLPack capsule over `array`; `owner` lives until the consumer is done with it."""
+    managed = _DLManagedTensor()
+    shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+    strides = (ctypes.c_int64 * array.ndim)(*array.strides)
+    kind, index = (_DLPACK_CPU, 0) if array.device == "cpu" else (_DLPACK_CUDA, int(array.device.partition(":")[2]))
+    code, bits = array.dtype.dlpack
+    managed.tensor = _DLTensor(array.ptr, kind, index, array.ndim, code, bits, 1, shape, strides, 0)
+    managed.deleter = _release_export
+    address = ctypes.addressof(managed)
+    _exports[address] = (managed, shape, strides, owner)
+    return _capsule_new(address, b"dltensor", ctypes.cast(_free_unconsumed, ctypes.c_void_p))
+
+
+class Memory:
+    """A block of device memory in the live runtime: NumPy on CPU, torch or Taichi on CUDA, Taichi on Vulkan and Metal."""
+
+    def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
+        self.runtime = live
+        self.nbytes = nbytes
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        self.handle: Any = None
+        self.block: Any
+        torch = sys.modules.get("torch")
+        if live.is_cpu:
+            raw = np.empty(size + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            self.block = raw[start : start + size]
+            self.ptr = self.block.ctypes.data
+            self.device = "cpu"
+        elif live.is_cuda and torch is not None and torch.cuda.is_available():
+            self.block = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+            self.ptr = self.block.data_ptr()
+            self.device = "cuda:0"
+        else:
+            taichi = runtime.ti
+            self.block = taichi.ndarray(taichi.u32, (size // 4,))
+            self.handle = self.block
+            self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
+            self.device = "cuda:0" if live.is_cuda else live.arch
+
+    def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
+        """A contiguous array in this memory, `byte_offset` from its start."""
+        return ArrayView(
+            self.ptr + byte_offset if self.ptr else 0,
+            shape,
+            contiguous_strides(shape),
+            dtype,
+            self.device,
+            handle=self.handle if not self.ptr else None,
+            offset=0 if self.ptr else byte_offset,
+            owner=self,
+        )
+
+
+class CacheArray:
+    """Memory of a store, handed out without a copy: an array with a shape, a true dtype and a device.
+
+    `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA; `copy_to_host()` works everywhere and copies.
+
+    Example:
+        >>> import tikv
+        >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="bfloat16")
+        >>> store.keys(0).shape, str(store.keys(0).numpy().dtype)
+        ((1, 2, 8, 4), 'bfloat16')
+    """
+
+    def __init__(self, array: ArrayView, live: runtime.Runtime) -> None:
+        self._array = array
+        self._runtime = live
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of each axis."""
+        return self._array.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The true storage dtype."""
+        return self._array.dtype
+
+    @property
+    def device(self) -> str:
+        """Where the memory lies: cpu, cuda:0, vulkan or metal."""
+        return self._array.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self._array.nbytes
+
+    def view_for(self, operation: str) -> ArrayView:
+        """The view an operation uses.
+
+        Raises:
+            StaleRuntimeError: the runtime this memory was made in is gone.
+        """
+        runtime.require_alive(self._runtime, operation)
+        return self._array
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The memory as a NumPy array, not a copy; the launches so far are done.
+
+        Raises:
+            ArchError: the memory is not on CPU; `copy_to_host()` copies it.
+        """
+        array = self.view_for("CacheArray.numpy")
+        if array.device != "cpu":
+            raise ArchError(
+                f"CacheArray.numpy: the memory is on {array.device}. Use copy_to_host(), torch() or __dlpack__()."
+            )
+        buffer = (ctypes.c_uint8 * array.span).from_address(array.ptr)
+        _exported_buffers[buffer] = array.owner
+        flat = np.frombuffer(buffer, array.dtype.numpy)
+        return np.lib.stride_tricks.as_strided(flat, array.shape, [s * array.dtype.itemsize for s in array.strides])
+
+    def torch(self) -> Any:
+        """The memory as a torch tensor, not a copy, on CPU or CUDA.
+
+        Raises:
+            ArchError: the memory is on Vulkan or Metal, where torch has no view of it; or torch is not installed.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise ArchError("CacheArray.torch: torch is not installed. Install taichi-kv[torch].") from error
+        return torch.from_dlpack(self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        array = self.view_for("CacheArray.__dlpack__")
+        if array.device == "cpu":
+            return _DLPACK_CPU, 0
+        if array.device.startswith("cuda"):
+            return _DLPACK_CUDA, int(array.device.partition(":")[2])
+        raise ArchError(f"CacheArray.__dlpack__: memory on {array.device} has no pointer to share. Use copy_to_host().")
+
+    def __dlpack__(self, **_requests: Any) -> Any:
+        self.__dlpack_device__()
+        array = self._array
+        if array.device != "cpu":
+            self._runtime.synchronize()
+        return _export_dlpack(array, array.owner)
+
+    def copy_to_host(self) -> np.ndarray[Any, Any]:
+        """A NumPy copy of the contents, from any device; waits for the launches so far."""
+        return read_host(self.view_for("CacheArray.copy_to_host"), self._runtime)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"CacheArray({describe(self._array)}, {self.device})"
+
+
+_exported_buffers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
+    """A contiguous NumPy copy of a view's elements, from any device."""
+    live.synchronize()
+    itemsize = array.dtype.itemsize
+    if array.device == "cpu":
+        raw = ctypes.string_at(array.ptr, array.span)
+    elif array.device.startswith("cuda"):
+        raw = _read_cuda(array)
+    else:
+        words: np.ndarray[Any, Any] = array.owner.block.to_numpy()
+        raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
+    flat = np.frombuffer(raw, array.dtype.numpy)
+    return np.lib.stride_tricks.as_strided(flat, array.shape, [s * itemsize for s in array.strides]).copy()
+
+
+def _read_cuda(array: ArrayView) -> bytes:
+    block = getattr(array.owner, "block", None)
+    if hasattr(block, "to_numpy"):  # Taichi's own memory
+        words = block.to_numpy().view(np.uint8)
+        start = array.ptr - array.owner.ptr
+        return bytes(words[start : start + array.span].tobytes())
+    import torch
+
+    class _Bytes:
+        __cuda_array_interface__ = {"shape": (array.span,), "typestr": "|u1", "data": (array.ptr, True), "version": 3}
+
+    return bytes(torch.as_tensor(_Bytes(), device=array.device).cpu().numpy().tobytes())

@@ -1,0 +1,263 @@
+"""Every precondition of every operation, on the host and before any write. Messages: operation, values, way out."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, describe
+from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+
+MAX_POSITION = 2**63 - 1
+LAYOUTS = ("token_major", "head_major")
+CONVERSIONS = {
+    "float32": ("float32", "float16", "bfloat16"),
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16", "float32"),
+    "float64": ("float64",),
+    "int8": ("int8",),
+    "int32": ("int32",),
+    "int64": ("int64",),
+}  # what a copy may turn a source dtype into, without being asked for more
+
+
+def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = MAX_POSITION) -> int:
+    """A host integer within [low, high].
+
+    Raises:
+        PositionError: it is outside.
+        DTypeError: it is not an integer.
+    """
+    if type(value) is not int:
+        try:
+            value = operator.index(value)
+        except TypeError as error:
+            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from error
+    if not low <= value <= high:
+        raise PositionError(f"{operation}: {name}={value} is outside {low}..{high}.")
+    return int(value)
+
+
+def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
+    """One of the named choices.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if value not in choices:
+        raise OptionError(f"{operation}: unknown {name} {value!r}. Use one of {', '.join(map(repr, choices))}.")
+    return str(value)
+
+
+def rank(array: ArrayView, ndims: Sequence[int], name: str, shape: str, operation: str) -> None:
+    """The array has one of these numbers of axes.
+
+    Raises:
+        ShapeError: it has another.
+    """
+    if array.ndim not in ndims:
+        raise ShapeError(f"{operation}: {name} is {describe(array)}, with {array.ndim} axes; it must be {shape}.")
+
+
+def readable(array: ArrayView, name: str, operation: str) -> None:
+    """Rows can be read in place: the last axis is contiguous, no stride is negative.
+
+    Raises:
+        ShapeError: they cannot.
+    """
+    shape, strides = array.shape, array.strides
+    if shape and shape[-1] > 1 and strides[-1] != 1:
+        raise ShapeError(
+            f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); rows are "
+            f"moved as words. Pass a copy with a contiguous last axis."
+        )
+    if any(s < 0 and n > 1 for n, s in zip(shape, strides, strict=True)):
+        raise ShapeError(f"{operation}: {name} has negative strides {strides}. Pass a copy.")
+
+
+def writable(array: ArrayView, name: str, operation: str) -> None:
+    """A destination may be written, element by element.
+
+    Raises:
+        ShapeError: it is read-only, or broadcast (a stride of 0), or its rows are not contiguous.
+    """
+    if not array.writable:
+        raise ShapeError(
+            f"{operation}: the destination {name} ({describe(array)}) is read-only. Pass a writable array."
+        )
+    readable(array, name, operation)
+    if any(s == 0 and n > 1 for n, s in zip(array.shape, array.strides, strict=True)):
+        raise ShapeError(
+            f"{operation}: the destination {name} ({describe(array)}) is broadcast; its elements share memory."
+        )
+
+
+def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, operation: str) -> None:
+    """Every array lies on the host or on the runtime's device; all GPU arrays on one device.
+
+    Raises:
+        ArchError: one lies elsewhere.
+        DTypeError: float64 where the arch has none.
+    """
+    for name, array in arrays:
+        device = array.device
+        if device != "cpu" and device.partition(":")[0] != live.arch:
+            raise ArchError(
+                f"{operation}: {name} lies on {device} and Taichi runs on {live.arch}. Call tikv.init({device.partition(':')[0]!r}) "
+                f"first, or move the array."
+            )
+        if device.startswith("cuda") and device != "cuda:0":
+            raise ArchError(
+                f"{operation}: {name} lies on {device}; Taichi drives cuda:0. Choose the GPU by CUDA_VISIBLE_DEVICES."
+            )
+        if array.dtype is dtypes.float64 and not live.has_float64:
+            raise DTypeError(
+                f"{operation}: {name} is float64, which {live.arch} does not have. Use float32, CPU or CUDA."
+            )
+
+
+def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, operation: str) -> None:
+    """A copy converts this pair of dtypes.
+
+    Raises:
+        DTypeError: it does not.
+    """
+    allowed = CONVERSIONS[src.dtype.name]
+    if dst.dtype.name not in allowed:
+        raise DTypeError(
+            f"{operation}: cannot copy {src.dtype.name} into {dst.dtype.name} ({src_name}: {describe(src)}, {dst_name}: "
+            f"{describe(dst)}). From {src.dtype.name} the destination may be: {', '.join(allowed)}."
+        )
+
+
+def same_dtype(a: ArrayView, b: ArrayView, a_name: str, b_name: str, operation: str) -> None:
+    """Two arrays have one dtype.
+
+    Raises:
+        DTypeError: they differ.
+    """
+    if a.dtype is not b.dtype:
+        raise DTypeError(
+            f"{operation}: {a_name} is {describe(a)} and {b_name} is {describe(b)}; they must have one dtype."
+        )
+
+
+def extent(actual: int, expected: int, what: str, operation: str, detail: str = "") -> None:
+    """An axis has the expected length.
+
+    Raises:
+        ShapeError: it has another.
+    """
+    if actual != expected:
+        raise ShapeError(
+            f"{operation}: {what} is {actual} where {expected} is needed{f' ({detail})' if detail else ''}."
+        )
+
+
+def indices(array: ArrayView, name: str, operation: str) -> None:
+    """An index array is int32 or int64 with a contiguous last axis.
+
+    Raises:
+        DTypeError: it has another dtype.
+    """
+    if array.dtype not in dtypes.INDICES:
+        raise DTypeError(f"{operation}: {name} is {describe(array)}; indices are int32 or int64.")
+    readable(array, name, operation)
+
+
+def window_of(window: Any, capacity: int, operation: str) -> int | None:
+    """A window of at least one slot that the capacity holds, or None for a linear cache.
+
+    Raises:
+        CapacityError: it is larger than the capacity.
+        PositionError: it is less than one.
+    """
+    if window is None:
+        return None
+    window = integer(window, "window", operation, low=1)
+    if window > capacity:
+        raise CapacityError(
+            f"{operation}: window={window} > capacity={capacity}. Use a window of at most {capacity}, or a larger cache."
+        )
+    return int(window)
+
+
+def fits_linear(position: int, tokens: int, capacity: int, operation: str) -> None:
+    """A linear cache has room for these tokens.
+
+    Raises:
+        CapacityError: it has not; nothing was written.
+    """
+    if position + tokens > capacity:
+        raise CapacityError(
+            f"{operation}: the linear cache is full (position={position} + num_tokens={tokens} > capacity={capacity}). "
+            f"Use capacity >= {position + tokens}, or window={capacity} to keep only the newest tokens."
+        )
+
+
+def source_range(src_offset: Any, num_tokens: Any, available: int, operation: str) -> tuple[int, int]:
+    """(offset, tokens) of the rows to copy, inside the source.
+
+    Raises:
+        PositionError: the range leaves the source.
+    """
+    offset = integer(src_offset, "src_offset", operation)
+    tokens = available - offset if num_tokens is None else integer(num_tokens, "num_tokens", operation)
+    if offset > available or offset + tokens > available:
+        raise PositionError(
+            f"{operation}: the source range src_offset={offset} + num_tokens={max(tokens, 0)} > {available} tokens given. "
+            f"Copy at most {max(0, available - offset)} tokens from there."
+        )
+    return offset, tokens
+
+
+def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> None:
+    """No destination (the flagged ones) shares an element with another array of the call.
+
+    Raises:
+        ShapeError: two of them overlap.
+    """
+    for i, (name, array, is_destination) in enumerate(named):
+        start, end = array.ptr + array.offset, array.ptr + array.offset + array.span
+        for other_name, other, other_is_destination in named[i + 1 :]:
+            if not (is_destination or other_is_destination) or array.handle is not other.handle:
+                continue
+            other_start = other.ptr + other.offset
+            if start < other_start + other.span and other_start < end and _share_elements(array, other):
+                raise ShapeError(
+                    f"{operation}: {name} ({describe(array)}) and {other_name} ({describe(other)}) overlap in memory, and one "
+                    f"of them is written. Pass arrays that share no element."
+                )
+
+
+def _share_elements(a: ArrayView, b: ArrayView) -> bool:
+    """Exactly whether two strided arrays share a byte; solved on addresses alone, the memory is not touched."""
+
+    def shadow(array: ArrayView) -> np.ndarray[Any, Any]:
+        buffer = (ctypes.c_uint8 * max(1, array.span)).from_address((array.ptr + array.offset) or 1)
+        itemsize = array.dtype.itemsize
+        flat = np.frombuffer(buffer, np.uint8)
+        strides = [s * itemsize for s in array.strides]
+        return np.lib.stride_tricks.as_strided(flat, (*array.shape, itemsize), (*strides, 1))
+
+    return bool(np.shares_memory(shadow(a), shadow(b)))
+
+
+def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: str, operation: str) -> None:
+    """Every word of an array has an index that the kernel's 32 bits hold.
+
+    Raises:
+        CapacityError: the array is too large for one launch on this arch.
+    """
+    end = array.offset + array.span
+    limit, what = (2**32, "4 GiB") if live.is_spirv else (2**31 * word_bytes, f"2**31 words of {word_bytes} bytes")
+    if end > limit:
+        raise CapacityError(
+            f"{operation}: {name} ({describe(array)}) spans {end} bytes, more than {what} that a launch on {live.arch} addresses. "
+            f"Split the cache, for instance by layer or by sequence."
+        )

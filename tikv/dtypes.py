@@ -1,0 +1,91 @@
+"""One row per storage dtype; everything else about a dtype is looked up here.
+
+bfloat16 is carried as 16-bit words everywhere, since Taichi has no such type. No Taichi, no torch in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tikv.errors import DTypeError
+
+
+@dataclass(frozen=True)
+class DType:
+    """A storage dtype: its public name, its short name in kernel names and messages, its NumPy type and bytes."""
+
+    name: str
+    short: str
+    numpy: np.dtype[Any]
+    dlpack: tuple[int, int]  # DLPack type code and bits
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.numpy.itemsize
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+float32 = DType("float32", "f32", np.dtype(np.float32), (2, 32))
+float16 = DType("float16", "f16", np.dtype(np.float16), (2, 16))
+bfloat16 = DType("bfloat16", "bf16", np.dtype(ml_dtypes.bfloat16), (4, 16))
+float64 = DType("float64", "f64", np.dtype(np.float64), (2, 64))
+int8 = DType("int8", "i8", np.dtype(np.int8), (0, 8))
+int32 = DType("int32", "i32", np.dtype(np.int32), (0, 32))
+int64 = DType("int64", "i64", np.dtype(np.int64), (0, 64))
+
+FLOATS = (float32, float16, bfloat16, float64)
+INDICES = (int32, int64)
+ALL = (*FLOATS, int8, *INDICES)
+
+_BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
+_BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
+_BY_DLPACK: dict[tuple[int, int], DType] = {row.dlpack: row for row in ALL}
+
+
+def of_numpy(dtype: np.dtype[Any]) -> DType | None:
+    """The row of a NumPy dtype in native byte order, or None."""
+    return _BY_NUMPY.get(dtype)
+
+
+def of_dlpack(code: int, bits: int) -> DType | None:
+    """The row of a DLPack type code and width, or None."""
+    return _BY_DLPACK.get((code, bits))
+
+
+def of_torch(dtype: Any) -> DType | None:
+    """The row of a torch dtype, found by its name, so that torch need not be imported."""
+    return _BY_NAME.get(str(dtype).removeprefix("torch."))
+
+
+def parse(dtype: Any, operation: str) -> DType:
+    """The row that a user's `dtype` argument means: a name, a NumPy or ml_dtypes type, a torch dtype or a row.
+
+    Raises:
+        DTypeError: nothing here is called that.
+
+    Example:
+        >>> parse("bfloat16", "example"), parse(np.float16, "example")
+        (bfloat16, float16)
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    found = None
+    if isinstance(dtype, str):
+        found = _BY_NAME.get(dtype.removeprefix("torch."))
+    elif type(dtype).__module__ == "torch":
+        found = of_torch(dtype)
+    else:
+        try:
+            found = of_numpy(np.dtype(dtype))
+        except TypeError:
+            found = None
+    if found is None:
+        raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {', '.join(row.name for row in ALL)}.")
+    return found

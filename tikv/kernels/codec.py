@@ -1,0 +1,223 @@
+"""Words to values and back: the only place that knows the bits of a dtype.
+
+A unit is a few neighbouring elements that one thread moves: `Codec` says how many, and which words hold them. Equal
+dtypes move words and never look inside, so NaN payloads, -0 and subnormals stay as they are.
+"""
+
+import functools
+from typing import NamedTuple
+
+from tikv.runtime import ti
+
+WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
+SIZE = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+
+
+class Codec(NamedTuple):
+    """How a unit is read and written: dtype codes ("raw" on both sides for a bit copy), elements, bits of a word."""
+
+    src: str
+    dst: str
+    elements: int
+    src_bits: int
+    dst_bits: int
+
+    @property
+    def src_words(self) -> int:
+        """Words of a unit at the source."""
+        return 1 if self.src == "raw" else self.elements * SIZE[self.src] * 8 // self.src_bits
+
+    @property
+    def dst_words(self) -> int:
+        """Words of a unit at the destination."""
+        return 1 if self.dst == "raw" else self.elements * SIZE[self.dst] * 8 // self.dst_bits
+
+
+@ti.func
+def bf16_to_f32(bits):
+    return ti.bit_cast(ti.cast(bits, ti.u32) << ti.u32(16), ti.f32)
+
+
+@ti.func
+def f32_to_bf16(value):
+    """Round to nearest even in integers; a NaN stays a (quiet) NaN."""
+    u = ti.bit_cast(value, ti.u32)
+    rounded = (u + ti.u32(0x7FFF) + ((u >> ti.u32(16)) & ti.u32(1))) >> ti.u32(16)
+    nan = (u & ti.u32(0x7FFFFFFF)) > ti.u32(0x7F800000)
+    return ti.cast(ti.select(nan, (u >> ti.u32(16)) | ti.u32(0x40), rounded), ti.u16)
+
+
+@ti.func
+def f32_to_f16_integer(value):
+    """Round to nearest even in integers, for back ends that leave the rounding of a cast open."""
+    u = ti.bit_cast(value, ti.u32)
+    sign = (u >> ti.u32(16)) & ti.u32(0x8000)
+    a = u & ti.u32(0x7FFFFFFF)
+    half = ti.u32(0)
+    if a >= ti.u32(0x7F800000):
+        half = ti.u32(0x7C00)
+        if a > ti.u32(0x7F800000):
+            half = ti.u32(0x7E00)
+    elif a >= ti.u32(0x477FF000):  # 65520 and above
+        half = ti.u32(0x7C00)
+    elif a >= ti.u32(0x38800000):  # normal: 2**-14 and above
+        r = a - ti.u32(0x38000000)
+        half = (r + ti.u32(0xFFF) + ((r >> ti.u32(13)) & ti.u32(1))) >> ti.u32(13)
+    elif a > ti.u32(0x33000000):  # subnormal; 2**-25 itself ties to zero
+        shift = ti.u32(126) - (a >> ti.u32(23))
+        m = (a & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
+        kept = m >> shift
+        rest = m & ((ti.u32(1) << shift) - ti.u32(1))
+        tie = ti.u32(1) << (shift - ti.u32(1))
+        if rest > tie or (rest == tie and (kept & ti.u32(1)) == ti.u32(1)):
+            kept = kept + ti.u32(1)
+        half = kept
+    return ti.cast(half | sign, ti.u16)
+
+
+@ti.func
+def f32_to_f16_cast(value):
+    return ti.bit_cast(ti.cast(value, ti.f16), ti.u16)
+
+
+@ti.func
+def finite_magnitude_bits(value):
+    """The bits of |value|, or 0 if it is Inf or NaN; they order as the magnitudes do."""
+    a = ti.bit_cast(value, ti.u32) & ti.u32(0x7FFFFFFF)
+    return ti.select(a < ti.u32(0x7F800000), a, ti.u32(0))
+
+
+@ti.func
+def round_half_even(x):
+    """The nearest integer, ties to even, exact for |x| < 2**22 under any floating-point mode."""
+    low = ti.floor(x)
+    rest = x - low
+    whole = ti.cast(low, ti.i32)
+    up = (rest > ti.f32(0.5)) | ((rest == ti.f32(0.5)) & ((whole & 1) == 1))
+    return ti.select(up, whole + 1, whole)
+
+
+@ti.func
+def round_half_even_by_addition(x):
+    """The same where arithmetic is IEEE: adding 1.5 * 2**23 leaves the rounded integer in the low bits."""
+    return ti.bit_cast(x + ti.f32(12582912.0), ti.i32) - 0x4B400000
+
+
+@functools.cache
+def make_quantise(style):
+    """quantise(value, inverse_scale): int8 of value / scale, nearest even, in -127..127; Inf saturates, NaN becomes 0."""
+    rounded = round_half_even if style == "spirv" else round_half_even_by_addition
+
+    @ti.func
+    def quantise(value, inverse_scale):
+        scaled = ti.min(ti.max(value * inverse_scale, ti.f32(-127.0)), ti.f32(127.0))
+        a = ti.bit_cast(value, ti.u32) & ti.u32(0x7FFFFFFF)
+        return rounded(ti.select(a > ti.u32(0x7F800000), ti.f32(0.0), scaled))
+
+    return quantise
+
+
+@functools.cache
+def make_bits_to_f32(code):
+    """The function that turns the bits of one element into float32; exact for every dtype here."""
+
+    @ti.func
+    def bits_to_f32(bits):
+        value = ti.f32(0.0)
+        if ti.static(code == "f32"):
+            value = ti.bit_cast(ti.cast(bits, ti.u32), ti.f32)
+        elif ti.static(code == "f16"):
+            value = ti.cast(ti.bit_cast(ti.cast(bits, ti.u16), ti.f16), ti.f32)
+        elif ti.static(code == "bf16"):
+            value = bf16_to_f32(bits)
+        else:
+            value = ti.cast(ti.cast(ti.cast(bits, ti.u8), ti.i8), ti.f32)
+        return value
+
+    return bits_to_f32
+
+
+@functools.cache
+def make_f32_to_bits(code, style):
+    """The function that turns float32 into the bits of one element, rounding to nearest even where it must."""
+    f32_to_f16 = f32_to_f16_integer if style == "spirv" else f32_to_f16_cast
+
+    @ti.func
+    def f32_to_bits(value):
+        bits = ti.u32(0)
+        if ti.static(code == "f32"):
+            bits = ti.bit_cast(value, ti.u32)
+        elif ti.static(code == "f16"):
+            bits = ti.cast(f32_to_f16(value), ti.u32)
+        else:
+            bits = ti.cast(f32_to_bf16(value), ti.u32)
+        return bits
+
+    return f32_to_bits
+
+
+@functools.cache
+def make_load(code, elements, bits):
+    """load(array, word) -> the float32 values of the unit whose first word is `word`."""
+    decode = make_bits_to_f32(code)
+    word = WORD[bits]
+    width = SIZE[code] * 8
+    per_word = bits // width
+    words = elements // per_word
+
+    @ti.func
+    def load(array: ti.template(), first):
+        values = ti.Vector([ti.f32(0.0) for _ in range(elements)])
+        for w in ti.static(range(words)):
+            x = array[first + w]
+            for q in ti.static(range(per_word)):
+                values[w * per_word + q] = decode(x >> word(q * width))
+        return values
+
+    return load
+
+
+@functools.cache
+def make_store(code, elements, bits, style):
+    """store(array, word, values, inverse_scale): encode a unit's values into its words."""
+    word = WORD[bits]
+    width = SIZE[code] * 8
+    per_word = bits // width
+    words = elements // per_word
+    encode = None if code == "i8" else make_f32_to_bits(code, style)
+    quantise = make_quantise(style)
+
+    @ti.func
+    def store(array: ti.template(), first, values, inverse_scale):
+        for w in ti.static(range(words)):
+            x = word(0)
+            for q in ti.static(range(per_word)):
+                b = ti.u32(0)
+                if ti.static(code == "i8"):
+                    b = ti.cast(quantise(values[w * per_word + q], inverse_scale) & 0xFF, ti.u32)
+                else:
+                    b = encode(values[w * per_word + q])
+                x = x | (ti.cast(b, word) << word(q * width))
+            array[first + w] = x
+
+    return store
+
+
+SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-38, 3.4028234663852886e38)}
+
+
+@functools.cache
+def make_scale(code, style):
+    """scale_bits(magnitude_bits): the scale of a row as stored, max|x| / 127 rounded to the scale's dtype.
+
+    Never below the smallest normal number nor above the largest finite one, so its reciprocal is finite.
+    """
+    low, high = SCALE_LIMITS[code]
+    encode = make_f32_to_bits(code, style)
+
+    @ti.func
+    def scale_bits(magnitude_bits):
+        exact = ti.bit_cast(magnitude_bits, ti.f32) / ti.f32(127.0)
+        return encode(ti.min(ti.max(exact, ti.f32(low)), ti.f32(high)))
+
+    return scale_bits

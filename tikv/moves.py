@@ -1,0 +1,245 @@
+"""Turn described ends into a bound launch of the copy kernel: words, codec, lanes and the form of the loop.
+
+An operation says where rows lie (`End`, in elements) and which placement each end has; everything that depends on
+alignment, dtype pair and arch is decided here, once, for all operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import checks, launch, runtime
+from tikv.arrays import ArrayView, Memory
+from tikv.dtypes import DType
+
+SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
+
+
+class End(NamedTuple):
+    """One end of one stream: an array and its strides in elements; `inner` cuts a row into (chunk, stride) elements."""
+
+    array: ArrayView
+    group: int = 0
+    step: int = 0
+    head: int = 0
+    first: int = 0
+    block: int = 0
+    inner: tuple[int, int] = (0, 0)
+
+
+class Placement(NamedTuple):
+    """Which slot a token goes to at one end (see `kernels.address`), and the page length where there are pages."""
+
+    kind: str = "linear"
+    page: int = 0
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The kernel modules, imported with Taichi on first use."""
+    return (
+        importlib.import_module("tikv.kernels.copy"),
+        importlib.import_module("tikv.kernels.codec"),
+        importlib.import_module("tikv.kernels.address"),
+    )
+
+
+def entry_of(name: str) -> int:
+    """The place of an entry in the vector of placements that a bound copy takes."""
+    return int(getattr(_kernels()[2].W, name))
+
+
+def reduced_position(position: int, sinks: int, ring: int) -> int:
+    """The smallest position in the same slot as an absolute one, which fits 32 bits however long the sequence is."""
+    return position if ring == 0 or position < sinks else sinks + (position - sinks) % ring
+
+
+def alignment(end: End, width: int) -> int:
+    """The largest power of two, in bytes up to 8, that divides every address at which a row or chunk may start."""
+    array, itemsize = end.array, end.array.dtype.itemsize
+    chunk, chunk_stride = end.inner
+    offsets = [end.group, end.step, end.head, end.first, end.block, chunk_stride, chunk or width]
+    common = math.gcd(8, array.ptr or 0, array.offset, *(n * itemsize for n in offsets))
+    return common & -common if common else 8
+
+
+def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tuple[int, Any]:
+    """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
+
+    On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises.
+    """
+    codec = _kernels()[1].Codec
+    src_align, dst_align = alignment(src, width), alignment(dst, width)
+    s, d = src.array.dtype, dst.array.dtype
+    if s is d and not scale:
+        word = math.gcd(src_align, dst_align, 4 if style == "cpu" else 8)
+        return width * s.itemsize // word, codec("raw", "raw", 0, word * 8, word * 8)
+    for elements in (1,) if style == "cpu" else (4, 2, 1):
+        src_word, dst_word = min(8, elements * s.itemsize), min(8, elements * d.itemsize)
+        chunks_whole = all(chunk % elements == 0 for chunk in (src.inner[0] or elements, dst.inner[0] or elements))
+        if width % elements == 0 and src_align % src_word == 0 and dst_align % dst_word == 0 and chunks_whole:
+            return width // elements, codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
+    raise AssertionError("one element always fits its own word")
+
+
+def bind_copy(
+    live: runtime.Runtime,
+    operation: str,
+    *,
+    src: Sequence[End],
+    dst: Sequence[End],
+    widths: Sequence[int],
+    heads: int,
+    tokens: int,
+    groups: int = 1,
+    src_place: Placement = Placement(),
+    dst_place: Placement = Placement(),
+    index: ArrayView | None = None,
+    scales: Sequence[ArrayView] = (),
+    scale: DType | None = None,
+    **which: int,
+) -> launch.Bound:
+    """Bind the copy of `groups` x `tokens` x `heads` rows, of K or of K and V.
+
+    Args:
+        live: the runtime.
+        operation: for messages.
+        src, dst: an `End` each for K, or for K and V.
+        widths: elements in a row of each stream.
+        heads, tokens, groups: extents; none is zero.
+        src_place, dst_place: placements of the two ends.
+        index: the index array of a placement that has one.
+        scales: the scale array of each stream of an int8 copy that (de)quantises, with `scale` its dtype.
+        **which: entries of `kernels.address.Which` by name.
+
+    Raises:
+        CapacityError: an array or the launch is larger than 32-bit indices reach.
+    """
+    copy, _, address = _kernels()
+    style = live.kernel_style
+    scale_code = scale.short if scale is not None else ""
+    streams, wheres = [], []
+    for k_or_v, (a, b, width) in enumerate(zip(src, dst, widths, strict=True)):
+        units, codec = choose_codec(style, a, b, width, scale_code)
+        streams.append(copy.Stream(units, codec))
+        for end, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
+            checks.addressable(end.array, bits // 8, live, "kv"[k_or_v], operation)
+            wheres.append(_words(end, bits // 8))
+    if len(streams) == 1:
+        wheres += wheres
+    cooperative = style != "cpu" and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
+    units = max(s.units for s in streams)
+    lanes = 1 if style == "cpu" else (min(32, 1 << (units - 1).bit_length()) if cooperative else units)
+    iterations = groups * tokens * heads * lanes * (len(streams) if style == "cpu" else 1)
+    if cooperative:
+        block = importlib.import_module("tikv.kernels.lanes").BLOCK
+        iterations = -(-iterations // block) * block
+    checks.integer(iterations, "work items (tokens x heads x words)", operation, high=2**31 - 1)
+    moved = groups * tokens * heads * sum(w * (a.array.dtype.itemsize) for a, w in zip(src, widths, strict=True))
+    sides = [
+        copy.Side(place.kind, place.page, *(_inner_words(e, bits) for e, bits in zip(ends, words, strict=True)))
+        for place, ends, words in (
+            (src_place, (src[0], src[-1]), (streams[0].codec.src_bits, streams[-1].codec.src_bits)),
+            (dst_place, (dst[0], dst[-1]), (streams[0].codec.dst_bits, streams[-1].codec.dst_bits)),
+        )
+    ]
+    kernel = launch.kernel(
+        live,
+        copy.make_copy,
+        style,
+        style == "cpu" and moved < SERIAL_BYTES,
+        heads,
+        groups > 1,
+        tuple(streams),
+        *sides,
+        lanes,
+        0 if index is None else index.dtype.itemsize * 8,
+        scale_code,
+    )
+    arrays = [src[0].array, dst[0].array, src[-1].array, dst[-1].array]
+    if index is not None or scale_code:
+        filler = index if index is not None else scales[0]
+        arrays += [filler, scales[0] if scales else filler, scales[-1] if scales else filler]
+        for position, array in ((("src_index" if src_place.kind != "linear" else "dst_index"), index),):
+            if array is not None:
+                which[position] = which.get(position, 0) + array.offset // array.dtype.itemsize
+        for name, array in zip(("k_scale", "v_scale"), scales, strict=False):
+            which[name] = which.get(name, 0) + array.offset // array.dtype.itemsize
+    which.update(k_units=streams[0].units, v_units=streams[-1].units)
+    numbers = address.Which(iterations=iterations, groups=groups, tokens=tokens, **which)
+    return kernel.bind(iterations, *arrays, tuple(n for where in wheres for n in where), tuple(numbers))
+
+
+def _words(end: End, word_bytes: int) -> tuple[int, ...]:
+    """An end's strides in words, in the order of `kernels.address.Where`."""
+    itemsize = end.array.dtype.itemsize
+    offset = end.array.offset // word_bytes
+    group, block, step, head, first = (
+        n * itemsize // word_bytes for n in (end.group, end.block, end.step, end.head, end.first)
+    )
+    return group, block, step, head, first + offset
+
+
+def _inner_words(end: End, bits: int) -> tuple[int, int]:
+    itemsize = end.array.dtype.itemsize
+    return end.inner[0] * itemsize * 8 // bits, end.inner[1] * itemsize * 8 // bits
+
+
+class Staging:
+    """Host arrays on a device for the length of a call, on archs that cannot see host memory; nothing elsewhere.
+
+    Arrays whose bytes overlap share one device block, so what is written to one is not undone by the other's way back.
+    """
+
+    def __init__(self, live: runtime.Runtime, arrays: Sequence[ArrayView], written: Sequence[bool]) -> None:
+        self.arrays = list(arrays)
+        self._live = live
+        self._back: list[tuple[Memory, int, int]] = []
+        self._write_back = [a for a, w in zip(arrays, written, strict=True) if w and hasattr(a, "write_back")]
+        if not live.is_spirv:
+            return
+        hosted = sorted((a.ptr, a.ptr + a.span, i) for i, a in enumerate(arrays) if a.device == "cpu" and a.span)
+        merged: list[tuple[int, int, list[int]]] = []
+        for start, end, i in hosted:
+            if merged and start < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]), [*merged[-1][2], i])
+            else:
+                merged.append((start, end, [i]))
+        for start, end, members in merged:
+            base = start // 8 * 8  # keeps every word aligned as it was
+            memory = Memory(end - base, live)
+            words = np.zeros(memory.block.shape[0] * 4, np.uint8)
+            words[start - base : end - base] = np.frombuffer(
+                (ctypes.c_uint8 * (end - start)).from_address(start), np.uint8
+            )
+            memory.block.from_numpy(words.view(np.uint32))
+            for i in members:
+                a = arrays[i]
+                self.arrays[i] = ArrayView(
+                    0,
+                    a.shape,
+                    a.strides,
+                    a.dtype,
+                    live.arch,
+                    handle=memory.handle,
+                    offset=a.ptr - base,
+                    owner=(memory, a),
+                )
+            if any(written[i] for i in members):
+                self._back.append((memory, start, end))
+
+    def finish(self) -> None:
+        """Bring what was written back to the host."""
+        for memory, start, end in self._back:
+            base = start // 8 * 8
+            found = memory.block.to_numpy().view(np.uint8)[start - base : end - base]
+            ctypes.memmove(start, np.ascontiguousarray(found).ctypes.data, end - start)
+        for array in self._write_back:
+            array.write_back()  # type: ignore[attr-defined]
