@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from model import FILE_START, OTHER, Tokenizer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import nn
 
 # Tests and tables outweigh the library itself and read alike: a small model would learn little else.
@@ -175,7 +175,7 @@ def save(model: TorchModel, config: dict, training: dict, out: Path) -> None:
     weights = {f"model.{name}": value.detach().half().contiguous() for name, value in model.named_parameters()}
     files = {name: out / f".{name}.{os.getpid()}" for name in ("model.safetensors", "config.json", "training.json")}
     try:
-        save_file(weights, files["model.safetensors"], metadata={"format": "pt"})
+        files["model.safetensors"].write_bytes(serialize(weights, metadata={"format": "pt"}))
         files["config.json"].write_text(json.dumps(config, indent=1) + "\n")
         files["training.json"].write_text(json.dumps(training, indent=1) + "\n")
         for name, path in files.items():
