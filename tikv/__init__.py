@@ -16,6 +16,7 @@ _HOME = {
     "copy_kv": "ops",
     "linearize": "ops",
     "warmup": "variants",
+    "KVCacheStore": "store",
     "CacheArray": "arrays",
     "TikvError": "errors",
     "ShapeError": "errors",
@@ -63,4 +64,5 @@ if TYPE_CHECKING:
     )
     from tikv.ops import copy, copy_kv, linearize
     from tikv.runtime import init
+    from tikv.store import KVCacheStore
     from tikv.variants import warmup

@@ -427,6 +427,30 @@ class Memory:
         )
 
 
+def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
+    """A copy of a host array in device memory of the live runtime."""
+    dtype = dtypes.of_numpy(array.dtype)
+    assert dtype is not None
+    found = Memory(array.nbytes, live).array(array.shape, dtype)
+    write_host(np.ascontiguousarray(array), found)
+    return found
+
+
+def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
+    """Copy a contiguous host array over the start of memory that `Memory` made."""
+    block = to.owner.block
+    if to.device == "cpu":
+        ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
+    elif hasattr(block, "from_numpy"):
+        words = np.zeros(block.shape[0] * 4, np.uint8)
+        words[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        block.from_numpy(words.view(np.uint32))
+    else:
+        import torch
+
+        block[: array.nbytes].copy_(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+
+
 class CacheArray:
     """Memory of a store, handed out without a copy: an array with a shape, a true dtype and a device.
 

@@ -19,6 +19,7 @@ from tikv import checks, launch, runtime
 from tikv.arrays import ArrayView, Memory
 from tikv.dtypes import DType
 
+MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
 SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
 
 

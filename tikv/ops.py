@@ -11,9 +11,7 @@ from typing import Any
 
 from tikv import checks, launch, runtime
 from tikv.arrays import ArrayView, describe, view
-from tikv.moves import End, Placement, Staging, bind_copy, entry_of, reduced_position
-
-MAX_PLANS = 4096  # plans kept a runtime; shapes that never come back must not pile up
+from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
 
 
 def copy(

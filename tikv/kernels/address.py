@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tikv.runtime import ti
 
-PLACEMENTS = ("linear", "ring", "ragged", "slots", "table", "group")
+PLACEMENTS = ("linear", "ring", "ragged", "slots", "table", "group", "layers")
 
 
 class Where(NamedTuple):
@@ -82,6 +82,7 @@ def make_place(kind, page, position, limit, first):
     linear: position + t. ring: the same behind sinks; tokens before `keep`, which the ring would lose, are skipped.
     ragged: index[g] + t if inside [0, limit), or in the ring when there is one. slots: index[t] if inside [0, limit).
     table: page index[(position + t) // page] if inside [0, limit). group: as linear, in the group that index[g] names.
+    layers: as ring or linear, by the sinks and ring of group g in index[4g + 2] and index[4g + 3].
     """
 
     @ti.func
@@ -105,6 +106,15 @@ def make_place(kind, page, position, limit, first):
             s = ti.cast(index[g * which[W.index_group] + t * which[W.index_step] + which[first]], ti.i64)
             if s >= 0 and s < which[limit]:
                 slot = ti.cast(s, ti.i32)
+        elif ti.static(kind == "layers"):
+            p = which[position] + t
+            sinks = ti.cast(index[which[first] + 4 * g + 2], ti.i32)
+            ring = ti.cast(index[which[first] + 4 * g + 3], ti.i32)
+            slot = p
+            if ring > 0:
+                slot = -1
+                if p < sinks or t >= which[W.tokens] - ring:
+                    slot = ring_slot(p, sinks, ring)
         else:
             p = which[position] + t
             entry = g * which[W.index_group] + (p // page) * which[W.index_step] + which[first]
@@ -114,6 +124,13 @@ def make_place(kind, page, position, limit, first):
         return slot
 
     return place
+
+
+@ti.func
+def row_of_layer(g, h, slot, index: ti.template(), first):
+    """The row of a slot in a block of layers of different lengths: index[4g] is the group's first row, index[4g + 1] the
+    rows of a head."""
+    return ti.cast(index[first + 4 * g], ti.i32) + h * ti.cast(index[first + 4 * g + 1], ti.i32) + slot
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from tikv.kernels.address import (
     make_inner,
     make_place,
     make_row,
+    row_of_layer,
 )
 from tikv.kernels.codec import (
     WORD,
@@ -82,7 +83,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     move_v = make_move_row(style, lanes, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
     k_src, k_dst = make_row(src.page, K_SRC), make_row(dst.page, K_DST)
     v_src, v_dst = make_row(src.page, V_SRC), make_row(dst.page, V_DST)
-    scale_slot_is_src = src.place in ("table", "slots")
+    scale_slot_is_src = k.codec.src == "i8"
 
     @ti.func
     def step(i, ks: ti.template(), kd: ti.template(), vs: ti.template(), vd: ti.template(), index: ti.template(),
@@ -110,6 +111,9 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             d = place_dst(g, t, index, which)
         ok = s >= 0 and d >= 0
         gs = g
+        if ti.static(dst.place == "layers"):
+            if ok:
+                d = row_of_layer(g, h, d, index, which[W.dst_index])
         if ti.static(src.place == "group"):
             if ok:
                 gs = ti.cast(index[g * which[W.index_group] + which[W.src_index]], ti.i32)

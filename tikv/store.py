@@ -1,0 +1,741 @@
+"""KVCacheStore: owns the keys and values of all layers, and knows how many tokens each layer holds.
+
+Memory is head-major, (num_layers, batch, num_kv_heads, slots, head_dim), one block for K and one for V, split by layers
+only where a block would be larger than a launch can address. A layer with a window is a ring behind its sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import checks, dtypes, runtime
+from tikv.arrays import ArrayView, CacheArray, Memory, describe, to_device, view
+from tikv.dtypes import DType
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.launch import Bound
+from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
+
+BLOCK_BYTES = {
+    "cpu": 2**33,
+    "cuda": 2**33,
+    "vulkan": 2**32 - 64,
+    "metal": 2**32 - 64,
+}  # largest block a launch addresses
+SOURCES = {
+    "float32": ("float32",),
+    "float16": ("float32", "float16"),
+    "bfloat16": ("float32", "bfloat16"),
+    "float64": ("float64",),
+    "int8": ("float32", "float16", "bfloat16"),
+}  # what may be appended to a store of each dtype
+
+
+class Layer:
+    """One layer's slots and counts."""
+
+    def __init__(self, index: int, capacity: int, window: int | None, sinks: int) -> None:
+        self.index = index
+        self.window = window
+        self.sinks = sinks if window is not None else 0
+        self.slots = capacity if window is None else window
+        self.ring = 0 if window is None else window - self.sinks
+        self.length = 0  # tokens appended since reset, less those trimmed
+        self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
+        self.k: ArrayView
+        self.v: ArrayView
+        self.k_scale: ArrayView | None = None
+        self.v_scale: ArrayView | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens that can be read: the sinks and what the ring still has."""
+        fixed = min(self.length, self.sinks)
+        return fixed + max(0, self.length - max(self.valid_from, self.sinks))
+
+    @property
+    def filled(self) -> int:
+        """Slots that have ever been written, from slot 0."""
+        return min(self.length, self.slots)
+
+    def grown(self, tokens: int) -> tuple[int, int]:
+        """(length, valid_from) after that many more tokens."""
+        length = self.length + tokens
+        return length, max(self.valid_from, length - self.ring) if self.ring else 0
+
+
+class AppendPlan:
+    """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
+
+    __slots__ = ("bound", "layers", "tokens", "mixed", "which", "sources", "table")
+
+    def __init__(
+        self,
+        bound: Bound,
+        layers: list[Layer],
+        tokens: int,
+        mixed: bool,
+        sources: Sequence[ArrayView],
+        table: ArrayView | None,
+    ) -> None:
+        self.bound = bound
+        self.layers = layers
+        self.tokens = tokens
+        self.mixed = mixed  # rings of different lengths: the position stays absolute
+        self.which = len(bound.arguments) - 1  # the vector of placements
+        self.sources = sources
+        self.table = table  # kept alive for the launches
+
+
+class Snapshot:
+    """What `KVCacheStore.snapshot` keeps: counts and copies of the filled slots. Give it to `restore`."""
+
+    def __init__(
+        self, batch_size: int, layers: list[tuple[int, int, int, list[ArrayView]]], live: runtime.Runtime
+    ) -> None:
+        self.batch_size = batch_size
+        self.layers = layers
+        self.runtime = live
+
+    def __repr__(self) -> str:
+        return f"Snapshot({len(self.layers)} layers, length {max(length for length, *_ in self.layers)})"
+
+
+class KVCacheStore:
+    """Keys and values of a model's layers, appended token by token or prompt by prompt.
+
+    Args:
+        num_layers: layers of the model.
+        num_kv_heads: heads of K and V.
+        head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
+        capacity: tokens that a layer without a window holds.
+        batch_size: sequences, all of one length.
+        dtype: storage: float32, float16, bfloat16, float64, or int8 with a scale per token and head.
+        window: None; or the slots of a sliding layer, sinks included; or one of these for each layer.
+        sinks: first tokens that a sliding layer keeps for ever.
+        head_dim_v: width of a head of V.
+        scale_dtype: of the int8 scales, float16 or float32.
+
+    Raises:
+        CapacityError: a layer is larger than a launch on this arch can address.
+        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+
+    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
+    Cost: an append is one launch, whatever the length; reading `length` never waits for the device.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="float32", window=4)
+        >>> k = np.arange(6 * 8, dtype=np.float32).reshape(6, 2, 4)
+        >>> store.append(0, k, k)
+        >>> store.length, store.tokens(0)[0].shape
+        (6, (1, 2, 4, 4))
+        >>> bool((np.asarray(store.tokens(0)[0])[0] == k[2:].transpose(1, 0, 2)).all())
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch_size: int = 1,
+        dtype: Any = "float16",
+        window: int | None | Sequence[int | None] = None,
+        sinks: int = 0,
+        head_dim_v: int | None = None,
+        scale_dtype: Any = "float16",
+    ) -> None:
+        operation = "KVCacheStore"
+        self.runtime = runtime.current()
+        self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
+        self.num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        self.head_dim = checks.integer(head_dim, "head_dim", operation, low=1)
+        self.head_dim_v = (
+            self.head_dim if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
+        )
+        self.capacity = checks.integer(capacity, "capacity", operation, low=1)
+        self.batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
+        self.dtype = dtypes.parse(dtype, operation)
+        if self.dtype.name not in SOURCES:
+            raise DTypeError(f"{operation}: dtype {self.dtype.name} is not stored. Use one of {', '.join(SOURCES)}.")
+        if self.dtype is dtypes.float64 and not self.runtime.has_float64:
+            raise DTypeError(f"{operation}: {self.runtime.arch} has no float64. Use float32, or CPU or CUDA.")
+        self.scale_dtype = dtypes.parse(scale_dtype, operation)
+        if self.scale_dtype not in (dtypes.float16, dtypes.float32):
+            raise DTypeError(
+                f"{operation}: scale_dtype {self.scale_dtype.name} is not offered. Use float16 or float32."
+            )
+        self.sinks = checks.integer(sinks, "sinks", operation)
+        self.windows = self._windows(window, operation)
+        self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
+        self._appends: dict[Any, AppendPlan] = {}
+        self._position = entry_of("dst_position")
+        self._allocate()
+
+    def _windows(self, window: Any, operation: str) -> list[int | None]:
+        given = [window] * self.num_layers if window is None or isinstance(window, int) else list(window)
+        if len(given) != self.num_layers:
+            raise ShapeError(
+                f"{operation}: window has {len(given)} entries for num_layers={self.num_layers}. Give one a layer."
+            )
+        found = [None if w is None else checks.integer(w, "window", operation, low=1) for w in given]
+        if self.sinks and all(w is None for w in found):
+            raise OptionError(f"{operation}: sinks={self.sinks} without a window. Give a window, or sinks=0.")
+        for w in found:
+            if w is not None and self.sinks >= w:
+                raise CapacityError(
+                    f"{operation}: sinks={self.sinks} leave no slot of window={w} to slide. Use sinks < {w}."
+                )
+        return found
+
+    def _allocate(self) -> None:
+        """Place all layers in as few blocks as a launch can address."""
+        rows = [self.batch_size * self.num_kv_heads * layer.slots for layer in self._layers]
+        widest = max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
+        limit = BLOCK_BYTES[self.runtime.arch]
+        self._blocks: list[tuple[list[Layer], Memory, Memory, Memory | None, Memory | None]] = []
+        group: list[Layer] = []
+        for layer, count in zip(self._layers, rows, strict=True):
+            if count * widest > limit:
+                raise CapacityError(
+                    f"KVCacheStore: layer {layer.index} needs {count * widest} bytes in one block (batch_size={self.batch_size} x "
+                    f"num_kv_heads={self.num_kv_heads} x {layer.slots} slots); {self.runtime.arch} addresses {limit}. Use a smaller "
+                    f"capacity, a window, or several stores."
+                )
+            if group and sum(rows[x.index] for x in group) * widest + count * widest > limit:
+                self._place(group, rows)
+                group = []
+            group.append(layer)
+        self._place(group, rows)
+
+    def _place(self, group: list[Layer], rows: list[int]) -> None:
+        total = sum(rows[layer.index] for layer in group)
+        quantised = self.dtype is dtypes.int8
+        k_block = Memory(total * self.head_dim * self.dtype.itemsize, self.runtime)
+        v_block = Memory(total * self.head_dim_v * self.dtype.itemsize, self.runtime)
+        scales = [Memory(total * self.scale_dtype.itemsize, self.runtime) if quantised else None for _ in range(2)]
+        first = 0
+        for layer in group:
+            shape = (self.batch_size, self.num_kv_heads, layer.slots)
+            size = self.dtype.itemsize
+            layer.k = k_block.array((*shape, self.head_dim), self.dtype, first * self.head_dim * size)
+            layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, first * self.head_dim_v * size)
+            if quantised:
+                offset = first * self.scale_dtype.itemsize
+                layer.k_scale, layer.v_scale = (
+                    m.array(shape, self.scale_dtype, offset) for m in scales if m is not None
+                )
+            first += rows[layer.index]
+        self._blocks.append((group, k_block, v_block, scales[0], scales[1]))
+
+    @property
+    def length(self) -> int:
+        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
+        return max(layer.length for layer in self._layers)
+
+    @property
+    def seq_lens(self) -> np.ndarray[Any, Any]:
+        """(batch_size,) int32: `length` for each sequence, on the host."""
+        return np.full(self.batch_size, self.length, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        arrays = [a for x in self._layers for a in (x.k, x.v, x.k_scale, x.v_scale) if a is not None]
+        return sum(a.nbytes for a in arrays)
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens appended to one layer since `reset`, less those trimmed."""
+        return self._layer(layer, "KVCacheStore.layer_length").length
+
+    def _layer(self, index: int, operation: str) -> Layer:
+        runtime.require_alive(self.runtime, operation)
+        if type(index) is not int or not 0 <= index < self.num_layers:
+            index = checks.integer(index, "layer", operation, high=self.num_layers - 1)
+        return self._layers[index]
+
+    def keys(self, layer: int) -> CacheArray:
+        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, slot by slot, not a copy."""
+        return CacheArray(self._layer(layer, "KVCacheStore.keys").k, self.runtime)
+
+    def values(self, layer: int) -> CacheArray:
+        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, slot by slot, not a copy."""
+        return CacheArray(self._layer(layer, "KVCacheStore.values").v, self.runtime)
+
+    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
+        """The int8 scales of K and of V, each (batch_size, num_kv_heads, slots).
+
+        Raises:
+            DTypeError: the store is not int8.
+        """
+        found = self._layer(layer, "KVCacheStore.scales")
+        if found.k_scale is None or found.v_scale is None:
+            raise DTypeError(f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has.")
+        return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
+
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major") -> None:
+        """Append new tokens to one layer, in one launch.
+
+        Args:
+            layer: its index.
+            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1. V may be
+                narrower or wider, as the store is. float32, or the store's dtype.
+            layout: "token_major" or "head_major".
+
+        Raises:
+            CapacityError: a layer without a window would overflow. Nothing is written.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or options do not fit the store.
+
+        Exactness, cost: as the class says.
+        """
+        operation = "KVCacheStore.append"
+        to = self._layer(layer, operation)
+        k_view, v_view = view(k, "k", operation), view(v, "v", operation)
+        key = (layer, k_view.key, v_view.key, layout)
+        plan = self._appends.get(key)
+        if plan is None:
+            self._append_checked(operation, [to], k_view, v_view, layout, key)
+        else:
+            self._append_bound(operation, plan, k_view, v_view)
+
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major") -> None:
+        """Append new tokens to all layers, in one launch (one a block, see the class).
+
+        Args:
+            k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis may be
+                left out when it is 1.
+            layout: "token_major" or "head_major".
+
+        Raises:
+            As `append`. Nothing is written to any layer.
+        """
+        operation = "KVCacheStore.append_all"
+        self._layer(0, operation)
+        k_view, v_view = view(k, "k", operation), view(v, "v", operation)
+        key = ("all", k_view.key, v_view.key, layout)
+        plan = self._appends.get(key)
+        if plan is None or len({layer.length for layer in self._layers}) > 1:
+            self._append_checked(operation, self._layers, k_view, v_view, layout, key)
+        else:
+            self._append_bound(operation, plan, k_view, v_view)
+
+    def _append_bound(self, operation: str, plan: AppendPlan, k: ArrayView, v: ArrayView) -> None:
+        tokens, layers, bound = plan.tokens, plan.layers, plan.bound
+        for layer in layers:
+            if layer.ring == 0 and layer.length + tokens > layer.slots:
+                checks.fits_linear(layer.length, tokens, layer.slots, operation)
+        first = layers[0]
+        position = first.length if plan.mixed else reduced_position(first.length, first.sinks, first.ring)
+        with bound.lock:
+            bound.set_array(0, k)
+            bound.set_array(2, v)
+            bound.set_entry(plan.which, self._position, position)
+            bound.launch()
+            if k.handle is not None:
+                bound.release()
+        for layer in layers:
+            layer.length, layer.valid_from = layer.grown(tokens)
+
+    def _append_checked(
+        self, operation: str, layers: list[Layer], k: ArrayView, v: ArrayView, layout: str, key: Any
+    ) -> None:
+        """Check new arrays against the store, then append to `layers`, keeping the bound launch for the next time."""
+        stacked = operation.endswith("append_all")
+        token_axis, head_axis = (
+            (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
+        )
+        named = (("k", k), ("v", v))
+        checks.on_device(named, self.runtime, operation)
+        checks.same_dtype(k, v, "k", "v", operation)
+        if k.dtype.name not in SOURCES[self.dtype.name]:
+            raise DTypeError(
+                f"{operation}: cannot append {k.dtype.name} to a {self.dtype.name} store (k: {describe(k)}). Append "
+                f"{' or '.join(SOURCES[self.dtype.name])}."
+            )
+        rows = []
+        for name, a in named:
+            checks.readable(a, name, operation)
+            rows.append(self._rows(operation, name, a, token_axis, stacked))
+        k_rows, v_rows = rows
+        tokens = k_rows.shape[1 + token_axis]
+        widths = (self.head_dim, self.head_dim_v)
+        for (name, given), a, width in zip(named, rows, widths, strict=True):
+            detail = f"{name}: {describe(given)}, {layout}"
+            checks.extent(a.shape[0], len(layers), f"the number of layers of {name}", operation, detail)
+            checks.extent(a.shape[1], self.batch_size, f"the batch of {name}", operation, detail)
+            checks.extent(
+                a.shape[1 + head_axis], self.num_kv_heads, f"the number of heads of {name}", operation, detail
+            )
+            checks.extent(a.shape[4], width, f"the head width of {name}", operation, detail)
+            checks.extent(
+                a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, f"k: {describe(k)}"
+            )
+        for layer in layers:
+            if layer.ring == 0:
+                checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+            checks.integer(layer.length + tokens, "length", operation)
+        outputs = [("the store's keys", layer.k, True) for layer in layers] + [
+            ("the store's values", layer.v, True) for layer in layers
+        ]
+        for name, a in named:
+            for output in outputs:
+                checks.disjoint([(name, a, False), output], operation)
+        if tokens == 0:
+            return
+        one_position = len({layer.length for layer in layers}) == 1
+        whole = len(layers) > 1 and one_position
+        mixed = whole and len({(layer.slots, layer.ring) for layer in layers}) > 1
+        if whole and mixed and layers[0].length + tokens >= 2**31:
+            whole = False  # one 32-bit position cannot serve rings of different lengths any more
+        parts = [group for group, *_ in self._blocks] if whole else [[layer] for layer in layers]
+        plans = []
+        for part in parts:
+            at = part[0].index if stacked else 0
+            sources = [a.moved((len(part), *a.shape[1:]), a.strides, at * a.strides[0]) for a in rows]
+            stage = Staging(self.runtime, sources, [False, False])
+            plans.append(self._bind_append(operation, part, stage.arrays, token_axis, head_axis, tokens, mixed))
+        for plan in plans:
+            self._append_bound(operation, plan, *plan.sources)
+            plan.sources = ()
+        staged = self.runtime.is_spirv and "cpu" in (k.device, v.device)
+        if len(plans) == 1 and (whole or len(layers) == 1) and not staged:
+            if len(self._appends) >= MAX_PLANS:
+                self._appends.clear()
+            self._appends[key] = plans[0]
+
+    def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
+        """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
+        full = 5 if stacked else 4
+        if a.ndim == full - 1 and self.batch_size == 1:
+            at = 1 if stacked else 0
+            a = a.moved((*a.shape[:at], 1, *a.shape[at:]), (*a.strides[:at], 0, *a.strides[at:]))
+        axes = "T, H, D" if token_axis == 1 else "H, T, D"
+        lead = "num_layers, batch" if stacked else "batch"
+        checks.rank(
+            a,
+            (full,),
+            name,
+            f"({lead}, {axes})" + (", or without the batch" if self.batch_size == 1 else ""),
+            operation,
+        )
+        return a if stacked else a.moved((1, *a.shape), (0, *a.strides))
+
+    def _bind_append(
+        self,
+        operation: str,
+        part: list[Layer],
+        sources: list[ArrayView],
+        token_axis: int,
+        head_axis: int,
+        tokens: int,
+        mixed: bool,
+    ) -> AppendPlan:
+        first = part[0]
+        batch, size = self.batch_size, len(part)
+        if size > 1 and batch > 1 and any(a.strides[0] != batch * a.strides[1] for a in sources):
+            raise ShapeError(
+                f"{operation}: layers and batch of a stacked source must lie evenly ({[describe(a) for a in sources]}). Pass a copy."
+            )
+        group_axis = 0 if batch == 1 else 1
+        src = [
+            End(a, group=a.strides[group_axis], step=a.strides[1 + token_axis], head=a.strides[1 + head_axis])
+            for a in sources
+        ]
+        index = None
+        which: dict[str, int] = {}
+        place = Placement("ring" if first.ring else "linear")
+        if mixed:
+            place = Placement("layers")
+            index = self._layer_table(part)
+            dst = [End(a, step=a.shape[3]) for a in (first.k, first.v)]
+        else:
+            slots = first.slots
+            dst = [
+                End(a, group=self.num_kv_heads * slots * a.shape[3], step=a.shape[3], head=slots * a.shape[3])
+                for a in (first.k, first.v)
+            ]
+            which = {"sinks": first.sinks, "ring": first.ring, "keep": max(0, tokens - first.ring) if first.ring else 0}
+        scales: list[ArrayView] = []
+        if first.k_scale is not None and first.v_scale is not None:
+            scales = [first.k_scale, first.v_scale]
+            which["scale_step"] = 1
+            if not mixed:
+                which["scale_group"], which["scale_head"] = self.num_kv_heads * first.slots, first.slots
+        bound = bind_copy(
+            self.runtime,
+            operation,
+            src=src,
+            dst=dst,
+            widths=(self.head_dim, self.head_dim_v),
+            heads=self.num_kv_heads,
+            tokens=tokens,
+            groups=size * batch,
+            dst_place=place,
+            index=index,
+            scales=scales,
+            scale=self.scale_dtype if scales else None,
+            **which,
+        )
+        return AppendPlan(bound, part, tokens, mixed, sources, index)
+
+    def _layer_table(self, part: list[Layer]) -> ArrayView:
+        """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each layer and sequence."""
+        table = np.empty((len(part), self.batch_size, 4), np.int32)
+        row = 0
+        for i, layer in enumerate(part):
+            for b in range(self.batch_size):
+                table[i, b] = (row, layer.slots, layer.sinks, layer.ring)
+                row += self.num_kv_heads * layer.slots
+        return to_device(table.reshape(-1), self.runtime)
+
+    def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
+
+        ``n`` is `length`, or for a sliding layer its sinks and the newest tokens behind them. int8 comes as float32.
+
+        Cost: one launch, each row read and written once.
+        """
+        operation = "KVCacheStore.tokens"
+        found = self._layer(layer, operation)
+        out_dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+        shape = (self.batch_size, self.num_kv_heads, found.held)
+        out = []
+        for width in (self.head_dim, self.head_dim_v):
+            memory = Memory(max(1, shape[0] * shape[1] * shape[2] * width) * out_dtype.itemsize, self.runtime)
+            out.append(memory.array((*shape, width), out_dtype))
+        fixed = min(found.length, found.sinks)
+        self._gather(operation, found, out, tokens=fixed, position=0, at=0)
+        start = max(found.valid_from, found.sinks)
+        self._gather(operation, found, out, tokens=found.held - fixed, position=start, at=fixed)
+        return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
+
+    def _gather(
+        self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
+    ) -> None:
+        """Copy the rows of consecutive positions into `out`, from its token `at` on."""
+        if tokens <= 0:
+            return
+        which = {
+            "src_position": reduced_position(position, layer.sinks, layer.ring),
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+        }
+        scales = [a for a in (layer.k_scale, layer.v_scale) if a is not None]
+        if scales:
+            which.update(scale_group=self.num_kv_heads * layer.slots, scale_head=layer.slots, scale_step=1)
+        bind_copy(
+            self.runtime,
+            operation,
+            src=[_rows_of(a) for a in (layer.k, layer.v)],
+            dst=[_rows_of(a, at) for a in out],
+            widths=(self.head_dim, self.head_dim_v),
+            heads=self.num_kv_heads,
+            tokens=tokens,
+            groups=self.batch_size,
+            src_place=Placement("ring" if layer.ring else "linear"),
+            scales=scales,
+            scale=self.scale_dtype if scales else None,
+            **which,
+        ).launch()
+
+    def trim(self, n: int) -> None:
+        """Drop the ``n`` newest tokens of every layer.
+
+        A ring that has wrapped gives back as many tokens as it still holds; the older ones are overwritten and do not
+        return, so afterwards it holds fewer than its window until it is filled again.
+
+        Raises:
+            PositionError: more than `length`, or further back than a ring still holds. Nothing is changed.
+
+        Cost: none on the device.
+        """
+        operation = "KVCacheStore.trim"
+        runtime.require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self.length:
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
+            )
+        target = self.length - n
+        for layer in self._layers:
+            if layer.sinks < target < layer.valid_from:
+                raise PositionError(
+                    f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {layer.index}: length={layer.length}, "
+                    f"window={layer.window}, sinks={layer.sinks}): positions before {layer.valid_from} are overwritten. Drop at most "
+                    f"{self.length - layer.valid_from}, or reset()."
+                )
+        for layer in self._layers:
+            if layer.length > target:
+                layer.length = target
+                layer.valid_from = min(layer.valid_from, target)
+
+    def reset(self) -> None:
+        """Forget all tokens. The memory stays, with what was in it."""
+        runtime.require_alive(self.runtime, "KVCacheStore.reset")
+        for layer in self._layers:
+            layer.length = layer.valid_from = 0
+
+    def reorder(self, index: Any) -> None:
+        """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
+
+        Args:
+            index: (batch_size,) integers in [0, batch_size).
+
+        Raises:
+            ShapeError, PositionError: the index has another length or leaves the batch.
+
+        Cost: the filled slots of the sequences that change, read and written twice.
+        """
+        operation = "KVCacheStore.reorder"
+        chosen = self._batch_index(index, operation)
+        if len(chosen) != self.batch_size:
+            raise ShapeError(
+                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. Use select() to change it."
+            )
+        if (chosen != np.arange(self.batch_size)).any():
+            self._put(self._take(chosen))
+
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; the batch becomes as long as the index.
+
+        Args:
+            index: integers in [0, batch_size).
+
+        Raises:
+            ShapeError, PositionError: the index is empty or leaves the batch.
+
+        Cost: the filled slots kept, read and written twice; memory is allocated anew, arrays handed out before keep the old.
+        """
+        self._resize(self._batch_index(index, "KVCacheStore.select"))
+
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
+
+        Raises:
+            PositionError: ``n`` is less than one.
+
+        Cost: as `select`.
+        """
+        n = checks.integer(n, "n", "KVCacheStore.repeat", low=1)
+        runtime.require_alive(self.runtime, "KVCacheStore.repeat")
+        self._resize(np.repeat(np.arange(self.batch_size), n))
+
+    def _batch_index(self, index: Any, operation: str) -> np.ndarray[Any, Any]:
+        runtime.require_alive(self.runtime, operation)
+        host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
+        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu":
+            raise ShapeError(f"{operation}: index must be a list of at least one integer, not {index!r}.")
+        wrong = host[(host < 0) | (host >= self.batch_size)]
+        if wrong.size:
+            raise PositionError(
+                f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1} (batch_size={self.batch_size})."
+            )
+        return host.astype(np.int32)
+
+    def _resize(self, chosen: np.ndarray[Any, Any]) -> None:
+        taken = self._take(chosen)
+        self.batch_size = len(chosen)
+        self._appends.clear()
+        self._allocate()
+        self._put(taken)
+
+    def _take(self, chosen: np.ndarray[Any, Any]) -> list[list[ArrayView]]:
+        """Copies of every layer's filled slots, of the chosen sequences."""
+        index = to_device(chosen, self.runtime)
+        taken = []
+        for layer in self._layers:
+            arrays = [a for a in (layer.k, layer.v, layer.k_scale, layer.v_scale) if a is not None]
+            found = []
+            for a in arrays:
+                shape = (len(chosen), self.num_kv_heads, layer.filled, *a.shape[3:])
+                memory = Memory(max(1, int(np.prod(shape))) * a.dtype.itemsize, self.runtime)
+                to = memory.array(shape, a.dtype)
+                self._move_slots(a, to, layer.filled, len(chosen), index)
+                found.append(to)
+            taken.append(found)
+        return taken
+
+    def _put(self, taken: list[list[ArrayView]]) -> None:
+        """Write what `_take` copied into the slots it came from, for the batch as it is now."""
+        for layer, arrays in zip(self._layers, taken, strict=True):
+            to = [a for a in (layer.k, layer.v, layer.k_scale, layer.v_scale) if a is not None]
+            for a, b in zip(arrays, to, strict=True):
+                self._move_slots(a, b, layer.filled, self.batch_size, None)
+
+    def _move_slots(self, src: ArrayView, dst: ArrayView, slots: int, groups: int, index: ArrayView | None) -> None:
+        if slots == 0:
+            return
+        width = src.shape[3] if src.ndim == 4 else 1
+        which = {"index_group": 1} if index is not None else {}
+        bind_copy(
+            self.runtime,
+            "KVCacheStore",
+            src=[_rows_of(src)],
+            dst=[_rows_of(dst)],
+            widths=[width],
+            heads=self.num_kv_heads,
+            tokens=slots,
+            groups=groups,
+            src_place=Placement("group" if index is not None else "linear"),
+            index=index,
+            **which,
+        ).launch()
+
+    def snapshot(self) -> Snapshot:
+        """Copy what the store holds, to return to it with `restore`; on the device, filled slots only."""
+        runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
+        taken = self._take(np.arange(self.batch_size, dtype=np.int32))
+        counts = [(layer.length, layer.valid_from, layer.filled) for layer in self._layers]
+        return Snapshot(self.batch_size, [(*c, arrays) for c, arrays in zip(counts, taken, strict=True)], self.runtime)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
+
+        Raises:
+            ShapeError: the snapshot is of a store of another form.
+            StaleRuntimeError: the runtime of one of them is gone.
+        """
+        operation = "KVCacheStore.restore"
+        for live in (self.runtime, snapshot.runtime):
+            runtime.require_alive(live, operation)
+        ours = [(x.k.shape[1:2] + x.k.shape[3:], x.v.shape[3:], x.k.dtype) for x in self._layers]
+        theirs = [(a[0].shape[1:2] + a[0].shape[3:], a[1].shape[3:], a[0].dtype) for *_, a in snapshot.layers]
+        too_long = any(filled > x.slots for x, (_, _, filled, _) in zip(self._layers, snapshot.layers, strict=False))
+        if ours != theirs or too_long:
+            raise ShapeError(
+                f"{operation}: {snapshot!r} is not of this store ({self!r}). Restore it into the store it was taken from."
+            )
+        if snapshot.batch_size != self.batch_size:
+            self.batch_size = snapshot.batch_size
+            self._appends.clear()
+            self._allocate()
+        for layer, (length, valid_from, _, _) in zip(self._layers, snapshot.layers, strict=True):
+            layer.length, layer.valid_from = length, valid_from
+        self._put([arrays for *_, arrays in snapshot.layers])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        distinct = sorted({str(w) for w in self.windows if w is not None})
+        kind = "linear" if not distinct else f"window {'/'.join(distinct)}"
+        if distinct and any(w is None for w in self.windows):
+            kind += " and linear"
+        if self.sinks:
+            kind += f", {self.sinks} sinks"
+        width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
+        batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
+        return (
+            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, {kind}, "
+            f"{self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
+        )
+
+
+def _rows_of(a: ArrayView, first_token: int = 0) -> End:
+    """A (batch, heads, slots[, width]) array as one end of a copy."""
+    return End(a, group=a.strides[0], head=a.strides[1], step=a.strides[2], first=first_token * a.strides[2])
