@@ -507,8 +507,8 @@ class CacheArray:
             raise ArchError(
                 f"CacheArray.numpy: the memory is on {array.device}. Use copy_to_host(), torch() or __dlpack__()."
             )
-        buffer = (ctypes.c_uint8 * array.span).from_address(array.ptr)
-        _exported_buffers[buffer] = array.owner
+        buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
+        buffer.owner = array.owner  # the memory lives as long as any array over it
         flat = np.frombuffer(buffer, array.dtype.numpy)
         return np.lib.stride_tricks.as_strided(flat, array.shape, [s * array.dtype.itemsize for s in array.strides])
 
@@ -552,9 +552,6 @@ class CacheArray:
 
     def __repr__(self) -> str:
         return f"CacheArray({describe(self._array)}, {self.device})"
-
-
-_exported_buffers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
