@@ -138,7 +138,8 @@ def bind_copy(
     cooperative = style != "cpu" and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
     units = max(s.units for s in streams)
     lanes = 1 if style == "cpu" else (min(32, 1 << (units - 1).bit_length()) if cooperative else units)
-    iterations = groups * tokens * heads * lanes * (len(streams) if style == "cpu" else 1)
+    cpu = style == "cpu"
+    iterations = groups * tokens * (len(streams) if cpu else heads * lanes)  # on CPU a token of one stream, else a unit
     if cooperative:
         block = importlib.import_module("tikv.kernels.lanes").BLOCK
         iterations = -(-iterations // block) * block

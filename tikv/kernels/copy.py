@@ -2,8 +2,8 @@
 
     for each group g, token t, head h:  dst[g, place(t), h] = codec(src[g, place'(t), h])
 
-One top-level loop, one task, one launch, for K alone or K and V. On CPU an iteration is a row, first those of K, then
-those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words. Rows that
+One top-level loop, one task, one launch, for K alone or K and V. On CPU an iteration is a token's rows, first those of
+K, then those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words. Rows that
 are quantised are shared by `lanes` threads, which first agree on the row's largest magnitude.
 """
 
@@ -79,8 +79,8 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     place_src = make_place(src.place, src.page, W.src_position, W.src_limit, W.src_index)
     place_dst = make_place(dst.place, dst.page, W.dst_position, W.dst_limit, W.dst_index)
     plain = index_bits == 0 and scale == ""
-    move_k = make_move_row(style, lanes, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
-    move_v = make_move_row(style, lanes, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
+    move_k = make_move_row(style, heads, lanes, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
+    move_v = make_move_row(style, heads, lanes, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
     k_src, k_dst = make_row(src.page, K_SRC), make_row(dst.page, K_DST)
     v_src, v_dst = make_row(src.page, V_SRC), make_row(dst.page, V_DST)
     scale_slot_is_src = k.codec.src == "i8"
@@ -95,10 +95,12 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             half = ti.cast(which[W.iterations], ti.u32) >> ti.u32(1)
             second = n >= half
             n = ti.select(second, n - half, n)
-        lane = ti.cast(n % ti.u32(lanes), ti.i32)
-        r = n // ti.u32(lanes)
-        h = ti.cast(r % ti.u32(heads), ti.i32)
-        r = r // ti.u32(heads)
+        r, lane, h = n, 0, 0
+        if ti.static(style != "cpu"):
+            lane = ti.cast(n % ti.u32(lanes), ti.i32)
+            r = n // ti.u32(lanes)
+            h = ti.cast(r % ti.u32(heads), ti.i32)
+            r = r // ti.u32(heads)
         t, g = ti.cast(r, ti.i32), 0
         inside = t < which[W.tokens]
         if ti.static(grouped):
@@ -111,9 +113,13 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             d = place_dst(g, t, index, which)
         ok = s >= 0 and d >= 0
         gs = g
+        k_head, v_head, scale_head = where[K_DST + 3], where[V_DST + 3], which[W.scale_head]
         if ti.static(dst.place == "layers"):
             if ok:
                 d = row_of_layer(g, h, d, index, which[W.dst_index])
+                rows_of_head = ti.cast(index[which[W.dst_index] + 4 * g + 1], ti.i32)
+                k_head, v_head = rows_of_head * where[K_DST + 2], rows_of_head * where[V_DST + 2]
+                scale_head = rows_of_head * which[W.scale_step]
         if ti.static(src.place == "group"):
             if ok:
                 gs = ti.cast(index[g * which[W.index_group] + which[W.src_index]], ti.i32)
@@ -125,16 +131,20 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         if ti.static(planes):
             if second:
                 move_v(vs, vd, v_scale, i, lane, ok, v_src(gs, s, h, where), v_dst(g, d, h, where),
-                       scale_at + which[W.v_scale], which[W.v_units])  # fmt: skip
+                       scale_at + which[W.v_scale], which[W.v_units],
+                       where[V_SRC + 3], v_head, scale_head)  # fmt: skip
             else:
                 move_k(ks, kd, k_scale, i, lane, ok, k_src(gs, s, h, where), k_dst(g, d, h, where),
-                       scale_at + which[W.k_scale], which[W.k_units])  # fmt: skip
+                       scale_at + which[W.k_scale], which[W.k_units],
+                       where[K_SRC + 3], k_head, scale_head)  # fmt: skip
         else:
             move_k(ks, kd, k_scale, i, lane, ok, k_src(gs, s, h, where), k_dst(g, d, h, where),
-                   scale_at + which[W.k_scale], which[W.k_units])  # fmt: skip
+                   scale_at + which[W.k_scale], which[W.k_units],
+                   where[K_SRC + 3], k_head, scale_head)  # fmt: skip
             if ti.static(two):
                 move_v(vs, vd, v_scale, i, lane, ok, v_src(gs, s, h, where), v_dst(g, d, h, where),
-                       scale_at + which[W.v_scale], which[W.v_units])  # fmt: skip
+                       scale_at + which[W.v_scale], which[W.v_units],
+                       where[V_SRC + 3], v_head, scale_head)  # fmt: skip
 
     @ti.kernel
     def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, where: WHERE_VECTOR, which: WHICH_VECTOR):
@@ -174,8 +184,11 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     return copy_plain if plain else copy_full
 
 
-def make_move_row(style, lanes, stream, src_inner, dst_inner, scale, types, uid):
-    """move_row(src, dst, scales, thread, lane, ok, src_row, dst_row, scale_at, units): a lane's part of a row of a stream."""
+def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, types, uid):
+    """move_row(src, dst, scales, thread, lane, ok, src_row, dst_row, scale_at, units, ...): a lane's part of a row of a stream.
+
+    On CPU: all rows of a token; the last arguments are the strides between its heads, in src, dst and scales.
+    """
     codec = stream.codec
     raw = codec.src == "raw"
     quantising = not raw and codec.dst == "i8"
@@ -212,53 +225,49 @@ def make_move_row(style, lanes, stream, src_inner, dst_inner, scale, types, uid)
         # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
         # tells kernels apart that differ in nothing but the functions they call.
         @ti.real_func
-        def row(
-            a: SRC,
-            b: DST,
-            scales: SCALE,
-            src_row: ti.i32,
-            dst_row: ti.i32,
-            scale_at: ti.i32,
-            units: ti.i32,
-            number: ti.i32,
-        ):
-            factor = ti.f32(1.0)
-            if ti.static(quantising):
-                m = ti.u32(0)
+        def rows(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
+                 src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
+            for h in range(heads):
+                s, d, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
+                factor = ti.f32(1.0)
+                if ti.static(quantising):
+                    m = ti.u32(0)
+                    for u in range(units):
+                        m = ti.max(m, magnitude(a, s, u))
+                    bits = scale_bits(m)
+                    factor = ti.f32(1.0) / scale_value(bits)
+                    scales[at] = ti.cast(bits, scale_word)
+                elif ti.static(dequantising):
+                    factor = scale_value(scales[at])
                 for u in range(units):
-                    m = ti.max(m, magnitude(a, src_row, u))
-                bits = scale_bits(m)
-                factor = ti.f32(1.0) / scale_value(bits)
-                scales[scale_at] = ti.cast(bits, scale_word)
-            elif ti.static(dequantising):
-                factor = scale_value(scales[scale_at])
-            for u in range(units):
-                move_unit(a, b, src_row, dst_row, u, factor)
+                    move_unit(a, b, s, d, u, factor)
 
         @ti.func
-        def move_row(
-            a: ti.template(),
-            b: ti.template(),
-            scales: ti.template(),
-            thread,
-            lane,
-            ok,
-            src_row,
-            dst_row,
-            scale_at,
-            units,
-        ):
+        def move_rows(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row, scale_at,
+                      units, src_head, dst_head, scale_head):  # fmt: skip
             if ok:
-                row(a, b, scales, src_row, dst_row, scale_at, units, uid)
+                rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 
-        return move_row
+        return move_rows
 
     rounds = -(-stream.units // lanes)
     full = stream.units == rounds * lanes
 
     @ti.func
-    def move_row_shared(
-        a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row, scale_at, units
+    def move_row(
+        a: ti.template(),
+        b: ti.template(),
+        scales: ti.template(),
+        thread,
+        lane,
+        ok,
+        src_row,
+        dst_row,
+        scale_at,
+        units,
+        src_head,
+        dst_head,
+        scale_head,
     ):
         factor = ti.f32(1.0)
         if ti.static(quantising):
@@ -280,4 +289,4 @@ def make_move_row(style, lanes, stream, src_inner, dst_inner, scale, types, uid)
                 elif lane + n * lanes < units:
                     move_unit(a, b, src_row, dst_row, lane + n * lanes, factor)
 
-    return move_row_shared
+    return move_row
