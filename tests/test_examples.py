@@ -1,0 +1,258 @@
+"""examples/: the model is the one its files describe, and a cache changes how fast it writes, never what."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from model import FILE_START, OTHER, Model, Tokenizer, attention  # noqa: E402
+
+PROMPTS = [
+    "class Cache:\n    def __init__(self",
+    "import os\nimport sys\n\n",
+    "def main():\n",
+    "",
+    "# The queue is full\nif self.",
+    "try:\n    from _json import scanner\nexcept ImportError:\n" * 6,  # longer than the window
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model.load(EXAMPLES / "model")
+
+
+def encode(model, prompt):
+    return model.tokenizer.encode(FILE_START + prompt)
+
+
+def greedy(model, prompt, count, dtype="float32"):
+    """The tokens generate.py would write, and the logits each was taken from."""
+    from generate import cached
+    from memory import StoreMemory
+
+    seen = []
+
+    def choose(logits):
+        seen.append(logits)
+        return int(logits.argmax())
+
+    memory = StoreMemory(model, len(prompt) + count, dtype)
+    tokens = [token for _, token in zip(range(count), cached(model, prompt, memory, choose), strict=False)]
+    return tokens, np.array(seen), memory.store
+
+
+def recomputed_logits(model, ids):
+    from memory import NoMemory
+
+    return model.forward(ids, 0, NoMemory(model))
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "generate.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+def test_cached_text_is_the_recomputed_text_past_the_window(model, prompt, arch):
+    ids = encode(model, prompt)
+    tokens, logits, store = greedy(model, ids, 150)
+    whole = recomputed_logits(model, ids + tokens[:-1])[len(ids) - 1 :]
+    assert tokens == whole.argmax(axis=1).tolist()
+    # float32 sums in another order: the logits are of the order of 10 and go through four layers.
+    np.testing.assert_allclose(logits, whole, atol=2e-3)
+    assert store.length == len(ids) + 149 > 2 * model.config["sliding_window"]
+
+
+def test_the_comparison_notices_a_ring_that_forgets_one_token_early(model, arch):
+    ids = encode(model, PROMPTS[0])
+    narrow = Model.load(EXAMPLES / "model")
+    narrow.windows = [window and window - 1 for window in model.windows]
+    _, logits, _ = greedy(narrow, ids, 100)
+    tokens, right, _ = greedy(model, ids, 100)
+    filled = model.config["sliding_window"] - len(ids)
+    np.testing.assert_array_equal(logits[: filled - 1].argmax(axis=1), tokens[: filled - 1])
+    assert np.abs(logits[filled] - right[filled]).max() > 2e-3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.4)])
+def test_sixteen_bit_caches_round_and_take_half_the_memory(model, dtype, tolerance, arch):
+    ids = encode(model, PROMPTS[-1])
+    tokens, _, exact = greedy(model, ids, 40)
+    from memory import StoreMemory
+
+    memory = StoreMemory(model, len(ids) + 40, dtype)
+    logits = [model.forward(ids, 0, memory)[-1]]
+    logits += [model.forward([token], len(ids) + i, memory)[-1] for i, token in enumerate(tokens[:-1])]
+    whole = recomputed_logits(model, ids + tokens[:-1])[len(ids) - 1 :]
+    # The bound is about what one rounding of every key and value does to logits of the order of 10.
+    difference = np.abs(np.array(logits) - whole).max()
+    assert 0 < difference < tolerance
+    assert memory.store.nbytes * 2 == exact.nbytes
+
+
+@pytest.mark.parametrize("pieces", [(64, 64), (100, 3, 30), (1, 130), (7,) * 12])
+def test_a_prompt_in_pieces_is_the_prompt(model, pieces, arch):
+    from memory import StoreMemory
+
+    ids = encode(model, PROMPTS[-1] + PROMPTS[0] * 6)[: sum(pieces)]
+    assert len(ids) == sum(pieces)
+    memory = StoreMemory(model, len(ids))
+    rows, position = [], 0
+    for length in pieces:
+        rows.append(model.forward(ids[position : position + length], position, memory))
+        position += length
+    np.testing.assert_allclose(np.concatenate(rows), recomputed_logits(model, ids), atol=2e-3)
+
+
+def test_generate_streams_the_same_text_with_and_without_the_cache():
+    with_cache = run("--tokens", "90", "--arch", "cpu")
+    without = run("--tokens", "90", "--arch", "cpu", "--no-cache")
+    assert with_cache.returncode == 0, with_cache.stderr
+    assert without.returncode == 0, without.stderr
+    assert with_cache.stdout == without.stdout
+    assert with_cache.stdout.startswith("class Cache:\n    def __init__(self")
+    assert len(with_cache.stdout) > 150
+    for figure in ("tokens/s", "bytes", "a ring of 64 went round 1 times"):
+        assert figure in with_cache.stderr
+    assert "same text" in without.stderr
+    assert "times as fast" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--temperature", "-1"], "--temperature -1.0: 0 or more"),
+        (["--no-repeat", "1"], "--no-repeat 1: 0, or at least 2"),
+        (["--model", "nowhere"], "no config.json there"),
+        (["--arch", "abacus"], "'abacus'"),
+    ],
+)
+def test_generate_says_what_is_wrong(arguments, words):
+    result = run(*arguments)
+    assert result.returncode != 0
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_seed_draws_the_same_text_again(model, arch):
+    from generate import Chooser, cached
+    from memory import StoreMemory
+
+    ids = encode(model, PROMPTS[0])
+
+    def draw(seed):
+        tokens = cached(model, ids, StoreMemory(model, 100), Chooser(ids, 0.8, seed))
+        return [token for _, token in zip(range(40), tokens, strict=False)]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_no_repeat_writes_no_run_of_tokens_twice(model, arch):
+    from generate import Chooser, cached
+    from memory import StoreMemory
+
+    ids = encode(model, PROMPTS[0])
+
+    def runs(no_repeat):
+        tokens = cached(model, ids, StoreMemory(model, 200), Chooser(ids, no_repeat=no_repeat))
+        text = ids + [token for _, token in zip(range(120), tokens, strict=False)]
+        return [tuple(text[i : i + 5]) for i in range(len(text) - 4)]
+
+    assert len(set(runs(5))) == len(runs(5))
+    assert len(set(runs(0))) < len(runs(0))
+
+
+def test_attention_is_a_softmax_over_the_window(rng):
+    tokens, length, window = 5, 9, 4
+    q, k, v = (
+        rng.standard_normal((tokens, 6, 8)),
+        rng.standard_normal((2, length, 8)),
+        rng.standard_normal((2, length, 8)),
+    )
+    got = attention(q, k, v, window)
+    for t in range(tokens):
+        for head in range(6):
+            newest = length - tokens + t
+            seen = range(newest - window + 1, newest + 1)
+            scores = np.array([q[t, head] @ k[head // 3, s] / 8**0.5 for s in seen])
+            weights = np.exp(scores) / np.exp(scores).sum()
+            np.testing.assert_allclose(
+                got[t, head], sum(w * v[head // 3, s] for w, s in zip(weights, seen, strict=True))
+            )
+
+
+def test_numpy_and_torch_compute_the_same_model(model):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    from safetensors.torch import load_file
+    from train import TorchModel
+
+    weights = {
+        name.removeprefix("model."): w.float() for name, w in load_file(EXAMPLES / "model/model.safetensors").items()
+    }
+    other = TorchModel(model.config)
+    other.load_state_dict(weights)
+    ids = encode(model, "".join(PROMPTS))
+    assert len(ids) > 2 * model.config["sliding_window"]
+    with torch.no_grad():
+        expected = other(torch.tensor([ids]))[0].numpy()
+    np.testing.assert_allclose(recomputed_logits(model, ids), expected, atol=2e-3)
+
+
+def test_transformers_reads_the_files_as_qwen3(model):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    other = transformers.AutoModelForCausalLM.from_pretrained(EXAMPLES / "model", dtype=torch.float32)
+    ids = encode(model, "".join(PROMPTS))
+    with torch.no_grad():
+        expected = other(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(recomputed_logits(model, ids), expected, atol=2e-3)
+
+
+def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    import train
+
+    config = json.loads((EXAMPLES / "model/config.json").read_text()) | {"hidden_size": 32, "intermediate_size": 16}
+    network = train.TorchModel(config)
+    train.save(network, config, {"steps": 1}, tmp_path)
+    small = Model.load(tmp_path)
+    assert recomputed_logits(small, [0, 5, 9]).shape == (3, config["vocab_size"])
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(TypeError):
+        train.save(network, config, {"steps": object()}, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_vocabulary_reads_any_text(model):
+    text = Tokenizer.clean("def f(x):\n\treturn 'naïve' # 5 €\r\n")
+    assert text == f"def f(x):\n    return 'na{OTHER}ve' # 5 {OTHER}{OTHER}\n"
+    assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
+    assert Tokenizer(["a", "b", "ab", "abc"]).encode("abcabab") == [3, 2, 2]
+    assert model.tokenizer.decode(model.tokenizer.encode(FILE_START + "x")) == "\n\nx"
+
+
+def test_the_shipped_model_is_small_and_says_how_it_was_made():
+    folder = EXAMPLES / "model"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 << 20
+    training = json.loads((folder / "training.json").read_text())
+    assert training["command"].startswith("python examples/train.py")
+    assert training["validation_loss_nats_per_token"] < 3.2
+    assert training["parameters"] == Model.load(folder).parameters
