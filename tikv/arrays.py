@@ -426,6 +426,13 @@ class Memory:
             owner=self,
         )
 
+    def clear(self) -> None:
+        """Set every byte to zero."""
+        if hasattr(self.block, "zero_"):
+            self.block.zero_()
+        else:
+            self.block.fill(0)
+
 
 def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
     """A copy of a host array in device memory of the live runtime."""
@@ -507,10 +514,7 @@ class CacheArray:
             raise ArchError(
                 f"CacheArray.numpy: the memory is on {array.device}. Use copy_to_host(), torch() or __dlpack__()."
             )
-        buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
-        buffer.owner = array.owner  # the memory lives as long as any array over it
-        flat = np.frombuffer(buffer, array.dtype.numpy)
-        return np.lib.stride_tricks.as_strided(flat, array.shape, [s * array.dtype.itemsize for s in array.strides])
+        return as_numpy(array)
 
     def torch(self) -> Any:
         """The memory as a torch tensor, not a copy, on CPU or CUDA.
@@ -554,6 +558,16 @@ class CacheArray:
         return f"CacheArray({describe(self._array)}, {self.device})"
 
 
+def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
+    """A NumPy array over a view's host memory, not a copy; it keeps the view's owner, if there is one, alive."""
+    if not array.span:
+        return np.empty(array.shape, array.dtype.numpy)
+    buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
+    buffer.owner = array.owner
+    itemsize = array.dtype.itemsize
+    return np.ndarray(array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides])
+
+
 def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     """A contiguous NumPy copy of a view's elements, from any device."""
     live.synchronize()
@@ -563,7 +577,7 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     elif array.device.startswith("cuda"):
         raw = _read_cuda(array)
     else:
-        words: np.ndarray[Any, Any] = array.owner.block.to_numpy()
+        words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     flat = np.frombuffer(raw, array.dtype.numpy)
     return np.lib.stride_tricks.as_strided(flat, array.shape, [s * itemsize for s in array.strides]).copy()

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from tikv.arrays import ArrayView, Memory
 from tikv.dtypes import DType
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
+INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
 SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
 
 
@@ -169,9 +170,9 @@ def bind_copy(
     if index is not None or scale_code:
         filler = index if index is not None else scales[0]
         arrays += [filler, scales[0] if scales else filler, scales[-1] if scales else filler]
-        for position, array in ((("src_index" if src_place.kind != "linear" else "dst_index"), index),):
-            if array is not None:
-                which[position] = which.get(position, 0) + array.offset // array.dtype.itemsize
+        for position, place in (("src_index", src_place), ("dst_index", dst_place)):
+            if index is not None and place.kind in INDEXED:
+                which[position] = which.get(position, 0) + index.offset // index.dtype.itemsize
         for name, array in zip(("k_scale", "v_scale"), scales, strict=False):
             which[name] = which.get(name, 0) + array.offset // array.dtype.itemsize
     which.update(k_units=streams[0].units, v_units=streams[-1].units)
@@ -245,3 +246,86 @@ class Staging:
             ctypes.memmove(start, np.ascontiguousarray(found).ctypes.data, end - start)
         for array in self._write_back:
             array.write_back()  # type: ignore[attr-defined]
+
+
+class CopyCall:
+    """A copy whose arrays have been checked: bound at its first run, later given addresses only.
+
+    `bind` makes the launch from arrays like those that were checked; None: there is nothing to move. Nothing of the
+    caller's is kept alive. Where a device cannot see the host's arrays they are staged, and each run binds anew.
+
+    Args:
+        live: the runtime.
+        names: of the arrays that `run` takes, for messages.
+        written: which of them are destinations.
+        bind: a launch over the arrays it is given.
+        chosen: which of the arrays each array argument of the kernel is.
+    """
+
+    __slots__ = ("bind", "bound", "chosen", "live", "names", "pointers", "written")
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        names: Sequence[str],
+        written: Sequence[bool],
+        bind: Callable[[Sequence[ArrayView]], launch.Bound] | None,
+        chosen: Sequence[int] = (),
+    ) -> None:
+        self.live = live
+        self.names = names
+        self.written = written
+        self.bind = bind
+        self.chosen = chosen
+        self.bound: launch.Bound | None = None
+        self.pointers: list[int] | None = None
+
+    def run(self, operation: str, arrays: Sequence[ArrayView], entry: int = 0, value: int = 0) -> None:
+        """Launch over these arrays, with `value` in entry `entry` of the vector of placements unless that is 0.
+
+        Raises:
+            ShapeError: a destination overlaps another array.
+        """
+        if self.bind is None:
+            return
+        pointers = [a.ptr for a in arrays]
+        bound = self.bound
+        if bound is None:
+            self._disjoint(operation, arrays)
+            if self.live.is_spirv and any(a.device == "cpu" for a in arrays):
+                self._run_staged(arrays, entry, value)
+                return
+            bound = self.bound = self.bind(arrays)
+            self.pointers = pointers
+        with bound.lock:
+            if pointers != self.pointers:
+                self._disjoint(operation, arrays)
+                for i, j in enumerate(self.chosen):
+                    bound.set_array(i, arrays[j])
+                self.pointers = pointers
+            if entry:
+                bound.set_entry(len(bound.arguments) - 1, entry, value)
+            bound.launch()
+            if 0 in pointers:
+                bound.release()
+                self.pointers = None
+
+    def _run_staged(self, arrays: Sequence[ArrayView], entry: int, value: int) -> None:
+        assert self.bind is not None
+        stage = Staging(self.live, arrays, self.written)
+        bound = self.bind(stage.arrays)
+        if entry:
+            bound.set_entry(len(bound.arguments) - 1, entry, value)
+        bound.launch()
+        stage.finish()
+
+    def _disjoint(self, operation: str, arrays: Sequence[ArrayView]) -> None:
+        checks.disjoint(list(zip(self.names, arrays, self.written, strict=True)), operation)
+
+
+def keep_plan(live: runtime.Runtime, key: tuple[Any, ...], plan: Any) -> Any:
+    """Keep the plan of a one-shot call for later ones with the same key; returns it."""
+    if len(live.plans) >= MAX_PLANS:
+        live.plans.clear()
+    live.plans[key] = plan
+    return plan

@@ -11,7 +11,7 @@ from typing import Any
 
 from tikv import checks, launch, runtime
 from tikv.arrays import ArrayView, describe, view
-from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
+from tikv.moves import CopyCall, End, Placement, bind_copy, entry_of, keep_plan, reduced_position
 
 
 def copy(
@@ -99,33 +99,19 @@ def copy_kv(
 
 
 class WritePlan:
-    """A bound write: put in pointers and a position, launch. `bound` is None when there is nothing to copy."""
+    """A checked write that takes a position each time it runs."""
 
-    __slots__ = ("bound", "tokens", "capacity", "window", "names", "chosen", "position_entry", "pointers")
+    __slots__ = ("call", "capacity", "position_entry", "tokens", "window")
 
-    def __init__(
-        self,
-        bound: launch.Bound | None,
-        tokens: int,
-        capacity: int,
-        window: int | None,
-        names: Sequence[str],
-        chosen: Sequence[int] = (0, 1, 2, 3),
-    ) -> None:
-        self.bound = bound
+    def __init__(self, call: CopyCall, tokens: int, capacity: int, window: int | None) -> None:
+        self.call = call
         self.tokens = tokens
         self.capacity = capacity
         self.window = window
-        self.position_entry = entry_of("dst_position") if bound else 0
-        self.names = names
-        self.chosen = chosen  # which of a call's arrays each array argument of the kernel is
-        self.pointers: Any = None
+        self.position_entry = entry_of("dst_position")
 
     def run(self, operation: str, arrays: Sequence[ArrayView], position: int) -> None:
-        """Check the position, and the memory if it is another than last time; launch.
-
-        `arrays` are source, destination of each stream, in turn.
-        """
+        """Check the position, and launch over these arrays: source, destination of each stream, in turn."""
         if type(position) is not int or position < 0:
             position = checks.integer(position, "position", operation)
         if self.window is None:
@@ -135,26 +121,9 @@ class WritePlan:
             if position + self.tokens > checks.MAX_POSITION:
                 checks.integer(position + self.tokens, "position + num_tokens", operation)
             position = reduced_position(position, 0, self.window)
-        bound = self.bound
-        if bound is None:
-            return
-        pointers = [a.ptr for a in arrays]
-        with bound.lock:
-            if pointers != self.pointers:
-                checks.disjoint(
-                    [(n, a, i % 2 == 1) for i, (n, a) in enumerate(zip(self.names, arrays, strict=True))], operation
-                )
-                for i, j in enumerate(self.chosen):
-                    bound.set_array(i, arrays[j])
-                self.pointers = pointers
-            bound.set_entry(WHICH, self.position_entry, position)
-            bound.launch()
-            if 0 in pointers:
-                bound.release()
-                self.pointers = None
+        self.call.run(operation, arrays, self.position_entry, position)
 
 
-WHICH = 5  # the place of the vector of placements among the arguments of a copy without index and scales
 _NAMES = {1: ("src", "cache"), 2: ("k", "k_cache", "v", "v_cache")}
 
 
@@ -177,14 +146,7 @@ def write(
     plan = live.plans.get(key)
     if plan is None:
         options = (window, num_tokens, src_offset, src_layout, cache_layout)
-        stage, plan = _plan_write(live, operation, arrays, names, *options, position)
-        if stage is not None:  # arrays that the device cannot see: a launch of its own each time
-            plan.run(operation, stage.arrays, position)
-            stage.finish()
-            return
-        if len(live.plans) >= MAX_PLANS:
-            live.plans.clear()
-        live.plans[key] = plan
+        plan = keep_plan(live, key, _plan_write(live, operation, arrays, names, *options))
     plan.run(operation, arrays, position)
 
 
@@ -198,9 +160,8 @@ def _plan_write(
     src_offset: int,
     src_layout: str,
     cache_layout: str,
-    position: int,
-) -> tuple[Staging | None, WritePlan]:
-    """Check everything but the position, and bind; with a `Staging` when arrays had to be brought to the device."""
+) -> WritePlan:
+    """Check everything but the position and what lies where."""
     src, dst, src_names, dst_names = given[0::2], given[1::2], names[0::2], names[1::2]
     src_token, src_head = _token_and_head_axes(src_layout, "src_layout", operation)
     dst_slot, dst_head = _token_and_head_axes(cache_layout, "cache_layout", operation)
@@ -230,48 +191,37 @@ def _plan_write(
     window = checks.window_of(window, capacity, operation)
     offset, tokens = checks.source_range(src_offset, num_tokens, src[0].shape[src_token], operation)
     widths = [a.shape[2] for a in src]
-    if tokens == 0 or heads == 0 or sum(widths) == 0:
-        return None, WritePlan(None, tokens, capacity, window, names)
-    position = checks.integer(position, "position", operation)
-    if window is None:
-        checks.fits_linear(position, tokens, capacity, operation)  # before anything is compiled or staged
-    checks.disjoint([(n, a, i % 2 == 1) for i, (n, a) in enumerate(zip(names, given, strict=True))], operation)
-    keep = max(0, tokens - window) if window else 0
     streams = [i for i, w in enumerate(widths) if w]
-    arrays = [a for i in streams for a in (src[i], dst[i])]
-    stage = None
-    if any(a.device == "cpu" for a in arrays) and live.is_spirv or any(hasattr(a, "write_back") for a in arrays):
-        stage = Staging(live, arrays, [False, True] * len(streams))
-        arrays = stage.arrays
-    ends = [
-        End(a, step=a.strides[token], head=a.strides[head], first=first * a.strides[token])
-        for a, (token, head, first) in zip(
-            arrays, ((src_token, src_head, offset), (dst_slot, dst_head, 0)) * len(streams), strict=True
+
+    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+        sources, targets = arrays[0::2], arrays[1::2]
+        return bind_copy(
+            live,
+            operation,
+            src=[
+                End(
+                    sources[i],
+                    step=sources[i].strides[src_token],
+                    head=sources[i].strides[src_head],
+                    first=offset * sources[i].strides[src_token],
+                )
+                for i in streams
+            ],
+            dst=[
+                End(targets[i], step=targets[i].strides[dst_slot], head=targets[i].strides[dst_head]) for i in streams
+            ],
+            widths=[widths[i] for i in streams],
+            heads=heads,
+            tokens=tokens,
+            dst_place=Placement("ring" if window else "linear"),
+            keep=max(0, tokens - window) if window else 0,
+            ring=window or 0,
         )
-    ]
-    bound = bind_copy(
-        live,
-        operation,
-        src=ends[0::2],
-        dst=ends[1::2],
-        widths=[widths[i] for i in streams],
-        heads=heads,
-        tokens=tokens,
-        dst_place=Placement("ring" if window else "linear"),
-        keep=keep,
-        ring=window or 0,
-    )
-    chosen = [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)]
-    if stage is None:
-        return None, WritePlan(bound, tokens, capacity, window, names, chosen)
-    return stage, WritePlan(
-        bound,
-        tokens,
-        capacity,
-        window,
-        [names[2 * i + end] for i in streams for end in (0, 1)],
-        [0, 1, 2, 3] if len(streams) == 2 else [0, 1, 0, 1],
-    )
+
+    nothing = tokens == 0 or heads == 0 or not streams
+    chosen = [] if nothing else [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)]
+    call = CopyCall(live, names, [False, True] * len(src), None if nothing else bind, chosen)
+    return WritePlan(call, tokens, capacity, window)
 
 
 def _token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
@@ -323,22 +273,21 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
     checks.extent(to.shape[slot], tokens, "the number of tokens of out", operation, detail)
     checks.extent(to.shape[head], heads, "the number of heads of out", operation, detail)
     checks.extent(to.shape[2], width, "the head width of out", operation, detail)
-    checks.disjoint((("cache", ring, False), ("out", to, True)), operation)
-    if tokens == 0 or heads == 0 or width == 0:
-        return
-    stage = Staging(live, [ring, to], [False, True])
-    source, target = stage.arrays
-    bound = bind_copy(
-        live,
-        operation,
-        src=[End(source, step=source.strides[slot], head=source.strides[head])],
-        dst=[End(target, step=target.strides[slot], head=target.strides[head])],
-        widths=[width],
-        heads=heads,
-        tokens=tokens,
-        src_place=Placement("ring"),
-        src_position=reduced_position(length - tokens, 0, capacity),
-        ring=capacity,
-    )
-    bound.launch()
-    stage.finish()
+
+    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+        source, target = arrays
+        return bind_copy(
+            live,
+            operation,
+            src=[End(source, step=source.strides[slot], head=source.strides[head])],
+            dst=[End(target, step=target.strides[slot], head=target.strides[head])],
+            widths=[width],
+            heads=heads,
+            tokens=tokens,
+            src_place=Placement("ring"),
+            src_position=reduced_position(length - tokens, 0, capacity),
+            ring=capacity,
+        )
+
+    nothing = tokens == 0 or heads == 0 or width == 0
+    CopyCall(live, ("cache", "out"), (False, True), None if nothing else bind).run(operation, (ring, to))
