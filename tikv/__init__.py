@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "init": "runtime",
+    "info": "doctor",
     "copy": "ops",
     "copy_kv": "ops",
     "linearize": "ops",
@@ -51,6 +52,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from tikv import arrays, dtypes, errors, launch, ops, reference, roofline, runtime, spec, variants
     from tikv.arrays import CacheArray
+    from tikv.doctor import info
     from tikv.errors import (
         ArchError,
         CacheFileError,

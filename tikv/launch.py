@@ -1,14 +1,16 @@
 """Compile a kernel once a runtime, bind it once, launch it many times by the cheapest route of the arch.
 
-The direct route fills Taichi's launch context itself. On CPU the context is kept and relaunched, changing only the
-arguments that changed; on CUDA, Vulkan and Metal a launch overwrites it, so each launch fills a fresh one. It uses
-names inside `taichi.lang`, and is therefore pinned to `taichi>=1.7.4,<1.8`; `TIKV_LAUNCHER=public` takes Taichi's
-public call instead, with the same bits at ten times the cost.
+Three launchers give the same bits. **native**, on CUDA: NVIDIA's driver launches the kernel on torch's current stream,
+or on that of `use_stream`, and a CUDA graph may capture it. **direct**: Taichi's launcher, whose launch context is
+filled here; on CPU it is kept and relaunched, changing only the arguments that changed; elsewhere a launch overwrites
+it, so each launch fills a fresh one. **public**: Taichi's public call, at ten times the cost.
+
+The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use what is inside
+Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -17,37 +19,92 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView
+from tikv.arrays import ArrayView, CudaBytes, host_bytes
 from tikv.errors import ArchError
 
 Factory = Callable[..., Any]
 
-_NUMPY_WORDS = {
-    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
-    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
-    "f16": np.float16, "f32": np.float32, "f64": np.float64,
-}  # fmt: skip
-
-ROUTES = ("direct", "public")
-_route: str | None = None
+LAUNCHERS = ("native", "direct", "public")
+_chosen: str | None = None
+_unavailable: ArchError | None = None
+_fallbacks: dict[str, str] = {}  # kernels that native could not take, and why
 
 
-def route() -> str:
-    """The launcher in use: what `choose_route` or `TIKV_LAUNCHER` says, else "direct"."""
-    return _route or choose_route(os.environ.get("TIKV_LAUNCHER") or "direct")
+def choose_launcher(name: str | None) -> None:
+    """Take this launcher for kernels bound from now on; None takes the first that works.
 
-
-def choose_route(name: str) -> str:
-    """Take this launcher for kernels bound from now on.
+    Calls that were bound before keep theirs. On CPU, Vulkan and Metal "native" means "direct".
 
     Raises:
         ArchError: no such launcher.
     """
-    global _route
-    if name not in ROUTES:
-        raise ArchError(f"launch: unknown launcher {name!r}. Use one of {', '.join(ROUTES)}.")
-    _route = name
+    global _chosen
+    if name is not None and name not in LAUNCHERS:
+        raise ArchError(f"launch: unknown launcher {name!r}. Use one of {', '.join(LAUNCHERS)}.")
+    _chosen = name
+
+
+def _wanted() -> str | None:
+    """The launcher asked for by name, if any."""
+    name = _chosen or os.environ.get("TIKV_LAUNCHER") or None
+    if name is not None and name not in LAUNCHERS:
+        raise ArchError(f"launch: TIKV_LAUNCHER={name} is no launcher. Use one of {', '.join(LAUNCHERS)}, or unset it.")
     return name
+
+
+def _launcher(live: runtime.Runtime) -> tuple[str, str]:
+    """(launcher, why) for kernels bound now in a runtime.
+
+    Raises:
+        ArchError: native was asked for on CUDA and cannot be had.
+    """
+    global _unavailable
+    wanted = _wanted()
+    if wanted == "public":
+        return wanted, "asked for"
+    if not live.is_cuda:
+        return "direct", f"the cheapest on {live.arch}"
+    if wanted == "direct":
+        return wanted, "asked for"
+    if _unavailable is None:
+        try:
+            driver.device()
+        except ArchError as error:
+            _unavailable = error
+    if _unavailable is None:
+        return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
+    if wanted:
+        raise ArchError(f"launch: the native launcher was asked for and is not there: {_unavailable}") from _unavailable
+    return "direct", str(_unavailable)
+
+
+def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
+    """Which launcher kernels of a runtime get, why, and which kernels it could not take.
+
+    Example:
+        >>> import tikv
+        >>> tikv.launch.launcher_report(tikv.init(arch="cpu"))["launcher"]
+        'direct'
+    """
+    try:
+        name, why = _launcher(live)
+    except ArchError as error:
+        name, why = "none", str(error)
+    return {"launcher": name, "why": why, "fallbacks": dict(_fallbacks) if live.is_cuda else {}}
+
+
+def refuse_baked(live: runtime.Runtime, operation: str) -> None:
+    """Refuse a host-side position, slot or length while a CUDA graph is captured: each replay would use the same one.
+
+    Raises:
+        ArchError: the stream of the launch is being captured.
+    """
+    if live.is_cuda and driver.capturing():
+        raise ArchError(
+            f"{operation}: a position on the host would be baked into the CUDA graph under capture, and each replay would "
+            f"write there again. Keep positions in device memory: KVCacheStore.positions_on_device(), append_ragged with "
+            f"cache_offsets on the device, or write_slots with slot_mapping on the device."
+        )
 
 
 class Kernel:
@@ -69,14 +126,23 @@ class Kernel:
             self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
             self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]
             self.is_float = ["f" in str(getattr(a, "dtype", a)) for a in annotations]
-            key = self.primal.ensure_compiled(*map(self._placeholder, range(len(annotations))))
-            self.taichi_kernel = self.primal.compiled_kernels[key]
-            program = live.program
-            self.compiled = program.compile_kernel(program.config(), program.get_device_caps(), self.taichi_kernel)
+        self.taichi_kernel: Any = None
+        self.compiled: Any = None
+        self.native: _Native | None = None
+
+    def compile(self) -> None:
+        """Compile for Taichi's launcher, in this process, unless that is done."""
+        live = self.runtime
+        with live.lock, live.compiling(self.fast_math):
+            if self.compiled is None:
+                key = self.primal.ensure_compiled(*map(self._placeholder, range(len(self.words))))
+                self.taichi_kernel = self.primal.compiled_kernels[key]
+                program = live.program
+                self.compiled = program.compile_kernel(program.config(), program.get_device_caps(), self.taichi_kernel)
 
     def _placeholder(self, i: int) -> Any:
-        if self.words[i]:
-            return np.zeros(1, _NUMPY_WORDS[self.words[i]])
+        if word := self.words[i]:
+            return np.zeros(1, NUMPY_WORDS[word])
         if self.lengths[i]:
             return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
         return 0.0 if self.is_float[i] else 0
@@ -88,9 +154,35 @@ class Kernel:
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
         """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number."""
-        if route() == "public":
+        launcher = _launcher(self.runtime)[0]
+        if launcher == "native":
+            bound = self._bind_native(iterations, arguments)
+            if bound is not None:
+                return bound
+            launcher = "direct"
+        self.compile()
+        if self.runtime.is_cuda:
+            return (_PublicOnCuda if launcher == "public" else _DirectOnCuda)(self, iterations, arguments)
+        if launcher == "public":
             return _PublicBound(self, iterations, arguments)
         return (_KeptBound if self.runtime.is_cpu else _FreshBound)(self, iterations, arguments)
+
+    def _bind_native(self, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
+        """A native launch; None where only Taichi's launcher can do it: arrays on the host, PTX of unknown form."""
+        if any(self.words[i] and array.device == "cpu" for i, array in enumerate(arguments)):
+            return None
+        if self.native is None:
+            if self.name in _fallbacks:
+                return None
+            try:
+                self.native = _load_native(self)
+            except ArchError as error:
+                if driver.capturing() or _wanted() == "native":
+                    raise
+                _fallbacks[self.name] = str(error)
+                runtime.log.warning("%s stays with Taichi's launcher: %s", self.name, error)
+                return None
+        return _NativeBound(self, iterations, arguments, self.native)
 
 
 class Bound:
@@ -102,7 +194,7 @@ class Bound:
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
         self.kernel = kernel
         self.iterations = iterations
-        self.arguments = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
+        self.arguments: list[Any] = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
         for i, value in enumerate(arguments):
             if kernel.words[i]:
                 Bound.set_array(self, i, value)
@@ -121,14 +213,14 @@ class Bound:
         raise AssertionError("a Bound is made by Kernel.bind")
 
     def release(self) -> None:
-        """Let go of arrays without an address, which a bound call would otherwise keep alive; set them again to launch."""
+        """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch."""
         for i, value in enumerate(self.arguments):
             if self.kernel.words[i] and value is not None and value.handle is not None:
                 self.arguments[i] = None
 
 
 class _KeptBound(Bound):
-    """CPU: one launch context, relaunched. Arrays must be given by pointer; one that holds an ndarray cannot be kept."""
+    """CPU: one launch context, relaunched. Arrays are given by pointer; one that holds an ndarray cannot be kept."""
 
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
         super().__init__(kernel, iterations, arguments)
@@ -160,6 +252,24 @@ class _FreshBound(Bound):
         self.kernel.runtime.program.launch_kernel(self.kernel.compiled, _filled_context(self))
 
 
+class _OnLegacyStream(Bound):
+    """CUDA by Taichi's launcher, which knows the legacy default stream alone: in order with torch's current stream."""
+
+    def launch(self) -> None:
+        if driver.capturing():
+            raise ArchError(
+                f"launch: {self.kernel.name} goes through Taichi's launcher, which a CUDA graph cannot capture "
+                f"({_fallbacks.get(self.kernel.name) or launcher_report(self.kernel.runtime)['why']}). Pass arrays on the "
+                f"device, and install taichi-kv[cuda]; tikv.info() says which launcher is in use."
+            )
+        stream = driver.stream()
+        if stream:
+            driver.synchronize(stream)
+        super().launch()
+        if stream:
+            self.kernel.runtime.program.synchronize()
+
+
 class _PublicBound(Bound):
     """Any arch: Taichi's public call."""
 
@@ -181,6 +291,143 @@ class _PublicBound(Bound):
                 values.append(_words(value, word, self.iterations if i == 0 else None))
         with kernel.runtime.lock, kernel.runtime.compiling(kernel.fast_math):
             kernel.function(*values)
+
+
+class _DirectOnCuda(_OnLegacyStream, _FreshBound):
+    """CUDA by Taichi's launcher, its launch context filled here."""
+
+
+class _PublicOnCuda(_OnLegacyStream, _PublicBound):
+    """CUDA by Taichi's public call."""
+
+
+class _Native:
+    """A kernel as the driver launches it: its function, the threads of a block, and where its arguments lie."""
+
+    def __init__(self, function: Any, block: int, offsets: Sequence[int], size: int) -> None:
+        self.function = function
+        self.block = block
+        self.offsets = offsets
+        self.size = size
+
+
+_natives: dict[str, _Native] = {}  # outlive a runtime: the context is the process's
+
+
+def _load_native(kernel: Kernel) -> _Native:
+    """Compile, patch and load a kernel for the driver; once a process.
+
+    Raises:
+        ArchError: see `compiler.ptx_of`, `ptx.patch` and `driver.Device.load`.
+    """
+    device = driver.device()
+    key = compiler.key_of(kernel.factory, kernel.choices, device.target)
+    found = _natives.get(key)
+    if found is None:
+        offsets, size = argument_layout(kernel.words, kernel.lengths)
+        patched = ptx.patch(compiler.ptx_of(kernel.factory, kernel.choices, device.target), size)
+        function = device.load(patched.text, patched.entry)
+        found = _natives[key] = _Native(function, patched.block, offsets, size)
+    return found
+
+
+def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each argument lies, and the size of all, as Taichi lays them out.
+
+    An array of one axis is {i32 extent, 4 bytes nothing, u64 pointer}; a vector its entries; numbers are of 32 bits.
+
+    Example:
+        >>> from tikv.launch import argument_layout
+        >>> argument_layout(["u64", None, None], [0, 3, 0])
+        ([0, 16, 28], 32)
+    """
+    offsets, at = [], 0
+    for word, length in zip(words, lengths, strict=True):
+        at = -(-at // 8) * 8 if word else at
+        offsets.append(at)
+        at += 16 if word else 4 * max(1, length)
+    return offsets, -(-at // 8) * 8
+
+
+MAX_BLOCKS = 1 << 20
+
+
+def blocks_of(iterations: int, block: int, operation: str) -> int:
+    """How many blocks run so many iterations, each thread striding over them without leaving 32 bits.
+
+    Raises:
+        CapacityError: too many iterations for a stride of 32 bits.
+    """
+    blocks = max(1, min(-(-iterations // block), MAX_BLOCKS))
+    room = (2**31 - 1 - iterations) // block  # the stride is added once more after the last iteration
+    if room < 1:
+        raise CapacityError(f"{operation}: {iterations} work items leave no room for a stride. Split the call.")
+    return min(blocks, room)
+
+
+class _NativeBound(Bound):
+    """CUDA by the driver: the arguments lie in a buffer here, which the driver copies when it launches."""
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], native: _Native) -> None:
+        self._bytes = bytearray(native.size)
+        self._anchor = (ctypes.c_char * native.size).from_buffer(self._bytes)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._anchor))
+        self._pointers = memoryview(self._bytes).cast("Q")
+        self._entries = memoryview(self._bytes).cast("i")
+        self._at = native.offsets
+        super().__init__(kernel, iterations, arguments)
+        for i, value in enumerate(arguments):
+            if kernel.words[i]:
+                self.set_array(i, value)
+                self._entries[self._at[i] // 4] = iterations if i == 0 else 1
+            else:
+                values = list(value) if kernel.lengths[i] else [value]
+                form = f"<{len(values)}{'f' if kernel.is_float[i] else 'i'}"
+                struct.pack_into(form, self._bytes, self._at[i], *values)
+        cu = driver.binding()
+        self._call = cu.cuLaunchKernel
+        self._success = cu.CUresult.CUDA_SUCCESS
+        self._function = native.function
+        self._blocks, self._block = blocks_of(iterations, native.block, kernel.name), native.block
+        self._parameters_at = ctypes.addressof(self._parameters)
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        self._pointers[(self._at[i] >> 3) + 1] = array.ptr
+
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        if driver.capturing():
+            refuse_baked(self.kernel.runtime, self.kernel.name)
+        self._entries[(self._at[i] >> 2) + j] = value
+
+    def launch(self) -> None:
+        stream = driver.stream()
+        result = self._call(
+            self._function, self._blocks, 1, 1, self._block, 1, 1, 0, driver.stream_object(stream), self._parameters_at, 0
+        )
+        if result[0] is not self._success:
+            self._launch_again(stream)
+        if stream and stream not in runtime.side_streams:
+            runtime.side_streams.add(stream)
+
+    def _launch_again(self, stream: int) -> None:
+        """A thread that has not used CUDA yet has no context; the second failure is one."""
+        driver.device().enter()
+        driver.checked(
+            self._call(
+                self._function,
+                self._blocks,
+                1,
+                1,
+                self._block,
+                1,
+                1,
+                0,
+                driver.stream_object(stream),
+                self._parameters_at,
+                0,
+            ),
+            self.kernel.name,
+        )
 
 
 def _filled_context(bound: Bound) -> Any:
@@ -207,31 +454,28 @@ def _filled_context(bound: Bound) -> Any:
 
 def _words(array: ArrayView, word: str, extent: int | None) -> Any:
     """A flat NumPy or torch array over the same memory, for Taichi's public call; `extent` overrides its length."""
-    dtype = np.dtype(_NUMPY_WORDS[word])
+    dtype = np.dtype(NUMPY_WORDS[word])
     count = max(1, array.span // dtype.itemsize) if extent is None else extent
     if array.device == "cpu":
-        return np.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(array.ptr), dtype)
+        return host_bytes(array.ptr, count * dtype.itemsize).view(dtype)
     try:
         import torch
     except ImportError as error:
         raise ArchError(
             "launch: TIKV_LAUNCHER=public on CUDA needs torch. Install taichi-kv[torch] or unset it."
         ) from error
-
-    class _Interface:
-        __cuda_array_interface__ = {"shape": (count,), "typestr": dtype.str, "data": (array.ptr, False), "version": 3}
-
-    return torch.as_tensor(_Interface(), device=array.device)
+    found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
+    return found.view(getattr(torch, dtype.name))
 
 
 def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
     """The compiled kernel of a factory and its choices in a runtime; compiled on first use, then kept."""
     key = (factory, choices)
-    found = live.kernels.get(key)
+    found: Kernel | None = live.kernels.get(key)
     if found is None:
         with live.lock:
             found = live.kernels.get(key)
             if found is None:
                 runtime.log.info("compiling %s, once", factory.__name__)
                 found = live.kernels[key] = Kernel(live, factory, choices)
-    return found  # type: ignore[no-any-return]
+    return found

@@ -1,4 +1,4 @@
-"""Start Taichi, or attach to the one the caller started. The only module that imports Taichi; others take `ti` from here.
+"""Start Taichi, or attach to the one the caller started. The only module that imports it; others take `ti` from here.
 
 `from tikv.runtime import ti` loads Taichi on first use, quietly and without its version check. `current()` gives the
 live runtime; a runtime dies when somebody calls `ti.init` or `ti.reset` again, and everything made in it dies with it.
@@ -31,6 +31,7 @@ _current: Runtime | None = None
 _taichi: Any = None
 _impl: Any = None
 _program_at_load: Any = None
+side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
 
 
 def __getattr__(name: str) -> Any:
@@ -51,7 +52,8 @@ def _load() -> Any:
                     taichi = importlib.import_module("taichi")
                 except ImportError as error:
                     raise ArchError(
-                        f"runtime: Taichi cannot be imported ({error}). Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
+                        f"runtime: Taichi cannot be imported ({error}). "
+                        f"Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
                     ) from error
                 _impl = importlib.import_module("taichi.lang.impl")
                 _program_at_load = _impl.get_runtime().prog
@@ -82,7 +84,8 @@ class Runtime:
         self.arch = {"x64": "cpu", "arm64": "cpu"}.get(arch, arch)
         if self.arch not in ARCHS:
             raise ArchError(
-                f"runtime: Taichi runs on arch {arch!r}; this library knows {', '.join(ARCHS)}. Call ti.init(arch=ti.cpu)."
+                f"runtime: Taichi runs on arch {arch!r}; this library knows {', '.join(ARCHS)}. "
+                f"Call ti.init(arch=ti.cpu)."
             )
         self.debug = bool(config.debug)
         self.is_cpu = self.arch == "cpu"
@@ -154,6 +157,14 @@ def current() -> Runtime:
         return _current
 
 
+def running() -> Runtime | None:
+    """The live runtime, this library's or the caller's, or None; never starts or imports anything."""
+    if _taichi is None and "taichi" not in sys.modules:
+        return None
+    _load()
+    return current() if _impl.get_runtime().prog is not None else None
+
+
 def require_alive(runtime: Runtime, operation: str) -> None:
     """Refuse an object whose runtime is gone.
 
@@ -162,8 +173,8 @@ def require_alive(runtime: Runtime, operation: str) -> None:
     """
     if _impl.get_runtime().prog is not runtime.program:
         raise StaleRuntimeError(
-            f"{operation}: made in Taichi runtime epoch {runtime.epoch}, which a later ti.init() or ti.reset() ended; its "
-            f"memory is gone. Call ti.init() once, before creating stores and arrays, and create this one again."
+            f"{operation}: made in Taichi runtime epoch {runtime.epoch}, which a later ti.init() or ti.reset() ended; "
+            f"its memory is gone. Call ti.init() once, before creating stores and arrays, and create this one again."
         )
 
 
