@@ -89,3 +89,11 @@ def parse(dtype: Any, operation: str) -> DType:
     if found is None:
         raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {', '.join(row.name for row in ALL)}.")
     return found
+
+
+NUMPY_WORDS = {
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "f16": np.float16, "f32": np.float32, "f64": np.float64,
+}  # fmt: skip
+"""The NumPy type of each word that a kernel's array may have, by Taichi's name."""

@@ -11,16 +11,23 @@ Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv import runtime
 from tikv.arrays import ArrayView, CudaBytes, host_bytes
-from tikv.errors import ArchError
+from tikv.cuda import compiler, driver, ptx
+from tikv.cuda.driver import use_stream
+from tikv.dtypes import NUMPY_WORDS
+from tikv.errors import ArchError, CapacityError
+
+__all__ = ["Bound", "Kernel", "choose_launcher", "kernel", "launcher_report", "refuse_baked", "use_stream"]
 
 Factory = Callable[..., Any]
 

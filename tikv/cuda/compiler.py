@@ -1,0 +1,248 @@
+"""The PTX of a kernel, from the disk or from a child process that runs Taichi for nothing else.
+
+Taichi writes PTX into the working directory, of a program started for it: so a child with a temporary one, which
+compiles what it is asked for over a pipe, and ends when it has been idle for a while or the parent is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import glob
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.cuda import cache
+from tikv.errors import ArchError
+
+IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of the GPU
+REPLY_SECONDS = 300
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tikv.cuda.compiler import serve; serve()"
+_lock = threading.RLock()
+_child: _Child | None = None
+
+
+def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
+    """The PTX of the kernel that a factory makes of its choices, for a GPU of this compute capability.
+
+    Raises:
+        ArchError: it cannot be compiled in a child process; says why.
+    """
+    key = key_of(factory, choices, target)
+    found = cache.read(key)
+    if found is None:
+        runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
+        found = _compile(factory, choices)
+        cache.write(key, found)
+    return found
+
+
+def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
+    """What the PTX depends on, as a name: the kernels' sources, the choices, the versions, the GPU."""
+    parts = (
+        _sources(pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or "").parent),
+        f"{factory.__module__}.{factory.__qualname__}",
+        repr(choices),
+        str(bool(getattr(factory, "fast_math", False))),
+        str(runtime.version_of("taichi")),
+        ".".join(map(str, sys.version_info[:2])),
+        target,
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources(directory: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.py")):
+        digest.update(path.name.encode() + b"\n" + path.read_bytes() + b"\n")
+    return digest.hexdigest()
+
+
+class _Child:
+    """The compiling process: requests go in by stdin, texts come out by stdout, what it says is kept for messages."""
+
+    def __init__(self) -> None:
+        self.parent = os.getpid()
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115
+        environment = {
+            **os.environ,
+            "TIKV_LAUNCHER": "direct",
+            "ENABLE_TAICHI_HEADER_PRINT": "0",
+            "TI_SKIP_VERSION_CHECK": "ON",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+            env=environment,
+        )
+
+    @property
+    def usable(self) -> bool:
+        return self.parent == os.getpid() and self.process.poll() is None
+
+    def ask(self, request: bytes) -> dict[str, str]:
+        """Send a request and wait for its answer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        _send(self.process.stdin, request)
+        timer = threading.Timer(REPLY_SECONDS, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            answer = _receive(self.process.stdout)
+        finally:
+            timer.cancel()
+        if answer is None:
+            raise EOFError(self.last_words())
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+    def last_words(self) -> str:
+        """The last line it wrote to stderr, or how it ended."""
+        self.said.seek(0)
+        lines = self.said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit status {self.process.poll()}"
+
+    def close(self) -> None:
+        """Let it end, and wait for it."""
+        if self.parent != os.getpid():
+            return
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.said.close()
+
+
+def _compile(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
+    global _child
+    try:
+        request = pickle.dumps((factory, choices))
+    except Exception as error:
+        raise ArchError(f"the kernel cannot be named to another process ({error})") from error
+    if factory.__module__ == "__main__":
+        raise ArchError("the kernel is defined in __main__, which another process cannot import")
+    if not sys.executable:
+        raise ArchError("there is no sys.executable to start another process with")
+    with _lock:
+        for _ in range(2):  # a child may have ended, idle, since it was last seen
+            fresh = _child is None or not _child.usable
+            try:
+                if fresh:
+                    close()
+                    _child = _Child()
+                assert _child is not None
+                answer = _child.ask(request)
+                break
+            except (OSError, EOFError) as error:
+                close()
+                failure = error
+                if fresh:
+                    raise ArchError(f"the compiling process failed: {error}") from error
+        else:
+            raise ArchError(f"the compiling process failed: {failure}")
+    if "error" in answer:
+        raise ArchError(f"the compiling process could not compile it: {answer['error']}")
+    return answer["ptx"]
+
+
+def close() -> None:
+    """End the compiling process, if there is one."""
+    global _child
+    with _lock:
+        if _child is not None:
+            _child.close()
+            _child = None
+
+
+atexit.register(close)
+
+
+def _send(pipe: BinaryIO, message: bytes) -> None:
+    pipe.write(struct.pack("<Q", len(message)) + message)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> bytes | None:
+    """The next message, or None at the end."""
+    head = pipe.read(8)
+    if len(head) < 8:
+        return None
+    (length,) = struct.unpack("<Q", head)
+    message = pipe.read(length)
+    return message if len(message) == length else None
+
+
+def serve() -> None:
+    """The child: compile what is asked for, until stdin ends or nothing was asked for a minute."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # Taichi writes to stdout, also from C++
+    requests = sys.stdin.buffer
+    with tempfile.TemporaryDirectory(prefix="tikv-compile-") as directory:
+        os.chdir(directory)
+        try:
+            runtime.init("cuda", offline_cache=False, print_kernel_asm=True)
+            while _readable(requests):
+                request = _receive(requests)
+                if request is None:
+                    break
+                try:
+                    answer = {"ptx": _compile_here(*pickle.loads(request))}
+                except Exception as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"}
+                _send(answers, json.dumps(answer).encode())
+        finally:
+            os.chdir(os.path.dirname(directory))
+
+
+def _readable(pipe: BinaryIO) -> bool:
+    if sys.platform == "win32":  # select takes sockets only
+        return True
+    return bool(select.select([pipe], [], [], IDLE_SECONDS)[0])
+
+
+def _compile_here(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
+    """Compile in this process: Taichi generates PTX when a kernel is first launched, here over nothing."""
+    live = runtime.current()
+    with live.compiling(bool(getattr(factory, "fast_math", False))):
+        function = factory(*choices)
+        before = set(glob.glob("*.ptx"))
+        function(*[_nothing(a.annotation, i) for i, a in enumerate(function._primal.arguments)])
+        runtime.ti.sync()
+    written = sorted(set(glob.glob("*.ptx")) - before)
+    if len(written) != 1:
+        raise ArchError(f"Taichi wrote {len(written)} PTX files for one kernel")
+    text = pathlib.Path(written[0]).read_text(encoding="utf-8", errors="replace")
+    os.unlink(written[0])
+    return text
+
+
+def _nothing(annotation: Any, i: int) -> Any:
+    """An argument that makes the kernel's loop end at once: its extent is that of the first array."""
+    if hasattr(annotation, "n"):
+        return runtime.ti.Vector([0] * int(annotation.n), annotation.dtype)
+    if hasattr(annotation, "ndim"):
+        return np.zeros(0 if i == 0 else 1, dtypes.NUMPY_WORDS[str(annotation.dtype)])
+    return 0.0 if "f" in str(annotation) else 0

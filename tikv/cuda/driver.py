@@ -1,0 +1,161 @@
+"""NVIDIA's driver through its own Python binding: load a module, launch an entry, on torch's stream or the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tikv.errors import ArchError
+
+_lock = threading.Lock()
+_given: contextvars.ContextVar[int | None] = contextvars.ContextVar("tikv_stream", default=None)
+
+
+@functools.cache
+def binding() -> Any:
+    """The module `cuda.bindings.driver`.
+
+    Raises:
+        ArchError: it, or the driver under it, is missing.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except Exception as error:
+        raise ArchError(f"cuda-bindings cannot be imported ({error}). Install taichi-kv[cuda].") from error
+
+
+def checked(result: Any, what: str) -> Any:
+    """The value of a driver call.
+
+    Raises:
+        ArchError: the call failed.
+    """
+    status, *values = result
+    if status != binding().CUresult.CUDA_SUCCESS:
+        raise ArchError(
+            f"{what}: the CUDA driver says {status.name}. After an illegal address or a sticky error the process must be "
+            f"started again; TIKV_LAUNCHER=direct takes Taichi's own launcher."
+        )
+    return values[0] if values else None
+
+
+class Device:
+    """CUDA device 0 and its primary context, which torch and Taichi use as well."""
+
+    def __init__(self) -> None:
+        cu = binding()
+        checked(cu.cuInit(0), "cuInit")
+        self.device = checked(cu.cuDeviceGet(0), "cuDeviceGet")
+        self.context = checked(cu.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain")
+        attribute = cu.CUdevice_attribute
+        major, minor, self.multiprocessors = (
+            checked(cu.cuDeviceGetAttribute(which, self.device), "cuDeviceGetAttribute")
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+            )
+        )
+        self.target = f"sm_{major}{minor}"
+
+    def enter(self) -> None:
+        """Make the context current in this thread, as torch and Taichi do."""
+        checked(binding().cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
+
+    def load(self, ptx: str, entry: str) -> Any:
+        """The function of an entry; the driver compiles it, or has it in its own cache.
+
+        Raises:
+            ArchError: the driver refuses it; or a CUDA graph is being captured, where nothing may be loaded.
+        """
+        if capturing():
+            raise ArchError(
+                "launch: a kernel would be loaded while a CUDA graph is captured. Run the step once before capturing it, "
+                "as torch's own operations ask for as well."
+            )
+        self.enter()
+        cu = binding()
+        module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
+        return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+
+
+_device: Device | None = None
+
+
+def device() -> Device:
+    """CUDA device 0, opened once.
+
+    Raises:
+        ArchError: there is no binding, driver or device.
+    """
+    global _device
+    if _device is None:
+        with _lock:
+            if _device is None:
+                _device = Device()
+    return _device
+
+
+_torch_stream: Callable[[int], int] | None = None
+_torch_capturing: Callable[[], bool] | None = None
+
+
+def _find_torch() -> bool:
+    """Look for torch's own idea of the current stream, once torch is there and has started CUDA."""
+    global _torch_stream, _torch_capturing
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return False
+    # torch.cuda.current_stream() costs seven microseconds; what it is made of, a tenth of one.
+    _torch_stream = torch._C._cuda_getCurrentRawStream
+    _torch_capturing = torch._C._cuda_isCurrentStreamCapturing
+    return True
+
+
+def stream() -> int:
+    """The handle of the stream that launches go to: the one given to `use_stream`, else torch's current one, else 0."""
+    given = _given.get()
+    if given is not None:
+        return given
+    if _torch_stream is not None or _find_torch():
+        return _torch_stream(0)  # type: ignore[misc]
+    return 0
+
+
+@contextlib.contextmanager
+def use_stream(handle: int) -> Iterator[None]:
+    """Launch on this stream, given by its handle (`cudaStream_t` as an integer), within the block."""
+    token = _given.set(int(handle))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def capturing() -> bool:
+    """Whether the stream that launches go to is being captured into a CUDA graph."""
+    given = _given.get()
+    if given is not None:
+        cu = binding()
+        status = checked(cu.cuStreamIsCapturing(stream_object(given)), "cuStreamIsCapturing")
+        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    if _torch_capturing is not None or _find_torch():
+        return _torch_capturing()  # type: ignore[misc]
+    return False
+
+
+@functools.lru_cache(256)
+def stream_object(handle: int) -> Any:
+    """A stream as the binding wants it."""
+    return binding().CUstream(handle)
+
+
+def synchronize(handle: int) -> None:
+    """Wait for a stream."""
+    checked(binding().cuStreamSynchronize(stream_object(handle)), "cuStreamSynchronize")

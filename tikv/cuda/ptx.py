@@ -1,0 +1,259 @@
+"""Rewrite the PTX of a Taichi kernel so that its arguments are passed by value with the launch.
+
+Taichi's entry takes one 32-byte struct {argument buffer, runtime, thread, result buffer} and reads arguments from the
+buffer, which is device memory; a first entry, of one thread, copies the loop's bound from there into the runtime's
+memory. Here the buffer's contents become a parameter and the first entry disappears: one launch, no device memory of
+our own, nothing that a CUDA graph could find changed. Words of 64 bits, which Taichi moves in halves, are moved whole.
+
+Every use of what is replaced is recognised or the kernel is refused, so a Taichi that writes otherwise is never misread.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tikv.errors import ArchError
+
+
+class Unpatchable(ArchError):
+    """PTX of a form that this module does not know; the kernel stays with Taichi's launcher."""
+
+
+class Patched(NamedTuple):
+    """PTX whose entry takes the arguments by value: its text, the entry's name and the threads of a block."""
+
+    text: str
+    entry: str
+    block: int
+
+
+_ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", re.S)
+_STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
+_BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
+_REGISTER = r"%[a-z]+\d+"
+
+
+def patch(ptx: str, argument_bytes: int) -> Patched:
+    """Pass `argument_bytes` of arguments by value.
+
+    Raises:
+        Unpatchable: the text is not of the form this module knows.
+    """
+    ptx = ptx.replace("\0", "").rstrip() + "\n"
+    entries = list(_ENTRY.finditer(ptx))
+    if not 1 <= len(entries) <= 2:
+        raise Unpatchable(f"{len(entries)} entries where one loop has one or two")
+    if re.search(r"^\s*\.extern|\.func\b", ptx, re.M):
+        raise Unpatchable("calls into Taichi's runtime, or dynamic shared memory")
+    bound = _bound_of(entries[0]) if len(entries) == 2 else None
+    main = entries[-1]
+    name, block = main.group(1), _BLOCK.search(main.group(3))
+    if block is None:
+        raise Unpatchable("no fixed block")
+    body = _whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes))
+    parameter = f"\t.param .align 16 .b8 {ARGUMENTS}[{argument_bytes}]\n"
+    head = ptx[: entries[0].start()]
+    text = f"{head}.visible .entry {name}(\n{parameter}){body}\n}}{ptx[main.end() :]}"
+    return Patched(text, name, int(block.group(1)))
+
+
+ARGUMENTS = "arguments"
+
+
+def _struct(entry: re.Match[str]) -> str:
+    found = _STRUCT.match(entry.group(2))
+    if found is None:
+        raise Unpatchable(f"parameters {entry.group(2).strip()!r}")
+    return found.group(1)
+
+
+def _bound_of(entry: re.Match[str]) -> tuple[str, str]:
+    """(offset among the arguments, offset in the runtime) of what the first entry copies."""
+    struct = re.escape(_struct(entry))
+    statements = _statements(entry.group(3))
+    known = re.fullmatch(
+        rf"ld\.param\.u64 (?P<a>{_REGISTER}), \[{struct}\];"
+        rf"cvta\.to\.global\.u64 (?P<b>{_REGISTER}), (?P=a);"
+        rf"ld\.global\.u32 (?P<n>{_REGISTER}), \[(?P=b)(?:\+(?P<argument>\d+))?\];"
+        rf"ld\.param\.u64 (?P<c>{_REGISTER}), \[{struct}\+8\];"
+        rf"cvta\.to\.global\.u64 (?P<d>{_REGISTER}), (?P=c);"
+        rf"ld\.global\.u64 (?P<e>{_REGISTER}), \[(?P=d)\+(?P<runtime>\d+)\];"
+        rf"st\.u32 \[(?P=e)\], (?P=n);"
+        r"ret;",
+        "".join(statements),
+    )
+    if known is None:
+        raise Unpatchable("a first entry that does more than copy the loop's bound")
+    return known["argument"] or "0", known["runtime"]
+
+
+def _statements(body: str) -> list[str]:
+    """The instructions of an entry: no comments, declarations, labels; one space between words."""
+    lines = (" ".join(line.partition("//")[0].split()) for line in body.splitlines())
+    return [line for line in lines if line.endswith(";") and not line.startswith(".")]
+
+
+def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_bytes: int) -> str:
+    """Read arguments from the parameter instead of through the struct's pointer."""
+    if bound is not None:
+        argument, runtime = bound
+        body, found = re.subn(
+            rf"\tld\.param\.u64 \t({_REGISTER}), \[{struct}\+8\];\n"
+            rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), \1;\n"
+            rf"\tld\.global\.u64 \t({_REGISTER}), \[\2\+{runtime}\];\n"
+            rf"\tld\.u32 \t({_REGISTER}), \[\3\];\n",
+            rf"\tld.param.u32 \t\4, [{struct}+{argument}+0];\n",
+            body,
+        )
+        if found != 1:
+            raise Unpatchable("a loop bound that is not read where it was put")
+        body = body.replace(f"[{struct}+{argument}+0]", f"[{ARGUMENTS}+{argument}]")
+    # `mov` of the struct's address, and of that, are other names of it.
+    names = {struct}
+    while True:
+        alias = next(
+            (
+                m
+                for m in re.finditer(rf"\tmov\.[ub]64 \t({_REGISTER}), ([\w%]+);\n", body)
+                if m.group(2) in names and m.group(1) not in names
+            ),
+            None,
+        )
+        if alias is None:
+            break
+        names.add(alias.group(1))
+        body = body.replace(alias.group(0), "")
+    struct_pattern = "|".join(re.escape(name) for name in names)
+    pointers = re.findall(rf"\tld\.param\.u64 \t({_REGISTER}), \[(?:{struct_pattern})\];\n", body)
+    body = re.sub(rf"\tld\.param\.u64 \t{_REGISTER}, \[(?:{struct_pattern})\];\n", "", body)
+    bases = set()
+    for pointer in pointers:
+        bases |= set(re.findall(rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), {pointer};\n", body))
+        body = re.sub(rf"\tcvta\.to\.global\.u64 \t{_REGISTER}, {pointer};\n", "", body)
+
+    def read(match: re.Match[str]) -> str:
+        width, base, offset = match["type"], match["base"], int(match["offset"] or 0)
+        if base not in bases:
+            return match.group(0)
+        if offset + 4 > argument_bytes:
+            raise Unpatchable(f"reads byte {offset} of {argument_bytes} bytes of arguments")
+        return f"\tld.param.{width} \t{match['to']}, [{ARGUMENTS}+{offset}];"
+
+    body = re.sub(
+        rf"\tld\.global\.(?:nc\.)?(?P<type>(?:v[24]\.)?[a-z]\d+) \t(?P<to>{_REGISTER}|\{{[^}}]*\}}), "
+        rf"\[(?P<base>{_REGISTER})(?:\+(?P<offset>\d+))?\];",
+        read,
+        body,
+    )
+    for gone in (names | bases | set(pointers)) - {struct}:
+        if re.search(rf"{gone}(?!\d)", body):
+            raise Unpatchable(f"uses the address of its arguments in another way ({gone})")
+    if struct in body:
+        raise Unpatchable("uses the runtime or the result buffer")
+    return body
+
+
+_LOAD = re.compile(
+    rf"\tld\.(?:global\.)?(?P<type>[ubsf]32) \t(?P<to>{_REGISTER}), \[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\];"
+)
+_STORE = re.compile(
+    rf"\tst\.(?:global\.)?(?P<type>[ubf]32) \t\[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\], (?P<of>{_REGISTER});"
+)
+
+
+def _whole_words(body: str) -> str:
+    """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's."""
+    lines = body.split("\n")
+    wide = _word_addresses(body)
+    for pattern, join, stops in (
+        (_LOAD, _joined_loads, re.compile(r"^\s*(st|bar|bra|atom|red|membar|fence|call|ret|@)|:")),
+        (_STORE, _joined_stores, re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fence|call|ret|@)|:")),
+    ):
+        i = 0
+        while i < len(lines):
+            first = pattern.match(lines[i])
+            if first and first["base"] in wide:
+                mate = _mate(lines, i, first, pattern, stops)
+                if mate is not None:
+                    join(lines, i, mate, pattern)
+            i += 1
+    return "\n".join(lines).replace("{\n", "{\n\t.reg .b32 \t%half<2>;\n", 1) if lines != body.split("\n") else body
+
+
+def _word_addresses(body: str) -> set[str]:
+    """Registers that hold the start of an array, read from the arguments, plus a multiple of eight."""
+    defined: dict[str, list[str]] = {}
+    for line in _statements(body):
+        parts = line.split(None, 1)
+        if len(parts) == 2 and not parts[0].startswith(("st", "bra", "@", "bar")):
+            defined.setdefault(parts[1].split(",")[0].rstrip(";"), []).append(line)
+
+    def is_(register: str, form: str) -> bool:
+        return len(defined.get(register, ())) == 1 and re.fullmatch(form, defined[register][0]) is not None
+
+    found = set()
+    for register, lines in defined.items():
+        sum_of = re.fullmatch(rf"add\.s64 {register}, (%rd\d+), (%rd\d+);", lines[0]) if len(lines) == 1 else None
+        if sum_of:
+            for a, b in (sum_of.groups(), sum_of.groups()[::-1]):
+                is_array = is_(a, rf"ld\.param\.u64 {a}, \[{ARGUMENTS}\+\d+\];")
+                if is_array and is_(b, rf"(mul\.wide\.[su]32 {b}, %r\d+, 8|shl\.b64 {b}, %rd\d+, 3);"):
+                    found.add(register)
+    return found
+
+
+def _mate(
+    lines: list[str], i: int, first: re.Match[str], pattern: re.Pattern[str], stops: re.Pattern[str]
+) -> int | None:
+    """The line that moves the other half of the word of line i, if nothing between them depends on the order."""
+    offset = int(first["offset"] or 0)
+    for j in range(i + 1, len(lines)):
+        other = pattern.match(lines[j])
+        if other and other["base"] == first["base"] and int(other["offset"] or 0) == offset ^ 4:
+            registers = {
+                first["base"],
+                *(first.groupdict().get(k) for k in ("to", "of")),
+                *(other.groupdict().get(k) for k in ("to", "of")),
+            }
+            between = lines[i + 1 : j]
+            if pattern is _LOAD and any(re.search(rf"{other['to']}(?!\d)", line) for line in between):
+                return None
+            if pattern is _STORE and any(re.match(rf"\t[\w.]+\s+{first['of']}(?!\d)", line) for line in between):
+                return None
+            if any(r and re.match(rf"\t[\w.]+\s+{re.escape(r)},", line) for r in (first["base"],) for line in between):
+                return None
+            return j if registers else None
+        if stops.search(lines[j]):
+            return None
+    return None
+
+
+def _joined_loads(lines: list[str], i: int, j: int, pattern: re.Pattern[str]) -> None:
+    halves = sorted((pattern.match(lines[n]) for n in (i, j)), key=lambda m: int(m["offset"] or 0))  # type: ignore[index,union-attr]
+    low = halves[0]
+    moves = [_from_half(m["type"], m["to"], f"%half{n}") for n, m in enumerate(halves)]  # type: ignore[index]
+    lines[i] = "\n".join(
+        [f"\tld.global.v2.b32 \t{{%half0, %half1}}, [{low['base']}+{int(low['offset'] or 0)}];", *moves]
+    )  # type: ignore[index]
+    lines[j] = ""
+
+
+def _joined_stores(lines: list[str], i: int, j: int, pattern: re.Pattern[str]) -> None:
+    halves = sorted((pattern.match(lines[n]) for n in (i, j)), key=lambda m: int(m["offset"] or 0))  # type: ignore[index,union-attr]
+    low = halves[0]
+    moves = [_to_half(m["of"], f"%half{n}") for n, m in enumerate(halves)]  # type: ignore[index]
+    lines[j] = "\n".join(
+        [*moves, f"\tst.global.v2.b32 \t[{low['base']}+{int(low['offset'] or 0)}], {{%half0, %half1}};"]
+    )  # type: ignore[index]
+    lines[i] = ""
+
+
+def _from_half(kind: str, register: str, half: str) -> str:
+    if register.startswith("%rd"):
+        return f"\tcvt.{'s64.s32' if kind == 's32' else 'u64.u32'} \t{register}, {half};"
+    return f"\tmov.b32 \t{register}, {half};"
+
+
+def _to_half(register: str, half: str) -> str:
+    return f"\tcvt.u32.u64 \t{half}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t{half}, {register};"
