@@ -33,7 +33,7 @@ def _form_number(form: tuple[Any, ...]) -> int:
 class ArrayView:
     """Where an array lies: pointer (or handle and byte offset), shape, strides in elements, dtype, device."""
 
-    __slots__ = ("ptr", "shape", "strides", "dtype", "device", "writable", "handle", "offset", "span", "owner", "key")
+    __slots__ = ("device", "dtype", "handle", "key", "offset", "owner", "ptr", "shape", "span", "strides", "writable")
 
     def __init__(
         self,
@@ -119,6 +119,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """The bytes from a host address on as a NumPy array, not a copy; the caller keeps the memory alive."""
+    buffer: Any = (ctypes.c_uint8 * nbytes).from_address(ptr)
+    return np.frombuffer(buffer, np.uint8)
+
+
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 
@@ -154,7 +160,7 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def _is_torch_subclass(kind: type) -> bool:
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     return torch is not None and issubclass(kind, torch.Tensor)
 
 
@@ -164,9 +170,9 @@ def _unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
 
 def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     # A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
-    held = _numpy_views.get(id(array))
+    held: Any = _numpy_views.get(id(array))
     if held is not None and held[0]() is array:
-        seen = held[1]
+        seen: ArrayView = held[1]
         if (
             seen.shape == array.shape
             and (seen.dtype.numpy is array.dtype or seen.dtype.numpy == array.dtype)
@@ -245,7 +251,8 @@ def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
         )
     if runtime.is_stale_ndarray(array):
         raise StaleRuntimeError(
-            f"{operation}: {name} is a ti.ndarray made before the last ti.init() or ti.reset(); its memory is gone. Make it again."
+            f"{operation}: {name} is a ti.ndarray made before the last ti.init() or ti.reset(); its memory is gone. "
+            f"Make it again."
         )
     live = runtime.current()
     taichi_name = str(array.dtype)
@@ -256,29 +263,26 @@ def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
     shape = tuple(array.shape) + tuple(array.element_shape)
     if live.is_spirv:
         if len(shape) != 1:
-            return _StagedNdarray(array, shape, dtype, live.arch)
+            staged = StagedNdarray(array)
+            return ArrayView(staged.host.ctypes.data, shape, contiguous_strides(shape), dtype, "cpu", owner=staged)
         return ArrayView(0, shape, (1,), dtype, live.arch, handle=array, owner=array)
     pointer = live.program.get_ndarray_data_ptr_as_int(array.arr)
     device = "cuda:0" if live.is_cuda else "cpu"
     return ArrayView(pointer, shape, contiguous_strides(shape), dtype, device, owner=array)
 
 
-class _StagedNdarray(ArrayView):
+class StagedNdarray:
     """A `ti.ndarray` of several axes on Vulkan or Metal, which a flat kernel argument cannot take: a host copy of it.
 
-    `write_back` puts the host copy into the ndarray; a launch calls it for each array that it wrote.
+    Owns what a view of it sees; whoever wrote to the view calls `write_back`.
     """
 
-    __slots__ = ("array", "host")
-
-    def __init__(self, array: Any, shape: tuple[int, ...], dtype: DType, arch: str) -> None:
+    def __init__(self, array: Any) -> None:
         self.array = array
         self.host = np.ascontiguousarray(array.to_numpy())
-        super().__init__(
-            self.host.ctypes.data, shape, contiguous_strides(shape), dtype, "cpu", owner=(array, self.host)
-        )
 
     def write_back(self) -> None:
+        """Put the host copy into the ndarray."""
         self.array.from_numpy(self.host)
 
 
@@ -317,12 +321,19 @@ _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
 _DLManagedTensor._fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", _Deleter)]
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_HOST = 1, 2, 3
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_capsule_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_capsule_is_valid.restype, _capsule_is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+
+# Prototypes of our own: the attributes of ctypes.pythonapi are shared with every other library in the process.
+_C = ctypes.PYFUNCTYPE
+_new_capsule: Any = _C(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_capsule_pointer: Any = _C(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_capsule_is_valid: Any = _C(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+# For a capsule that is being freed, which must not be referenced any more: by address.
+_dying_pointer: Any = _C(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_dying_is_valid: Any = _C(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 
 
 def _of_dlpack(array: Any, name: str, operation: str) -> ArrayView:
@@ -359,17 +370,17 @@ def _of_dlpack(array: Any, name: str, operation: str) -> ArrayView:
 _exports: dict[int, Any] = {}
 
 
-@_Deleter
 def _release_export(managed: Any) -> None:
     _exports.pop(ctypes.addressof(managed.contents), None)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _free_unconsumed(capsule: int) -> None:
-    unconsumed = ctypes.pythonapi.PyCapsule_IsValid
-    as_object = ctypes.cast(capsule, ctypes.py_object)
-    if unconsumed(as_object, b"dltensor"):
-        _exports.pop(_capsule_pointer(as_object, b"dltensor"), None)
+    if _dying_is_valid(capsule, b"dltensor"):
+        _exports.pop(_dying_pointer(capsule, b"dltensor"), None)
+
+
+_release_export_c = _Deleter(_release_export)
+_free_unconsumed_c = _C(None, ctypes.c_void_p)(_free_unconsumed)
 
 
 def _export_dlpack(array: ArrayView, owner: Any) -> Any:
@@ -380,14 +391,14 @@ def _export_dlpack(array: ArrayView, owner: Any) -> Any:
     kind, index = (_DLPACK_CPU, 0) if array.device == "cpu" else (_DLPACK_CUDA, int(array.device.partition(":")[2]))
     code, bits = array.dtype.dlpack
     managed.tensor = _DLTensor(array.ptr, kind, index, array.ndim, code, bits, 1, shape, strides, 0)
-    managed.deleter = _release_export
+    managed.deleter = _release_export_c
     address = ctypes.addressof(managed)
     _exports[address] = (managed, shape, strides, owner)
-    return _capsule_new(address, b"dltensor", ctypes.cast(_free_unconsumed, ctypes.c_void_p))
+    return _new_capsule(address, b"dltensor", ctypes.cast(_free_unconsumed_c, ctypes.c_void_p))
 
 
 class Memory:
-    """A block of device memory in the live runtime: NumPy on CPU, torch or Taichi on CUDA, Taichi on Vulkan and Metal."""
+    """A block of device memory in the live runtime: NumPy's on CPU, torch's or Taichi's on CUDA, else Taichi's."""
 
     def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
         self.runtime = live
@@ -565,7 +576,10 @@ def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
     buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
     buffer.owner = array.owner
     itemsize = array.dtype.itemsize
-    return np.ndarray(array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides])
+    found: np.ndarray[Any, Any] = np.ndarray(
+        array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides]
+    )
+    return found
 
 
 def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
@@ -580,18 +594,25 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
         words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     flat = np.frombuffer(raw, array.dtype.numpy)
-    return np.lib.stride_tricks.as_strided(flat, array.shape, [s * itemsize for s in array.strides]).copy()
+    found: np.ndarray[Any, Any] = np.lib.stride_tricks.as_strided(
+        flat, array.shape, [s * itemsize for s in array.strides]
+    ).copy()
+    return found
 
 
 def _read_cuda(array: ArrayView) -> bytes:
-    block = getattr(array.owner, "block", None)
+    block: Any = getattr(array.owner, "block", None)
     if hasattr(block, "to_numpy"):  # Taichi's own memory
         words = block.to_numpy().view(np.uint8)
         start = array.ptr - array.owner.ptr
         return bytes(words[start : start + array.span].tobytes())
     import torch
 
-    class _Bytes:
-        __cuda_array_interface__ = {"shape": (array.span,), "typestr": "|u1", "data": (array.ptr, True), "version": 3}
+    return bytes(torch.as_tensor(CudaBytes(array.ptr, array.span), device=array.device).cpu().numpy().tobytes())
 
-    return bytes(torch.as_tensor(_Bytes(), device=array.device).cpu().numpy().tobytes())
+
+class CudaBytes:
+    """Bytes at a CUDA address, for whatever reads `__cuda_array_interface__`; the caller keeps the memory alive."""
+
+    def __init__(self, ptr: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "version": 3}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe
+from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 
 MAX_POSITION = 2**63 - 1
@@ -73,8 +72,8 @@ def readable(array: ArrayView, name: str, operation: str) -> None:
     shape, strides = array.shape, array.strides
     if shape and shape[-1] > 1 and strides[-1] != 1:
         raise ShapeError(
-            f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); rows are "
-            f"moved as words. Pass a copy with a contiguous last axis."
+            f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); "
+            f"rows are moved as words. Pass a copy with a contiguous last axis."
         )
     if any(s < 0 and n > 1 for n, s in zip(shape, strides, strict=True)):
         raise ShapeError(f"{operation}: {name} has negative strides {strides}. Pass a copy.")
@@ -108,8 +107,8 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
         device = array.device
         if device != "cpu" and device.partition(":")[0] != live.arch:
             raise ArchError(
-                f"{operation}: {name} lies on {device} and Taichi runs on {live.arch}. Call tikv.init({device.partition(':')[0]!r}) "
-                f"first, or move the array."
+                f"{operation}: {name} lies on {device} and Taichi runs on {live.arch}. "
+                f"Call tikv.init({device.partition(':')[0]!r}) first, or move the array."
             )
         if device.startswith("cuda") and device != "cuda:0":
             raise ArchError(
@@ -130,8 +129,8 @@ def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, op
     allowed = CONVERSIONS[src.dtype.name]
     if dst.dtype.name not in allowed:
         raise DTypeError(
-            f"{operation}: cannot copy {src.dtype.name} into {dst.dtype.name} ({src_name}: {describe(src)}, {dst_name}: "
-            f"{describe(dst)}). From {src.dtype.name} the destination may be: {', '.join(allowed)}."
+            f"{operation}: cannot copy {src.dtype.name} into {dst.dtype.name} ({src_name}: {describe(src)}, "
+            f"{dst_name}: {describe(dst)}). From {src.dtype.name} the destination may be: {', '.join(allowed)}."
         )
 
 
@@ -182,7 +181,8 @@ def window_of(window: Any, capacity: int, operation: str) -> int | None:
     window = integer(window, "window", operation, low=1)
     if window > capacity:
         raise CapacityError(
-            f"{operation}: window={window} > capacity={capacity}. Use a window of at most {capacity}, or a larger cache."
+            f"{operation}: window={window} > capacity={capacity}. "
+            f"Use a window of at most {capacity}, or a larger cache."
         )
     return int(window)
 
@@ -210,8 +210,8 @@ def source_range(src_offset: Any, num_tokens: Any, available: int, operation: st
     tokens = available - offset if num_tokens is None else integer(num_tokens, "num_tokens", operation)
     if offset > available or offset + tokens > available:
         raise PositionError(
-            f"{operation}: the source range src_offset={offset} + num_tokens={max(tokens, 0)} > {available} tokens given. "
-            f"Copy at most {max(0, available - offset)} tokens from there."
+            f"{operation}: the source range src_offset={offset} + num_tokens={max(tokens, 0)} > {available} tokens "
+            f"given. Copy at most {max(0, available - offset)} tokens from there."
         )
     return offset, tokens
 
@@ -223,29 +223,39 @@ def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> No
         ShapeError: two of them overlap.
     """
     for i, (name, array, is_destination) in enumerate(named):
-        start, end = array.ptr + array.offset, array.ptr + array.offset + array.span
+        memory, start = _place_of(array)
         for other_name, other, other_is_destination in named[i + 1 :]:
-            if not (is_destination or other_is_destination) or array.handle is not other.handle:
+            other_memory, other_start = _place_of(other)
+            if not (is_destination or other_is_destination) or memory is not other_memory:
                 continue
-            other_start = other.ptr + other.offset
-            if start < other_start + other.span and other_start < end and _share_elements(array, other):
+            if (
+                start < other_start + other.span
+                and other_start < start + array.span
+                and _share_elements(array, start, other, other_start)
+            ):
                 raise ShapeError(
-                    f"{operation}: {name} ({describe(array)}) and {other_name} ({describe(other)}) overlap in memory, and one "
-                    f"of them is written. Pass arrays that share no element."
+                    f"{operation}: {name} ({describe(array)}) and {other_name} ({describe(other)}) overlap in memory, "
+                    f"and one of them is written. Pass arrays that share no element."
                 )
 
 
-def _share_elements(a: ArrayView, b: ArrayView) -> bool:
+def _place_of(array: ArrayView) -> tuple[Any, int]:
+    """(memory, bytes): what holds an array, None for the address space, and where in it the first element lies."""
+    if isinstance(array.owner, StagedNdarray):
+        return array.owner.array, array.ptr - array.owner.host.ctypes.data
+    return array.handle, array.ptr + array.offset
+
+
+def _share_elements(a: ArrayView, a_start: int, b: ArrayView, b_start: int) -> bool:
     """Exactly whether two strided arrays share a byte; solved on addresses alone, the memory is not touched."""
 
-    def shadow(array: ArrayView) -> np.ndarray[Any, Any]:
-        buffer = (ctypes.c_uint8 * max(1, array.span)).from_address((array.ptr + array.offset) or 1)
+    def shadow(array: ArrayView, start: int) -> np.ndarray[Any, Any]:
         itemsize = array.dtype.itemsize
-        flat = np.frombuffer(buffer, np.uint8)
         strides = [s * itemsize for s in array.strides]
+        flat = host_bytes(start + ALIGNMENT, array.span)  # both moved, since NumPy takes no array at address 0
         return np.lib.stride_tricks.as_strided(flat, (*array.shape, itemsize), (*strides, 1))
 
-    return bool(np.shares_memory(shadow(a), shadow(b)))
+    return bool(np.shares_memory(shadow(a, a_start), shadow(b, b_start)))
 
 
 def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: str, operation: str) -> None:
@@ -258,6 +268,6 @@ def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: 
     limit, what = (2**32, "4 GiB") if live.is_spirv else (2**31 * word_bytes, f"2**31 words of {word_bytes} bytes")
     if end > limit:
         raise CapacityError(
-            f"{operation}: {name} ({describe(array)}) spans {end} bytes, more than {what} that a launch on {live.arch} addresses. "
-            f"Split the cache, for instance by layer or by sequence."
+            f"{operation}: {name} ({describe(array)}) spans {end} bytes, more than {what} that a launch on {live.arch} "
+            f"addresses. Split the cache, for instance by layer or by sequence."
         )

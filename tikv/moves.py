@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, launch, runtime
-from tikv.arrays import ArrayView, Memory
+from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes
 from tikv.dtypes import DType
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
@@ -106,7 +106,7 @@ def bind_copy(
     index: ArrayView | None = None,
     scales: Sequence[ArrayView] = (),
     scale: DType | None = None,
-    **which: int,
+    **which: Any,
 ) -> launch.Bound:
     """Bind the copy of `groups` x `tokens` x `heads` rows, of K or of K and V.
 
@@ -133,7 +133,7 @@ def bind_copy(
         streams.append(copy.Stream(units, codec))
         for end, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
             checks.addressable(end.array, bits // 8, live, "kv"[k_or_v], operation)
-            wheres.append(_words(end, bits // 8))
+            wheres.append(words_of(end, bits // 8))
     if len(streams) == 1:
         wheres += wheres
     cooperative = style != "cpu" and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
@@ -147,7 +147,7 @@ def bind_copy(
     checks.integer(iterations, "work items (tokens x heads x words)", operation, high=2**31 - 1)
     moved = groups * tokens * heads * sum(w * (a.array.dtype.itemsize) for a, w in zip(src, widths, strict=True))
     sides = [
-        copy.Side(place.kind, place.page, *(_inner_words(e, bits) for e, bits in zip(ends, words, strict=True)))
+        copy.Side(place.kind, place.page, *(inner_words(e, bits) for e, bits in zip(ends, words, strict=True)))
         for place, ends, words in (
             (src_place, (src[0], src[-1]), (streams[0].codec.src_bits, streams[-1].codec.src_bits)),
             (dst_place, (dst[0], dst[-1]), (streams[0].codec.dst_bits, streams[-1].codec.dst_bits)),
@@ -180,7 +180,7 @@ def bind_copy(
     return kernel.bind(iterations, *arrays, tuple(n for where in wheres for n in where), tuple(numbers))
 
 
-def _words(end: End, word_bytes: int) -> tuple[int, ...]:
+def words_of(end: End, word_bytes: int) -> tuple[int, ...]:
     """An end's strides in words, in the order of `kernels.address.Where`."""
     itemsize = end.array.dtype.itemsize
     offset = end.array.offset // word_bytes
@@ -190,7 +190,8 @@ def _words(end: End, word_bytes: int) -> tuple[int, ...]:
     return group, block, step, head, first + offset
 
 
-def _inner_words(end: End, bits: int) -> tuple[int, int]:
+def inner_words(end: End, bits: int) -> tuple[int, int]:
+    """How an end's rows are cut, in words of that many bits."""
     itemsize = end.array.dtype.itemsize
     return end.inner[0] * itemsize * 8 // bits, end.inner[1] * itemsize * 8 // bits
 
@@ -205,7 +206,8 @@ class Staging:
         self.arrays = list(arrays)
         self._live = live
         self._back: list[tuple[Memory, int, int]] = []
-        self._write_back = [a for a, w in zip(arrays, written, strict=True) if w and hasattr(a, "write_back")]
+        owners = [a.owner for a, w in zip(arrays, written, strict=True) if w]
+        self._write_back = [owner for owner in owners if isinstance(owner, StagedNdarray)]
         if not live.is_spirv:
             return
         hosted = sorted((a.ptr, a.ptr + a.span, i) for i, a in enumerate(arrays) if a.device == "cpu" and a.span)
@@ -219,9 +221,7 @@ class Staging:
             base = start // 8 * 8  # keeps every word aligned as it was
             memory = Memory(end - base, live)
             words = np.zeros(memory.block.shape[0] * 4, np.uint8)
-            words[start - base : end - base] = np.frombuffer(
-                (ctypes.c_uint8 * (end - start)).from_address(start), np.uint8
-            )
+            words[start - base : end - base] = host_bytes(start, end - start)
             memory.block.from_numpy(words.view(np.uint32))
             for i in members:
                 a = arrays[i]
@@ -244,8 +244,8 @@ class Staging:
             base = start // 8 * 8
             found = memory.block.to_numpy().view(np.uint8)[start - base : end - base]
             ctypes.memmove(start, np.ascontiguousarray(found).ctypes.data, end - start)
-        for array in self._write_back:
-            array.write_back()  # type: ignore[attr-defined]
+        for staged in self._write_back:
+            staged.write_back()
 
 
 class CopyCall:
@@ -280,7 +280,7 @@ class CopyCall:
         self.bound: launch.Bound | None = None
         self.pointers: list[int] | None = None
 
-    def run(self, operation: str, arrays: Sequence[ArrayView], entry: int = 0, value: int = 0) -> None:
+    def run(self, operation: str, arrays: Sequence[ArrayView], entry: int = 0, value: Any = 0) -> None:
         """Launch over these arrays, with `value` in entry `entry` of the vector of placements unless that is 0.
 
         Raises:
@@ -291,12 +291,17 @@ class CopyCall:
         pointers = [a.ptr for a in arrays]
         bound = self.bound
         if bound is None:
-            self._disjoint(operation, arrays)
             if self.live.is_spirv and any(a.device == "cpu" for a in arrays):
+                self._disjoint(operation, arrays)
                 self._run_staged(arrays, entry, value)
                 return
-            bound = self.bound = self.bind(arrays)
-            self.pointers = pointers
+            with self.live.lock:  # threads that come first together bind once
+                bound = self.bound
+                if bound is None:
+                    self._disjoint(operation, arrays)
+                    bound = self.bind(arrays)
+                    self.pointers = pointers
+                    self.bound = bound
         with bound.lock:
             if pointers != self.pointers:
                 self._disjoint(operation, arrays)
@@ -304,20 +309,24 @@ class CopyCall:
                     bound.set_array(i, arrays[j])
                 self.pointers = pointers
             if entry:
-                bound.set_entry(len(bound.arguments) - 1, entry, value)
+                self._enter(bound, entry, value)
             bound.launch()
             if 0 in pointers:
                 bound.release()
                 self.pointers = None
 
-    def _run_staged(self, arrays: Sequence[ArrayView], entry: int, value: int) -> None:
+    def _run_staged(self, arrays: Sequence[ArrayView], entry: int, value: Any) -> None:
         assert self.bind is not None
         stage = Staging(self.live, arrays, self.written)
         bound = self.bind(stage.arrays)
         if entry:
-            bound.set_entry(len(bound.arguments) - 1, entry, value)
+            self._enter(bound, entry, value)
         bound.launch()
         stage.finish()
+
+    def _enter(self, bound: launch.Bound, entry: int, value: Any) -> None:
+        """Put what a run brings into the vector of placements."""
+        bound.set_entry(len(bound.arguments) - 1, entry, value)
 
     def _disjoint(self, operation: str, arrays: Sequence[ArrayView]) -> None:
         checks.disjoint(list(zip(self.names, arrays, self.written, strict=True)), operation)

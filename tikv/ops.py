@@ -91,7 +91,8 @@ def copy_kv(
     Example:
         >>> import numpy as np, tikv
         >>> k_cache, v_cache = np.zeros((2, 1, 8, 4), np.float32)
-        >>> tikv.copy_kv(np.ones((3, 1, 4), np.float32), np.full((3, 1, 4), 2, np.float32), k_cache, v_cache, position=0)
+        >>> k, v = np.ones((3, 1, 4), np.float32), np.full((3, 1, 4), 2, np.float32)
+        >>> tikv.copy_kv(k, v, k_cache, v_cache, position=0)
         >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
         ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """

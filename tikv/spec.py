@@ -1,4 +1,4 @@
-"""The twelve named copies as rows of one table. Tests, benches and `tikv variants` iterate it; a new row needs no code."""
+"""The twelve named copies as rows of one table, which tests, benches and `tikv variants` iterate."""
 
 from __future__ import annotations
 

@@ -13,17 +13,12 @@ import numpy as np
 
 from tikv import checks, dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, describe, to_device, view
-from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
 from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
 
-BLOCK_BYTES = {
-    "cpu": 2**33,
-    "cuda": 2**33,
-    "vulkan": 2**32 - 64,
-    "metal": 2**32 - 64,
-}  # largest block a launch addresses
+# The largest block that a launch addresses.
+BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, "vulkan": 2**32 - 64, "metal": 2**32 - 64}
 SOURCES = {
     "float32": ("float32",),
     "float16": ("float32", "float16"),
@@ -69,7 +64,7 @@ class Layer:
 class AppendPlan:
     """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
 
-    __slots__ = ("bound", "layers", "tokens", "mixed", "which", "sources", "table")
+    __slots__ = ("bound", "layers", "mixed", "sources", "table", "tokens", "which")
 
     def __init__(
         self,
@@ -122,7 +117,7 @@ class KVCacheStore:
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
 
-    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
+    Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device.
 
     Example:
@@ -145,7 +140,7 @@ class KVCacheStore:
         capacity: int,
         batch_size: int = 1,
         dtype: Any = "float16",
-        window: int | None | Sequence[int | None] = None,
+        window: int | Sequence[int | None] | None = None,
         sinks: int = 0,
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
@@ -203,9 +198,9 @@ class KVCacheStore:
         for layer, count in zip(self._layers, rows, strict=True):
             if count * widest > limit:
                 raise CapacityError(
-                    f"KVCacheStore: layer {layer.index} needs {count * widest} bytes in one block (batch_size={self.batch_size} x "
-                    f"num_kv_heads={self.num_kv_heads} x {layer.slots} slots); {self.runtime.arch} addresses {limit}. Use a smaller "
-                    f"capacity, a window, or several stores."
+                    f"KVCacheStore: layer {layer.index} needs {count * widest} bytes in one block "
+                    f"(batch_size={self.batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
+                    f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
                 )
             if group and sum(rows[x.index] for x in group) * widest + count * widest > limit:
                 self._place(group, rows)
@@ -260,11 +255,11 @@ class KVCacheStore:
         return self._layers[index]
 
     def keys(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, slot by slot, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, not a copy."""
         return CacheArray(self._layer(layer, "KVCacheStore.keys").k, self.runtime)
 
     def values(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, slot by slot, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, not a copy."""
         return CacheArray(self._layer(layer, "KVCacheStore.values").v, self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
@@ -283,8 +278,8 @@ class KVCacheStore:
 
         Args:
             layer: its index.
-            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1. V may be
-                narrower or wider, as the store is. float32, or the store's dtype.
+            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
+                V may be narrower or wider, as the store is. float32, or the store's dtype.
             layout: "token_major" or "head_major".
 
         Raises:
@@ -307,8 +302,8 @@ class KVCacheStore:
         """Append new tokens to all layers, in one launch (one a block, see the class).
 
         Args:
-            k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis may be
-                left out when it is 1.
+            k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
+                may be left out when it is 1.
             layout: "token_major" or "head_major".
 
         Raises:
@@ -361,8 +356,7 @@ class KVCacheStore:
         for name, a in named:
             checks.readable(a, name, operation)
             rows.append(self._rows(operation, name, a, token_axis, stacked))
-        k_rows, v_rows = rows
-        tokens = k_rows.shape[1 + token_axis]
+        tokens = rows[0].shape[1 + token_axis]
         widths = (self.head_dim, self.head_dim_v)
         for (name, given), a, width in zip(named, rows, widths, strict=True):
             detail = f"{name}: {describe(given)}, {layout}"
@@ -439,7 +433,8 @@ class KVCacheStore:
         batch, size = self.batch_size, len(part)
         if size > 1 and batch > 1 and any(a.strides[0] != batch * a.strides[1] for a in sources):
             raise ShapeError(
-                f"{operation}: layers and batch of a stacked source must lie evenly ({[describe(a) for a in sources]}). Pass a copy."
+                f"{operation}: layers and batch of a stacked source must lie evenly "
+                f"({[describe(a) for a in sources]}). Pass a copy."
             )
         group_axis = 0 if batch == 1 else 1
         src = [
@@ -447,7 +442,7 @@ class KVCacheStore:
             for a in sources
         ]
         index = None
-        which: dict[str, int] = {}
+        which: dict[str, Any] = {}
         place = Placement("ring" if first.ring else "linear")
         if mixed:
             place = Placement("layers")
@@ -484,7 +479,7 @@ class KVCacheStore:
         return AppendPlan(bound, part, tokens, mixed, sources, index)
 
     def _layer_table(self, part: list[Layer]) -> ArrayView:
-        """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each layer and sequence."""
+        """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each."""
         table = np.empty((len(part), self.batch_size, 4), np.int32)
         row = 0
         for i, layer in enumerate(part):
@@ -520,7 +515,7 @@ class KVCacheStore:
         """Copy the rows of consecutive positions into `out`, from its token `at` on."""
         if tokens <= 0:
             return
-        which = {
+        which: dict[str, Any] = {
             "src_position": reduced_position(position, layer.sinks, layer.ring),
             "sinks": layer.sinks,
             "ring": layer.ring,
@@ -565,9 +560,9 @@ class KVCacheStore:
         for layer in self._layers:
             if layer.sinks < target < layer.valid_from:
                 raise PositionError(
-                    f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {layer.index}: length={layer.length}, "
-                    f"window={layer.window}, sinks={layer.sinks}): positions before {layer.valid_from} are overwritten. Drop at most "
-                    f"{self.length - layer.valid_from}, or reset()."
+                    f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {layer.index}: "
+                    f"length={layer.length}, window={layer.window}, sinks={layer.sinks}): positions before "
+                    f"{layer.valid_from} are overwritten. Drop at most {self.length - layer.valid_from}, or reset()."
                 )
         for layer in self._layers:
             if layer.length > target:
@@ -595,7 +590,8 @@ class KVCacheStore:
         chosen = self._batch_index(index, operation)
         if len(chosen) != self.batch_size:
             raise ShapeError(
-                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. Use select() to change it."
+                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. "
+                f"Use select() to change it."
             )
         if (chosen != np.arange(self.batch_size)).any():
             self._put(self._take(chosen))
@@ -609,7 +605,8 @@ class KVCacheStore:
         Raises:
             ShapeError, PositionError: the index is empty or leaves the batch.
 
-        Cost: the filled slots kept, read and written twice; memory is allocated anew, arrays handed out before keep the old.
+        Cost: the filled slots kept, read and written twice; memory is allocated anew, and arrays handed out before keep
+        the old.
         """
         self._resize(self._batch_index(index, "KVCacheStore.select"))
 
@@ -633,7 +630,7 @@ class KVCacheStore:
         wrong = host[(host < 0) | (host >= self.batch_size)]
         if wrong.size:
             raise PositionError(
-                f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1} (batch_size={self.batch_size})."
+                f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1}, the sequences of this batch."
             )
         return host.astype(np.int32)
 
@@ -671,7 +668,7 @@ class KVCacheStore:
         if slots == 0:
             return
         width = src.shape[3] if src.ndim == 4 else 1
-        which = {"index_group": 1} if index is not None else {}
+        which: dict[str, Any] = {"index_group": 1} if index is not None else {}
         bind_copy(
             self.runtime,
             "KVCacheStore",
@@ -708,7 +705,8 @@ class KVCacheStore:
         too_long = any(filled > x.slots for x, (_, _, filled, _) in zip(self._layers, snapshot.layers, strict=False))
         if ours != theirs or too_long:
             raise ShapeError(
-                f"{operation}: {snapshot!r} is not of this store ({self!r}). Restore it into the store it was taken from."
+                f"{operation}: {snapshot!r} is not of this store ({self!r}). "
+                f"Restore it into the store it was taken from."
             )
         if snapshot.batch_size != self.batch_size:
             self.batch_size = snapshot.batch_size
@@ -731,8 +729,8 @@ class KVCacheStore:
         width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
         return (
-            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, {kind}, "
-            f"{self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
+            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
+            f"{kind}, {self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
         )
 
 

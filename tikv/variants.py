@@ -63,8 +63,9 @@ def _token(operation: str, sources: list[ArrayView], caches: list[ArrayView], se
     capacity = min(cache.shape[1] for cache in caches)
     if position >= capacity:
         raise PositionError(
-            f"{operation}: seq_pos={position} is not a slot of a cache with capacity {capacity}. This variant takes the slot itself; "
-            f"wrap an absolute position with % {capacity}, or use tikv.copy with window={capacity}."
+            f"{operation}: seq_pos={position} is not a slot of a cache with capacity {capacity}. "
+            f"This variant takes the slot itself; wrap an absolute position with % {capacity}, or use tikv.copy "
+            f"with window={capacity}."
         )
     ops.write(operation, tuple(shaped), tuple(caches), position, None, None, 0, "token_major", "head_major")
 

@@ -128,8 +128,10 @@ def make_place(kind, page, position, limit, first):
 
 @ti.func
 def row_of_layer(g, h, slot, index: ti.template(), first):
-    """The row of a slot in a block of layers of different lengths: index[4g] is the group's first row, index[4g + 1] the
-    rows of a head."""
+    """The row of a slot in a block of layers of different lengths.
+
+    index[4g] is the group's first row, index[4g + 1] the rows of a head.
+    """
     return ti.cast(index[first + 4 * g], ti.i32) + h * ti.cast(index[first + 4 * g + 1], ti.i32) + slot
 
 

@@ -35,6 +35,7 @@ class Codec(NamedTuple):
 
 @ti.func
 def bf16_to_f32(bits):
+    """The value of bfloat16 bits; exact."""
     return ti.bit_cast(ti.cast(bits, ti.u32) << ti.u32(16), ti.f32)
 
 
@@ -77,6 +78,7 @@ def f32_to_f16_integer(value):
 
 @ti.func
 def f32_to_f16_cast(value):
+    """The same where a cast rounds to nearest even: CPU and CUDA."""
     return ti.bit_cast(ti.cast(value, ti.f16), ti.u16)
 
 
@@ -105,7 +107,7 @@ def round_half_even_by_addition(x):
 
 @functools.cache
 def make_quantise(style):
-    """quantise(value, inverse_scale): int8 of value / scale, nearest even, in -127..127; Inf saturates, NaN becomes 0."""
+    """quantise(value, inverse_scale): int8 of value / scale, nearest even, in -127..127; Inf saturates, NaN gives 0."""
     rounded = round_half_even if style == "spirv" else round_half_even_by_addition
 
     @ti.func

@@ -3,8 +3,8 @@
     for each group g, token t, head h:  dst[g, place(t), h] = codec(src[g, place'(t), h])
 
 One top-level loop, one task, one launch, for K alone or K and V. On CPU an iteration is a token's rows, first those of
-K, then those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words. Rows that
-are quantised are shared by `lanes` threads, which first agree on the row's largest magnitude.
+K, then those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words.
+Rows that are quantised are shared by `lanes` threads, which first agree on the row's largest magnitude.
 """
 
 import zlib
@@ -37,7 +37,7 @@ from tikv.runtime import ti
 
 
 class Side(NamedTuple):
-    """One end of a copy: placement, page length (0: none), and how K's and V's rows are cut (chunk, stride in words)."""
+    """One end of a copy: placement, page length (0: none), how K's and V's rows are cut (chunk, stride in words)."""
 
     place: str = "linear"
     page: int = 0
@@ -184,24 +184,22 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     return copy_plain if plain else copy_full
 
 
-def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, types, uid):
-    """move_row(src, dst, scales, thread, lane, ok, src_row, dst_row, scale_at, units, ...): a lane's part of a row of a stream.
-
-    On CPU: all rows of a token; the last arguments are the strides between its heads, in src, dst and scales.
-    """
-    codec = stream.codec
+def make_unit(style, codec, src_inner, dst_inner):
+    """(magnitude, move_unit): the bits of the largest finite magnitude in a unit of a row, and its move."""
     raw = codec.src == "raw"
-    quantising = not raw and codec.dst == "i8"
     dequantising = not raw and codec.src == "i8"
     src_at, dst_at = make_inner(*src_inner), make_inner(*dst_inner)
     src_words, dst_words = codec.src_words, codec.dst_words
     load = None if raw else make_load(codec.src, codec.elements, codec.src_bits)
     store = None if raw else make_store(codec.dst, codec.elements, codec.dst_bits, style)
-    scale_bits = make_scale(scale, style) if quantising else None
-    scale_value = make_bits_to_f32(scale) if scale else None
-    scale_word = ti.u16 if scale == "f16" else ti.u32
-    row_max = make_row_max(style, lanes)
-    SRC, DST, SCALE = types
+
+    @ti.func
+    def magnitude(a: ti.template(), src_row, u):
+        values = load(a, src_row + src_at(u * src_words))
+        m = ti.u32(0)
+        for e in ti.static(range(codec.elements)):
+            m = ti.max(m, finite_magnitude_bits(values[e]))
+        return m
 
     @ti.func
     def move_unit(a: ti.template(), b: ti.template(), src_row, dst_row, u, factor):
@@ -213,13 +211,23 @@ def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, type
                 values = values * factor
             store(b, dst_row + dst_at(u * dst_words), values, factor)
 
-    @ti.func
-    def magnitude(a: ti.template(), src_row, u):
-        values = load(a, src_row + src_at(u * src_words))
-        m = ti.u32(0)
-        for e in ti.static(range(codec.elements)):
-            m = ti.max(m, finite_magnitude_bits(values[e]))
-        return m
+    return magnitude, move_unit
+
+
+def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, types, uid):
+    """move_row(src, dst, scales, thread, lane, ok, src_row, dst_row, scale_at, units, ...): a lane's part of a row.
+
+    On CPU: all rows of a token; the last arguments are the strides between its heads, in src, dst and scales.
+    """
+    codec = stream.codec
+    quantising = codec.src != "raw" and codec.dst == "i8"
+    dequantising = codec.src == "i8"
+    magnitude, move_unit = make_unit(style, codec, src_inner, dst_inner)
+    scale_bits = make_scale(scale, style) if quantising else None
+    scale_value = make_bits_to_f32(scale) if scale else None
+    scale_word = ti.u16 if scale == "f16" else ti.u32
+    row_max = make_row_max(style, lanes)
+    SRC, DST, SCALE = types
 
     if style == "cpu":
         # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
@@ -243,8 +251,8 @@ def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, type
                     move_unit(a, b, s, d, u, factor)
 
         @ti.func
-        def move_rows(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row, scale_at,
-                      units, src_head, dst_head, scale_head):  # fmt: skip
+        def move_rows(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
+                      scale_at, units, src_head, dst_head, scale_head):  # fmt: skip
             if ok:
                 rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 

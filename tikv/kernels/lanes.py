@@ -1,4 +1,4 @@
-"""Threads that share a row, and how they agree on a number: by warp shuffles on CUDA, shared memory on Vulkan and Metal.
+"""Threads that share a row, and how they agree on a number: by shuffles on CUDA, shared memory on Vulkan and Metal.
 
 On CPU a row belongs to one thread and the functions here return what they are given.
 """
@@ -8,9 +8,7 @@ import functools
 from tikv.runtime import ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
-SPIRV_THREADS = (
-    1 << 16
-)  # threads of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
+SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
 
 
 @functools.cache
