@@ -16,6 +16,18 @@ _HOME = {
     "copy": "ops",
     "copy_kv": "ops",
     "linearize": "ops",
+    "append_ragged": "plans",
+    "KVCacheAppendDescriptor": "plans",
+    "KVCacheAppendArgs": "plans",
+    "KVCacheAppendPlan": "plans",
+    "write_slots": "pools",
+    "gather_paged": "pools",
+    "copy_blocks": "pools",
+    "swap_blocks": "pools",
+    "NormRope": "qkv",
+    "write_qkv": "qkv",
+    "quantize": "quant",
+    "dequantize": "quant",
     "warmup": "variants",
     "KVCacheStore": "store",
     "CacheArray": "arrays",
@@ -29,7 +41,7 @@ _HOME = {
     "StaleRuntimeError": "errors",
     "CacheFileError": "errors",
 }
-_MODULES = ("arrays", "dtypes", "errors", "launch", "ops", "reference", "roofline", "runtime", "spec", "variants")
+_MODULES = ("arrays", "dtypes", "errors", "launch", "ops", "qkv", "reference", "roofline", "runtime", "spec", "variants")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -50,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from tikv import arrays, dtypes, errors, launch, ops, reference, roofline, runtime, spec, variants
+    from tikv import arrays, dtypes, errors, launch, ops, qkv, reference, roofline, runtime, spec, variants
     from tikv.arrays import CacheArray
     from tikv.doctor import info
     from tikv.errors import (
@@ -65,6 +77,10 @@ if TYPE_CHECKING:
         TikvError,
     )
     from tikv.ops import copy, copy_kv, linearize
+    from tikv.plans import KVCacheAppendArgs, KVCacheAppendDescriptor, KVCacheAppendPlan, append_ragged
+    from tikv.pools import copy_blocks, gather_paged, swap_blocks, write_slots
+    from tikv.qkv import NormRope, write_qkv
+    from tikv.quant import dequantize, quantize
     from tikv.runtime import init
     from tikv.store import KVCacheStore
     from tikv.variants import warmup
