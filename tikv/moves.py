@@ -138,7 +138,7 @@ def bind_copy(
         wheres += wheres
     cooperative = style != "cpu" and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
     units = max(s.units for s in streams)
-    lanes = 1 if style == "cpu" else (min(32, 1 << (units - 1).bit_length()) if cooperative else units)
+    lanes = 1 if style == "cpu" else (min(32, 1 << (units - 1).bit_length() if cooperative else units))
     cpu = style == "cpu"
     iterations = groups * tokens * (len(streams) if cpu else heads * lanes)  # on CPU a token of one stream, else a unit
     if cooperative:

@@ -79,8 +79,13 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     place_src = make_place(src.place, src.page, W.src_position, W.src_limit, W.src_index)
     place_dst = make_place(dst.place, dst.page, W.dst_position, W.dst_limit, W.dst_index)
     plain = index_bits == 0 and scale == ""
-    move_k = make_move_row(style, heads, lanes, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
-    move_v = make_move_row(style, heads, lanes, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
+    rows_k = rows_v = read_k = read_v = write_k = write_v = None
+    if style == "cpu":
+        rows_k = make_rows(heads, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
+        rows_v = make_rows(heads, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
+    else:
+        read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
+        read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
     k_src, k_dst = make_row(src.page, K_SRC), make_row(dst.page, K_DST)
     v_src, v_dst = make_row(src.page, V_SRC), make_row(dst.page, V_DST)
     scale_slot_is_src = k.codec.src == "i8"
@@ -128,23 +133,27 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             scale_at = scale_at + s * which[W.scale_step]
         else:
             scale_at = scale_at + d * which[W.scale_step]
-        if ti.static(planes):
+        k_at, v_at = scale_at + which[W.k_scale], scale_at + which[W.v_scale]
+        k_to, v_to = k_dst(g, d, h, where), v_dst(g, d, h, where)
+        if ti.static(style == "cpu"):
+            k_from, v_from = k_src(gs, s, h, where), v_src(gs, s, h, where)
             if second:
-                move_v(vs, vd, v_scale, i, lane, ok, v_src(gs, s, h, where), v_dst(g, d, h, where),
-                       scale_at + which[W.v_scale], which[W.v_units],
-                       where[V_SRC + 3], v_head, scale_head)  # fmt: skip
+                if ti.static(two):
+                    rows_v(
+                        vs, vd, v_scale, ok, v_from, v_to, v_at, which[W.v_units], where[V_SRC + 3], v_head, scale_head
+                    )
             else:
-                move_k(ks, kd, k_scale, i, lane, ok, k_src(gs, s, h, where), k_dst(g, d, h, where),
-                       scale_at + which[W.k_scale], which[W.k_units],
-                       where[K_SRC + 3], k_head, scale_head)  # fmt: skip
+                rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, which[W.k_units], where[K_SRC + 3], k_head, scale_head)
         else:
-            move_k(ks, kd, k_scale, i, lane, ok, k_src(gs, s, h, where), k_dst(g, d, h, where),
-                   scale_at + which[W.k_scale], which[W.k_units],
-                   where[K_SRC + 3], k_head, scale_head)  # fmt: skip
+            # A row that is skipped is read all the same, from slot 0: a load that waits for no test is under way sooner.
+            s = ti.select(ok, s, 0)
+            k_held = read_k(ks, lane, k_src(gs, s, h, where))
             if ti.static(two):
-                move_v(vs, vd, v_scale, i, lane, ok, v_src(gs, s, h, where), v_dst(g, d, h, where),
-                       scale_at + which[W.v_scale], which[W.v_units],
-                       where[V_SRC + 3], v_head, scale_head)  # fmt: skip
+                v_held = read_v(vs, lane, v_src(gs, s, h, where))
+                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+                write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
+            else:
+                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
 
     @ti.kernel
     def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, where: WHERE_VECTOR, which: WHICH_VECTOR):
@@ -186,103 +195,135 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
 
 def make_unit(style, codec, src_inner, dst_inner):
     """(magnitude, move_unit): the bits of the largest finite magnitude in a unit of a row, and its move."""
+    read, write, largest, _, _ = make_unit_parts(style, codec, src_inner, dst_inner)
+
+    @ti.func
+    def magnitude(a: ti.template(), src_row, u):
+        return largest(read(a, src_row, u))
+
+    @ti.func
+    def move_unit(a: ti.template(), b: ti.template(), src_row, dst_row, u, factor):
+        write(b, dst_row, u, read(a, src_row, u), factor)
+
+    return magnitude, move_unit
+
+
+def make_unit_parts(style, codec, src_inner, dst_inner):
+    """(read, write, largest, numbers, type): a unit as a vector of so many numbers of that type, from and to its words."""
     raw = codec.src == "raw"
     dequantising = not raw and codec.src == "i8"
     src_at, dst_at = make_inner(*src_inner), make_inner(*dst_inner)
     src_words, dst_words = codec.src_words, codec.dst_words
     load = None if raw else make_load(codec.src, codec.elements, codec.src_bits)
     store = None if raw else make_store(codec.dst, codec.elements, codec.dst_bits, style)
+    word = WORD[codec.src_bits]
 
     @ti.func
-    def magnitude(a: ti.template(), src_row, u):
-        values = load(a, src_row + src_at(u * src_words))
+    def read(a: ti.template(), src_row, u):
+        if ti.static(raw):
+            return ti.Vector([a[src_row + src_at(u)]])
+        else:
+            return load(a, src_row + src_at(u * src_words))
+
+    @ti.func
+    def write(b: ti.template(), dst_row, u, values, factor):
+        if ti.static(raw):
+            b[dst_row + dst_at(u)] = values[0]
+        elif ti.static(dequantising):
+            store(b, dst_row + dst_at(u * dst_words), values * factor, factor)
+        else:
+            store(b, dst_row + dst_at(u * dst_words), values, factor)
+
+    @ti.func
+    def largest(values):
         m = ti.u32(0)
         for e in ti.static(range(codec.elements)):
             m = ti.max(m, finite_magnitude_bits(values[e]))
         return m
 
-    @ti.func
-    def move_unit(a: ti.template(), b: ti.template(), src_row, dst_row, u, factor):
-        if ti.static(raw):
-            b[dst_row + dst_at(u)] = a[src_row + src_at(u)]
-        else:
-            values = load(a, src_row + src_at(u * src_words))
-            if ti.static(dequantising):
-                values = values * factor
-            store(b, dst_row + dst_at(u * dst_words), values, factor)
-
-    return magnitude, move_unit
+    return read, write, largest, 1 if raw else codec.elements, word if raw else ti.f32
 
 
-def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, types, uid):
-    """move_row(src, dst, scales, thread, lane, ok, src_row, dst_row, scale_at, units, ...): a lane's part of a row.
+def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
+    """rows(src, dst, scales, ok, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head): a token's rows on CPU.
 
-    On CPU: all rows of a token; the last arguments are the strides between its heads, in src, dst and scales.
+    The last three are the strides between its heads.
     """
     codec = stream.codec
     quantising = codec.src != "raw" and codec.dst == "i8"
     dequantising = codec.src == "i8"
-    magnitude, move_unit = make_unit(style, codec, src_inner, dst_inner)
+    magnitude, move_unit = make_unit("cpu", codec, src_inner, dst_inner)
+    scale_bits = make_scale(scale, "cpu") if quantising else None
+    scale_value = make_bits_to_f32(scale) if scale else None
+    scale_word = ti.u16 if scale == "f16" else ti.u32
+    SRC, DST, SCALE = types
+
+    # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
+    # tells kernels apart that differ in nothing but the functions they call.
+    @ti.real_func
+    def vectorised(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
+             src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
+        for h in range(heads):
+            s, d, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
+            factor = ti.f32(1.0)
+            if ti.static(quantising):
+                m = ti.u32(0)
+                for u in range(units):
+                    m = ti.max(m, magnitude(a, s, u))
+                bits = scale_bits(m)
+                factor = ti.f32(1.0) / scale_value(bits)
+                scales[at] = ti.cast(bits, scale_word)
+            elif ti.static(dequantising):
+                factor = scale_value(scales[at])
+            for u in range(units):
+                move_unit(a, b, s, d, u, factor)
+
+    @ti.func
+    def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
+             src_head, dst_head, scale_head):  # fmt: skip
+        if ok:
+            vectorised(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
+
+    return rows
+
+
+def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
+    """(read_row, write_row): the lane's units of a row shared by `lanes` threads of a GPU, read all before one is written.
+
+    read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector).
+    """
+    codec, units = stream.codec, stream.units
+    quantising = codec.src != "raw" and codec.dst == "i8"
+    dequantising = codec.src == "i8"
+    read, write, largest, numbers, number_type = make_unit_parts(style, codec, src_inner, dst_inner)
     scale_bits = make_scale(scale, style) if quantising else None
     scale_value = make_bits_to_f32(scale) if scale else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
     row_max = make_row_max(style, lanes)
-    SRC, DST, SCALE = types
-
-    if style == "cpu":
-        # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
-        # tells kernels apart that differ in nothing but the functions they call.
-        @ti.real_func
-        def rows(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
-                 src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
-            for h in range(heads):
-                s, d, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
-                factor = ti.f32(1.0)
-                if ti.static(quantising):
-                    m = ti.u32(0)
-                    for u in range(units):
-                        m = ti.max(m, magnitude(a, s, u))
-                    bits = scale_bits(m)
-                    factor = ti.f32(1.0) / scale_value(bits)
-                    scales[at] = ti.cast(bits, scale_word)
-                elif ti.static(dequantising):
-                    factor = scale_value(scales[at])
-                for u in range(units):
-                    move_unit(a, b, s, d, u, factor)
-
-        @ti.func
-        def move_rows(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
-                      scale_at, units, src_head, dst_head, scale_head):  # fmt: skip
-            if ok:
-                rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
-
-        return move_rows
-
-    rounds = -(-stream.units // lanes)
-    full = stream.units == rounds * lanes
+    rounds = -(-units // lanes)
+    full = units == rounds * lanes
 
     @ti.func
-    def move_row(
-        a: ti.template(),
-        b: ti.template(),
-        scales: ti.template(),
-        thread,
-        lane,
-        ok,
-        src_row,
-        dst_row,
-        scale_at,
-        units,
-        src_head,
-        dst_head,
-        scale_head,
-    ):
+    def read_row(a: ti.template(), lane, src_row):
+        held = ti.Vector.zero(number_type, rounds * numbers)
+        for n in ti.static(range(rounds)):
+            if ti.static(full):
+                values = read(a, src_row, lane + n * lanes)
+                for e in ti.static(range(numbers)):
+                    held[n * numbers + e] = values[e]
+            elif lane + n * lanes < units:
+                values = read(a, src_row, lane + n * lanes)
+                for e in ti.static(range(numbers)):
+                    held[n * numbers + e] = values[e]
+        return held
+
+    @ti.func
+    def write_row(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held):
         factor = ti.f32(1.0)
         if ti.static(quantising):
             m = ti.u32(0)
             for n in ti.static(range(rounds)):
-                if ok and lane + n * lanes < units:
-                    m = ti.max(m, magnitude(a, src_row, lane + n * lanes))
+                m = ti.max(m, largest(ti.Vector([held[n * numbers + e] for e in range(numbers)])))
             bits = scale_bits(row_max(thread, m))
             factor = ti.f32(1.0) / scale_value(bits)
             if ok and lane == 0:
@@ -292,9 +333,10 @@ def make_move_row(style, heads, lanes, stream, src_inner, dst_inner, scale, type
                 factor = scale_value(scales[scale_at])
         if ok:
             for n in ti.static(range(rounds)):
+                values = ti.Vector([held[n * numbers + e] for e in range(numbers)])
                 if ti.static(full):
-                    move_unit(a, b, src_row, dst_row, lane + n * lanes, factor)
+                    write(b, dst_row, lane + n * lanes, values, factor)
                 elif lane + n * lanes < units:
-                    move_unit(a, b, src_row, dst_row, lane + n * lanes, factor)
+                    write(b, dst_row, lane + n * lanes, values, factor)
 
-    return move_row
+    return read_row, write_row
