@@ -332,7 +332,8 @@ def _load_native(kernel: Kernel) -> _Native:
     found = _natives.get(key)
     if found is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
-        patched = ptx.patch(compiler.ptx_of(kernel.factory, kernel.choices, device.target), size)
+        text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
+        patched = ptx.patch(text, size, device.overlaps)
         function = device.load(patched.text, patched.entry)
         found = _natives[key] = _Native(function, patched.block, offsets, size)
     return found
@@ -391,50 +392,30 @@ class _NativeBound(Bound):
                 values = list(value) if kernel.lengths[i] else [value]
                 form = f"<{len(values)}{'f' if kernel.is_float[i] else 'i'}"
                 struct.pack_into(form, self._bytes, self._at[i], *values)
-        cu = driver.binding()
-        self._call = cu.cuLaunchKernel
-        self._success = cu.CUresult.CUDA_SUCCESS
         self._function = native.function
-        self._blocks, self._block = blocks_of(iterations, native.block, kernel.name), native.block
         self._parameters_at = ctypes.addressof(self._parameters)
+        self._stream = 0
+        self._config = driver.launch_config(blocks_of(iterations, native.block, kernel.name), native.block)
+        self._call = driver.binding().cuLaunchKernelEx
 
     def set_array(self, i: int, array: ArrayView) -> None:
         self._pointers[(self._at[i] >> 3) + 1] = array.ptr
 
     def set_entry(self, i: int, j: int, value: int) -> None:
-        if driver.capturing():
+        if driver.stream() and driver.capturing():  # the default stream cannot be captured
             refuse_baked(self.kernel.runtime, self.kernel.name)
         self._entries[(self._at[i] >> 2) + j] = value
 
     def launch(self) -> None:
         stream = driver.stream()
-        result = self._call(
-            self._function, self._blocks, 1, 1, self._block, 1, 1, 0, driver.stream_object(stream), self._parameters_at, 0
-        )
-        if result[0] is not self._success:
-            self._launch_again(stream)
-        if stream and stream not in runtime.side_streams:
+        if stream != self._stream:
+            self._config.hStream = driver.stream_object(stream)
+            self._stream = stream
             runtime.side_streams.add(stream)
-
-    def _launch_again(self, stream: int) -> None:
-        """A thread that has not used CUDA yet has no context; the second failure is one."""
-        driver.device().enter()
-        driver.checked(
-            self._call(
-                self._function,
-                self._blocks,
-                1,
-                1,
-                self._block,
-                1,
-                1,
-                0,
-                driver.stream_object(stream),
-                self._parameters_at,
-                0,
-            ),
-            self.kernel.name,
-        )
+        if self._call(self._config, self._function, self._parameters_at, 0)[0]:
+            # A thread that has not used CUDA yet has no context; a second failure is one.
+            driver.device().enter()
+            driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)
 
 
 def _filled_context(bound: Bound) -> Any:

@@ -63,6 +63,7 @@ class Device:
             )
         )
         self.target = f"sm_{major}{minor}"
+        self.overlaps = major >= 9 and checked(cu.cuDriverGetVersion(), "cuDriverGetVersion") >= 12040
 
     def enter(self) -> None:
         """Make the context current in this thread, as torch and Taichi do."""
@@ -100,6 +101,23 @@ def device() -> Device:
             if _device is None:
                 _device = Device()
     return _device
+
+
+def launch_config(blocks: int, block: int) -> Any:
+    """How to launch: the grid, and leave to overlap with the launch before where the device can."""
+    cu = binding()
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = 0
+    config.hStream = stream_object(0)
+    config.numAttrs = 0
+    if device().overlaps:
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 _torch_stream: Callable[[int], int] | None = None

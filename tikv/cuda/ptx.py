@@ -32,10 +32,14 @@ _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", r
 _STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
 _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
 _REGISTER = r"%[a-z]+\d+"
+_INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 
 
-def patch(ptx: str, argument_bytes: int) -> Patched:
-    """Pass `argument_bytes` of arguments by value.
+def patch(ptx: str, argument_bytes: int, overlap: bool = False) -> Patched:
+    """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
+
+    Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
+    once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
 
     Raises:
         Unpatchable: the text is not of the form this module knows.
@@ -54,6 +58,9 @@ def patch(ptx: str, argument_bytes: int) -> Patched:
     body = _whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes))
     parameter = f"\t.param .align 16 .b8 {ARGUMENTS}[{argument_bytes}]\n"
     head = ptx[: entries[0].start()]
+    if overlap:
+        head = re.sub(r"\.target sm_\d+", ".target sm_90", re.sub(r"\.version \d\.\d", ".version 7.8", head))
+        body = _INSTRUCTION.sub(r"\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\g<0>", body, count=1)
     text = f"{head}.visible .entry {name}(\n{parameter}){body}\n}}{ptx[main.end() :]}"
     return Patched(text, name, int(block.group(1)))
 
