@@ -251,6 +251,60 @@ def gather_paged(pool: Array, block_table: Sequence[int] | Array, length: int, *
     return np.stack(tokens[:length]) if length else rows[:0]
 
 
+def copy_blocks(source: Array, target: Array, pairs: Sequence[Sequence[int]] | Array) -> Array:
+    """The target pool after each pair's block was copied into it; pairs with a negative block are left out.
+
+    Example:
+        >>> copy_blocks(np.array([[1], [2]]), np.array([[3], [4]]), [(0, 1), (-1, 0)]).ravel().tolist()
+        [3, 1]
+    """
+    blocks = list(target)
+    for source_block, target_block in pairs:
+        if source_block >= 0 and target_block >= 0:
+            blocks[target_block] = source[source_block]
+    return np.stack(blocks)
+
+
+def quantize(rows: Array, scale_dtype: Any = np.float16) -> tuple[Array, Array]:
+    """int8 rows and a scale for each, element by element: the largest finite magnitude is 127 steps.
+
+    Args:
+        rows: (..., D) float32, float16 or bfloat16.
+        scale_dtype: float16 or float32.
+
+    Returns:
+        (..., D) int8 and (...) of `scale_dtype`.
+
+    Example:
+        >>> q, scale = quantize(np.float32([[1.0, -2.0, np.inf, np.nan]]))
+        >>> q.tolist(), scale.tolist()
+        ([[64, -127, 127, 0]], [0.0157470703125])
+    """
+    limits = np.finfo(scale_dtype)
+    flat = rows.reshape(-1, rows.shape[-1]).astype(np.float32)
+    q, scales = np.zeros(flat.shape, np.int8), np.zeros(len(flat), scale_dtype)
+    for r, row in enumerate(flat):
+        largest = max((abs(x) for x in row if np.isfinite(x)), default=np.float32(0))
+        step = min(max(largest / np.float32(127), np.float32(limits.tiny)), np.float32(limits.max))
+        scales[r] = step
+        inverse = np.float32(1) / np.float32(scales[r])
+        for i, x in enumerate(row):
+            if not np.isnan(x):
+                with np.errstate(over="ignore"):
+                    q[r, i] = round(float(min(max(x * inverse, np.float32(-127)), np.float32(127))))
+    return q.reshape(rows.shape), scales.reshape(rows.shape[:-1])
+
+
+def dequantize(q: Array, scale: Array, dtype: Any = np.float32) -> Array:
+    """The values that int8 rows stand for, rounded once to `dtype`.
+
+    Example:
+        >>> dequantize(np.int8([[2, -4]]), np.float16([0.5])).tolist()
+        [[1.0, -2.0]]
+    """
+    return encode(q.astype(np.float32) * scale.astype(np.float32)[..., None], dtype)
+
+
 class History:
     """Every token that one layer of one sequence was ever given, and which of them a cache can still hold.
 
