@@ -10,7 +10,7 @@ import ctypes
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,27 +136,44 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
         StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
     """
     kind = type(array)
-    if kind is np.ndarray:
-        return _of_numpy(array, name, operation)
+    reader = _readers.get(kind)
+    if reader is None:
+        reader = _readers[kind] = _reader_of(array, kind, name, operation)
+    return reader(array, name, operation)
+
+
+_Reader = Callable[[Any, str, str], "ArrayView"]
+_readers: dict[type, _Reader] = {}
+
+
+def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
+    """How arrays of this type are seen."""
     if kind is ArrayView:
-        return array  # type: ignore[no-any-return]
-    if isinstance(array, CacheArray):
-        return array.view_for(operation)
-    module = kind.__module__
-    if module == "torch" or module.startswith("torch.") or _is_torch_subclass(kind):
-        return _of_torch(array, name, operation)
-    if isinstance(array, np.ndarray):
-        return _of_numpy(array, name, operation)
-    if module.startswith("taichi."):
-        return _of_taichi(array, name, operation)
+        return _of_view
+    if issubclass(kind, CacheArray):
+        return _of_cache_array
+    if kind.__module__.partition(".")[0] == "torch" or _is_torch_subclass(kind):
+        return _of_torch
+    if issubclass(kind, np.ndarray):
+        return _of_numpy
+    if kind.__module__.startswith("taichi."):
+        return _of_taichi
     if hasattr(array, "__cuda_array_interface__"):
-        return _of_cuda_interface(array, name, operation)
+        return _of_cuda_interface
     if hasattr(array, "__dlpack__"):
-        return _of_dlpack(array, name, operation)
+        return _of_dlpack
     raise DTypeError(
         f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is no array. Pass a NumPy array, a torch "
         f"tensor, a ti.ndarray or an object with __dlpack__."
     )
+
+
+def _of_view(array: ArrayView, name: str, operation: str) -> ArrayView:
+    return array
+
+
+def _of_cache_array(array: CacheArray, name: str, operation: str) -> ArrayView:
+    return array.view_for(operation)
 
 
 def _is_torch_subclass(kind: type) -> bool:
@@ -201,7 +218,7 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return found
 
 
-_torch_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
+_torch_views: dict[int, tuple[weakref.ref[Any], ArrayView, Any]] = {}
 _torch_devices: dict[Any, str] = {}
 _torch_dtypes: dict[Any, DType | None] = {}
 
@@ -209,16 +226,16 @@ _torch_dtypes: dict[Any, DType | None] = {}
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     # A tensor can be changed in place, so everything a view says is compared before one is taken again.
     held = _torch_views.get(id(array))
-    pointer, shape, strides, torch_dtype = array.data_ptr(), array.shape, array.stride(), array.dtype
     if held is not None and held[0]() is array:
         seen = held[1]
         if (
-            seen.ptr == pointer
-            and seen.shape == shape
-            and seen.strides == strides
-            and _torch_dtypes[torch_dtype] is seen.dtype
+            seen.ptr == array.data_ptr()
+            and seen.shape == array.shape
+            and seen.strides == array.stride()
+            and held[2] is array.dtype
         ):
             return seen
+    pointer, shape, strides, torch_dtype = array.data_ptr(), array.shape, array.stride(), array.dtype
     try:
         dtype = _torch_dtypes[torch_dtype]
     except KeyError:
@@ -232,7 +249,7 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
         device = _torch_devices[torch_device] = _torch_device_name(torch_device, name, operation)
     found = ArrayView(pointer, tuple(shape), strides, dtype, device)
     key = id(array)
-    _torch_views[key] = (weakref.ref(array, lambda _: _torch_views.pop(key, None)), found)
+    _torch_views[key] = (weakref.ref(array, lambda _: _torch_views.pop(key, None)), found, torch_dtype)
     return found
 
 
