@@ -21,6 +21,7 @@ from tikv.dtypes import DType
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
 INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
+WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: fewer leave memory waiting, more crowd it
 SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
 
 
@@ -91,6 +92,17 @@ def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tupl
     raise AssertionError("one element always fits its own word")
 
 
+def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
+    """Threads of a GPU that share a row: as few as leave each `WORDS_IN_FLIGHT` to read before it writes.
+
+    Rows whose threads agree on a scale take a power of two, which divides a block.
+    """
+    units = max(s.units for s in streams)
+    rounds = max(1, WORDS_IN_FLIGHT // sum(s.codec.src_words for s in streams))
+    lanes = min(32, -(-units // rounds))
+    return 1 << (lanes - 1).bit_length() if cooperative else lanes
+
+
 def bind_copy(
     live: runtime.Runtime,
     operation: str,
@@ -137,8 +149,7 @@ def bind_copy(
     if len(streams) == 1:
         wheres += wheres
     cooperative = style != "cpu" and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
-    units = max(s.units for s in streams)
-    lanes = 1 if style == "cpu" else (min(32, 1 << (units - 1).bit_length() if cooperative else units))
+    lanes = 1 if style == "cpu" else choose_lanes(streams, cooperative)
     cpu = style == "cpu"
     iterations = groups * tokens * (len(streams) if cpu else heads * lanes)  # on CPU a token of one stream, else a unit
     if cooperative:
