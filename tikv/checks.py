@@ -70,6 +70,8 @@ def readable(array: ArrayView, name: str, operation: str) -> None:
         ShapeError: they cannot.
     """
     shape, strides = array.shape, array.strides
+    if 0 in shape:
+        return  # nothing to reach; the strides of an empty array say nothing
     if shape and shape[-1] > 1 and strides[-1] != 1:
         raise ShapeError(
             f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); "
@@ -90,7 +92,7 @@ def writable(array: ArrayView, name: str, operation: str) -> None:
             f"{operation}: the destination {name} ({describe(array)}) is read-only. Pass a writable array."
         )
     readable(array, name, operation)
-    if any(s == 0 and n > 1 for n, s in zip(array.shape, array.strides, strict=True)):
+    if 0 not in array.shape and any(s == 0 and n > 1 for n, s in zip(array.shape, array.strides, strict=True)):
         raise ShapeError(
             f"{operation}: the destination {name} ({describe(array)}) is broadcast; its elements share memory."
         )
@@ -270,4 +272,20 @@ def addressable(array: ArrayView, word_bytes: int, live: runtime.Runtime, name: 
         raise CapacityError(
             f"{operation}: {name} ({describe(array)}) spans {end} bytes, more than {what} that a launch on {live.arch} "
             f"addresses. Split the cache, for instance by layer or by sequence."
+        )
+
+
+MAX_ITERATIONS = 2**31 - 2**17  # 32 bits, less what a loop that strides over them adds on the way
+
+
+def countable(iterations: int, operation: str) -> None:
+    """The iterations of one launch have 32-bit numbers.
+
+    Raises:
+        CapacityError: there are more.
+    """
+    if iterations > MAX_ITERATIONS:
+        raise CapacityError(
+            f"{operation}: {iterations} pieces of work (tokens x heads x words) are more than the {MAX_ITERATIONS} that one "
+            f"launch counts. Split the call, for instance by tokens."
         )

@@ -155,7 +155,7 @@ def bind_copy(
     if cooperative:
         block = importlib.import_module("tikv.kernels.lanes").BLOCK
         iterations = -(-iterations // block) * block
-    checks.integer(iterations, "work items (tokens x heads x words)", operation, high=2**31 - 1)
+    checks.countable(iterations, operation)
     moved = groups * tokens * heads * sum(w * (a.array.dtype.itemsize) for a, w in zip(src, widths, strict=True))
     sides = [
         copy.Side(place.kind, place.page, *(inner_words(e, bits) for e, bits in zip(ends, words, strict=True)))
