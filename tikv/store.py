@@ -6,14 +6,16 @@ only where a block would be larger than a launch can address. A layer with a win
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tikv import checks, dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, describe, to_device, view
-from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv import checks, dtypes, files, launch, runtime
+from tikv.arrays import ArrayView, CacheArray, Memory, describe, read_host, to_device, view
+from tikv.attention import Cache, Question, attend
+from tikv.errors import CacheFileError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
 from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
 
@@ -273,7 +275,7 @@ class KVCacheStore:
             raise DTypeError(f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has.")
         return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major") -> None:
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
         """Append new tokens to one layer, in one launch.
 
         Args:
@@ -281,16 +283,25 @@ class KVCacheStore:
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
                 V may be narrower or wider, as the store is. float32, or the store's dtype.
             layout: "token_major" or "head_major".
+            positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
+                position of each sequence's first new token, instead of `length`. For launches that are captured and
+                replayed, see `positions_on_device`: counts on the host stay as they are, and a token outside a layer
+                without a window is skipped.
 
         Raises:
             CapacityError: a layer without a window would overflow. Nothing is written.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or options do not fit the store.
+            ArchError: a CUDA graph is being captured, without ``positions``.
 
         Exactness, cost: as the class says.
         """
         operation = "KVCacheStore.append"
         to = self._layer(layer, operation)
         k_view, v_view = view(k, "k", operation), view(v, "v", operation)
+        if positions is not None:
+            at = view(positions, "positions", operation)
+            self._append_at(operation, [to], k_view, v_view, layout, at, False)
+            return
         key = (layer, k_view.key, v_view.key, layout)
         plan = self._appends.get(key)
         if plan is None:
@@ -298,13 +309,14 @@ class KVCacheStore:
         else:
             self._append_bound(operation, plan, k_view, v_view)
 
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major") -> None:
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
         """Append new tokens to all layers, in one launch (one a block, see the class).
 
         Args:
             k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
                 may be left out when it is 1.
             layout: "token_major" or "head_major".
+            positions: as in `append`, for all layers; one launch where the batch is 1 and all layers have one window.
 
         Raises:
             As `append`. Nothing is written to any layer.
@@ -312,6 +324,10 @@ class KVCacheStore:
         operation = "KVCacheStore.append_all"
         self._layer(0, operation)
         k_view, v_view = view(k, "k", operation), view(v, "v", operation)
+        if positions is not None:
+            at = view(positions, "positions", operation)
+            self._append_at(operation, self._layers, k_view, v_view, layout, at, True)
+            return
         key = ("all", k_view.key, v_view.key, layout)
         plan = self._appends.get(key)
         if plan is None or len({layer.length for layer in self._layers}) > 1:
@@ -336,11 +352,130 @@ class KVCacheStore:
         for layer in layers:
             layer.length, layer.valid_from = layer.grown(tokens)
 
+    def positions_on_device(self) -> CacheArray:
+        """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
+
+        Give them to `append` in a step that is captured, add the step's tokens to them there, and replay; then tell the
+        store with `advance`. Take the array's ``torch()`` once, before the capture.
+
+        Example:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=8, dtype="float32")
+            >>> positions = store.positions_on_device()
+            >>> for _ in range(3):
+            ...     store.append(0, *np.ones((2, 1, 1, 2), np.float32), positions=positions)
+            ...     positions.numpy()[:] += 1
+            >>> store.advance(3)
+            >>> store.length
+            3
+        """
+        return CacheArray(to_device(np.full(self.batch_size, self.length, np.int32), self.runtime), self.runtime)
+
+    def advance(self, tokens: int) -> None:
+        """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
+
+        Raises:
+            CapacityError: a layer without a window has no room for them; they were skipped.
+            PositionError: a negative number.
+
+        Cost: none on the device.
+        """
+        operation = "KVCacheStore.advance"
+        runtime.require_alive(self.runtime, operation)
+        tokens = checks.integer(tokens, "tokens", operation)
+        for layer in self._layers:
+            if layer.ring == 0:
+                checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+        for layer in self._layers:
+            layer.length, layer.valid_from = layer.grown(tokens)
+
+    def _append_at(
+        self,
+        operation: str,
+        layers: list[Layer],
+        k: ArrayView,
+        v: ArrayView,
+        layout: str,
+        positions: ArrayView,
+        stacked: bool,
+    ) -> None:
+        """Append at positions that the launch reads; the host's counts stay as they are."""
+        key = ("at", layers[0].index, stacked, k.key, v.key, layout, positions.key)
+        plan = self._appends.get(key)
+        if plan is None:
+            rows, token_axis, head_axis, tokens = self._checked_rows(operation, layers, k, v, layout, stacked)
+            checks.on_device([("positions", positions)], self.runtime, operation)
+            checks.indices(positions, "positions", operation)
+            checks.rank(positions, (1,), "positions", "(batch,)", operation)
+            detail = describe(positions)
+            checks.extent(positions.shape[0], self.batch_size, "the length of positions", operation, detail)
+            if tokens == 0:
+                return
+            if stacked and not self._one_launch_at:
+                for layer in layers:
+                    parts = (a.moved(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in (k, v))
+                    self._append_at(operation, [layer], *parts, layout, positions, False)
+                return
+            stage = Staging(self.runtime, [*rows, positions], [False] * 3)
+            *sources, index = stage.arrays
+            plan = self._bind_append(operation, layers, sources, token_axis, head_axis, tokens, False, index)
+            if self.runtime.is_spirv and "cpu" in (k.device, v.device, positions.device):
+                plan.bound.launch()
+                return
+            if len(self._appends) >= MAX_PLANS:
+                self._appends.clear()
+            self._appends[key] = plan
+            plan.sources, plan.table = (), None
+        bound = plan.bound
+        with bound.lock:
+            for i, a in ((0, k), (2, v), (4, positions)):
+                bound.set_array(i, a)
+            bound.launch()
+            bound.release()
+
+    @property
+    def _one_launch_at(self) -> bool:
+        """Whether one launch appends to all layers at positions it reads: one block, one sequence, one window."""
+        return self.batch_size == 1 and len(self._blocks) == 1 and len({(x.slots, x.ring) for x in self._layers}) == 1
+
     def _append_checked(
         self, operation: str, layers: list[Layer], k: ArrayView, v: ArrayView, layout: str, key: Any
     ) -> None:
         """Check new arrays against the store, then append to `layers`, keeping the bound launch for the next time."""
         stacked = operation.endswith("append_all")
+        rows, token_axis, head_axis, tokens = self._checked_rows(operation, layers, k, v, layout, stacked)
+        for layer in layers:
+            if layer.ring == 0:
+                checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+            checks.integer(layer.length + tokens, "length", operation)
+        if tokens == 0:
+            return
+        launch.refuse_baked(self.runtime, operation)
+        one_position = len({layer.length for layer in layers}) == 1
+        whole = len(layers) > 1 and one_position
+        mixed = whole and len({(layer.slots, layer.ring) for layer in layers}) > 1
+        if whole and mixed and layers[0].length + tokens >= 2**31:
+            whole = False  # one 32-bit position cannot serve rings of different lengths any more
+        parts = [group for group, *_ in self._blocks] if whole else [[layer] for layer in layers]
+        plans = []
+        for part in parts:
+            at = part[0].index if stacked else 0
+            sources = [a.moved((len(part), *a.shape[1:]), a.strides, at * a.strides[0]) for a in rows]
+            stage = Staging(self.runtime, sources, [False, False])
+            plans.append(self._bind_append(operation, part, stage.arrays, token_axis, head_axis, tokens, mixed))
+        for plan in plans:
+            self._append_bound(operation, plan, *plan.sources)
+            plan.sources = ()
+        staged = self.runtime.is_spirv and "cpu" in (k.device, v.device)
+        if len(plans) == 1 and (whole or len(layers) == 1) and not staged:
+            if len(self._appends) >= MAX_PLANS:
+                self._appends.clear()
+            self._appends[key] = plans[0]
+
+    def _checked_rows(
+        self, operation: str, layers: list[Layer], k: ArrayView, v: ArrayView, layout: str, stacked: bool
+    ) -> tuple[list[ArrayView], int, int, int]:
+        """Check new arrays against the store: (layers, batch, ., ., width) each, axes of tokens and heads, tokens."""
         token_axis, head_axis = (
             (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
         )
@@ -369,38 +504,13 @@ class KVCacheStore:
             checks.extent(
                 a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, f"k: {describe(k)}"
             )
-        for layer in layers:
-            if layer.ring == 0:
-                checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
-            checks.integer(layer.length + tokens, "length", operation)
         outputs = [("the store's keys", layer.k, True) for layer in layers] + [
             ("the store's values", layer.v, True) for layer in layers
         ]
         for name, a in named:
             for output in outputs:
                 checks.disjoint([(name, a, False), output], operation)
-        if tokens == 0:
-            return
-        one_position = len({layer.length for layer in layers}) == 1
-        whole = len(layers) > 1 and one_position
-        mixed = whole and len({(layer.slots, layer.ring) for layer in layers}) > 1
-        if whole and mixed and layers[0].length + tokens >= 2**31:
-            whole = False  # one 32-bit position cannot serve rings of different lengths any more
-        parts = [group for group, *_ in self._blocks] if whole else [[layer] for layer in layers]
-        plans = []
-        for part in parts:
-            at = part[0].index if stacked else 0
-            sources = [a.moved((len(part), *a.shape[1:]), a.strides, at * a.strides[0]) for a in rows]
-            stage = Staging(self.runtime, sources, [False, False])
-            plans.append(self._bind_append(operation, part, stage.arrays, token_axis, head_axis, tokens, mixed))
-        for plan in plans:
-            self._append_bound(operation, plan, *plan.sources)
-            plan.sources = ()
-        staged = self.runtime.is_spirv and "cpu" in (k.device, v.device)
-        if len(plans) == 1 and (whole or len(layers) == 1) and not staged:
-            if len(self._appends) >= MAX_PLANS:
-                self._appends.clear()
-            self._appends[key] = plans[0]
+        return rows, token_axis, head_axis, tokens
 
     def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
         """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
@@ -428,6 +538,7 @@ class KVCacheStore:
         head_axis: int,
         tokens: int,
         mixed: bool,
+        positions: ArrayView | None = None,
     ) -> AppendPlan:
         first = part[0]
         batch, size = self.batch_size, len(part)
@@ -444,6 +555,9 @@ class KVCacheStore:
         index = None
         which: dict[str, Any] = {}
         place = Placement("ring" if first.ring else "linear")
+        if positions is not None:
+            place = Placement("ragged")
+            index = positions
         if mixed:
             place = Placement("layers")
             index = self._layer_table(part)
@@ -454,7 +568,12 @@ class KVCacheStore:
                 End(a, group=self.num_kv_heads * slots * a.shape[3], step=a.shape[3], head=slots * a.shape[3])
                 for a in (first.k, first.v)
             ]
-            which = {"sinks": first.sinks, "ring": first.ring, "keep": max(0, tokens - first.ring) if first.ring else 0}
+            which = {"dst_limit": slots, "index_group": int(batch > 1)} if positions is not None else {}
+            which |= {
+                "sinks": first.sinks,
+                "ring": first.ring,
+                "keep": max(0, tokens - first.ring) if first.ring else 0,
+            }
         scales: list[ArrayView] = []
         if first.k_scale is not None and first.v_scale is not None:
             scales = [first.k_scale, first.v_scale]
@@ -508,6 +627,63 @@ class KVCacheStore:
         start = max(found.valid_from, found.sinks)
         self._gather(operation, found, out, tokens=found.held - fixed, position=start, at=fixed)
         return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        impl: str = "auto",
+        softcap: float | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
+
+        Append the tokens first. Of several queries in a sliding layer the earlier ones miss what the later tokens overwrote.
+
+        Args:
+            layer: its index.
+            q: (batch, Hq, D) or (batch, Hq, T, D), float32, float16 or bfloat16; num_kv_heads divides Hq.
+            scale, return_lse, impl, softcap, out: as in `tikv.decode_attention`.
+
+        Returns:
+            As `tikv.decode_attention`.
+
+        Raises:
+            PositionError: more queries than tokens.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
+
+        Example:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="float32")
+            >>> store.append(0, np.zeros((3, 1, 2), np.float32), np.arange(6, dtype=np.float32).reshape(3, 1, 2))
+            >>> store.attend(0, np.ones((1, 2, 2), np.float32)).tolist()
+            [[[2.0, 3.0], [2.0, 3.0]]]
+        """
+        operation = "KVCacheStore.attend"
+        found = self._layer(layer, operation)
+        k, v = found.k, found.v
+        scales = () if found.k_scale is None or found.v_scale is None else (found.k_scale, found.v_scale)
+        cache = Cache(
+            k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
+            v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
+            heads=self.num_kv_heads,
+            width=self.head_dim,
+            width_v=self.head_dim_v,
+            place="linear" if found.window is None else "ring",
+            capacity=found.slots,
+            sinks=found.sinks,
+            ring=found.ring,
+            scales=scales,
+            scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
+        )
+        question = Question(scale, True, found.ring or None, softcap, None, False)
+        return attend(
+            self.runtime, operation, q, view(q, "q", operation), cache, found.length, None, self.batch_size, question, out,
+            return_lse, impl, found.valid_from,
+        )  # fmt: skip
 
     def _gather(
         self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
@@ -715,6 +891,77 @@ class KVCacheStore:
         for layer, (length, valid_from, _, _) in zip(self._layers, snapshot.layers, strict=True):
             layer.length, layer.valid_from = length, valid_from
         self._put([arrays for *_, arrays in snapshot.layers])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
+
+        Args:
+            path: ends in ``.safetensors``; a file of that name is replaced in one step.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+
+        Exactness: every bit. Cost: the filled slots, once to the host and once to the disk.
+
+        Example:
+            >>> import tempfile, numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="bfloat16")
+            >>> store.append(0, np.ones((3, 1, 2), np.float32), np.zeros((3, 1, 2), np.float32))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     store.save(f"{folder}/cache.safetensors")
+            ...     tikv.KVCacheStore.load(f"{folder}/cache.safetensors").length
+            3
+        """
+        operation = "KVCacheStore.save"
+        runtime.require_alive(self.runtime, operation)
+        taken = self._take(np.arange(self.batch_size, dtype=np.int32))
+        tensors = {
+            f"layers.{layer.index}.{name}": read_host(a, self.runtime)
+            for layer, arrays in zip(self._layers, taken, strict=True)
+            for name, a in zip(("k", "v", "k_scale", "v_scale"), arrays, strict=False)
+        }
+        form = {
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "capacity": self.capacity,
+            "batch_size": self.batch_size,
+            "dtype": self.dtype.name,
+            "window": self.windows,
+            "sinks": self.sinks,
+            "scale_dtype": self.scale_dtype.name,
+        }
+        counts = [[layer.length, layer.valid_from] for layer in self._layers]
+        files.write(path, "KVCacheStore", tensors, {"form": form, "counts": counts}, operation)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
+        """A new store with the form, counts and contents of a saved one, on the arch that runs now.
+
+        Raises:
+            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
+        """
+        operation = "KVCacheStore.load"
+        tensors, facts = files.read(path, "KVCacheStore", operation)
+        try:
+            store = cls(**facts["form"])
+            taken = []
+            for layer, (length, valid_from) in zip(store._layers, facts["counts"], strict=True):
+                layer.length, layer.valid_from = int(length), int(valid_from)
+                names = ("k", "v", "k_scale", "v_scale") if layer.k_scale is not None else ("k", "v")
+                wanted = [layer.k, layer.v, layer.k_scale, layer.v_scale][: len(names)]
+                found = [tensors[f"layers.{layer.index}.{name}"] for name in names]
+                for a, b in zip(found, wanted, strict=True):
+                    if b is None or a.shape != (*b.shape[:2], layer.filled, *b.shape[3:]) or a.dtype != b.dtype.numpy:
+                        raise ValueError(f"layer {layer.index} has arrays of another form: {a.dtype} {a.shape}")
+                taken.append([to_device(a, store.runtime) for a in found])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CacheFileError(
+                f"{operation}: {str(path)!r} does not describe a store: {error}. Save it again."
+            ) from error
+        store._put(taken)
+        return store
 
     def __len__(self) -> int:
         return self.length
