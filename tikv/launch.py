@@ -108,9 +108,9 @@ def refuse_baked(live: runtime.Runtime, operation: str) -> None:
     """
     if live.is_cuda and driver.capturing():
         raise ArchError(
-            f"{operation}: a position on the host would be baked into the CUDA graph under capture, and each replay would "
-            f"write there again. Keep positions in device memory: KVCacheStore.positions_on_device(), append_ragged with "
-            f"cache_offsets on the device, or write_slots with slot_mapping on the device."
+            f"{operation}: a position on the host would be baked into the CUDA graph under capture, and each replay "
+            f"would write there again. Keep positions in device memory: KVCacheStore.positions_on_device(), "
+            f"append_ragged with cache_offsets on the device, or write_slots with slot_mapping on the device."
         )
 
 
@@ -266,8 +266,8 @@ class _OnLegacyStream(Bound):
         if driver.capturing():
             raise ArchError(
                 f"launch: {self.kernel.name} goes through Taichi's launcher, which a CUDA graph cannot capture "
-                f"({_fallbacks.get(self.kernel.name) or launcher_report(self.kernel.runtime)['why']}). Pass arrays on the "
-                f"device, and install taichi-kv[cuda]; tikv.info() says which launcher is in use."
+                f"({_fallbacks.get(self.kernel.name) or launcher_report(self.kernel.runtime)['why']}). Pass arrays on "
+                f"the device, and install taichi-kv[cuda]; tikv.info() says which launcher is in use."
             )
         stream = driver.stream()
         if stream:

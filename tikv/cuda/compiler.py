@@ -101,7 +101,8 @@ class _Child:
 
     def ask(self, request: bytes) -> dict[str, str]:
         """Send a request and wait for its answer."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         _send(self.process.stdin, request)
         timer = threading.Timer(REPLY_SECONDS, self.process.kill)
         timer.daemon = True

@@ -39,8 +39,8 @@ def checked(result: Any, what: str) -> Any:
     status, *values = result
     if status != binding().CUresult.CUDA_SUCCESS:
         raise ArchError(
-            f"{what}: the CUDA driver says {status.name}. After an illegal address or a sticky error the process must be "
-            f"started again; TIKV_LAUNCHER=direct takes Taichi's own launcher."
+            f"{what}: the CUDA driver says {status.name}. After an illegal address the process must be started "
+            f"again; TIKV_LAUNCHER=direct takes Taichi's own launcher."
         )
     return values[0] if values else None
 
@@ -77,8 +77,8 @@ class Device:
         """
         if capturing():
             raise ArchError(
-                "launch: a kernel would be loaded while a CUDA graph is captured. Run the step once before capturing it, "
-                "as torch's own operations ask for as well."
+                "launch: a kernel would be loaded while a CUDA graph is captured. Run the step once before "
+                "capturing it, as torch's own operations ask for as well."
             )
         self.enter()
         cu = binding()

@@ -5,7 +5,7 @@ buffer, which is device memory; a first entry, of one thread, copies the loop's 
 memory. Here the buffer's contents become a parameter and the first entry disappears: one launch, no device memory of
 our own, nothing that a CUDA graph could find changed. Words of 64 bits, which Taichi moves in halves, are moved whole.
 
-Every use of what is replaced is recognised or the kernel is refused, so a Taichi that writes otherwise is never misread.
+Every use of what is replaced is recognised or the kernel is refused: a Taichi that writes otherwise is never misread.
 """
 
 from __future__ import annotations
@@ -162,30 +162,41 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
 
 
 _LOAD = re.compile(
-    rf"\tld\.(?:global\.)?(?P<type>[ubsf]32) \t(?P<to>{_REGISTER}), \[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\];"
+    rf"\tld\.(?:global\.)?(?P<type>[ubsf]32) \t(?P<register>{_REGISTER}), \[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\];"
 )
 _STORE = re.compile(
-    rf"\tst\.(?:global\.)?(?P<type>[ubf]32) \t\[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\], (?P<of>{_REGISTER});"
+    rf"\tst\.(?:global\.)?(?P<type>[ubsf]32) \t\[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\], (?P<register>{_REGISTER});"
 )
+_ORDERED = re.compile(r"^\s*(st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
+_ORDERED_OR_LOAD = re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
 
 
 def _whole_words(body: str) -> str:
     """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's."""
     lines = body.split("\n")
-    wide = _word_addresses(body)
-    for pattern, join, stops in (
-        (_LOAD, _joined_loads, re.compile(r"^\s*(st|bar|bra|atom|red|membar|fence|call|ret|@)|:")),
-        (_STORE, _joined_stores, re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fence|call|ret|@)|:")),
-    ):
-        i = 0
-        while i < len(lines):
-            first = pattern.match(lines[i])
-            if first and first["base"] in wide:
-                mate = _mate(lines, i, first, pattern, stops)
-                if mate is not None:
-                    join(lines, i, mate, pattern)
-            i += 1
-    return "\n".join(lines).replace("{\n", "{\n\t.reg .b32 \t%half<2>;\n", 1) if lines != body.split("\n") else body
+    words = _word_addresses(body)
+    joined = False
+    for form, ordered in ((_LOAD, _ORDERED), (_STORE, _ORDERED_OR_LOAD)):
+        for i, line in enumerate(lines):
+            half = form.match(line)
+            if half is None or half["base"] not in words:
+                continue
+            j = _other_half(lines, i, half, form, ordered)
+            if j is not None:
+                other = form.match(lines[j])
+                assert other is not None
+                low, high = sorted((half, other), key=_offset)
+                if form is _LOAD:  # where the first half was read
+                    lines[i], lines[j] = _read_word(low, high), ""
+                else:  # where the second was written
+                    lines[i], lines[j] = "", _write_word(low, high)
+                joined = True
+    text = "\n".join(lines)
+    return text.replace("{\n", "{\n\t.reg .b32 \t%half<2>;\n", 1) if joined else text
+
+
+def _offset(half: re.Match[str]) -> int:
+    return int(half["offset"] or 0)
 
 
 def _word_addresses(body: str) -> set[str]:
@@ -210,57 +221,42 @@ def _word_addresses(body: str) -> set[str]:
     return found
 
 
-def _mate(
-    lines: list[str], i: int, first: re.Match[str], pattern: re.Pattern[str], stops: re.Pattern[str]
+def _other_half(
+    lines: list[str], i: int, half: re.Match[str], form: re.Pattern[str], ordered: re.Pattern[str]
 ) -> int | None:
-    """The line that moves the other half of the word of line i, if nothing between them depends on the order."""
-    offset = int(first["offset"] or 0)
+    """The line that moves the rest of the word of line i, if nothing in between depends on which comes first."""
     for j in range(i + 1, len(lines)):
-        other = pattern.match(lines[j])
-        if other and other["base"] == first["base"] and int(other["offset"] or 0) == offset ^ 4:
-            registers = {
-                first["base"],
-                *(first.groupdict().get(k) for k in ("to", "of")),
-                *(other.groupdict().get(k) for k in ("to", "of")),
-            }
+        other = form.match(lines[j])
+        if other and other["base"] == half["base"] and _offset(other) == _offset(half) ^ 4:
+            # A load is moved up to line i, a store down to line j: what it reads or sets must be the same there.
+            moved = other["register"] if form is _LOAD else half["register"]
+            kept = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
             between = lines[i + 1 : j]
-            if pattern is _LOAD and any(re.search(rf"{other['to']}(?!\d)", line) for line in between):
-                return None
-            if pattern is _STORE and any(re.match(rf"\t[\w.]+\s+{first['of']}(?!\d)", line) for line in between):
-                return None
-            if any(r and re.match(rf"\t[\w.]+\s+{re.escape(r)},", line) for r in (first["base"],) for line in between):
-                return None
-            return j if registers else None
-        if stops.search(lines[j]):
+            free = not any(kept[0].search(line) for line in between) if form is _LOAD else True
+            unset = not any(r.search(line.partition(",")[0]) for r in kept for line in between)
+            return j if free and unset else None
+        if ordered.search(lines[j]):
             return None
     return None
 
 
-def _joined_loads(lines: list[str], i: int, j: int, pattern: re.Pattern[str]) -> None:
-    halves = sorted((pattern.match(lines[n]) for n in (i, j)), key=lambda m: int(m["offset"] or 0))  # type: ignore[index,union-attr]
-    low = halves[0]
-    moves = [_from_half(m["type"], m["to"], f"%half{n}") for n, m in enumerate(halves)]  # type: ignore[index]
-    lines[i] = "\n".join(
-        [f"\tld.global.v2.b32 \t{{%half0, %half1}}, [{low['base']}+{int(low['offset'] or 0)}];", *moves]
-    )  # type: ignore[index]
-    lines[j] = ""
+def _read_word(low: re.Match[str], high: re.Match[str]) -> str:
+    word = f"\tld.global.v2.b32 \t{{%half0, %half1}}, [{low['base']}+{_offset(low)}];"
+    return "\n".join([word, *(_from_half(half, n) for n, half in enumerate((low, high)))])
 
 
-def _joined_stores(lines: list[str], i: int, j: int, pattern: re.Pattern[str]) -> None:
-    halves = sorted((pattern.match(lines[n]) for n in (i, j)), key=lambda m: int(m["offset"] or 0))  # type: ignore[index,union-attr]
-    low = halves[0]
-    moves = [_to_half(m["of"], f"%half{n}") for n, m in enumerate(halves)]  # type: ignore[index]
-    lines[j] = "\n".join(
-        [*moves, f"\tst.global.v2.b32 \t[{low['base']}+{int(low['offset'] or 0)}], {{%half0, %half1}};"]
-    )  # type: ignore[index]
-    lines[i] = ""
+def _write_word(low: re.Match[str], high: re.Match[str]) -> str:
+    word = f"\tst.global.v2.b32 \t[{low['base']}+{_offset(low)}], {{%half0, %half1}};"
+    return "\n".join([*(_to_half(half["register"], n) for n, half in enumerate((low, high))), word])
 
 
-def _from_half(kind: str, register: str, half: str) -> str:
-    if register.startswith("%rd"):
-        return f"\tcvt.{'s64.s32' if kind == 's32' else 'u64.u32'} \t{register}, {half};"
-    return f"\tmov.b32 \t{register}, {half};"
+def _from_half(half: re.Match[str], n: int) -> str:
+    if half["register"].startswith("%rd"):
+        return f"\tcvt.{'s64.s32' if half['type'] == 's32' else 'u64.u32'} \t{half['register']}, %half{n};"
+    return f"\tmov.b32 \t{half['register']}, %half{n};"
 
 
-def _to_half(register: str, half: str) -> str:
-    return f"\tcvt.u32.u64 \t{half}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t{half}, {register};"
+def _to_half(register: str, n: int) -> str:
+    return (
+        f"\tcvt.u32.u64 \t%half{n}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t%half{n}, {register};"
+    )
