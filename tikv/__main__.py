@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="KV-cache operations for research models: one Taichi source for Metal, CUDA, Vulkan and CPU.",
         epilog="Not the TiKV database. `tikv COMMAND --help` tells more of each command.",
     )
-    parser.add_argument("--version", action="version", version=f"tikv {doctor.tikv.__version__}")
+    parser.add_argument("--version", action="version", version=f"tikv {doctor.VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
         "info", help="versions, back end, device, memory (also looked for as show-config, collect-env)"

@@ -13,10 +13,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import tikv
 from tikv import launch, runtime
 from tikv.errors import TikvError
 
+VERSION: str = sys.modules["tikv"].__version__
 PACKAGES = (
     "taichi",
     "numpy",
@@ -44,13 +44,13 @@ def info() -> dict[str, Any]:
     Example:
         >>> import tikv
         >>> sorted(tikv.info())[:3]
-        ['arch', 'arch_order', 'device']
+        ['arch', 'arch_order', 'debug']
     """
     order = list(runtime.candidate_archs())
     live = runtime.running()
     arch = live.arch if live is not None else order[0]
     return {
-        "version": tikv.__version__,
+        "version": VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: runtime.version_of(name) for name in PACKAGES},
