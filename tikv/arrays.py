@@ -225,7 +225,7 @@ _torch_dtypes: dict[Any, DType | None] = {}
 
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     # A tensor can be changed in place, so everything a view says is compared before one is taken again.
-    held = _torch_views.get(id(array))
+    held: Any = _torch_views.get(id(array))
     if held is not None and held[0]() is array:
         seen = held[1]
         if (
@@ -440,6 +440,14 @@ class Memory:
             self.handle = self.block
             self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
             self.device = "cuda:0" if live.is_cuda else live.arch
+
+    def __del__(self) -> None:
+        # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
+        block = getattr(self, "block", None)
+        if runtime.side_streams and hasattr(block, "record_stream") and not sys.is_finalizing():
+            torch: Any = sys.modules["torch"]
+            for handle in runtime.side_streams:
+                block.record_stream(torch.cuda.ExternalStream(handle))
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
         """A contiguous array in this memory, `byte_offset` from its start."""

@@ -328,6 +328,8 @@ def _load_native(kernel: Kernel) -> _Native:
         ArchError: see `compiler.ptx_of`, `ptx.patch` and `driver.Device.load`.
     """
     device = driver.device()
+    if driver.synchronize_all not in runtime.before_synchronize:
+        runtime.before_synchronize.append(driver.synchronize_all)
     key = compiler.key_of(kernel.factory, kernel.choices, device.target)
     found = _natives.get(key)
     if found is None:

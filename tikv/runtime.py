@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tikv.errors import ArchError, StaleRuntimeError
@@ -32,6 +32,7 @@ _taichi: Any = None
 _impl: Any = None
 _program_at_load: Any = None
 side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
+before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than Taichi's
 
 
 def __getattr__(name: str) -> Any:
@@ -134,6 +135,8 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything launched so far."""
+        for wait in before_synchronize:
+            wait()
         self.program.synchronize()
 
     def __repr__(self) -> str:
@@ -163,6 +166,12 @@ def running() -> Runtime | None:
         return None
     _load()
     return current() if _impl.get_runtime().prog is not None else None
+
+
+def is_started() -> bool:
+    """Whether Taichi runs, whoever started it."""
+    _load()
+    return _impl.get_runtime().prog is not None
 
 
 def require_alive(runtime: Runtime, operation: str) -> None:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -181,12 +181,12 @@ def close() -> None:
 atexit.register(close)
 
 
-def _send(pipe: BinaryIO, message: bytes) -> None:
+def _send(pipe: IO[bytes], message: bytes) -> None:
     pipe.write(struct.pack("<Q", len(message)) + message)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> bytes | None:
+def _receive(pipe: IO[bytes]) -> bytes | None:
     """The next message, or None at the end."""
     head = pipe.read(8)
     if len(head) < 8:
@@ -218,7 +218,7 @@ def serve() -> None:
             os.chdir(os.path.dirname(directory))
 
 
-def _readable(pipe: BinaryIO) -> bool:
+def _readable(pipe: IO[bytes]) -> bool:
     if sys.platform == "win32":  # select takes sockets only
         return True
     return bool(select.select([pipe], [], [], IDLE_SECONDS)[0])

@@ -148,7 +148,11 @@ def stream() -> int:
 
 @contextlib.contextmanager
 def use_stream(handle: int) -> Iterator[None]:
-    """Launch on this stream, given by its handle (`cudaStream_t` as an integer), within the block."""
+    """Launch on this stream, given by its handle (`cudaStream_t` as an integer), within the block.
+
+    It must live until the work is done and the stores used on it are gone. Torch's streams need no such block: launches
+    go to torch's current stream by themselves.
+    """
     token = _given.set(int(handle))
     try:
         yield
@@ -172,6 +176,22 @@ def capturing() -> bool:
 def stream_object(handle: int) -> Any:
     """A stream as the binding wants it."""
     return binding().CUstream(handle)
+
+
+def synchronize_all() -> None:
+    """Wait for all streams of the device.
+
+    Raises:
+        ArchError: a CUDA graph is being captured, in which nothing may wait.
+    """
+    if capturing():
+        raise ArchError(
+            "launch: waiting for the device while a CUDA graph is captured. Take host copies, torch() and DLPack of a "
+            "store's arrays before the capture or after it."
+        )
+    cu = binding()
+    device().enter()
+    checked(cu.cuCtxSynchronize(), "cuCtxSynchronize")
 
 
 def synchronize(handle: int) -> None:
