@@ -62,7 +62,9 @@ def info() -> dict[str, Any]:
         "device": runtime.device_name(arch),
         "memory_bytes": runtime.memory_bytes(arch),
         "vulkan_devices": [{"name": name, "kind": kind} for name, kind in runtime.vulkan_devices()],
-        "launcher": launch.launcher_report(live),
+        "launcher": launch.launcher_report(live)
+        if live is not None
+        else {"launcher": "none yet", "why": "Taichi has not started"},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("TIKV_", "TI_"))},
     }
 
