@@ -227,7 +227,7 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     # A tensor can be changed in place, so everything a view says is compared before one is taken again.
     held: Any = _torch_views.get(id(array))
     if held is not None and held[0]() is array:
-        seen = held[1]
+        seen: ArrayView = held[1]
         if (
             seen.ptr == array.data_ptr()
             and seen.shape == array.shape
@@ -443,8 +443,8 @@ class Memory:
 
     def __del__(self) -> None:
         # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
-        block = getattr(self, "block", None)
-        if runtime.side_streams and hasattr(block, "record_stream") and not sys.is_finalizing():
+        block: Any = getattr(self, "block", None)
+        if runtime.side_streams and block is not None and hasattr(block, "record_stream") and not sys.is_finalizing():
             torch: Any = sys.modules["torch"]
             for handle in runtime.side_streams:
                 block.record_stream(torch.cuda.ExternalStream(handle))

@@ -45,11 +45,13 @@ def patch(ptx: str, argument_bytes: int, overlap: bool = False) -> Patched:
         Unpatchable: the text is not of the form this module knows.
     """
     ptx = ptx.replace("\0", "").rstrip() + "\n"
+    # Taichi declares its shared arrays extern and gives them room at the launch; having sizes, they get it here.
+    ptx = re.sub(r"^\.extern (\.shared \.align \d+ \.b8 \w+\[[1-9]\d*\];)", r"\1", ptx, flags=re.M)
     entries = list(_ENTRY.finditer(ptx))
     if not 1 <= len(entries) <= 2:
         raise Unpatchable(f"{len(entries)} entries where one loop has one or two")
     if re.search(r"^\s*\.extern|\.func\b", ptx, re.M):
-        raise Unpatchable("calls into Taichi's runtime, or dynamic shared memory")
+        raise Unpatchable("calls into Taichi's runtime, or shared memory without a size")
     bound = _bound_of(entries[0]) if len(entries) == 2 else None
     main = entries[-1]
     name, block = main.group(1), _BLOCK.search(main.group(3))
