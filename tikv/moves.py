@@ -82,10 +82,11 @@ def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tupl
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
-        word = math.gcd(src_align, dst_align, 4 if style == "cpu" else 8)
+        word = math.gcd(src_align, dst_align, 4 if style == "cpu" else launch.widest_word())
         return width * s.itemsize // word, codec("raw", "raw", 0, word * 8, word * 8)
     for elements in (1,) if style == "cpu" else (4, 2, 1):
-        src_word, dst_word = min(8, elements * s.itemsize), min(8, elements * d.itemsize)
+        widest = launch.widest_word()
+        src_word, dst_word = min(widest, elements * s.itemsize), min(widest, elements * d.itemsize)
         chunks_whole = all(chunk % elements == 0 for chunk in (src.inner[0] or elements, dst.inner[0] or elements))
         if width % elements == 0 and src_align % src_word == 0 and dst_align % dst_word == 0 and chunks_whole:
             return width // elements, codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
@@ -168,10 +169,10 @@ def bind_copy(
         live,
         copy.make_copy,
         style,
-        style == "cpu" and moved < SERIAL_BYTES,
+        cpu and moved < SERIAL_BYTES,
         heads,
         groups > 1,
-        tuple(streams),
+        tuple(s._replace(units=0) for s in streams) if cpu else tuple(streams),  # known at run time on CPU
         *sides,
         lanes,
         0 if index is None else index.dtype.itemsize * 8,

@@ -7,6 +7,7 @@ be. Taichi is never imported. Rank 1.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -191,7 +192,8 @@ def pool_rows(pool: Array, layout: str = "NHD") -> Array:
         blocks = pool.transpose(0, 3, 1, 2, 4)
     else:
         blocks = pool.transpose(0, 3, 1, 2)
-    rows: Array = np.array(blocks).reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2], -1)
+    n, bs, h, *row = blocks.shape
+    rows: Array = np.array(blocks).reshape(n * bs, h, math.prod(row))
     return rows
 
 
@@ -351,3 +353,62 @@ class History:
         if self.window is None:
             return list(self._tokens)
         return self._tokens[: self.sinks] + self._tokens[self._oldest :]
+
+
+def visible_positions(
+    length: int,
+    query: int,
+    queries: int = 1,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    held: int | None = None,
+    first_valid: int = 0,
+) -> list[int]:
+    """The positions that query `query` of `queries` sees in a sequence of `length` tokens, oldest first.
+
+    Args:
+        length: tokens of the sequence, the newest included.
+        query: which of the newest tokens asks.
+        queries: how many of them ask.
+        causal: False lets each see what the newest sees.
+        window: tokens a query sees, itself and the sinks included.
+        sinks: first tokens that the window leaves visible.
+        held: slots of a ring, sinks included, beyond whose newest tokens nothing is left; None for a linear cache.
+        first_valid: oldest position behind the sinks that is still there.
+
+    Example:
+        >>> visible_positions(7, 1, 2, window=3, sinks=1), visible_positions(7, 0, 2, window=3, sinks=1)
+        ([0, 5, 6], [0, 4, 5])
+    """
+    last = length - queries + query if causal else length - 1
+    tokens = list(range(last + 1))
+    fixed, rest = tokens[:sinks], tokens[sinks:]
+    if window is not None:
+        rest = rest[-(window - sinks) :]
+    if held is not None:
+        rest = [p for p in rest if p >= length - (held - sinks)]
+    return fixed + [p for p in rest if p >= first_valid]
+
+
+def attention(q: Array, keys: Array, values: Array, *, scale: float, softcap: float | None = None) -> tuple[Array, float]:
+    """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
+
+    Args:
+        q: (D,).
+        keys, values: (n, D) and (n, D_v); with n of 0 the result is 0 and -inf.
+        scale: of q.k.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+
+    Example:
+        >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
+        [2.0]
+    """
+    if len(keys) == 0:
+        return np.zeros(values.shape[1]), -np.inf
+    scores = scale * (keys.astype(np.float64) @ q.astype(np.float64))
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    weights = np.exp(scores - scores.max())
+    return weights @ values.astype(np.float64) / weights.sum(), float(scores.max() + np.log(weights.sum()))

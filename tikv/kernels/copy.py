@@ -46,7 +46,7 @@ class Side(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """K or V in a copy: units in a row, and how a unit is read and written."""
+    """K or V in a copy: units in a row (0 on CPU, which counts at run time), and how a unit is read and written."""
 
     units: int
     codec: Codec
