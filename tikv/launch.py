@@ -11,12 +11,13 @@ Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -161,6 +162,9 @@ class Kernel:
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
         """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number."""
+        recorder = getattr(_recording, "launches", None)
+        if recorder is not None:
+            return _RecordedBound(self, iterations, arguments, recorder)
         launcher = _launcher(self.runtime)[0]
         if launcher == "native":
             bound = self._bind_native(iterations, arguments)
@@ -224,6 +228,55 @@ class Bound:
         for i, value in enumerate(self.arguments):
             if self.kernel.words[i] and value is not None and value.handle is not None:
                 self.arguments[i] = None
+
+
+class Recorded(NamedTuple):
+    """A launch that was recorded instead of done; it keeps the memory of its arrays alive."""
+
+    kernel: Kernel
+    iterations: int
+    arguments: tuple[Any, ...]
+
+
+_recording = threading.local()
+
+
+@contextlib.contextmanager
+def recording(live: runtime.Runtime, word_bytes: int = 8) -> Iterator[list[Recorded]]:
+    """Collect what this thread binds and launches, and launch nothing; copies move words of at most `word_bytes`.
+
+    One-shot calls find no plans of earlier calls meanwhile, so that all of them bind.
+    """
+    launches: list[Recorded] = []
+    with live.lock:
+        plans, live.plans = live.plans, {}
+        _recording.launches, _recording.word_bytes = launches, word_bytes
+        try:
+            yield launches
+        finally:
+            live.plans = plans
+            _recording.launches, _recording.word_bytes = None, 8
+
+
+def widest_word() -> int:
+    """Bytes of the widest word a copy may move now: 8, unless a recording asks for less."""
+    return getattr(_recording, "word_bytes", 8)
+
+
+class _RecordedBound(Bound):
+    """Under `recording`: keeps arrays and all, and notes its launches."""
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]) -> None:
+        super().__init__(kernel, iterations, arguments)
+        self.arguments = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
+        self._launches = launches
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        self.arguments[i] = array
+
+    def launch(self) -> None:
+        arguments = tuple(tuple(v) if self.kernel.lengths[i] else v for i, v in enumerate(self.arguments))
+        self._launches.append(Recorded(self.kernel, self.iterations, arguments))
 
 
 class _KeptBound(Bound):
@@ -359,20 +412,26 @@ def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tupl
     return offsets, -(-at // 8) * 8
 
 
-MAX_BLOCKS = 1 << 20
+BLOCKS_PER_MULTIPROCESSOR = 256  # more and smaller shares reach less of the memory's bandwidth, fewer leave some idle
 
 
-def blocks_of(iterations: int, block: int, operation: str) -> int:
+def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
     """How many blocks run so many iterations, each thread striding over them without leaving 32 bits.
 
     Raises:
         CapacityError: too many iterations for a stride of 32 bits.
+
+    Example:
+        >>> from tikv.launch import blocks_of
+        >>> blocks_of(1000, 128, most=33792, operation="example")
+        8
     """
-    blocks = max(1, min(-(-iterations // block), MAX_BLOCKS))
+    blocks = max(1, min(-(-iterations // block), most))
     room = (2**31 - 1 - iterations) // block  # the stride is added once more after the last iteration
-    if room < 1:
+    blocks = min(blocks, room)
+    if blocks < 1:
         raise CapacityError(f"{operation}: {iterations} work items leave no room for a stride. Split the call.")
-    return min(blocks, room)
+    return blocks
 
 
 class _NativeBound(Bound):
@@ -397,7 +456,8 @@ class _NativeBound(Bound):
         self._function = native.function
         self._parameters_at = ctypes.addressof(self._parameters)
         self._stream = 0
-        self._config = driver.launch_config(blocks_of(iterations, native.block, kernel.name), native.block)
+        most = driver.device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+        self._config = driver.launch_config(blocks_of(iterations, native.block, most, kernel.name), native.block)
         self._call = driver.binding().cuLaunchKernelEx
 
     def set_array(self, i: int, array: ArrayView) -> None:
