@@ -29,6 +29,8 @@ _HOME = {
     "quantize": "quant",
     "dequantize": "quant",
     "warmup": "variants",
+    "decode_attention": "attention",
+    "paged_decode_attention": "attention",
     "KVCacheStore": "store",
     "CacheArray": "arrays",
     "TikvError": "errors",
@@ -64,6 +66,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from tikv import arrays, dtypes, errors, launch, ops, qkv, reference, roofline, runtime, spec, variants
     from tikv.arrays import CacheArray
+    from tikv.attention import decode_attention, paged_decode_attention
     from tikv.doctor import info
     from tikv.errors import (
         ArchError,

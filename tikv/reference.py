@@ -392,7 +392,9 @@ def visible_positions(
     return fixed + [p for p in rest if p >= first_valid]
 
 
-def attention(q: Array, keys: Array, values: Array, *, scale: float, softcap: float | None = None) -> tuple[Array, float]:
+def attention(
+    q: Array, keys: Array, values: Array, *, scale: float, softcap: float | None = None
+) -> tuple[Array, float]:
     """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
 
     Args:

@@ -1,0 +1,371 @@
+"""Attention against a plain float64 softmax over an explicit list of visible positions.
+
+Tolerances, relative to the largest value of V a query sees: the stored numbers are the oracle's too, so what is left is
+float32 arithmetic (products, sums over up to a few hundred keys, a degree-6 exp2: 2e-6 in all, 1e-5 with a bound) and
+one rounding to the dtype of q: 2**-11 for float16, 2**-8 for bfloat16.
+"""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import reference
+
+TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
+
+
+def random_rows(rng, shape, dtype):
+    """(rows as stored, their scales or None, the numbers they stand for in float64); a scale a row for int8."""
+    if dtype == "int8":
+        rows = rng.integers(-127, 128, shape).astype(np.int8)
+        scales = (rng.uniform(0.5, 1.5, shape[:-1]) / 64).astype(np.float16)
+        return rows, scales, rows.astype(np.float64) * scales.astype(np.float64)[..., None]
+    rows = rng.standard_normal(shape).astype(DTYPES[dtype])
+    return rows, None, rows.astype(np.float64)
+
+
+class Case:
+    """A batch of sequences in a contiguous cache or ring, and what attention over it must give."""
+
+    def __init__(self, rng, *, dtype="float16", heads=2, group=2, width=16, width_v=None, capacity=40, lens=(40,),
+                 ring=None, sinks=0, queries=None, query_dtype="float32", guard=0):  # fmt: skip
+        width_v = width_v or width
+        self.lens, self.group, self.ring, self.sinks = lens, group, ring, sinks
+        batch = len(lens)
+        k, k_scale, k_real = random_rows(rng, (batch, heads, max(*lens, 1), width), dtype)
+        v, v_scale, v_real = random_rows(rng, (batch, heads, max(*lens, 1), width_v), dtype)
+        self.k_real, self.v_real = k_real, v_real
+        slots = capacity if ring is None else ring
+        whole = []
+        for rows in (k, v, k_scale, v_scale):
+            if rows is None:
+                whole.append(None)
+                continue
+            # Anything but zeros in the slots nobody may read; NaN where the dtype has one.
+            filler = 127 if dtype == "int8" and rows.dtype == np.int8 else np.nan
+            cache = np.full((batch, heads, guard + capacity + guard, *rows.shape[3:]), filler, rows.dtype)
+            for b, length in enumerate(lens):
+                where = reference.slots(0, length, slots, None if ring is None else ring, sinks)
+                for p, slot in enumerate(where):
+                    cache[b, :, guard + slot] = rows[b, :, p]
+            whole.append(cache[:, :, guard : guard + capacity])
+        self.k, self.v, self.k_scale, self.v_scale = whole
+        shape = (batch, heads * group, width) if queries is None else (batch, heads * group, queries, width)
+        self.q = rng.standard_normal(shape).astype(DTYPES[query_dtype])
+        self.query_dtype = query_dtype
+
+    def scales(self, arch):
+        if self.k_scale is None:
+            return {}
+        return {"k_scale": oracle.place(self.k_scale, arch), "v_scale": oracle.place(self.v_scale, arch)}
+
+    def expected(self, *, scale=None, softcap=None, **seen):
+        """(out, lse) in float64."""
+        q = self.q if self.q.ndim == 4 else self.q[:, :, None]
+        out = np.zeros((*q.shape[:3], self.v_real.shape[-1]))
+        lse = np.zeros(q.shape[:3])
+        for b, h, t in itertools.product(*map(range, q.shape[:3])):
+            at = reference.visible_positions(
+                self.lens[b], t, q.shape[2], sinks=self.sinks, held=self.ring, **seen
+            )  # fmt: skip
+            keys, values = self.k_real[b, h // self.group, at], self.v_real[b, h // self.group, at]
+            out[b, h, t], lse[b, h, t] = reference.attention(
+                q[b, h, t], keys, values, scale=scale or q.shape[-1] ** -0.5, softcap=softcap
+            )
+        return out.reshape(*self.q.shape[:-1], -1), lse.reshape(self.q.shape[:-1])
+
+    def run(self, arch, **options):
+        """`decode_attention` of the case as float64: (out, lse)."""
+        ring = {"ring": True, "sinks": self.sinks, "window": self.ring} if self.ring else {}
+        place = lambda a: oracle.place(a, arch)  # noqa: E731
+        lens = place(np.array(self.lens, np.int32))
+        options = {**ring, **self.scales(arch), **options}
+        arrays = [place(a) for a in (self.q, self.k, self.v)]
+        got = tikv.decode_attention(*arrays, lens, return_lse=True, **options)
+        out, lse = map(oracle.to_numpy, got)
+        assert out.dtype == self.q.dtype
+        assert lse.dtype == np.float32
+        return out.astype(np.float64), lse.astype(np.float64)
+
+    def check(self, arch, *, seen=None, softcap=None, scale=None, **options):
+        """Fail unless the result is what it must be."""
+        if softcap is not None:
+            options["softcap"] = softcap
+        if scale is not None:
+            options["scale"] = scale
+        want = self.expected(softcap=softcap, scale=scale, **(seen or {}))
+        assert_close(self.run(arch, **options), want, self.query_dtype)
+
+
+def assert_close(got, want, dtype):
+    """Both the result and its log-sum-exp."""
+    for name, a, b, tolerance in zip(("out", "lse"), got, map(np.asarray, want), (TOLERANCE[dtype], 1e-5), strict=True):
+        assert a.shape == b.shape, f"{name}: shape {a.shape}, expected {b.shape}"
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite], err_msg=name)
+        assert np.isfinite(a[finite]).all(), f"{name}: not finite"
+        error = np.abs(a[finite] - b[finite]).max(initial=0) / max(1.0, np.abs(b[finite]).max(initial=0))
+        assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_every_storage_and_grouping(arch, rng, dtype, group):
+    Case(rng, dtype=dtype, group=group, lens=(40, 1, 0, 23)).check(arch)
+
+
+def test_multi_query(arch, rng):
+    Case(rng, heads=1, group=5, lens=(40, 7)).check(arch)
+
+
+@pytest.mark.parametrize("query_dtype", ["float16", "bfloat16"])
+def test_the_result_has_the_dtype_of_the_query(arch, rng, query_dtype):
+    Case(rng, query_dtype=query_dtype, lens=(40, 3)).check(arch)
+
+
+@pytest.mark.parametrize(("width", "width_v"), [(32, 32), (80, 48), (256, 256), (5, 3), (24, 40)])
+def test_widths(arch, rng, width, width_v):
+    Case(rng, width=width, width_v=width_v, lens=(40, 9)).check(arch)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 200])
+def test_window(arch, rng, window):
+    case = Case(rng, capacity=150, lens=(150, 64, 65, 6))
+    case.check(arch, window=window, seen={"window": window})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [23, 24, 25, 24 * 7 + 5])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_ring_positions(arch, rng, dtype, length, sinks):
+    """Around the first wrap and far past it; every length crosses or meets the window."""
+    Case(rng, dtype=dtype, ring=24, sinks=sinks, lens=(length, 4, length + 1)).check(arch)
+
+
+def test_sinks_of_a_linear_cache(arch, rng):
+    case = Case(rng, capacity=100, lens=(100, 9, 3), sinks=4)
+    case.check(arch, window=10, sinks=4, seen={"window": 10})
+
+
+@pytest.mark.parametrize("queries", [1, 2, 7, 64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_several_queries_are_aligned_at_the_end(arch, rng, queries, causal):
+    case = Case(rng, capacity=130, queries=queries, lens=(130, 64, 0))
+    case.check(arch, causal=causal, seen={"causal": causal})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_several_queries_with_a_window_and_sinks(arch, rng, dtype):
+    case = Case(rng, dtype=dtype, capacity=130, queries=6, sinks=2, lens=(130, 70, 6))
+    case.check(arch, window=9, sinks=2, seen={"window": 9})
+
+
+def test_several_queries_in_a_ring_miss_what_was_overwritten(arch, rng):
+    Case(rng, ring=16, sinks=2, queries=5, lens=(16, 17, 99, 5)).check(arch, seen={"window": 16})
+
+
+def test_scale_and_softcap(arch, rng):
+    case = Case(rng, lens=(40, 11))
+    case.check(arch, scale=0.7)
+    case.check(arch, scale=1.3, softcap=2.5)
+
+
+def test_lse_in_base_2(arch, rng):
+    case = Case(rng, lens=(40, 0))
+    (out, lse), (want, natural) = case.run(arch, lse_base2=True), case.expected()
+    assert_close((out, lse * np.log(2)), (want, natural), "float32")
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("place", ["linear", "ring"])
+def test_split_counts_agree(arch, rng, splits, place):
+    """Many splits leave some without a key, above all those of the short sequence."""
+    ring = {"ring": 300, "sinks": 5} if place == "ring" else {}
+    case = Case(rng, capacity=300, lens=(300, 2, 0, 299), queries=2, **ring)
+    case.check(arch, num_splits=splits, seen={"window": 300} if ring else {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_views_that_start_inside_an_array(arch, rng, dtype):
+    """A cache that is a slice, with its own strides and a first element away from the buffer's."""
+    Case(rng, dtype=dtype, guard=3, lens=(40, 13)).check(arch)
+
+
+def test_one_key_gives_its_value(arch, rng):
+    case = Case(rng, dtype="float32", lens=(1,))
+    out, _ = case.run(arch)
+    np.testing.assert_array_equal(out[0, 0], case.v_real[0, 0, 0])
+
+
+def test_lengths_may_be_int64_and_a_list(arch, rng):
+    case = Case(rng, lens=(40, 5))
+    want = case.expected()[0]
+    for lens in (np.array([40, 5]), [40, 5]):
+        got = tikv.decode_attention(case.q, case.k, case.v, lens) if arch != "cuda" else None
+        if got is not None:
+            assert np.abs(oracle.to_numpy(got) - want).max() < 1e-5
+
+
+class Pages:
+    """Sequences in a page pool of shuffled blocks."""
+
+    def __init__(self, rng, *, layout="NHD", dtype="float16", page=4, lens=(30, 5), heads=2, group=2, width=16,
+                 width_v=None, queries=None):  # fmt: skip
+        self.case = Case(rng, dtype=dtype, heads=heads, group=group, width=width, width_v=width_v, capacity=max(lens),
+                         lens=lens, queries=queries)  # fmt: skip
+        each = -(-max(lens) // page)
+        blocks = len(lens) * each + 3
+        free = rng.permutation(blocks)
+        self.table = np.full((len(lens), each + 1), -1, np.int32)
+        pools = []
+        for rows in (self.case.k, self.case.v, self.case.k_scale, self.case.v_scale):
+            if rows is None:
+                pools.append(None)
+                continue
+            filler = 127 if rows.dtype == np.int8 else np.nan
+            flat = np.full((blocks * page, heads, *rows.shape[3:]), filler, rows.dtype)
+            for b, length in enumerate(lens):
+                used = -(-length // page)
+                self.table[b, :used] = free[b * each : b * each + used]
+                for p in range(length):
+                    flat[self.table[b, p // page] * page + p % page] = rows[b, :, p]
+            if rows.ndim == 3:
+                pools.append(flat.reshape(blocks, page, heads))
+                continue
+            shape = (blocks, page, heads, rows.shape[-1])
+            like = np.empty(shape, rows.dtype)
+            if layout == "HND":
+                like = like.swapaxes(1, 2)
+            elif layout == "VLLM":
+                x = 16 // rows.dtype.itemsize
+                n, bs, h, d = shape
+                like = np.empty((n, h, d // x, bs, x) if rows is self.case.k else (n, h, d, bs), rows.dtype)
+            pools.append(reference.pool_from_rows(flat, like, layout))
+        self.k, self.v, self.k_scale, self.v_scale = pools
+        self.layout = layout
+
+    def run(self, arch, **options):
+        place = lambda a: oracle.place(a, arch)  # noqa: E731
+        if self.k_scale is not None:
+            options |= {"k_scale": place(self.k_scale), "v_scale": place(self.v_scale)}
+        got = tikv.paged_decode_attention(
+            place(self.case.q), place(self.k), place(self.v), place(self.table), place(np.array(self.case.lens)),
+            layout=self.layout, return_lse=True, **options,
+        )  # fmt: skip
+        return tuple(oracle.to_numpy(a).astype(np.float64) for a in got)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "VLLM"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages(arch, rng, layout, dtype):
+    pages = Pages(rng, layout=layout, dtype=dtype)
+    assert_close(pages.run(arch), pages.case.expected(), "float32")
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+def test_page_sizes(arch, rng, page):
+    pages = Pages(rng, page=page, lens=(70, 64, 0, 1))
+    assert_close(pages.run(arch), pages.case.expected(), "float32")
+
+
+@pytest.mark.parametrize("splits", [1, 3, 32])
+def test_pages_with_a_window_queries_and_splits(arch, rng, splits):
+    pages = Pages(rng, lens=(200, 30, 3), queries=3, page=16, width_v=32)
+    assert_close(pages.run(arch, window=20, num_splits=splits), pages.case.expected(window=20), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
+    """Token by token past the window, then trimmed."""
+    store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=16, capacity=40, dtype=dtype, window=window,
+                              sinks=2 if window else 0, batch_size=2)  # fmt: skip
+    rows = rng.standard_normal((30, 2, 2, 2, 16)).astype(np.float32)
+    q = rng.standard_normal((2, 4, 16)).astype(np.float32)
+
+    def check():
+        k, v = (oracle.to_numpy(a).astype(np.float64) for a in store.tokens(1))
+        out, lse = store.attend(1, oracle.place(q, arch), return_lse=True)
+        for b, h in itertools.product(range(2), range(4)):
+            want = reference.attention(q[b, h], k[b, h // 2], v[b, h // 2], scale=0.25)
+            assert_close([oracle.to_numpy(a)[b, h].astype(np.float64) for a in (out, lse)], want, "float32")
+
+    for i, (k, v) in enumerate(rows):
+        store.append(1, oracle.place(k[:, None].copy(), arch), oracle.place(v[:, None].copy(), arch))
+        if i in (0, 1, 10, 11, 12, 13, 29):
+            check()
+    store.append(0, *(oracle.place(np.zeros((2, 30, 2, 16), np.float32), arch) for _ in "kv"))
+    store.trim(3)
+    check()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"q": (2, 3, 16)}, tikv.ShapeError, "do not divide"),
+        ({"q": (3, 4, 16)}, tikv.ShapeError, "batch"),
+        ({"q": (2, 4, 8)}, tikv.ShapeError, "head width"),
+        ({"lens": [41, 3]}, tikv.CapacityError, "41"),
+        ({"lens": [3, -1]}, tikv.PositionError, "-1"),
+        ({"q": (2, 4, 5, 16), "lens": [9, 4]}, tikv.PositionError, "5 queries"),
+        ({"lens": [9]}, tikv.ShapeError, "lengths"),
+        ({"lens": np.array([1.0, 2.0])}, tikv.DTypeError, "int32 or int64"),
+        ({"dtype": np.int8}, tikv.DTypeError, "needs k_scale"),
+        ({"dtype": np.float64}, tikv.DTypeError, "f64"),
+        ({"window": 0}, tikv.PositionError, "window=0"),
+        ({"window": 4, "sinks": 4}, tikv.CapacityError, "sinks=4"),
+        ({"window": 41, "ring": True}, tikv.CapacityError, "window=41"),
+        ({"num_splits": 0}, tikv.PositionError, "num_splits"),
+        ({"softcap": -1.0}, tikv.OptionError, "softcap"),
+        ({"scale": float("nan")}, tikv.OptionError, "scale"),
+        ({"impl": "fast"}, tikv.OptionError, "impl"),
+        ({"impl": "torch", "softcap": 1.0}, tikv.OptionError, "impl='torch'"),
+        ({"k_scale": np.ones((2, 2, 40), np.float16)}, tikv.ShapeError, "v_scale is missing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(change, error, says):
+    tikv.init(arch="cpu")
+    change = dict(change)
+    dtype = change.pop("dtype", np.float16)
+    k, v = np.zeros((2, 2, 2, 40, 16), dtype)
+    q = np.zeros(change.pop("q", (2, 4, 16)), np.float32)
+    lens = change.pop("lens", [3, 9])
+    out = np.full((*q.shape[:-1], 16), 7, np.float32)
+    with pytest.raises(error, match=says) as caught:
+        tikv.decode_attention(q, k, v, lens, out=out, **change)
+    assert str(caught.value).startswith("decode_attention: ")
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("table", "lens", "says"),
+    [
+        ([[0, 1]], [9], "the table names 8 slots"),
+        ([[0, 7]], [5], "none of the pool's 3 blocks"),
+        ([[0, -1]], [5], "none of the pool's 3 blocks"),
+    ],
+)
+def test_tables_that_do_not_reach_are_refused(table, lens, says):
+    tikv.init(arch="cpu")
+    k, v = np.zeros((2, 3, 4, 2, 16), np.float16)
+    with pytest.raises(tikv.PositionError, match=says):
+        tikv.paged_decode_attention(np.zeros((1, 2, 16), np.float32), k, v, np.array(table), lens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_torch_gives_the_same(arch, rng, dtype, queries):
+    pytest.importorskip("torch")
+    if arch not in ("cpu", "cuda"):
+        pytest.skip(f"torch sees no memory of {arch}")
+    case = Case(rng, dtype=dtype, query_dtype=dtype, lens=(37, 37), queries=queries)
+    place = lambda a: oracle.to_torch(a, arch)  # noqa: E731
+    got = tikv.decode_attention(place(case.q), place(case.k), place(case.v), [37, 37], window=9, impl="torch")
+    # torch computes float16 and bfloat16 in float32 or in their own precision, as its kernels choose.
+    error = np.abs(oracle.to_numpy(got).astype(np.float64) - case.expected(window=9)[0]).max()
+    assert error < {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]

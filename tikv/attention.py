@@ -1,0 +1,783 @@
+"""Decode attention over what a cache holds, where it lies: contiguous caches, rings behind sinks, page pools.
+
+`decode_attention` and `paged_decode_attention` describe their arrays as a `Cache`; `attend` checks the queries against
+it, chooses splits and kernel, and launches. Several splits leave parts that a second launch merges; `merge_states`
+does the same for results that the caller has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import checks, dtypes, launch, runtime
+from tikv.arrays import ArrayView, CacheArray, Memory, describe, view
+from tikv.dtypes import DType
+from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.moves import End, Staging, keep_plan
+from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape
+
+QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+STORED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8)
+IMPLEMENTATIONS = ("auto", "taichi", "torch")
+MOST_ROWS = 8  # query rows that share a pass over the keys
+MOST_SPLITS = 1024
+LEAST_KEYS = 256  # of a split that nobody asked for
+SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
+GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256}  # thread blocks that fill a device
+
+
+class Cache(NamedTuple):
+    """What attention reads: K and V, how their slots are found, and the scales of int8."""
+
+    k: End
+    v: End
+    heads: int
+    width: int
+    width_v: int
+    place: str  # "linear", "ring" or "table"
+    capacity: int  # tokens that a length may count; slots, or what the table can name
+    page: int = 0
+    blocks: int = 0
+    sinks: int = 0
+    ring: int = 0
+    scales: tuple[ArrayView, ...] = ()
+    scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, block, step, head
+
+
+class Question(NamedTuple):
+    """What is asked of a cache, without the arrays."""
+
+    scale: float | None
+    causal: bool
+    span: int | None  # tokens behind the sinks that a query sees
+    softcap: float | None
+    splits: int | None
+    base2: bool
+
+
+def decode_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seq_lens: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    ring: bool = False,
+    sinks: int = 0,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    lse_base2: bool = False,
+    first_valid: int | None = None,
+    impl: str = "auto",
+) -> Any:
+    """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
+
+    Query ``i`` of T belongs to the token at position ``seq_lens[b] - T + i`` and sees the tokens up to itself.
+
+    Args:
+        q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
+        k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16, or
+            int8 with scales; any strides with a contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
+        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included. For a
+            ring it counts all tokens ever written.
+        scale: of q.k; None for ``1 / sqrt(D)``.
+        causal: False lets every query see what the newest sees.
+        window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
+        ring: the slots behind the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all do.
+        sinks: first tokens that stay visible in spite of the window.
+        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches and of no other.
+        return_lse: also return the log-sum-exp of each query's scaled scores.
+        out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        num_splits: parts that the keys are read in, side by side; None chooses. The result is the same within rounding.
+        lse_base2: the log-sum-exp in base 2 rather than e.
+        first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed.
+        impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto".
+
+    Returns:
+        ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
+        float32 (B, Hq) or (B, Hq, T). A query that sees nothing gets 0 and -inf.
+
+    Raises:
+        PositionError: a length on the host is negative or shorter than T. One that only the device knows is bounded.
+        CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
+        ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
+
+    Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends.
+    Cost: the visible keys and values are read once for all query heads of a group; one launch, two with splits.
+    Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k, v = np.zeros((1, 1, 4, 2), np.float32), np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
+        >>> tikv.decode_attention(np.ones((1, 2, 2), np.float32), k, v, np.array([3])).tolist()
+        [[[2.0, 3.0], [2.0, 3.0]]]
+    """
+    operation = "decode_attention"
+    live = runtime.current()
+    seq_lens = index_array(seq_lens)
+    queries, lens = view(q, "q", operation), view(seq_lens, "seq_lens", operation)
+    k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
+    scales = _scale_views(k_scale, v_scale, operation)
+    named = [("q", queries), ("k_cache", k), ("v_cache", v), ("seq_lens", lens), *scales]
+    checks.on_device(named, live, operation)
+    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+    for name, a in (("k_cache", k), ("v_cache", v)):
+        checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)
+        checks.readable(a, name, operation)
+    detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
+    for axis, what in enumerate(("batch", "number of heads", "capacity")):
+        checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
+    batch, heads, capacity, width = k.shape
+    window = checks.window_of(window, capacity, operation) if ring else _window(window, operation)
+    sinks = checks.integer(sinks, "sinks", operation)
+    slots = capacity if window is None else window
+    if sinks and (window is not None or ring) and sinks >= slots:
+        raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
+    strides = (0, 0, 0, 0)
+    for name, a in scales:
+        if a.shape != k.shape[:3]:
+            raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
+    if scales:
+        a, b = scales[0][1], scales[1][1]
+        if a.strides != b.strides:
+            raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
+        strides = (a.strides[0], 0, a.strides[2], a.strides[1])
+    cache = Cache(
+        k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
+        v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
+        heads=heads,
+        width=width,
+        width_v=v.shape[3],
+        place="ring" if ring else "linear",
+        capacity=capacity,
+        sinks=sinks if ring or window is not None else 0,
+        ring=slots - sinks if ring else 0,
+        scales=tuple(a for _, a in scales),
+        scale_strides=strides,
+    )
+    span = None if window is None else window - sinks
+    oldest = checks.integer(first_valid or 0, "first_valid", operation, high=2**31 - 1)
+    question = Question(scale, causal, span, softcap, num_splits, lse_base2)
+    return attend(live, operation, q, queries, cache, lens, None, batch, question, out, return_lse, impl, oldest)
+
+
+def paged_decode_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    layout: str = "NHD",
+    scale: float | None = None,
+    window: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    lse_base2: bool = False,
+    impl: str = "auto",
+) -> Any:
+    """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
+
+    Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
+
+    Args:
+        q: (B, Hq, D) or (B, Hq, T, D).
+        k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales.
+        block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
+            negative.
+        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included.
+        layout: "NHD", "HND" or "VLLM".
+        window: tokens a query sees, itself included.
+        k_scale, v_scale: (N, bs, H), of int8 pools and of no other.
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2, impl: as in `decode_attention`; torch has no
+            attention over pages, so "auto" is "taichi".
+
+    Returns:
+        As `decode_attention`.
+
+    Raises:
+        PositionError: a context on the host that is negative, shorter than T or longer than its table; a block of it,
+            on the host, that is not in the pool. Those that only the device knows are bounded, or seen by nobody.
+        ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
+
+    Exactness, cost: as `decode_attention`.
+    Source: ``paged_decode_attention``, ``int8_paged_decode_attention``, ``BatchPagedDecodePlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k, v = np.zeros((3, 2, 1, 1), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
+        >>> q, table = np.ones((1, 1, 1), np.float32), np.array([[2, 0, -1]])
+        >>> tikv.paged_decode_attention(q, k, v, table, np.array([3])).tolist()
+        [[[3.0]]]
+    """
+    operation = "paged_decode_attention"
+    live = runtime.current()
+    block_tables, context_lens = index_array(block_tables), index_array(context_lens)
+    queries, lens = view(q, "q", operation), view(context_lens, "context_lens", operation)
+    k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
+    table = view(block_tables, "block_tables", operation)
+    scales = _scale_views(k_scale, v_scale, operation)
+    checks.option(layout, "layout", operation, tuple(LAYOUTS))
+    if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
+        raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
+    named = [("q", queries), ("k_pool", k), ("v_pool", v), ("block_tables", table), ("context_lens", lens), *scales]
+    checks.on_device(named, live, operation)
+    shapes = []
+    for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
+        checks.readable(a, name, operation)
+        shapes.append(pool_shape(a, LAYOUTS[layout][stream], name, operation))
+    detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}, layout {layout}"
+    for what in ("blocks", "page", "heads"):
+        checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
+    checks.indices(table, "block_tables", operation)
+    checks.rank(table, (2,), "block_tables", "(B, max_blocks)", operation)
+    shape = shapes[0]
+    strides = (0, 0, 0, 0)
+    for name, a in scales:
+        checks.readable(a, name, operation)
+        pool_scale(a, shape, name, operation)
+    if scales:
+        a, b = scales[0][1], scales[1][1]
+        if a.strides != b.strides:
+            raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
+        strides = (0, a.strides[0], a.strides[1], a.strides[2])
+    batch = table.shape[0]
+    cache = Cache(
+        k=pool_end(k, LAYOUTS[layout][0]),
+        v=pool_end(v, LAYOUTS[layout][1]),
+        heads=shape.heads,
+        width=shape.width,
+        width_v=shapes[1].width,
+        place="table",
+        capacity=table.shape[1] * shape.page,
+        page=shape.page,
+        blocks=shape.blocks,
+        scales=tuple(a for _, a in scales),
+        scale_strides=strides,
+    )
+    question = Question(scale, causal, _window(window, operation), softcap, num_splits, lse_base2)
+    return attend(live, operation, q, queries, cache, lens, table, batch, question, out, return_lse, "taichi")
+
+
+def _window(window: Any, operation: str) -> int | None:
+    return None if window is None else checks.integer(window, "window", operation, low=1)
+
+
+def _scale_views(k_scale: Any, v_scale: Any, operation: str) -> list[tuple[str, ArrayView]]:
+    if (k_scale is None) != (v_scale is None):
+        missing = "k_scale" if k_scale is None else "v_scale"
+        raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
+    if k_scale is None:
+        return []
+    return [("k_scale", view(k_scale, "k_scale", operation)), ("v_scale", view(v_scale, "v_scale", operation))]
+
+
+class Queries(NamedTuple):
+    """What the shape and strides of q or of the result say."""
+
+    batch: int
+    heads: int
+    queries: int
+    width: int
+    strides: tuple[int, int, int]  # of a sequence, a head, a query
+
+
+def _queries(a: ArrayView, name: str, operation: str) -> Queries:
+    checks.rank(a, (3, 4), name, "(B, Hq, D) or (B, Hq, T, D)", operation)
+    checks.readable(a, name, operation)
+    tokens, step = (a.shape[2], a.strides[2]) if a.ndim == 4 else (1, 0)
+    return Queries(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
+
+
+def attend(
+    live: runtime.Runtime,
+    operation: str,
+    like: Any,
+    q: ArrayView,
+    cache: Cache,
+    lens: ArrayView | int,
+    table: ArrayView | None,
+    batch: int,
+    question: Question,
+    out: Any,
+    return_lse: bool,
+    impl: str,
+    first_valid: int = 0,
+) -> Any:
+    """Attention over a described cache: check the rest, find or make the plan, launch.
+
+    Args:
+        live: the runtime.
+        operation: for messages.
+        like: what the caller gave as q; new arrays are of its kind.
+        q: its view.
+        cache: what is read.
+        lens: (B,) lengths, or the length of all sequences.
+        table: (B, max_blocks) of a cache in pages.
+        batch: sequences of the cache.
+        question: the options.
+        out: array for the result, or None.
+        return_lse: whether the log-sum-exp is wanted.
+        impl: one of `IMPLEMENTATIONS`.
+        first_valid: oldest position behind the sinks that is still there.
+    """
+    asked = _queries(q, "q", operation)
+    longest = _check(live, operation, q, asked, cache, lens, table, batch, question)
+    if impl != "taichi" and _torch_serves(live, operation, q, asked, cache, lens, question, return_lse, impl):
+        return _attend_torch(like, q, asked, cache, longest, first_valid, question, out, operation)
+    shape = (*q.shape[:-1], cache.width_v)
+    result = out
+    if out is None:
+        result = new_like(like, shape, q.dtype, live)
+    to = view(result, "out", operation)
+    if out is not None:
+        checks.on_device([("out", to)], live, operation)
+        checks.writable(to, "out", operation)
+        checks.same_dtype(q, to, "q", "out", operation)
+        if to.shape != shape:
+            raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
+    lse = new_like(like, q.shape[:-1], dtypes.float32, live) if return_lse else None
+    arrays = {"q": q, "k": cache.k.array, "v": cache.v.array}
+    if not isinstance(lens, int):
+        arrays["lens"] = lens
+    if table is not None:
+        arrays["table"] = table
+    if cache.scales:
+        arrays["k_scale"], arrays["v_scale"] = cache.scales
+    arrays["out"] = to
+    if lse is not None:
+        arrays["lse"] = view(lse, "lse", operation)
+    if math.prod(q.shape[:-1]) and cache.width_v:
+        if out is not None:
+            checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
+        keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+        splits = question.splits or _splits(live, asked, cache, keys)
+        workers = _workers(live, asked, cache, keys)
+        key = (operation, *[(n, a.key) for n, a in arrays.items()], cache[2:11], splits, workers, question)
+        plan = live.plans.get(key)
+        if plan is None:
+            plan = keep_plan(live, key, Plan(live, operation, arrays, asked, cache, question, splits, workers))
+        plan.run(arrays, lens if isinstance(lens, int) else 0, first_valid)
+    return (result, lse) if return_lse else result
+
+
+def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime) -> Any:
+    """A new array of the kind of `like`: NumPy, torch on the same device, or a `CacheArray` for anything else."""
+    kind = type(like)
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype.numpy)
+    if kind.__module__.partition(".")[0] == "torch" or hasattr(like, "new_empty"):
+        return like.new_empty(tuple(shape), dtype=getattr(importlib.import_module("torch"), dtype.name))
+    return CacheArray(Memory(math.prod(shape) * dtype.itemsize, live).array(tuple(shape), dtype), live)
+
+
+def _check(
+    live: runtime.Runtime,
+    operation: str,
+    q: ArrayView,
+    asked: Queries,
+    cache: Cache,
+    lens: ArrayView | int,
+    table: ArrayView | None,
+    batch: int,
+    question: Question,
+) -> int:
+    """Every precondition that is left; returns the most tokens a sequence may have, as far as the host knows."""
+    k, v = cache.k.array, cache.v.array
+    if q.dtype not in QUERIES:
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+    if k.dtype not in STORED:
+        raise DTypeError(f"{operation}: K is {describe(k)}; attention reads float32, float16, bfloat16 and int8.")
+    checks.same_dtype(k, v, "K", "V", operation)
+    if (k.dtype is dtypes.int8) != bool(cache.scales):
+        needed = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
+        raise DTypeError(f"{operation}: K is {describe(k)}; {needed}.")
+    for scale in cache.scales:
+        if scale.dtype not in (dtypes.float16, dtypes.float32):
+            raise DTypeError(f"{operation}: a scale is {describe(scale)}; int8 scales are float16 or float32.")
+        checks.same_dtype(cache.scales[0], scale, "k_scale", "v_scale", operation)
+    checks.extent(asked.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
+    checks.extent(asked.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
+    if cache.heads == 0 or asked.heads % cache.heads:
+        raise ShapeError(
+            f"{operation}: {asked.heads} query heads do not divide among {cache.heads} KV heads (q: {describe(q)}, K: "
+            f"{describe(k)}). Use a multiple of {cache.heads}."
+        )
+    if cache.width == 0:
+        raise ShapeError(f"{operation}: K is {describe(k)}, of width 0. Use a head_dim of at least 1.")
+    for name, value in (("scale", question.scale), ("softcap", question.softcap)):
+        if value is not None and not (math.isfinite(value) and (name == "scale" or value > 0)):
+            wanted = "finite" if name == "scale" else "positive"
+            raise OptionError(f"{operation}: {name}={value} is no {wanted} number.")
+    if question.splits is not None:
+        checks.integer(question.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
+    limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
+    if isinstance(lens, int):
+        _check_length(lens, asked.queries, limit, cache, "the length", operation)
+        return lens
+    checks.indices(lens, "lengths", operation)
+    checks.rank(lens, (1,), "lengths", "(B,)", operation)
+    checks.extent(lens.shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
+    if table is not None:
+        checks.extent(table.shape[0], batch, "the batch of block_tables", operation)
+    known = host_indices(lens, live)
+    if known is None:
+        return cache.capacity
+    if known.size == 0:
+        return 0
+    longest = int(known.max())
+    _check_length(longest, asked.queries, limit, cache, f"length {int(known.argmax())}", operation)
+    _check_length(int(known.min()), asked.queries, limit, cache, f"length {int(known.argmin())}", operation)
+    if table is not None:
+        _check_table(operation, host_indices(table, live), known, cache)
+    return longest
+
+
+def _check_length(length: int, queries: int, limit: int, cache: Cache, what: str, operation: str) -> None:
+    if length > limit:
+        holds = f"the table names {cache.capacity} slots" if cache.place == "table" else f"capacity={cache.capacity}"
+        error = PositionError if cache.place == "table" else CapacityError
+        raise error(f"{operation}: {what} is {length}, and {holds}. Use lengths of at most {limit}, or ring=True.")
+    if length < 0 or 0 < length < queries:
+        raise PositionError(
+            f"{operation}: {what} is {length} for {queries} queries, whose tokens count. Use at least {queries}, or 0."
+        )
+
+
+def _check_table(operation: str, table: np.ndarray[Any, Any] | None, lens: np.ndarray[Any, Any], cache: Cache) -> None:
+    """Each block of each context is in the pool."""
+    if table is None or table.size == 0:
+        return
+    used = np.arange(table.shape[1]) < -(-lens.astype(np.int64)[:, None] // cache.page)
+    wrong = used & ((table < 0) | (table >= cache.blocks))
+    if wrong.any():
+        b, i = (int(x) for x in np.argwhere(wrong)[0])
+        raise PositionError(
+            f"{operation}: block_tables[{b}, {i}]={int(table[b, i])} is none of the pool's {cache.blocks} blocks, and "
+            f"the context of {int(lens[b])} tokens needs it."
+        )
+
+
+def _splits(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> int:
+    """Enough parts to fill the device, none with fewer than `LEAST_KEYS` keys."""
+    group = asked.heads // cache.heads
+    tasks = asked.batch * cache.heads * -(-asked.queries * group // rows_of_task(asked.queries * group))
+    wanted = 4 * threads_of(live) if live.is_cpu else GPU_BLOCKS[live.arch]
+    return max(1, min(-(-wanted // tasks) if tasks < wanted else 1, keys // LEAST_KEYS, 128))
+
+
+def rows_of_task(rows: int) -> int:
+    """Query rows that one task computes, of those that share a KV head."""
+    blocks = -(-rows // MOST_ROWS)
+    return -(-rows // blocks)
+
+
+def threads_of(live: runtime.Runtime) -> int:
+    """Threads of the CPU back end."""
+    return int(live.program.config().cpu_max_num_threads)
+
+
+def _workers(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> int:
+    """Threads that attend on CPU: one for little work, else all."""
+    products = asked.batch * asked.heads * asked.queries * keys * (cache.width + cache.width_v)
+    return threads_of(live) if live.is_cpu and products >= SERIAL_PRODUCTS else 1
+
+
+class Plan:
+    """A checked attention: its launches, bound at the first run over arrays that have addresses, later given new ones.
+
+    Parts of splits, and log-sum-exps nobody asked for, go to memory that all plans of a runtime share.
+    """
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        arrays: dict[str, ArrayView],
+        asked: Queries,
+        cache: Cache,
+        question: Question,
+        splits: int,
+        workers: int,
+    ) -> None:
+        self.live, self.operation = live, operation
+        self.splits, self.workers = splits, workers
+        self.asked, self.question = asked, question
+        self.cache = cache._replace(
+            k=cache.k._replace(array=cache.k.array.bare()), v=cache.v._replace(array=cache.v.array.bare()), scales=()
+        )
+        self.scale = cache.scales[0].dtype.short if cache.scales else ""
+        self.common = importlib.import_module("tikv.kernels.attention")
+        self.rows = asked.batch * asked.heads * asked.queries
+        parts = self.rows * splits if splits > 1 else 0
+        self.part_bytes = parts * cache.width_v * 4
+        self.scratch_bytes = self.part_bytes + max(parts, 0 if "lse" in arrays else self.rows) * 4
+        checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
+        self.bounds: list[tuple[launch.Bound, list[str]]] | None = None
+        self.scratch: Memory | None = None
+        self.pointers: list[int] = []
+
+    def run(self, arrays: dict[str, ArrayView], length: int, first_valid: int) -> None:
+        """Launch over these arrays, all sequences of this length where there is no array of lengths."""
+        live, number = self.live, self.common.N
+        length, first_valid = self._reduced(length, first_valid)
+        with live.lock:
+            scratch = _scratch(live, self.scratch_bytes)
+            if live.is_spirv and any(a.device == "cpu" for a in arrays.values()):
+                stage = Staging(live, list(arrays.values()), [n in ("out", "lse") for n in arrays])
+                for bound, _ in self._bind(dict(zip(arrays, stage.arrays, strict=True)), scratch, length, first_valid):
+                    bound.launch()
+                stage.finish()
+                return
+            pointers = [a.ptr for a in arrays.values()]
+            if self.bounds is None or scratch is not self.scratch or 0 in pointers:
+                self.bounds = self._bind(arrays, scratch, length, first_valid)
+                self.scratch = scratch
+            elif pointers != self.pointers:
+                for bound, names in self.bounds:
+                    for i, name in enumerate(names):
+                        if name in arrays:
+                            bound.set_array(i, arrays[name])
+            self.pointers = pointers
+            for bound, names in self.bounds:
+                bound.set_entry(len(names) + 1, number.length, length)
+                bound.set_entry(len(names) + 1, number.first_valid, first_valid)
+                bound.launch()
+            if 0 in pointers:
+                self.bounds = None  # memory without an address must not be kept alive
+
+    def _reduced(self, length: int, first_valid: int) -> tuple[int, int]:
+        """A length and a first position that fit 32 bits and leave the same tokens in the same slots."""
+        cache = self.cache
+        if cache.place != "ring" or length < 2**30:
+            return length, first_valid
+        enough = cache.sinks + 2 * cache.ring + self.asked.queries
+        short = enough + (length - enough) % cache.ring
+        return short, max(0, first_valid - (length - short))
+
+    def _bind(
+        self, arrays: dict[str, ArrayView], scratch: Memory, length: int, first_valid: int
+    ) -> list[tuple[launch.Bound, list[str]]]:
+        """The launches over these arrays: (bound, names of its array arguments) each."""
+        live, cache, asked, question, common = self.live, self.cache, self.asked, self.question, self.common
+        style, split = live.kernel_style, self.splits > 1
+        k, v, q, to = (arrays[n] for n in ("k", "v", "q", "out"))
+        group = asked.heads // cache.heads
+        rows = group * asked.queries
+        block = rows_of_task(rows)
+        bits = self._word_bits(k, v, style)
+        unit = bits // (k.dtype.itemsize * 8)
+        for name, a in (("K", k), ("V", v)):
+            checks.addressable(a, bits // 8, live, name, self.operation)
+        choices = common.Choices(
+            place=cache.place,
+            page=cache.page,
+            sinks=cache.sinks > 0,
+            cache=k.dtype.short,
+            bits=bits,
+            scale=self.scale,
+            k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
+            v_inner=(cache.v.inner[0] // unit, cache.v.inner[1] // unit),
+            query=q.dtype.short,
+            out="f32" if split else to.dtype.short,
+            width=cache.width,
+            width_v=cache.width_v,
+            group=group,
+            rows=block,
+            causal=question.causal,
+            masked=question.causal and asked.queries > 1,
+            softcap=question.softcap is not None,
+            lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
+            table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
+        )
+        parts = scratch.array((max(1, self.part_bytes // 4),), dtypes.float32)
+        spare = scratch.array((1,), dtypes.float32, self.part_bytes)
+        full = {"lse": spare, **arrays}
+        targets = {"out": parts, "lse": spare} if split else {"out": full["out"], "lse": full["lse"]}
+
+        def first(name: str, among: dict[str, ArrayView]) -> int:
+            return among[name].offset // among[name].dtype.itemsize if name in among else 0
+
+        def where(to: ArrayView, strides: tuple[int, int, int]) -> tuple[int, ...]:
+            lens, table = arrays.get("lens"), arrays.get("table")
+            batch, page, step, head = cache.scale_strides
+            return tuple(
+                common.Where(
+                    *asked.strides, first("q", arrays), *strides, to.offset // to.dtype.itemsize,
+                    *(n // unit for n in (cache.k.group, cache.k.block, cache.k.step, cache.k.head)),
+                    k.offset * 8 // bits,
+                    *(n // unit for n in (cache.v.group, cache.v.block, cache.v.step, cache.v.head)),
+                    v.offset * 8 // bits,
+                    batch, page, step, head, first("k_scale", arrays), first("v_scale", arrays),
+                    lens.strides[0] if lens is not None else 0, first("lens", arrays),
+                    *(table.strides if table is not None else (0, 0)), first("table", arrays),
+                )
+            )  # fmt: skip
+
+        row_blocks = -(-rows // block)
+        numbers = common.Which(
+            tasks=asked.batch * cache.heads * row_blocks * self.splits,
+            splits=self.splits,
+            heads=cache.heads,
+            queries=asked.queries,
+            row_blocks=row_blocks,
+            length=length,
+            capacity=cache.capacity,
+            sinks=cache.sinks,
+            span=common.FAR if question.span is None else min(question.span, common.FAR),
+            ring=cache.ring,
+            first_valid=first_valid,
+            blocks=cache.blocks,
+            lse_first=first("lse", targets),
+            part_first=first("out", targets),
+            batch=asked.batch,
+        )
+        scale = 1 / math.sqrt(cache.width) if question.scale is None else question.scale
+        log2e = common.LOG2E
+        cap = question.softcap
+        factors = common.Factors(
+            scale=scale * log2e if cap is None else scale / cap,
+            cap=1.0 if cap is None else cap * log2e,
+            lse=1.0 if question.base2 else math.log(2),
+        )
+        given = _queries(to, "out", self.operation).strides
+        names = ["q", "k", "v", "lens", "table", "k_scale", "v_scale"]
+        filled = [arrays.get(n, q) for n in names]
+        factory, extra = self._factory(style)
+        kernel = launch.kernel(live, factory, *extra, split, choices)
+        tasks = numbers.tasks * (1 if style == "cpu" else importlib.import_module("tikv.kernels.lanes").BLOCK)
+        attended = kernel.bind(
+            tasks, *filled, targets["out"], targets["lse"], where(to, given), tuple(numbers), tuple(factors)
+        )
+        found = [(attended, [*names, *(["", ""] if split else ["out", "lse"])])]
+        if split:
+            items = self.rows if style == "cpu" else self.rows * cache.width_v
+            merged = choices._replace(out=to.dtype.short)
+            merging = launch.kernel(
+                live, common.make_merge, style, self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS, merged
+            )
+            bound = merging.bind(
+                items, parts, spare, to, full["lse"], where(to, given),
+                tuple(numbers._replace(tasks=items)), tuple(factors),
+            )  # fmt: skip
+            found.append((bound, ["", "", "out", "lse"]))
+        return found
+
+    def _word_bits(self, k: ArrayView, v: ArrayView, style: str) -> int:
+        """Bits of a word of K and V: an element on CPU, elsewhere the widest up to 32 at which every row starts."""
+        itemsize = k.dtype.itemsize
+        if style == "cpu":
+            return itemsize * 8
+        common = 4
+        for end, a, width in ((self.cache.k, k, self.cache.width), (self.cache.v, v, self.cache.width_v)):
+            jumps = (end.group, end.block, end.step, end.head, end.inner[1], end.inner[0] or width)
+            common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
+        return max(itemsize, common & -common) * 8
+
+    def _factory(self, style: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel's factory, and the choices it takes before the common ones."""
+        if style == "cpu":
+            return importlib.import_module("tikv.kernels.attention_cpu").make_attend_cpu, (self.workers,)
+        return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style,)
+
+
+def _scratch(live: runtime.Runtime, nbytes: int) -> Memory:
+    """Memory for what lies between launches; grown as needed, shared by all plans of a runtime, in launch order."""
+    found = live.plans.get("attention scratch")
+    if found is None or found.nbytes < nbytes:
+        if found is not None:
+            live.synchronize()
+        found = live.plans["attention scratch"] = Memory(max(nbytes, 1 << 16), live)
+    return found
+
+
+def _torch_serves(
+    live: runtime.Runtime,
+    operation: str,
+    q: ArrayView,
+    asked: Queries,
+    cache: Cache,
+    lens: ArrayView | int,
+    question: Question,
+    return_lse: bool,
+    impl: str,
+) -> bool:
+    """Whether torch's own attention is to be used; with impl="torch" it must be."""
+    if impl == "auto" and (live.is_cpu or "torch" not in sys.modules):
+        return False
+    reason = ""
+    known = None if isinstance(lens, int) else host_indices(lens, live)
+    if importlib.util.find_spec("torch") is None:
+        reason = "torch is not installed"
+    elif live.is_spirv:
+        reason = f"torch has no view of memory on {live.arch}"
+    elif cache.place != "linear" or cache.sinks or cache.scales or question.softcap or question.splits or return_lse:
+        reason = "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or return_lse"
+    elif q.dtype is not cache.k.array.dtype:
+        reason = f"q is {q.dtype.name} and the cache {cache.k.array.dtype.name}; torch wants one dtype"
+    elif not isinstance(lens, int) and (known is None or known.size == 0 or known.min() != known.max()):
+        reason = "torch attends over one length, known on the host"
+    elif len({a.device for a in (q, cache.k.array, cache.v.array)}) > 1:
+        reason = "q and the cache lie on different devices"
+    if reason and impl == "torch":
+        raise OptionError(f"{operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
+    return not reason
+
+
+def _attend_torch(
+    like: Any,
+    q: ArrayView,
+    asked: Queries,
+    cache: Cache,
+    length: int,
+    first_valid: int,
+    question: Question,
+    out: Any,
+    operation: str,
+) -> Any:
+    """The same by torch's `scaled_dot_product_attention` over the same memory."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ArchError(f"{operation}: torch is not installed. Install taichi-kv[torch].") from error
+    live = runtime.current()
+    queries, k, v = (torch.from_dlpack(CacheArray(a, live)) for a in (q, cache.k.array, cache.v.array))
+    queries = queries if q.ndim == 4 else queries[:, :, None]
+    tokens = asked.queries
+    span = question.span if question.span is not None else length
+    low = max(0, first_valid, length - span - (tokens - 1 if question.causal else 0))
+    shape = (*q.shape[:-1], cache.width_v)
+    result = new_like(like, shape, q.dtype, live) if out is None else out
+    to = torch.from_dlpack(CacheArray(view(result, "out", operation), live))
+    if low >= length:
+        to.zero_()
+        return result
+    mask = None
+    if tokens > 1 and question.causal:
+        at = torch.arange(length - tokens, length, device=queries.device)[:, None]
+        key = torch.arange(low, length, device=queries.device)[None]
+        mask = (key <= at) & (key > at - span)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        queries, k[:, :, low:length], v[:, :, low:length], attn_mask=mask, scale=question.scale, enable_gqa=True
+    )
+    to.copy_(found.reshape(to.shape))
+    return result

@@ -1,0 +1,356 @@
+"""Decode attention: what every form of it shares. Which keys a query sees, where they lie, and how parts are merged.
+
+A task is a block of query rows of one KV head of one sequence, over one split of the keys it sees; rows are counted
+query by query, the heads of a group first. Keys are counted by an index over what is visible: first the sinks, then the
+newest tokens, so that no task ever looks at a key outside. `attention_cpu` and `attention_gpu` attend; with several
+splits they leave normalised parts and base-2 log-sum-exps, which `make_merge` here turns into the result.
+"""
+
+from typing import NamedTuple
+
+from tikv.kernels.codec import SIZE, WORD, make_store
+from tikv.kernels.lanes import BLOCK, SPIRV_THREADS
+from tikv.runtime import ti
+
+LOG2E = 1.4426950408889634
+MASKED = -1e30  # the score of a key that is not seen; infinities and fast arithmetic do not go together
+SEEN = -9e29  # scores above are real
+MINUS_INFINITY = 0xFF800000
+FAR = 1 << 30  # more tokens than a launch can see
+
+
+class Choices(NamedTuple):
+    """Compile-time choices: how keys are found, what the words hold, which rows a task computes."""
+
+    place: str  # "linear", "ring" or "table"
+    page: int  # slots of a page; 0 without a table
+    sinks: bool
+    cache: str  # dtype code of K and V
+    bits: int  # of a word of K and V
+    scale: str  # dtype code of the int8 scales, or ""
+    k_inner: tuple[int, int]  # (chunk, stride) in words of a row that lies in pieces; (0, 0) for one that does not
+    v_inner: tuple[int, int]
+    query: str  # dtype code of q
+    out: str  # dtype code of the result; "f32" for the parts of splits
+    width: int
+    width_v: int
+    group: int  # query heads of a KV head
+    rows: int  # query rows of a task
+    causal: bool
+    masked: bool  # whether queries of a task may see different keys
+    softcap: bool
+    lens_bits: int  # 0: one length for all sequences, among the numbers
+    table_bits: int
+
+    @property
+    def unit(self) -> int:
+        """Elements in a word of K and V."""
+        return self.bits // (SIZE[self.cache] * 8)
+
+
+class Where(NamedTuple):
+    """Strides and first entries, in elements of q, out, scales, lengths and table, and in words of K and V."""
+
+    q_batch: int = 0
+    q_head: int = 0
+    q_query: int = 0
+    q_first: int = 0
+    out_batch: int = 0
+    out_head: int = 0
+    out_query: int = 0
+    out_first: int = 0
+    k_batch: int = 0
+    k_block: int = 0
+    k_step: int = 0
+    k_head: int = 0
+    k_first: int = 0
+    v_batch: int = 0
+    v_block: int = 0
+    v_step: int = 0
+    v_head: int = 0
+    v_first: int = 0
+    scale_batch: int = 0
+    scale_block: int = 0
+    scale_step: int = 0
+    scale_head: int = 0
+    k_scale_first: int = 0
+    v_scale_first: int = 0
+    lens_step: int = 0
+    lens_first: int = 0
+    table_batch: int = 0
+    table_step: int = 0
+    table_first: int = 0
+
+
+class Which(NamedTuple):
+    """The other numbers of a launch."""
+
+    tasks: int = 0
+    splits: int = 1
+    heads: int = 0  # KV heads
+    queries: int = 1
+    row_blocks: int = 1  # tasks of a KV head and split
+    length: int = 0  # of every sequence, when there is no array of lengths
+    capacity: int = 0  # slots that lengths of a cache that is no ring are bounded by
+    sinks: int = 0
+    span: int = FAR  # tokens behind the sinks that a query sees, itself included
+    ring: int = 0  # slots behind the sinks that wrap
+    first_valid: int = 0  # oldest position behind the sinks that is still there
+    blocks: int = 0  # of the pool
+    lse_first: int = 0
+    part_first: int = 0
+    mass_first: int = 0
+    batch: int = 1
+
+
+class Factors(NamedTuple):
+    """The real numbers of a launch."""
+
+    scale: float = 1.0  # with a soft cap, divided by it; else times log2(e)
+    cap: float = 1.0  # the soft cap times log2(e)
+    lse: float = 1.0  # from base 2 to the base asked for
+
+
+P = Where(*range(len(Where._fields)))
+N = Which(*range(len(Which._fields)))
+F = Factors(*range(len(Factors._fields)))
+WHERE = ti.types.vector(len(Where._fields), ti.i32)
+WHICH = ti.types.vector(len(Which._fields), ti.i32)
+FACTORS = ti.types.vector(len(Factors._fields), ti.f32)
+INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}
+
+
+class Seen(NamedTuple):
+    """Entries of what `make_seen` returns for a sequence."""
+
+    count: int = 0  # keys that some query sees
+    sinks: int = 1  # of which fixed
+    first: int = 2  # slot, or for a table position, of the first key behind the sinks
+    body: int = 3  # positions from that key to the end; negative when there is none
+    end: int = 4  # length, at most FAR
+
+
+S = Seen()
+
+
+def make_seen(c):
+    """seen(b, lens, which) -> the vector `Seen` of sequence b; lengths are bounded here, whoever gave them."""
+
+    @ti.func
+    def seen(b, lens: ti.template(), where, which):
+        length = ti.cast(which[N.length], ti.i64)
+        if ti.static(c.lens_bits > 0):
+            length = ti.cast(lens[where[P.lens_first] + b * where[P.lens_step]], ti.i64)
+        length = ti.max(length, ti.i64(0))
+        if ti.static(c.place != "ring"):
+            length = ti.min(length, ti.cast(which[N.capacity], ti.i64))
+        sinks = ti.cast(which[N.sinks], ti.i64)
+        oldest = length - ti.cast(which[N.span], ti.i64)
+        if ti.static(c.causal):
+            oldest = oldest - ti.cast(which[N.queries] - 1, ti.i64)
+        if ti.static(c.place == "ring"):
+            oldest = ti.max(oldest, length - ti.cast(which[N.ring], ti.i64))
+        low = ti.max(ti.max(sinks, ti.cast(which[N.first_valid], ti.i64)), oldest)
+        first = ti.cast(ti.min(low, ti.i64(FAR)), ti.i32)
+        if ti.static(c.place == "ring"):
+            first = which[N.sinks] + ti.cast((low - sinks) % ti.cast(which[N.ring], ti.i64), ti.i32)
+        fixed = ti.cast(ti.min(sinks, length), ti.i32)
+        body = ti.cast(ti.max(length - low, ti.i64(-FAR)), ti.i32)
+        end = ti.cast(ti.min(length, ti.i64(FAR)), ti.i32)
+        return ti.Vector([fixed + ti.max(body, 0), fixed, first, body, end])
+
+    return seen
+
+
+def make_run(c):
+    """run(b, index, seen, table, where, which) -> (slot, n): the slot of a visible key, and how many lie side by side.
+
+    A slot of -1 means a page that does not exist; the keys of such a run are seen by nobody.
+    """
+
+    @ti.func
+    def run(b, index, seen, table: ti.template(), where, which):
+        behind = index - seen[S.sinks]
+        slot, n = seen[S.first] + behind, FAR
+        if ti.static(c.place == "ring"):
+            end = which[N.sinks] + which[N.ring]
+            if slot >= end:
+                slot = slot - which[N.ring]
+            n = end - slot
+        elif ti.static(c.place == "table"):
+            p = ti.cast(slot, ti.u32)
+            page = ti.cast(p // ti.u32(c.page), ti.i32)
+            inside = ti.cast(p % ti.u32(c.page), ti.i32)
+            block = ti.cast(table[where[P.table_first] + b * where[P.table_batch] + page * where[P.table_step]], ti.i64)
+            slot = -1
+            if block >= 0 and block < which[N.blocks]:
+                slot = ti.cast(block, ti.i32) * c.page + inside
+            n = c.page - inside
+        if ti.static(c.sinks):
+            if behind < 0:
+                slot, n = index, -behind
+        return ti.Vector([slot, n])
+
+    return run
+
+
+def make_place(c, step, block):
+    """place(slot, where) -> the offset of a slot, by the entries `step` and `block` of the strides."""
+
+    @ti.func
+    def place(slot, where):
+        at = slot * where[step]
+        if ti.static(c.place == "table"):
+            s = ti.cast(slot, ti.u32)
+            at = (
+                ti.cast(s // ti.u32(c.page), ti.i32) * where[block]
+                + ti.cast(s % ti.u32(c.page), ti.i32) * where[step]
+            )
+        return at
+
+    return place
+
+
+def make_visible(c):
+    """visible(t, index, seen, which): whether query t of a sequence sees the key at this index."""
+
+    @ti.func
+    def visible(t, index, seen, which):
+        found = True
+        if ti.static(c.masked):
+            back = which[N.queries] - t  # the query is the back-th newest token
+            newest = seen[S.body] - back  # of its own token, counted from the first key behind the sinks
+            behind = index - seen[S.sinks]
+            found = behind <= newest and behind > newest - which[N.span]
+            if ti.static(c.sinks):
+                if behind < 0:
+                    found = index <= seen[S.end] - back
+        return found
+
+    return visible
+
+
+@ti.func
+def exp2(x):
+    """2 ** x for x <= 0, within 2e-7 of it relatively; 0 below -126."""
+    y = ti.max(x, ti.f32(-126.0))
+    i = ti.cast(y - ti.f32(0.5), ti.i32)
+    f = y - ti.cast(i, ti.f32)
+    p = ti.f32(1.5403530393381609e-4)
+    p = p * f + ti.f32(1.3333558146428443e-3)
+    p = p * f + ti.f32(9.618129107628477e-3)
+    p = p * f + ti.f32(5.550410866482158e-2)
+    p = p * f + ti.f32(2.402265069591007e-1)
+    p = p * f + ti.f32(6.931471805599453e-1)
+    p = p * f + ti.f32(1.0)
+    return ti.select(x < ti.f32(-126.0), ti.f32(0.0), p * ti.bit_cast((i + 127) << 23, ti.f32))
+
+
+def make_score(c):
+    """score(dot, factors): from q.k to base-2 logits."""
+
+    @ti.func
+    def score(dot, factors):
+        found = dot * factors[F.scale]
+        if ti.static(c.softcap):
+            a = exp2(-ti.abs(found) * ti.f32(2.0 * LOG2E))
+            t = (ti.f32(1.0) - a) / (ti.f32(1.0) + a)
+            found = ti.select(found < ti.f32(0.0), -t, t) * factors[F.cap]
+        return found
+
+    return score
+
+
+def make_put_lse(parts):
+    """put_lse(lse, at, m, l, factors): store m + log2(l), as it is for a part, in the base asked for in the end."""
+
+    @ti.func
+    def put_lse(lse: ti.template(), at, m, l, factors):
+        bits = ti.u32(MINUS_INFINITY)
+        if l > ti.f32(0.0):
+            value = m + ti.log(l) * ti.f32(LOG2E)
+            if ti.static(not parts):
+                value = value * factors[F.lse]
+            bits = ti.bit_cast(value, ti.u32)
+        lse[at] = bits
+
+    return put_lse
+
+
+@ti.func
+def row_address(b, h, r, group, queries, first, batch, head, query):
+    """Where query row r of KV head h lies: its head comes first in r, then the query."""
+    return first + b * batch + (h * group + r % group) * head + r // group * query
+
+
+def make_merge(style, serial, c):
+    """Merge the parts of splits: one item a query row on CPU, one a row's element elsewhere.
+
+    merge(parts, part_lse, out, lse, where, which, factors): `parts` f32 (rows, splits, width_v), `part_lse` u32 (rows,
+    splits), bits of base-2 float32; the extent of `parts` is the number of items.
+    """
+    OUT = ti.types.ndarray(dtype=WORD[SIZE[c.out] * 8], ndim=1)
+    PARTS = ti.types.ndarray(dtype=ti.f32, ndim=1)
+    BITS = ti.types.ndarray(dtype=ti.u32, ndim=1)
+    store = make_store(c.out, 1, SIZE[c.out] * 8, style)
+    put_lse = make_put_lse(False)
+    width = c.width_v
+    each = width if style == "cpu" else 1
+    across = 1 if style == "cpu" else width
+
+    @ti.func
+    def item(i, parts: ti.template(), part_lse: ti.template(), out: ti.template(), lse: ti.template(), where, which,
+             factors):  # fmt: skip
+        row, column = i // across, i % across
+        splits, queries = which[N.splits], which[N.queries]
+        rows = queries * c.group
+        r, bh = row % rows, row // rows
+        b, h = bh // which[N.heads], bh % which[N.heads]
+        m, l = ti.f32(MASKED), ti.f32(0.0)
+        first = which[N.lse_first] + row * splits
+        for s in range(splits):
+            bits = part_lse[first + s]
+            if bits != ti.u32(MINUS_INFINITY):
+                m = ti.max(m, ti.bit_cast(bits, ti.f32))
+        for s in range(splits):
+            bits = part_lse[first + s]
+            if bits != ti.u32(MINUS_INFINITY):
+                l = l + exp2(ti.bit_cast(bits, ti.f32) - m)
+        at = row_address(b, h, r, c.group, queries, where[P.out_first], where[P.out_batch], where[P.out_head],
+                         where[P.out_query])  # fmt: skip
+        inverse = ti.f32(0.0)
+        if l > ti.f32(0.0):
+            inverse = ti.f32(1.0) / l
+        for e in range(each):
+            d = column + e
+            x = ti.f32(0.0)
+            for s in range(splits):
+                bits = part_lse[first + s]
+                if bits != ti.u32(MINUS_INFINITY):
+                    x = x + exp2(ti.bit_cast(bits, ti.f32) - m) * parts[
+                        which[N.part_first] + (row * splits + s) * width + d
+                    ]
+            store(out, at + d, ti.Vector([x * inverse]), ti.f32(1.0))
+        if column == 0:
+            put_lse(lse, (bh * c.group + r % c.group) * queries + r // c.group, m, l, factors)
+
+    @ti.kernel
+    def merge(parts: PARTS, part_lse: BITS, out: OUT, lse: BITS, where: WHERE, which: WHICH, factors: FACTORS):
+        if ti.static(style == "spirv"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(SPIRV_THREADS):
+                for n in range((which[N.tasks] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
+                    item(i + n * SPIRV_THREADS, parts, part_lse, out, lse, where, which, factors)
+        elif ti.static(style == "cuda"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(parts.shape[0]):
+                item(i, parts, part_lse, out, lse, where, which, factors)
+        else:
+            ti.loop_config(serialize=serial)
+            for i in range(parts.shape[0]):
+                item(i, parts, part_lse, out, lse, where, which, factors)
+
+    return merge
+
+
+make_merge.fast_math = True
