@@ -376,6 +376,7 @@ class _Plan:
                 arguments[-1] = numbers
             for i, argument in enumerate(arguments):
                 values[f"{n}.{i}"] = _taichi_value(step.recorded.kernel, i, argument)
+        assert self.compiled is not None
         self.compiled.run(values)
 
 
