@@ -65,7 +65,7 @@ def numpy_types(pair):
 
 
 def contents(rng, shape, pair):
-    """Any bits; where they are converted, ordinary numbers in every other place, since most bits are far out of range."""
+    """Any bits; where they are converted, ordinary numbers in every other place, most bits being out of range."""
     src, cache = numpy_types(pair)
     found = oracle.random_bits(rng, shape, src)
     if src != cache:
@@ -316,13 +316,13 @@ def test_an_array_past_32_bits_is_refused(arch):
 def test_a_cache_past_32_bits_is_refused_by_the_call(arch):
     """The memory behind these views is never touched: the refusal comes first."""
     far = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), (2, 4, 8), (2**34, 2**33, 4))
-    with pytest.raises(tikv.CapacityError, match="copy: k .* addresses"):
+    with pytest.raises(tikv.CapacityError, match=r"copy: k .* addresses"):
         tikv.copy(np.zeros((1, 2, 8), np.float32), far, position=0)
 
 
 def test_more_work_than_32_bits_count_is_refused(arch):
     rows = np.broadcast_to(np.zeros((1, 1, 2), np.float32), (2**31, 1, 2))
-    with pytest.raises(tikv.CapacityError, match="pieces of work .* Split the call"):
+    with pytest.raises(tikv.CapacityError, match=r"pieces of work .* Split the call"):
         tikv.copy(rows, np.zeros((1, 4, 2), np.float32), position=0, window=4)
 
 

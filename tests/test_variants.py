@@ -222,7 +222,7 @@ def test_warmup_of_some_names(arch):
         "kv_cache_copy_f32",
         "kv_cache_copy",
     ]
-    with pytest.raises(tikv.OptionError, match="warmup: unknown variant 'nothing'. Use one of kv_cache_copy, "):
+    with pytest.raises(tikv.OptionError, match=r"warmup: unknown variant 'nothing'. Use one of kv_cache_copy, "):
         tikv.warmup("nothing")
 
 

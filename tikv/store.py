@@ -66,7 +66,7 @@ class Layer:
 class AppendPlan:
     """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
 
-    __slots__ = ("bound", "layers", "mixed", "sources", "table", "tokens", "which")
+    __slots__ = ("bound", "layers", "memory", "mixed", "sources", "table", "tokens", "which")
 
     def __init__(
         self,
@@ -84,15 +84,22 @@ class AppendPlan:
         self.which = len(bound.arguments) - 1  # the vector of placements
         self.sources = sources
         self.table = table  # kept alive for the launches
+        first, last = layers[0], layers[-1]  # of one block; what the launch writes lies between two addresses, twice
+        self.memory = (first.k.ptr, last.k.ptr + last.k.span, first.v.ptr, last.v.ptr + last.v.span)
 
 
 class Snapshot:
     """What `KVCacheStore.snapshot` keeps: counts and copies of the filled slots. Give it to `restore`."""
 
     def __init__(
-        self, batch_size: int, layers: list[tuple[int, int, int, list[ArrayView]]], live: runtime.Runtime
+        self,
+        batch_size: int,
+        windows: list[tuple[int | None, int]],
+        layers: list[tuple[int, int, int, list[ArrayView]]],
+        live: runtime.Runtime,
     ) -> None:
         self.batch_size = batch_size
+        self.windows = windows  # and sinks, of each layer
         self.layers = layers
         self.runtime = live
 
@@ -330,13 +337,21 @@ class KVCacheStore:
             return
         key = ("all", k_view.key, v_view.key, layout)
         plan = self._appends.get(key)
-        if plan is None or len({layer.length for layer in self._layers}) > 1:
+        if plan is None or not self._in_step(plan):
             self._append_checked(operation, self._layers, k_view, v_view, layout, key)
         else:
             self._append_bound(operation, plan, k_view, v_view)
 
+    def _in_step(self, plan: AppendPlan) -> bool:
+        """Whether one position serves all layers: they are equally long, and it fits 32 bits where it must."""
+        if len({layer.length for layer in self._layers}) > 1:
+            return False
+        return not plan.mixed or self._layers[0].length + plan.tokens < 2**31
+
     def _append_bound(self, operation: str, plan: AppendPlan, k: ArrayView, v: ArrayView) -> None:
         tokens, layers, bound = plan.tokens, plan.layers, plan.bound
+        if k.ptr and (_between(k, plan.memory) or _between(v, plan.memory)):
+            self._apart(operation, layers, (("k", k), ("v", v)))
         for layer in layers:
             if layer.ring == 0 and layer.length + tokens > layer.slots:
                 checks.fits_linear(layer.length, tokens, layer.slots, operation)
@@ -413,8 +428,8 @@ class KVCacheStore:
                 return
             if stacked and not self._one_launch_at:
                 for layer in layers:
-                    parts = (a.moved(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in (k, v))
-                    self._append_at(operation, [layer], *parts, layout, positions, False)
+                    k_rows, v_rows = (a.moved(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in (k, v))
+                    self._append_at(operation, [layer], k_rows, v_rows, layout, positions, False)
                 return
             stage = Staging(self.runtime, [*rows, positions], [False] * 3)
             *sources, index = stage.arrays
@@ -455,7 +470,7 @@ class KVCacheStore:
         whole = len(layers) > 1 and one_position
         mixed = whole and len({(layer.slots, layer.ring) for layer in layers}) > 1
         if whole and mixed and layers[0].length + tokens >= 2**31:
-            whole = False  # one 32-bit position cannot serve rings of different lengths any more
+            whole = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
         parts = [group for group, *_ in self._blocks] if whole else [[layer] for layer in layers]
         plans = []
         for part in parts:
@@ -504,13 +519,15 @@ class KVCacheStore:
             checks.extent(
                 a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, f"k: {describe(k)}"
             )
-        outputs = [("the store's keys", layer.k, True) for layer in layers] + [
-            ("the store's values", layer.v, True) for layer in layers
-        ]
-        for name, a in named:
-            for output in outputs:
-                checks.disjoint([(name, a, False), output], operation)
+        self._apart(operation, layers, named)
         return rows, token_axis, head_axis, tokens
+
+    def _apart(self, operation: str, layers: list[Layer], named: Sequence[tuple[str, ArrayView]]) -> None:
+        """New arrays share no element with what they are appended to."""
+        for layer in layers:
+            for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
+                for name, a in named:
+                    checks.disjoint([(name, a, False), output], operation)
 
     def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
         """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
@@ -641,7 +658,7 @@ class KVCacheStore:
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
-        Append the tokens first. Of several queries in a sliding layer the earlier ones miss what the later tokens overwrote.
+        Append the tokens first. Of several queries in a sliding layer, earlier ones miss what later tokens overwrote.
 
         Args:
             layer: its index.
@@ -666,6 +683,9 @@ class KVCacheStore:
         found = self._layer(layer, operation)
         k, v = found.k, found.v
         scales = () if found.k_scale is None or found.v_scale is None else (found.k_scale, found.v_scale)
+        strides = (0, 0, 0, 0)
+        if scales:
+            strides = (scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1])
         cache = Cache(
             k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
             v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
@@ -677,12 +697,12 @@ class KVCacheStore:
             sinks=found.sinks,
             ring=found.ring,
             scales=scales,
-            scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
+            scale_strides=strides,
         )
         question = Question(scale, True, found.ring or None, softcap, None, False)
         return attend(
-            self.runtime, operation, q, view(q, "q", operation), cache, found.length, None, self.batch_size, question, out,
-            return_lse, impl, found.valid_from,
+            self.runtime, operation, q, view(q, "q", operation), cache, found.length, None, self.batch_size, question,
+            out, return_lse, impl, found.valid_from,
         )  # fmt: skip
 
     def _gather(
@@ -864,7 +884,9 @@ class KVCacheStore:
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         taken = self._take(np.arange(self.batch_size, dtype=np.int32))
         counts = [(layer.length, layer.valid_from, layer.filled) for layer in self._layers]
-        return Snapshot(self.batch_size, [(*c, arrays) for c, arrays in zip(counts, taken, strict=True)], self.runtime)
+        windows = [(layer.window, layer.sinks) for layer in self._layers]
+        layers = [(*c, arrays) for c, arrays in zip(counts, taken, strict=True)]
+        return Snapshot(self.batch_size, windows, layers, self.runtime)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
@@ -879,7 +901,8 @@ class KVCacheStore:
         ours = [(x.k.shape[1:2] + x.k.shape[3:], x.v.shape[3:], x.k.dtype) for x in self._layers]
         theirs = [(a[0].shape[1:2] + a[0].shape[3:], a[1].shape[3:], a[0].dtype) for *_, a in snapshot.layers]
         too_long = any(filled > x.slots for x, (_, _, filled, _) in zip(self._layers, snapshot.layers, strict=False))
-        if ours != theirs or too_long:
+        windows = [(layer.window, layer.sinks) for layer in self._layers]
+        if ours != theirs or windows != snapshot.windows or too_long:
             raise ShapeError(
                 f"{operation}: {snapshot!r} is not of this store ({self!r}). "
                 f"Restore it into the store it was taken from."
@@ -979,6 +1002,12 @@ class KVCacheStore:
             f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
             f"{kind}, {self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
         )
+
+
+def _between(a: ArrayView, memory: tuple[int, int, int, int]) -> bool:
+    start, end = a.ptr, a.ptr + a.span
+    k_start, k_end, v_start, v_end = memory
+    return (start < k_end and k_start < end) or (start < v_end and v_start < end)
 
 
 def _rows_of(a: ArrayView, first_token: int = 0) -> End:
