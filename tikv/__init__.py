@@ -32,6 +32,9 @@ _HOME = {
     "decode_attention": "attention",
     "paged_decode_attention": "attention",
     "KVCacheStore": "store",
+    "PagedKVCacheStore": "paged",
+    "GraphBuilder": "graphs",
+    "compile_step": "graphs",
     "CacheArray": "arrays",
     "TikvError": "errors",
     "ShapeError": "errors",
@@ -79,7 +82,9 @@ if TYPE_CHECKING:
         StaleRuntimeError,
         TikvError,
     )
+    from tikv.graphs import GraphBuilder, compile_step
     from tikv.ops import copy, copy_kv, linearize
+    from tikv.paged import PagedKVCacheStore
     from tikv.plans import KVCacheAppendArgs, KVCacheAppendDescriptor, KVCacheAppendPlan, append_ragged
     from tikv.pools import copy_blocks, gather_paged, swap_blocks, write_slots
     from tikv.qkv import NormRope, write_qkv

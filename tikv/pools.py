@@ -191,7 +191,7 @@ def write_slots(
     key = (operation, layout, *[a.key for a in arrays])
     found = live.plans.get(key)
     if found is None:
-        found = keep_plan(live, key, _plan_write_slots(live, operation, arrays, layout))
+        found = keep_plan(live, key, plan_write_slots(live, operation, arrays, layout))
     call, shape = found
     slots = host_indices(arrays[4], live)
     if slots is not None:
@@ -209,7 +209,7 @@ def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
             raise ShapeError(f"{operation}: {name} is missing. An int8 pool needs its (N, bs, H) scales; pass both.")
 
 
-def _plan_write_slots(
+def plan_write_slots(
     live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], layout: str
 ) -> tuple[CopyCall, PoolShape]:
     """Check everything but the slots, which may change from call to call."""
@@ -551,7 +551,8 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
 
         CopyCall(live, names, written, bind).run(operation, arrays)
         return
-    checks.disjoint((("src_pool", src, False), ("dst_pool", dst, True)), operation)
+    if not within:
+        checks.disjoint((("src_pool", src, False), ("dst_pool", dst, True)), operation)
     assert found is not None
     kept = found[np.all(found >= 0, axis=1)].astype(np.int64)
     if len(kept):

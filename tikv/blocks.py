@@ -1,0 +1,167 @@
+"""Which blocks of a pool are free, who holds the others, and which hold a prompt prefix that another may share.
+
+Bookkeeping on the host alone: no data moves here. A block is held by any number of sequences; one that nobody holds is
+free. A full block may be registered under the digest of all tokens up to its end, and is found by it even after it was
+freed, until it is taken for something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tikv.errors import CapacityError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def chained_digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """A digest for each full block of a token list, which depends on all tokens up to the block's end.
+
+    Args:
+        token_ids: integers of at most 64 bits.
+        block_size: tokens of a block; a last block that is not full has no digest.
+
+    Returns:
+        SHA-256 of the previous block's digest and this block's tokens: equal digests mean equal prefixes.
+
+    Cost: about 1 us a block.
+
+    Example:
+        >>> a, b = chained_digests([1, 2, 3, 4, 5], 2), chained_digests([9, 2, 3, 4], 2)
+        >>> len(a), a[1] == b[1], a[1] == chained_digests([1, 2, 3, 4], 2)[1]
+        (2, False, True)
+    """
+    ids = np.asarray(token_ids, np.int64)
+    digest, found = b"", []
+    for end in range(block_size, len(ids) + 1, block_size):
+        digest = hashlib.sha256(digest + ids[end - block_size : end].astype("<i8").tobytes()).digest()
+        found.append(digest)
+    return found
+
+
+def slots_of(block_table: Sequence[int], positions: Array, block_size: int) -> Array:
+    """The slot in the pool of each position of a sequence whose blocks are ``block_table``.
+
+    Example:
+        >>> slots_of([3, 1], np.array([0, 4, 5]), 4).tolist()
+        [12, 4, 5]
+    """
+    found: Array = np.asarray(block_table, np.int32)[positions // block_size] * block_size + positions % block_size
+    return found
+
+
+class BlockPool:
+    """Reference counts and free lists of ``num_blocks`` blocks.
+
+    Freed blocks are taken again last in, first out, beginning with block 0. Those registered under a digest are taken
+    last, the longest unused first, and then lose it.
+
+    Args:
+        num_blocks: blocks there are.
+
+    Example:
+        >>> pool = BlockPool(4)
+        >>> a = pool.allocate(2)
+        >>> pool.acquire(a[:1])
+        >>> a, pool.holders(0), pool.num_free, pool.num_shared
+        ([0, 1], 2, 2, 1)
+        >>> pool.register(1, b"prefix")
+        >>> pool.release(a)
+        >>> pool.num_free, pool.find(b"prefix"), pool.allocate(2)
+        (3, 1, [2, 3])
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._holders = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: dict[int, None] = {}  # free, but still found by digest; the longest unused first
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that more than one sequence holds."""
+        return sum(n > 1 for n in self._holders)
+
+    def holders(self, block: int) -> int:
+        """How many hold a block."""
+        return self._holders[block]
+
+    def allocate(self, n: int, operation: str = "BlockPool.allocate") -> list[int]:
+        """Take ``n`` free blocks, each with one holder; all of them or none.
+
+        Raises:
+            CapacityError: fewer are free. Nothing has changed.
+        """
+        if n > self.num_free:
+            raise CapacityError(
+                f"{operation}: {n} blocks are needed and {self.num_free} of {self.num_blocks} are free. Free, truncate "
+                f"or swap out a sequence, or make the pool larger."
+            )
+        found = []
+        for _ in range(n):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = next(iter(self._idle))
+                del self._idle[block]
+                self.forget(block)
+            self._holders[block] = 1
+            found.append(block)
+        return found
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block; a registered one that nobody holds is revived."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._idle[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each block of a sequence, given in its order; those that nobody holds then are free.
+
+        The last is freed first, so that the first is taken again first, and a prefix outlives what follows it.
+        """
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if block in self._digest_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Let a full block be found by its digest, unless another with the same tokens is found by it already."""
+        if digest not in self._block_of and block not in self._digest_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def forget(self, block: int) -> None:
+        """A held block's data is about to change: it is not found by its digest any more."""
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+
+    def find(self, digest: bytes) -> int | None:
+        """The block registered under a digest, held or not; `acquire` it before anything is allocated."""
+        return self._block_of.get(digest)
+
+    def prefix(self, digests: Iterable[bytes]) -> list[int]:
+        """The registered blocks of the longest run of digests from the first on."""
+        found = []
+        for digest in digests:
+            block = self.find(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
