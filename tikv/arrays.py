@@ -235,6 +235,13 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
             and held[2] is array.dtype
         ):
             return seen
+    if str(array.layout) != "torch.strided":
+        raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
+    if array.is_neg():
+        raise DTypeError(
+            f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
+            f"Pass {name}.resolve_neg()."
+        )
     pointer, shape, strides, torch_dtype = array.data_ptr(), array.shape, array.stride(), array.dtype
     try:
         dtype = _torch_dtypes[torch_dtype]
@@ -354,7 +361,12 @@ _dying_is_valid: Any = _C(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCa
 
 
 def _of_dlpack(array: Any, name: str, operation: str) -> ArrayView:
-    capsule = array.__dlpack__()
+    try:
+        capsule = array.__dlpack__()
+    except BufferError as error:
+        raise DTypeError(
+            f"{operation}: {name} ({type(array).__name__}) gave no DLPack capsule ({error}). Pass a copy of it."
+        ) from error
     if not _capsule_is_valid(capsule, b"dltensor"):
         raise DTypeError(
             f"{operation}: {name} ({type(array).__name__}) gave a DLPack capsule this library cannot read."
