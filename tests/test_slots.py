@@ -302,8 +302,10 @@ def test_layouts_scales_and_chunks_are_checked(arch, rng):
 
 
 @pytest.mark.parametrize("stream", [0, 1], ids=["k", "v"])
-@pytest.mark.parametrize("dtypes", PAIRS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtypes"),
+    [(layout, pair) for layout in LAYOUTS for pair in PAIRS if layout == "NHD" or "_" not in pair],
+)
 def test_a_gather_reads_tokens_in_order(arch, rng, layout, dtypes, stream):
     to, stored = (np.dtype(d) for d in PAIRS[dtypes][::-1])
     case = Case(rng, arch, layout, (stored, stored))
