@@ -25,7 +25,17 @@ VERSION = 1
 def write(
     path: str | os.PathLike[str], kind: str, tensors: dict[str, Array], facts: dict[str, Any], operation: str
 ) -> None:
-    """Save named arrays and JSON facts; an old file of that name is replaced in one step or stays as it was.
+    """Save named arrays and JSON facts of a kind of cache, with checksums; see `write_tensors`."""
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    metadata = {"tikv": kind, "version": str(VERSION), "facts": json.dumps(facts), "crc32": json.dumps(checksums)}
+    write_tensors(path, tensors, metadata, operation)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str], operation: str
+) -> None:
+    """Save named arrays and strings; an old file of that name is replaced in one step or stays as it was.
 
     Raises:
         CacheFileError: the name does not end in .safetensors, or the system refuses to write.
@@ -35,10 +45,7 @@ def write(
     target = Path(path)
     if target.suffix != SUFFIX:
         raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    metadata = {"tikv": kind, "version": str(VERSION), "facts": json.dumps(facts), "crc32": json.dumps(checksums)}
-    data = save(tensors, metadata)
+    data = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)
     temporary = ""
     try:
         with tempfile.NamedTemporaryFile(
@@ -59,23 +66,31 @@ def write(
                 os.unlink(temporary)
 
 
+def read_tensors(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Array], dict[str, str]]:
+    """The arrays and strings of a safetensors file.
+
+    Raises:
+        CacheFileError: the file is missing, truncated or no safetensors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), "np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise CacheFileError(
+            f"{operation}: cannot read {str(path)!r} as safetensors: {error}. Save the cache again."
+        ) from error
+
+
 def read(path: str | os.PathLike[str], kind: str, operation: str) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays and facts of a file that `write` made for the same kind of cache, checked.
 
     Raises:
         CacheFileError: the file is missing, truncated, damaged, of another kind or a later version.
     """
-    from safetensors import SafetensorError, safe_open
-
     shown = repr(str(path))
-    try:
-        with safe_open(os.fspath(path), "np") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise CacheFileError(
-            f"{operation}: cannot read {shown} as safetensors: {error}. Save the cache again."
-        ) from error
+    tensors, metadata = read_tensors(path, operation)
     if metadata.get("tikv") != kind:
         found = metadata.get("tikv") or "no cache of this library"
         raise CacheFileError(f"{operation}: {shown} holds {found}, not a {kind}. Give a file that {kind}.save wrote.")

@@ -57,6 +57,15 @@ class Layer:
         """Slots that have ever been written, from slot 0."""
         return min(self.length, self.slots)
 
+    def arrays(self) -> dict[str, ArrayView]:
+        """The layer's memory by name: k, v, and for int8 k_scale and v_scale."""
+        named = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: a for name, a in named.items() if a is not None}
+
+    def slot_of(self, position: int) -> int:
+        """The slot of a position."""
+        return reduced_position(position, self.sinks, self.ring)
+
     def grown(self, tokens: int) -> tuple[int, int]:
         """(length, valid_from) after that many more tokens."""
         length = self.length + tokens
@@ -937,10 +946,9 @@ class KVCacheStore:
         """
         operation = "KVCacheStore.save"
         runtime.require_alive(self.runtime, operation)
-        taken = self._take(np.arange(self.batch_size, dtype=np.int32))
         tensors = {
-            f"layers.{layer.index}.{name}": read_host(a, self.runtime)
-            for layer, arrays in zip(self._layers, taken, strict=True)
+            f"layers.{layer.index}.{name}": a
+            for layer, arrays in self.export_layers()
             for name, a in zip(("k", "v", "k_scale", "v_scale"), arrays, strict=False)
         }
         form = {
@@ -969,22 +977,50 @@ class KVCacheStore:
         tensors, facts = files.read(path, "KVCacheStore", operation)
         try:
             store = cls(**facts["form"])
-            taken = []
-            for layer, (length, valid_from) in zip(store._layers, facts["counts"], strict=True):
-                layer.length, layer.valid_from = int(length), int(valid_from)
-                names = ("k", "v", "k_scale", "v_scale") if layer.k_scale is not None else ("k", "v")
-                wanted = [layer.k, layer.v, layer.k_scale, layer.v_scale][: len(names)]
-                found = [tensors[f"layers.{layer.index}.{name}"] for name in names]
-                for a, b in zip(found, wanted, strict=True):
-                    if b is None or a.shape != (*b.shape[:2], layer.filled, *b.shape[3:]) or a.dtype != b.dtype.numpy:
-                        raise ValueError(f"layer {layer.index} has arrays of another form: {a.dtype} {a.shape}")
-                taken.append([to_device(a, store.runtime) for a in found])
+            arrays = [[tensors[f"layers.{layer.index}.{name}"] for name in layer.arrays()] for layer in store._layers]
+            store.import_layers(facts["counts"], arrays, operation)
         except (KeyError, TypeError, ValueError) as error:
             raise CacheFileError(
                 f"{operation}: {str(path)!r} does not describe a store: {error}. Save it again."
             ) from error
-        store._put(taken)
         return store
+
+    def export_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        """Each layer's counts and host copies of its filled slots: K, V, and the scales of int8."""
+        taken = self._take(np.arange(self.batch_size, dtype=np.int32))
+        return [
+            (layer, [read_host(a, self.runtime) for a in arrays])
+            for layer, arrays in zip(self._layers, taken, strict=True)
+        ]
+
+    def import_layers(
+        self, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[np.ndarray[Any, Any]]], operation: str
+    ) -> None:
+        """Take over what `export_layers` gave: (length, oldest valid position) and filled slots of each layer.
+
+        Raises:
+            ShapeError: an array is not of this store's form. Nothing is changed.
+        """
+        before = [(layer.length, layer.valid_from) for layer in self._layers]
+        try:
+            for layer, (length, valid_from), found in zip(self._layers, counts, arrays, strict=True):
+                layer.length, layer.valid_from = int(length), int(valid_from)
+                for (name, mine), given in zip(layer.arrays().items(), found, strict=True):
+                    wanted = (*mine.shape[:2], layer.filled, *mine.shape[3:])
+                    if given.shape != wanted or given.dtype != mine.dtype.numpy or layer.length > 2**62:
+                        raise ShapeError(
+                            f"{operation}: {name} of layer {layer.index} is {given.dtype} {given.shape} where "
+                            f"{mine.dtype.name} {wanted} is needed."
+                        )
+                if layer.ring == 0 and layer.length > layer.slots:
+                    raise ShapeError(
+                        f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots."
+                    )
+        except (ShapeError, TypeError, ValueError):
+            for layer, (length, valid_from) in zip(self._layers, before, strict=True):
+                layer.length, layer.valid_from = length, valid_from
+            raise
+        self._put([[to_device(np.ascontiguousarray(a), self.runtime) for a in found] for found in arrays])
 
     def __len__(self) -> int:
         return self.length
