@@ -3,6 +3,7 @@
     python examples/generate.py
     python examples/generate.py --prompt "class Stack:" --temperature 0.7 --seed 3
     python examples/generate.py --no-cache            # recompute everything for every token: same text, slower
+    python examples/generate.py --dtype int8          # a quarter of the memory; also with --cache paged
 
 The model (1.8 million parameters, trained by train.py on Python's standard library) runs in NumPy. Two of its four
 layers see a window of 64 tokens: their part of the cache is a ring, which this text goes round several times.
@@ -22,7 +23,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
-from memory import NoMemory, StoreMemory
+from memory import NoMemory, PagedMemory, StoreMemory, pool_for
 from model import FILE_START, Memory, Model
 
 import tikv
@@ -92,9 +93,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=300, help="tokens to write (default %(default)s)")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "float16", "bfloat16"),
+        choices=("float32", "float16", "bfloat16", "int8"),
         default="float32",
         help="what K and V are stored in; the arithmetic is float32 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=("contiguous", "paged"),
+        default="contiguous",
+        help="rings and planes, or blocks of a pool; the same text in float32 (default %(default)s)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("numpy", "tikv"),
+        default="numpy",
+        help="who attends for a new token; tikv reads the cache where it lies, and compiles longer the first time",
     )
     parser.add_argument("--no-cache", action="store_true", help="recompute every token; then time the cache against it")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -141,13 +154,17 @@ def main() -> int:
     model = Model.load(args.model)
     prompt = model.tokenizer.encode(FILE_START + model.tokenizer.clean(args.prompt))
     capacity = len(prompt) + args.tokens
-    memory = StoreMemory(model, capacity, args.dtype)
+    if args.cache == "paged":
+        pool = pool_for(model, -(-capacity // 16), args.dtype)
+        memory = PagedMemory(model, pool, [pool.add()], args.attention)
+    else:
+        memory = StoreMemory(model, capacity, args.dtype, args.attention)
     report(f"{model.parameters:,} parameters in NumPy, KV cache in tikv on {arch}")
 
     started = time.perf_counter()
     model.forward(prompt, 0, memory)
     model.forward(prompt[:1], len(prompt), memory)
-    memory.store.reset()
+    memory.reset()
     report(f"kernels ready in {time.perf_counter() - started:.1f} s\n")
 
     def generate(use_cache: bool, show: bool) -> tuple[list[int], float]:
@@ -176,11 +193,7 @@ def main() -> int:
             f"{args.tokens / seconds_cached:.0f} tokens/s, {seconds / seconds_cached:.1f} times as fast, {verdict}"
         )
         status = int(same is not None and args.dtype == "float32" and args.temperature == 0)
-    rings = [window for window in memory.windows if window is not None]
-    report(
-        f"cache: {memory.store.nbytes:,} bytes for {memory.store.length} tokens; "
-        + ", ".join(f"a ring of {window} went round {memory.store.length // window} times" for window in set(rings))
-    )
+    report(f"cache: {memory.nbytes:,} bytes, {memory.summary()}")
     return status
 
 

@@ -34,10 +34,18 @@ def encode(model, prompt):
     return model.tokenizer.encode(FILE_START + prompt)
 
 
-def greedy(model, prompt, count, dtype="float32"):
+def remember(model, capacity, dtype="float32", cache="contiguous", attention="numpy"):
+    from memory import PagedMemory, StoreMemory, pool_for
+
+    if cache == "contiguous":
+        return StoreMemory(model, capacity, dtype, attention)
+    pool = pool_for(model, -(-capacity // 16), dtype)
+    return PagedMemory(model, pool, [pool.add()], attention)
+
+
+def greedy(model, prompt, count, **kind):
     """The tokens generate.py would write, and the logits each was taken from."""
     from generate import cached
-    from memory import StoreMemory
 
     seen = []
 
@@ -45,9 +53,9 @@ def greedy(model, prompt, count, dtype="float32"):
         seen.append(logits)
         return int(logits.argmax())
 
-    memory = StoreMemory(model, len(prompt) + count, dtype)
+    memory = remember(model, len(prompt) + count, **kind)
     tokens = [token for _, token in zip(range(count), cached(model, prompt, memory, choose), strict=False)]
-    return tokens, np.array(seen), memory.store
+    return tokens, np.array(seen), memory
 
 
 def recomputed_logits(model, ids):
@@ -56,9 +64,9 @@ def recomputed_logits(model, ids):
     return model.forward(ids, 0, NoMemory(model))
 
 
-def run(*arguments):
+def run(*arguments, script="generate.py"):
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / "generate.py"), *arguments],
+        [sys.executable, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -69,12 +77,12 @@ def run(*arguments):
 @pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
 def test_cached_text_is_the_recomputed_text_past_the_window(model, prompt, arch):
     ids = encode(model, prompt)
-    tokens, logits, store = greedy(model, ids, 150)
+    tokens, logits, memory = greedy(model, ids, 150)
     whole = recomputed_logits(model, ids + tokens[:-1])[len(ids) - 1 :]
     assert tokens == whole.argmax(axis=1).tolist()
     # float32 sums in another order: the logits are of the order of 10 and go through four layers.
     np.testing.assert_allclose(logits, whole, atol=2e-3)
-    assert store.length == len(ids) + 149 > 2 * model.config["sliding_window"]
+    assert memory.store.length == len(ids) + 149 > 2 * model.config["sliding_window"]
 
 
 def test_the_comparison_notices_a_ring_that_forgets_one_token_early(model, arch):
@@ -88,29 +96,38 @@ def test_the_comparison_notices_a_ring_that_forgets_one_token_early(model, arch)
     assert np.abs(logits[filled] - right[filled]).max() > 2e-3
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.4)])
-def test_sixteen_bit_caches_round_and_take_half_the_memory(model, dtype, tolerance, arch):
-    ids = encode(model, PROMPTS[-1])
-    tokens, _, exact = greedy(model, ids, 40)
-    from memory import StoreMemory
+@pytest.mark.parametrize("attention", ["numpy", "tikv"])
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_every_cache_and_attention_writes_the_recomputed_text(model, cache, attention, arch):
+    ids = encode(model, PROMPTS[4])
+    tokens, logits, _ = greedy(model, ids, 100, cache=cache, attention=attention)
+    whole = recomputed_logits(model, ids + tokens[:-1])[len(ids) - 1 :]
+    assert tokens == whole.argmax(axis=1).tolist()
+    np.testing.assert_allclose(logits, whole, atol=2e-3)
 
-    memory = StoreMemory(model, len(ids) + 40, dtype)
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.4), ("int8", 1.2)])
+def test_narrow_caches_round_and_take_less_memory(model, dtype, tolerance, cache, arch):
+    ids = encode(model, PROMPTS[-1])
+    tokens, _, exact = greedy(model, ids, 40, cache=cache)
+    memory = remember(model, len(ids) + 40, dtype, cache)
     logits = [model.forward(ids, 0, memory)[-1]]
     logits += [model.forward([token], len(ids) + i, memory)[-1] for i, token in enumerate(tokens[:-1])]
     whole = recomputed_logits(model, ids + tokens[:-1])[len(ids) - 1 :]
     # The bound is about what one rounding of every key and value does to logits of the order of 10.
     difference = np.abs(np.array(logits) - whole).max()
     assert 0 < difference < tolerance
-    assert memory.store.nbytes * 2 == exact.nbytes
+    row = model.head_dim * 4
+    stored = model.head_dim + 2 if dtype == "int8" else model.head_dim * 2  # int8 with a float16 scale a row
+    assert memory.nbytes * row == exact.nbytes * stored
 
 
 @pytest.mark.parametrize("pieces", [(64, 64), (100, 3, 30), (1, 130), (7,) * 12])
 def test_a_prompt_in_pieces_is_the_prompt(model, pieces, arch):
-    from memory import StoreMemory
-
     ids = encode(model, PROMPTS[-1] + PROMPTS[0] * 6)[: sum(pieces)]
     assert len(ids) == sum(pieces)
-    memory = StoreMemory(model, len(ids))
+    memory = remember(model, len(ids))
     rows, position = [], 0
     for length in pieces:
         rows.append(model.forward(ids[position : position + length], position, memory))
@@ -132,6 +149,21 @@ def test_generate_streams_the_same_text_with_and_without_the_cache():
     assert "times as fast" in without.stderr
 
 
+def test_generate_writes_the_same_from_pages():
+    pages, rings = (run("--tokens", "70", "--arch", "cpu", "--cache", cache) for cache in ("paged", "contiguous"))
+    assert pages.returncode == 0, pages.stderr
+    assert pages.stdout == rings.stdout
+    assert "83 tokens in 6 blocks of 16" in pages.stderr
+
+
+def test_many_prompts_share_blocks_and_write_what_each_writes_alone():
+    result = run("--tokens", "12", "--arch", "cpu", script="many_prompts.py")
+    assert result.returncode == 0, result.stderr
+    assert "blocks held: 26, 10 of them by all 8 prompts; without sharing 96" in result.stderr
+    assert "text as each prompt gives it alone: 8 of 8" in result.stderr
+    assert result.stdout.count("# ...") == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -151,12 +183,11 @@ def test_generate_says_what_is_wrong(arguments, words):
 
 def test_a_seed_draws_the_same_text_again(model, arch):
     from generate import Chooser, cached
-    from memory import StoreMemory
 
     ids = encode(model, PROMPTS[0])
 
     def draw(seed):
-        tokens = cached(model, ids, StoreMemory(model, 100), Chooser(ids, 0.8, seed))
+        tokens = cached(model, ids, remember(model, 100), Chooser(ids, 0.8, seed))
         return [token for _, token in zip(range(40), tokens, strict=False)]
 
     assert draw(1) == draw(1) != draw(2)
@@ -164,12 +195,11 @@ def test_a_seed_draws_the_same_text_again(model, arch):
 
 def test_no_repeat_writes_no_run_of_tokens_twice(model, arch):
     from generate import Chooser, cached
-    from memory import StoreMemory
 
     ids = encode(model, PROMPTS[0])
 
     def runs(no_repeat):
-        tokens = cached(model, ids, StoreMemory(model, 200), Chooser(ids, no_repeat=no_repeat))
+        tokens = cached(model, ids, remember(model, 200), Chooser(ids, no_repeat=no_repeat))
         text = ids + [token for _, token in zip(range(120), tokens, strict=False)]
         return [tuple(text[i : i + 5]) for i in range(len(text) - 4)]
 
