@@ -1,0 +1,313 @@
+"""The peers' names give the peers' results: each is compared with a plain NumPy or torch reference of its own."""
+
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv.compat import flash_attn, flashinfer, mlx, vllm
+
+FLOATS = [np.float32, np.float16]
+
+
+def softmax_attention(q, k, v, scale, mask, softcap=0.0):
+    """Attention of q (Sq, D) over k (S, D), v (S, D) under mask (Sq, S): float64, and the LSE."""
+    scores = q.astype(np.float64) @ k.astype(np.float64).T * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(mask, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return weights / total @ v.astype(np.float64), (top + np.log(total))[..., 0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "f16"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["NHD", "HND"])
+def test_vllm_reshape_and_cache_flash(arch, rng, dtype, transposed):
+    blocks, size, heads, width = 5, 4, 2, 8
+    key, value = (oracle.random_bits(rng, (7, heads, width), dtype) for _ in "kv")
+    before = [oracle.random_bits(rng, (blocks, size, heads, width), dtype) for _ in "kv"]
+    slots = np.array([3, -1, 19, 0, 8])  # two rows behind are padding
+    if transposed:
+        memory = [oracle.place(np.ascontiguousarray(a.swapaxes(1, 2)), arch) for a in before]
+        caches = [a.swapaxes(1, 2) for a in memory]
+    else:
+        caches = [oracle.place(a.copy(), arch) for a in before]
+    rows = [oracle.place(a, arch) for a in (key, value)]
+    vllm.reshape_and_cache_flash(*rows, *caches, oracle.place(slots, arch), "auto", 1.0, 1.0)
+    for new, old, cache in zip((key, value), before, caches, strict=True):
+        want = old.copy()
+        for t, slot in enumerate(slots):
+            if slot >= 0:
+                want[slot // size, slot % size] = new[t]
+        oracle.assert_same_bits(oracle.to_numpy(cache), want)
+    with pytest.raises(tikv.TikvError, match="kv_cache_dtype='fp8'"):
+        vllm.reshape_and_cache_flash(*rows, *caches, slots, "fp8")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "f16"])
+def test_vllm_reshape_and_cache(arch, rng, dtype):
+    blocks, size, heads, width = 3, 4, 2, 16
+    x = 16 // np.dtype(dtype).itemsize
+    key, value = (oracle.random_bits(rng, (4, heads, width), dtype) for _ in "kv")
+    k_before = oracle.random_bits(rng, (blocks, heads, width // x, size, x), dtype)
+    v_before = oracle.random_bits(rng, (blocks, heads, width, size), dtype)
+    caches = [oracle.place(a.copy(), arch) for a in (k_before, v_before)]
+    slots = np.array([11, 2, -1, 5])
+    vllm.reshape_and_cache(*(oracle.place(a, arch) for a in (key, value)), *caches, oracle.place(slots, arch), "auto")
+    for t, slot in enumerate(slots):
+        if slot >= 0:
+            for d in range(width):
+                k_before[slot // size, :, d // x, slot % size, d % x] = key[t, :, d]
+                v_before[slot // size, :, d, slot % size] = value[t, :, d]
+    oracle.assert_same_bits(caches[0], k_before)
+    oracle.assert_same_bits(caches[1], v_before)
+
+
+def test_vllm_blocks(arch, rng):
+    before = [oracle.random_bits(rng, (4, 2, 2, 8), np.float16) for _ in range(4)]
+    caches = [oracle.place(a.copy(), arch) for a in before]
+    vllm.copy_blocks(caches[:2], caches[2:], np.array([[0, 3], [1, 2]]))
+    for old, cache in zip(before, caches, strict=True):
+        want = old.copy()
+        want[3], want[2] = old[0], old[1]
+        oracle.assert_same_bits(cache, want)
+    src, dst = before[0], before[1].copy()
+    vllm.swap_blocks(src, dst, 64, np.array([[2, 0]]))
+    oracle.assert_same_bits(dst[0], src[2])
+    oracle.assert_same_bits(dst[1:], before[1][1:])
+    vllm.swap_blocks(src, dst, np.array([[1, 3]]))
+    oracle.assert_same_bits(dst[3], src[1])
+    with pytest.raises(tikv.TikvError, match="block_size_in_bytes=65"):
+        vllm.swap_blocks(src, dst, 65, np.array([[2, 0]]))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("packed", [False, True], ids=["tuple", "packed"])
+def test_flashinfer_append(arch, rng, layout, packed):
+    size, heads, width, pages = 4, 2, 8, 7
+    new_lens, seq_lens = np.array([3, 0, 1, 6]), np.array([5, 2, 1, 9])
+    indptr = np.concatenate([[0], np.cumsum(-(-seq_lens // size))])
+    indices = rng.permutation(pages)[: indptr[-1]]
+    append_indptr = np.concatenate([[0], np.cumsum(new_lens)])
+    nnz = int(append_indptr[-1]) + 2
+    batch, position = flashinfer.get_batch_indices_positions(append_indptr, seq_lens, nnz)
+    want_batch = [b for b, n in enumerate(new_lens) for _ in range(n)] + [-1, -1]
+    want_position = [s - n + i for s, n in zip(seq_lens, new_lens, strict=True) for i in range(n)] + [-1, -1]
+    assert (batch.tolist(), position.tolist()) == (want_batch, want_position)
+    assert flashinfer.get_seq_lens(indptr, (seq_lens - 1) % size + 1, size).tolist() == seq_lens.tolist()
+    inner = (size, heads, width) if layout == "NHD" else (heads, size, width)
+    before = oracle.random_bits(rng, (pages, 2, *inner), np.float16)
+    key, value = (oracle.random_bits(rng, (nnz, heads, width), np.float16) for _ in "kv")
+    cache = oracle.place(before.copy(), arch)
+    given = cache if packed else (cache[:, 0], cache[:, 1])
+    host = [np.asarray(a) for a in (batch, position, indices, indptr, (seq_lens - 1) % size + 1)]
+    index = [oracle.place(a, arch) for a in host]
+    rows = [oracle.place(a, arch) for a in (key, value)]
+    flashinfer.append_paged_kv_cache(*rows, index[0], index[1], given, *index[2:], kv_layout=layout)
+    want = before.copy()
+    for t in range(nnz - 2):
+        page, slot = indices[indptr[want_batch[t]] + want_position[t] // size], want_position[t] % size
+        for plane, new in enumerate((key, value)):
+            if layout == "NHD":
+                want[page, plane, slot] = new[t]
+            else:
+                want[page, plane, :, slot] = new[t]
+    oracle.assert_same_bits(cache, want)
+    with pytest.raises(tikv.TikvError, match="kv_layout='XYZ'"):
+        flashinfer.append_paged_kv_cache(*rows, index[0], index[1], given, *index[2:], kv_layout="XYZ")
+
+
+def test_flashinfer_merge_state(arch, rng):
+    q, k, v = rng.standard_normal((1, 16)), rng.standard_normal((20, 16)), rng.standard_normal((20, 16))
+    everything = np.ones((1, 20), bool)
+    first, second = everything.copy(), everything.copy()
+    first[:, 12:], second[:, :12] = False, False
+    parts = [softmax_attention(q, k, v, 0.25, mask) for mask in (first, second)]
+    states = []
+    for out, lse in parts:
+        states += [out.astype(np.float32)[:, None], (lse / np.log(2)).astype(np.float32)[:, None]]
+    got, s = flashinfer.merge_state(*(oracle.place(np.ascontiguousarray(a), arch) for a in states))
+    out, lse = softmax_attention(q, k, v, 0.25, everything)
+    np.testing.assert_allclose(oracle.to_numpy(got)[:, 0], out, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(oracle.to_numpy(s)[:, 0], lse / np.log(2), rtol=0, atol=1e-5)
+
+
+def rotate(x, positions, cos, sin, interleaved):
+    """One row x (H, D) after another, pair by pair."""
+    x = x.astype(np.float32).copy()
+    half = cos.shape[1]
+    for s, position in enumerate(positions):
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            x0, x1 = x[s, :, a].copy(), x[s, :, b].copy()
+            x[s, :, a] = x0 * cos[position, i] - x1 * sin[position, i]
+            x[s, :, b] = x1 * cos[position, i] + x0 * sin[position, i]
+    return x
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"causal": True, "new": 3, "queries": 3},
+        {"paged": True, "new": 1},
+        {"batch_idx": True, "new": 2, "queries": 2, "causal": True},
+        {"window": (4, 0), "new": 3, "queries": 3},
+        {"softcap": 2.0, "new": 1},
+        {"rotary": True, "interleaved": True, "new": 2, "queries": 2, "causal": True},
+        {"rotary": True, "interleaved": False, "new": 1, "paged": True},
+        {"leftpad": True, "new": 1},
+    ],
+    ids=lambda case: "-".join(case) or "read",
+)
+def test_flash_attn_with_kvcache(arch, rng, case):
+    batch, heads, group, width, capacity = 3, 2, 2, 32, 24
+    new, queries = case.get("new", 0), case.get("queries", 1)
+    size = 8 if case.get("paged") else capacity
+    rows = batch * capacity // size + 2 if case.get("paged") else batch + 2
+    k_cache, v_cache = (rng.standard_normal((rows, size, heads, width)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((batch, queries, heads * group, width)).astype(np.float32)
+    k, v = (rng.standard_normal((batch, new, heads, width)).astype(np.float32) if new else None for _ in "kv")
+    lens = np.array([5, 13, 20], np.int32)
+    options = {"causal": case.get("causal", False), "return_softmax_lse": True, "softcap": case.get("softcap", 0.0)}
+    table = rng.permutation(rows)[: batch * (capacity // size)].reshape(batch, -1).astype(np.int32)
+    if case.get("paged"):
+        options["block_table"] = oracle.place(table, arch)
+    elif case.get("batch_idx"):
+        options["cache_batch_idx"] = oracle.place(np.ascontiguousarray(table[:, 0]), arch)
+    else:
+        table = np.arange(batch)[:, None]
+    if "window" in case:
+        options["window_size"] = case["window"]
+    pads = np.array([0, 2, 7], np.int32) if case.get("leftpad") else np.zeros(batch, np.int32)
+    if case.get("leftpad"):
+        options["cache_leftpad"] = oracle.place(pads, arch)
+    cos, sin = (f(rng.standard_normal((32, 8))).astype(np.float32) for f in (np.cos, np.sin))
+    if case.get("rotary"):
+        options |= {"rotary_cos": oracle.place(cos, arch), "rotary_sin": oracle.place(sin, arch)}
+        options["rotary_interleaved"] = case["interleaved"]
+    caches = [oracle.place(a.copy(), arch) for a in (k_cache, v_cache)]
+    given = [None if a is None else oracle.place(a, arch) for a in (k, v)]
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        oracle.place(q, arch), *caches, *given, cache_seqlens=oracle.place(lens, arch), **options
+    )
+    causal = case.get("causal", False) or "window" in case
+    for b in range(batch):
+        before = int(lens[b])
+        slots = [(table[b, p // size], p % size) for p in range(before + new)]
+        q_b = q[b]
+        if case.get("rotary"):
+            steps = range(before, before + queries) if causal else [before] * queries
+            q_b = rotate(q_b, list(steps), cos, sin, case["interleaved"])
+            k[b] = rotate(k[b], list(range(before, before + new)), cos, sin, case["interleaved"])
+        for i in range(new):
+            k_cache[slots[before + i]], v_cache[slots[before + i]] = k[b, i], v[b, i]
+        keys, values = (np.stack([a[s] for s in slots]) for a in (k_cache, v_cache))
+        end = before + new
+        limit = np.array([end - queries + i + 1 if causal else end for i in range(queries)])
+        seen = np.arange(end)[None] < limit[:, None]
+        seen &= np.arange(end)[None] >= pads[b]
+        if "window" in case:
+            seen &= np.arange(end)[None] >= limit[:, None] - 1 - case["window"][0]
+        for h in range(heads * group):
+            head = (q_b[:, h], keys[:, h // group], values[:, h // group], width**-0.5, seen, case.get("softcap", 0.0))
+            want, want_lse = softmax_attention(*head)
+            np.testing.assert_allclose(oracle.to_numpy(out)[b, :, h], want, rtol=0, atol=2e-6)
+            np.testing.assert_allclose(oracle.to_numpy(lse)[b, h], want_lse, rtol=0, atol=1e-5)
+    if case.get("rotary"):
+        np.testing.assert_allclose(oracle.to_numpy(caches[0]), k_cache, rtol=0, atol=1e-6)
+    else:
+        oracle.assert_same_bits(caches[0], k_cache)
+    oracle.assert_same_bits(caches[1], v_cache)
+
+
+def test_flash_attn_refuses_what_is_not_offered(arch, rng):
+    q, cache = (oracle.place(rng.standard_normal((1, 1, 2, 32)).astype(np.float32), arch) for _ in range(2))
+    for name, options in {
+        "alibi_slopes": {"alibi_slopes": np.ones(2)},
+        "window_size": {"window_size": (3, 2)},
+        "cache_leftpad": {"cache_leftpad": np.zeros(1, np.int32), "block_table": np.zeros((1, 1), np.int32)},
+    }.items():
+        with pytest.raises(tikv.TikvError, match=name):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, **options)
+
+
+class MlxRotating:
+    """mlx-lm's RotatingKVCache, one token at a time, from its description: keep, max_size, offset, idx."""
+
+    def __init__(self, keep, max_size):
+        self.keep, self.max_size, self.offset, self.idx, self.rows = keep, max_size, 0, 0, []
+
+    def append(self, row):
+        if self.idx == self.max_size:
+            self.idx = self.keep
+        if self.idx == len(self.rows):
+            self.rows.append(row)
+        else:
+            self.rows[self.idx] = row
+        self.idx += 1
+        self.offset += 1
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 7, 15])
+def test_mlx_files_both_ways(arch, rng, tmp_path, tokens):
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    keep, window, heads, width = 2, 6, 2, 4
+    k, v = (oracle.numbers(rng, (2, tokens, heads, width), np.float16) for _ in "kv")
+    rotating = [MlxRotating(keep, window) for _ in "kv"]
+    for t in range(tokens):
+        for cache, rows in zip(rotating, (k, v), strict=True):
+            cache.append(rows[0, t])
+    stacked = [np.stack(cache.rows).swapaxes(0, 1)[None] for cache in rotating]
+    tensors = {"0.0": stacked[0], "0.1": stacked[1]}
+    tensors |= {"1.0": k[1].swapaxes(0, 1)[None], "1.1": v[1].swapaxes(0, 1)[None]}
+    state = (keep, window, rotating[0].offset, rotating[0].idx)
+    facts = {f"0.0.{j}": str(x) for j, x in enumerate(state)} | {"0.1": "", "1.model": "tiny"}
+    facts |= {"2.0": "RotatingKVCache", "2.1": "KVCache"}
+    theirs = tmp_path / "theirs.safetensors"
+    save_file({name: np.ascontiguousarray(a) for name, a in tensors.items()}, theirs, facts)
+    store, metadata = mlx.load_prompt_cache(theirs, return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    form = {"num_layers": 2, "num_kv_heads": heads, "head_dim": width, "capacity": store.capacity, "dtype": "float16"}
+    own = tikv.KVCacheStore(**form, window=[window, None], sinks=keep)
+    for layer in range(2):
+        own.append(layer, k[layer], v[layer])
+        for a, b in zip(store.tokens(layer), own.tokens(layer), strict=True):
+            oracle.assert_same_bits(a, b)
+    extra = [oracle.numbers(rng, (2, heads, width), np.float16) for _ in "kv"]
+    for s in (store, own):
+        s.append(0, *extra)
+    for a, b in zip(store.tokens(0), own.tokens(0), strict=True):
+        oracle.assert_same_bits(a, b)
+    again = mlx.load_prompt_cache(theirs)
+    ours = tmp_path / "ours.safetensors"
+    mlx.save_prompt_cache(ours, again, {"model": "tiny"})
+    with safe_open(ours, "np") as file:
+        assert file.metadata() == facts
+        for name, a in tensors.items():
+            oracle.assert_same_bits(file.get_tensor(name), np.ascontiguousarray(a), what=name)
+
+
+def test_mlx_refusals(arch, rng, tmp_path):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "cache.safetensors"
+    save_file({"0.0": np.ones((1, 1, 2, 4), np.float32)}, path, {"0.0": "", "2.0": "QuantizedKVCache"})
+    with pytest.raises(tikv.TikvError, match="QuantizedKVCache"):
+        mlx.load_prompt_cache(path)
+    save_file({"a": np.ones(2, np.float32)}, path)
+    with pytest.raises(tikv.CacheFileError, match="no prompt cache"):
+        mlx.load_prompt_cache(path)
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=8, dtype="int8")
+    with pytest.raises(tikv.TikvError, match="dtype='int8'"):
+        mlx.save_prompt_cache(path, store)
+    ring = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=8, dtype="float32", window=4)
+    rows = np.ones((6, 1, 4), np.float32)
+    ring.append(0, rows, rows)
+    ring.trim(1)
+    with pytest.raises(tikv.TikvError, match="trimmed"):
+        mlx.save_prompt_cache(path, ring)

@@ -1,0 +1,190 @@
+"""flash-attention's `flash_attn_with_kvcache`: append, rotate and attend over a token-major cache or its pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import attention, pools
+from tikv.compat.indices import as_index, library_of, refuse_option
+from tikv.errors import ShapeError
+
+OPERATION = "flash_attn_with_kvcache"
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Append new keys and values in place, and attend over the cache: flash-attention's function of that name.
+
+    Args:
+        q: (B, Sq, Hq, D), up to 64 tokens.
+        k_cache, v_cache: (B_cache, S, H, D); or with ``block_table`` (N, page, H, D), any page size.
+        k, v: (B, S_new, H, D) to append at ``cache_seqlens``; None to read only.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), for ``k`` and ``q``.
+        cache_seqlens: an int or (B,) int32: tokens in the cache before the append. None: the whole cache.
+        cache_batch_idx: (B,) int32: which row of the cache each sequence is; None for the first B.
+        cache_leftpad: (B,) int32: where each sequence starts in its row.
+        block_table: (B, pages) int32.
+        softmax_scale: None for ``1 / sqrt(D)``.
+        causal: aligned to the last key.
+        window_size: (left, right), -1 for unlimited; right 0 is causal.
+        softcap: 0 for none.
+        rotary_interleaved: pairs (2i, 2i + 1); False for half-split pairs.
+        alibi_slopes: not offered.
+        num_splits: 0 for the library's choice.
+        return_softmax_lse: also return the LSE, (B, Hq, Sq), natural logarithm.
+
+    Returns:
+        (B, Sq, Hq, D) in q's dtype; with ``return_softmax_lse`` a pair.
+
+    Raises:
+        OptionError: ALiBi slopes, a right window of more than 0, a window that is not causal, or left padding with
+            pages or rotation.
+        ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
+
+    Exactness: appended bits are kept; attention as `tikv.decode_attention`. Cost: an append, and an attention over
+    pages of a whole row each, without a copy of the cache.
+    """
+    left, right = window_size
+    if alibi_slopes is not None:
+        refuse_option(OPERATION, alibi_slopes=("given", "None"))
+    if right > 0:
+        refuse_option(OPERATION, window_size=(window_size, "right -1 or 0"))
+    causal = causal or right == 0
+    if left >= 0 and not causal:
+        refuse_option(OPERATION, window_size=(window_size, "causal=True or a right window of 0 with a left one"))
+    if cache_leftpad is not None and (block_table is not None or rotary_cos is not None):
+        refuse_option(OPERATION, cache_leftpad=("given", "None with block_table or rotary_cos"))
+    if (k is None) != (v is None):
+        raise ShapeError(f"{OPERATION}: k and v must both be given, or neither.")
+    batch, block_size = q.shape[0], k_cache.shape[1]
+    library = library_of(q, k_cache)
+    before = _per_sequence(cache_seqlens, batch, block_size, q, block_table)
+    if block_table is None:
+        rows = _arange(batch, q) if cache_batch_idx is None else as_index(cache_batch_idx, q)
+        table = rows[:, None]
+    else:
+        if cache_batch_idx is not None:
+            refuse_option(OPERATION, cache_batch_idx=("given", "None with block_table"))
+        table = as_index(block_table, q)
+    new = 0 if k is None else k.shape[1]
+    if rotary_cos is not None:
+        if k is None:
+            refuse_option(OPERATION, rotary_cos=("given", "k and v with it"))
+        steps = (
+            _arange(q.shape[1], q)[None] if causal or left >= 0 else library.zeros_like(_arange(q.shape[1], q))[None]
+        )
+        q = _rotated(q, before[:, None] + steps, rotary_cos, rotary_sin, rotary_interleaved)
+        k = _rotated(k, before[:, None] + _arange(new, q)[None], rotary_cos, rotary_sin, rotary_interleaved)
+    if k is not None:
+        position = before[:, None] + _arange(new, q)[None]
+        page = library.clip(position // block_size, None, table.shape[1] - 1)
+        blocks = library.take_along_dim(table, page, 1) if library is not np else np.take_along_axis(table, page, 1)
+        slots = blocks * block_size + position % block_size
+        beyond = position >= table.shape[1] * block_size
+        _refuse_beyond(beyond, library, table.shape[1] * block_size)
+        flat_k, flat_v = (x.reshape(batch * new, *x.shape[2:]) for x in (k, v))
+        pools.write_slots(flat_k, flat_v, k_cache, v_cache, slots.reshape(-1))
+    options: dict[str, Any] = {
+        "scale": softmax_scale,
+        "window": None if left < 0 else left + 1,
+        "softcap": softcap or None,
+        "causal": causal or q.shape[1] == 1,  # one query at the end sees all keys either way
+        "num_splits": num_splits or None,
+        "return_lse": True,
+    }
+    heads_first = _swap(q, 1, 2)
+    lens = before + new
+    if cache_leftpad is None:
+        tables, contexts = _int32(table), _int32(lens)
+        out, lse = attention.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
+    else:
+        out, lse = _padded(heads_first, k_cache, v_cache, table, lens, cache_leftpad, options, library)
+    out = _swap(out, 1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _padded(
+    q: Any, k_cache: Any, v_cache: Any, table: Any, lens: Any, leftpad: Any, options: dict[str, Any], library: Any
+) -> tuple[Any, Any]:
+    """Sequence by sequence, over the part of its row behind the padding."""
+    outs, lses = [], []
+    pads, rows, ends = (np.asarray(x.tolist()) for x in (leftpad, table[:, 0], lens))
+    for b, (pad, row, end) in enumerate(zip(pads, rows, ends, strict=True)):
+        k, v = (_swap(cache[row : row + 1, pad:end], 1, 2) for cache in (k_cache, v_cache))
+        out, lse = attention.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
+        outs.append(out)
+        lses.append(lse)
+    join = np.concatenate if library is np else library.cat
+    return join(outs), join(lses)
+
+
+def _refuse_beyond(beyond: Any, library: Any, capacity: int) -> None:
+    on_host = library is np or beyond.device.type == "cpu"
+    if on_host and bool(beyond.any()):
+        raise ShapeError(
+            f"{OPERATION}: cache_seqlens plus the new tokens pass the {capacity} slots of a row. Use a larger cache."
+        )
+
+
+def _per_sequence(cache_seqlens: Any, batch: int, block_size: int, like: Any, block_table: Any) -> Any:
+    if cache_seqlens is None:
+        cache_seqlens = block_size * (1 if block_table is None else block_table.shape[1])
+    if isinstance(cache_seqlens, int):
+        return _arange(batch, like) * 0 + cache_seqlens
+    return as_index(cache_seqlens, like)
+
+
+def _arange(n: int, like: Any) -> Any:
+    library = library_of(like)
+    return np.arange(n) if library is np else library.arange(n, device=like.device)
+
+
+def _swap(x: Any, a: int, b: int) -> Any:
+    return np.swapaxes(x, a, b) if isinstance(x, np.ndarray) else x.transpose(a, b)
+
+
+def _int32(array: Any) -> Any:
+    return array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
+
+
+def _rotated(x: Any, positions: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Rows x (B, S, H, D) rotated at (B, S) positions in float32, rounded once to x's dtype."""
+    library = library_of(x)
+    half = cos.shape[-1]
+    wide = x.astype(np.float32) if library is np else x.float()
+    c, s = ((t.astype(np.float32) if library is np else t.float())[positions][:, :, None] for t in (cos, sin))
+    turned, rest = wide[..., : 2 * half], wide[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+    first, second = a * c - b * s, b * c + a * s
+    if interleaved:
+        pair = np.stack((first, second), -1) if library is np else library.stack((first, second), -1)
+        turned = pair.reshape(turned.shape)
+    else:
+        turned = np.concatenate((first, second), -1) if library is np else library.cat((first, second), -1)
+    whole = np.concatenate((turned, rest), -1) if library is np else library.cat((turned, rest), -1)
+    rounded: Any = whole
+    return rounded.astype(x.dtype) if library is np else rounded.to(x.dtype)

@@ -1,0 +1,120 @@
+"""vLLM's cache operations: `reshape_and_cache_flash`, `reshape_and_cache`, `copy_blocks`, `swap_blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import pools
+from tikv.compat.indices import refuse_option
+
+DTYPES = ("auto", "int8")
+
+
+def _check_dtype(kv_cache_dtype: str, operation: str) -> None:
+    if kv_cache_dtype not in DTYPES:
+        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, "'auto', or 'int8' with a scale per token and head"))
+
+
+def _write(operation: str, layout: str, *arguments: Any) -> None:
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale = arguments
+    _check_dtype(kv_cache_dtype, operation)
+    tokens = slot_mapping.shape[0]  # rows behind these are padding
+    scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
+    pools.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
+
+
+def reshape_and_cache_flash(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str = "auto",
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
+    """Write keys and values into paged caches by slot: vLLM's function of that name.
+
+    Args:
+        key, value: (T, H, D), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
+        key_cache, value_cache: (N, bs, H, D), contiguous or a transposed view of (N, H, bs, D).
+        slot_mapping: integers; below 0 skips.
+        kv_cache_dtype: "auto", which stores the bits; or "int8", which writes the scales.
+        k_scale, v_scale: not read for "auto"; for "int8" (N, bs, H), written.
+
+    Raises:
+        OptionError: fp8, which is not offered.
+        PositionError, ShapeError, DTypeError: as `tikv.write_slots`.
+
+    Exactness, cost: as `tikv.write_slots`.
+
+    Example:
+        >>> import numpy as np
+        >>> from tikv.compat import vllm
+        >>> k_cache, v_cache = np.zeros((2, 1, 4, 1, 2), np.float32)
+        >>> rows = np.ones((2, 1, 2), np.float32)
+        >>> vllm.reshape_and_cache_flash(rows, rows, k_cache, v_cache, np.array([2, -1]))
+        >>> k_cache[0, :, 0, 0].tolist()
+        [0.0, 0.0, 1.0, 0.0]
+    """
+    given = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    _write("vllm.reshape_and_cache_flash", "NHD", *given)
+
+
+def reshape_and_cache(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str = "auto",
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
+    """The same into vLLM's older layout: keys (N, H, D/x, bs, x) with x elements in 16 bytes, values (N, H, D, bs)."""
+    given = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    _write("vllm.reshape_and_cache", "VLLM", *given)
+
+
+def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
+    """Copy blocks within the caches of every layer.
+
+    Args:
+        key_caches, value_caches: one pool a layer.
+        block_mapping: (P, 2) integers: from, to.
+
+    Raises:
+        ShapeError: the lists have different lengths.
+        PositionError: a block outside a pool.
+
+    Cost: one launch a layer.
+    """
+    for k_cache, v_cache in zip(key_caches, value_caches, strict=True):
+        pools.copy_blocks(k_cache, v_cache, block_mapping)
+
+
+def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any, block_mapping: Any = None) -> None:
+    """Copy blocks from one pool to another, on the same device or between device and host.
+
+    Args:
+        src, dst: pools of one shape behind the first axis.
+        block_size_in_bytes: of a block, checked; or the mapping itself, as older versions take it.
+        block_mapping: (P, 2) integers: from, to.
+
+    Raises:
+        OptionError: the size is not that of a block of these pools.
+    """
+    operation = "vllm.swap_blocks"
+    if block_mapping is None:
+        block_size_in_bytes, block_mapping = None, block_size_in_bytes
+    if block_size_in_bytes is not None:
+        itemsize = src.dtype.itemsize
+        actual = itemsize
+        for extent in src.shape[1:]:
+            actual *= extent
+        if int(block_size_in_bytes) != actual:
+            refuse_option(
+                operation, block_size_in_bytes=(block_size_in_bytes, f"{actual}, the bytes of a block of src")
+            )
+    pools.swap_blocks(src, dst, block_mapping)
