@@ -205,6 +205,25 @@ def make_store(code, elements, bits, style):
     return store
 
 
+@ti.func
+def divide_by_127(bits):
+    """The bits of the float32 nearest to a magnitude / 127, 0 where that is subnormal; in integers, for back ends whose
+    division is not rounded correctly. 127 is odd, so there are no ties."""
+    m = (bits & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
+    exponent = ti.cast(bits >> ti.u32(23), ti.i32) - 7
+    n = m << ti.u32(7)
+    if n // ti.u32(127) >= ti.u32(1 << 24):
+        n = m << ti.u32(6)
+        exponent = exponent + 1
+    q = n // ti.u32(127)
+    if n - q * ti.u32(127) > ti.u32(63):
+        q = q + ti.u32(1)
+    found = ti.u32(0)
+    if exponent > 0:
+        found = (ti.cast(exponent, ti.u32) << ti.u32(23)) + (q - ti.u32(0x800000))
+    return found
+
+
 SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-38, 3.4028234663852886e38)}
 
 
@@ -219,7 +238,11 @@ def make_scale(code, style):
 
     @ti.func
     def scale_bits(magnitude_bits):
-        exact = ti.bit_cast(magnitude_bits, ti.f32) / ti.f32(127.0)
+        exact = ti.f32(0.0)
+        if ti.static(style == "spirv"):
+            exact = ti.bit_cast(divide_by_127(magnitude_bits), ti.f32)
+        else:
+            exact = ti.bit_cast(magnitude_bits, ti.f32) / ti.f32(127.0)
         return encode(ti.min(ti.max(exact, ti.f32(low)), ti.f32(high)))
 
     return scale_bits
