@@ -35,3 +35,16 @@ SIZES = {
     "metal": Sizes(prefill=65536, context=4096, short=1_000, long=1_000_000, calls=200),
 }
 SMOKE_SIZES = Sizes(prefill=40, context=64, short=10, long=50, calls=2)
+
+
+class Scatter(NamedTuple):
+    """What a batch of sequences of different lengths writes at once."""
+
+    sequences: int
+    new: int  # rows a sequence of a ragged append
+    tokens: int  # tokens of a slot-mapped write that is small enough for the call to show
+    block: int  # slots of a page
+
+
+SCATTER = Scatter(sequences=64, new=64, tokens=5_000, block=16)
+SMOKE_SCATTER = Scatter(sequences=3, new=5, tokens=40, block=4)
