@@ -244,7 +244,7 @@ class Graph:
             raise OptionError(f"{operation}: {problem}. This graph takes {', '.join(sorted(wanted))}.")
         views = {name: view(values[name], name, operation) for name in self.arrays}
         positions = {name: checks.integer(values[name], name, operation) for name in self.scalars}
-        if self.runtime.is_spirv and any(a.device == "cpu" for a in views.values()):
+        if not self.runtime.is_cpu and any(a.device == "cpu" for a in views.values()):
             return self._one_by_one(values)
         key = tuple(a.key for a in views.values())
         with self._lock:

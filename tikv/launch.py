@@ -101,16 +101,16 @@ def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
     return {"launcher": name, "why": why, "fallbacks": dict(_fallbacks) if live.is_cuda else {}}
 
 
-def refuse_baked(live: runtime.Runtime, operation: str) -> None:
-    """Refuse a host-side position, slot or length while a CUDA graph is captured: each replay would use the same one.
+def refuse_baked(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
+    """Refuse what lies on the host while a CUDA graph is captured: each replay would use the same position or values.
 
     Raises:
         ArchError: the stream of the launch is being captured.
     """
     if live.is_cuda and driver.capturing():
         raise ArchError(
-            f"{operation}: a position on the host would be baked into the CUDA graph under capture, and each replay "
-            f"would write there again. Keep positions in device memory: KVCacheStore.positions_on_device(), "
+            f"{operation}: {what} would be baked into the CUDA graph under capture, and each replay would use it "
+            f"again. Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), "
             f"append_ragged with cache_offsets on the device, or write_slots with slot_mapping on the device."
         )
 
@@ -412,7 +412,9 @@ def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tupl
     return offsets, -(-at // 8) * 8
 
 
-BLOCKS_PER_MULTIPROCESSOR = 256  # more and smaller shares reach less of the memory's bandwidth, fewer leave some idle
+BLOCKS_PER_MULTIPROCESSOR = (
+    4096  # a share each, short of what a grid could hold: fewer blocks reach less of the bandwidth
+)
 
 
 def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import checks, launch, runtime
-from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes
+from tikv import checks, dtypes, launch, runtime
+from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes, read_host, write_host
 from tikv.dtypes import DType
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
@@ -209,7 +209,7 @@ def inner_words(end: End, bits: int) -> tuple[int, int]:
 
 
 class Staging:
-    """Host arrays on a device for the length of a call, on archs that cannot see host memory; nothing elsewhere.
+    """Host arrays on a device for the length of a call; nothing on CPU, where the kernels see them.
 
     Arrays whose bytes overlap share one device block, so what is written to one is not undone by the other's way back.
     """
@@ -220,9 +220,11 @@ class Staging:
         self._back: list[tuple[Memory, int, int]] = []
         owners = [a.owner for a, w in zip(arrays, written, strict=True) if w]
         self._write_back = [owner for owner in owners if isinstance(owner, StagedNdarray)]
-        if not live.is_spirv:
+        if live.is_cpu:
             return
         hosted = sorted((a.ptr, a.ptr + a.span, i) for i, a in enumerate(arrays) if a.device == "cpu" and a.span)
+        if hosted:
+            launch.refuse_baked(live, "launch", "what an array on the host holds now")
         merged: list[tuple[int, int, list[int]]] = []
         for start, end, i in hosted:
             if merged and start < merged[-1][1]:
@@ -232,19 +234,20 @@ class Staging:
         for start, end, members in merged:
             base = start // 8 * 8  # keeps every word aligned as it was
             memory = Memory(end - base, live)
-            words = np.zeros(memory.block.shape[0] * 4, np.uint8)
-            words[start - base : end - base] = host_bytes(start, end - start)
-            memory.block.from_numpy(words.view(np.uint32))
+            raw = np.zeros(end - base, np.int8)
+            raw[start - base :] = host_bytes(start, end - start).view(np.int8)
+            write_host(raw, memory.array(raw.shape, dtypes.int8))
             for i in members:
                 a = arrays[i]
+                first = memory.array((1,), a.dtype, a.ptr - base)
                 self.arrays[i] = ArrayView(
-                    0,
+                    first.ptr,
                     a.shape,
                     a.strides,
                     a.dtype,
-                    live.arch,
-                    handle=memory.handle,
-                    offset=a.ptr - base,
+                    first.device,
+                    handle=first.handle,
+                    offset=first.offset,
                     owner=(memory, a),
                 )
             if any(written[i] for i in members):
@@ -254,8 +257,8 @@ class Staging:
         """Bring what was written back to the host."""
         for memory, start, end in self._back:
             base = start // 8 * 8
-            found = memory.block.to_numpy().view(np.uint8)[start - base : end - base]
-            ctypes.memmove(start, np.ascontiguousarray(found).ctypes.data, end - start)
+            found = read_host(memory.array((end - base,), dtypes.int8), self._live)[start - base :]
+            ctypes.memmove(start, found.ctypes.data, end - start)
         for staged in self._write_back:
             staged.write_back()
 
@@ -303,7 +306,7 @@ class CopyCall:
         pointers = [a.ptr for a in arrays]
         bound = self.bound
         if bound is None:
-            if self.live.is_spirv and any(a.device == "cpu" for a in arrays):
+            if not self.live.is_cpu and any(a.device == "cpu" for a in arrays):
                 self._disjoint(operation, arrays)
                 self._run_staged(arrays, entry, value)
                 return

@@ -443,7 +443,7 @@ class KVCacheStore:
             stage = Staging(self.runtime, [*rows, positions], [False] * 3)
             *sources, index = stage.arrays
             plan = self._bind_append(operation, layers, sources, token_axis, head_axis, tokens, False, index)
-            if self.runtime.is_spirv and "cpu" in (k.device, v.device, positions.device):
+            if not self.runtime.is_cpu and "cpu" in (k.device, v.device, positions.device):
                 plan.bound.launch()
                 return
             if len(self._appends) >= MAX_PLANS:
@@ -490,7 +490,7 @@ class KVCacheStore:
         for plan in plans:
             self._append_bound(operation, plan, *plan.sources)
             plan.sources = ()
-        staged = self.runtime.is_spirv and "cpu" in (k.device, v.device)
+        staged = not self.runtime.is_cpu and "cpu" in (k.device, v.device)
         if len(plans) == 1 and (whole or len(layers) == 1) and not staged:
             if len(self._appends) >= MAX_PLANS:
                 self._appends.clear()
