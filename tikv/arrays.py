@@ -455,11 +455,12 @@ class Memory:
 
     def __del__(self) -> None:
         # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
+        # At the interpreter's end modules lose their names one by one, and nobody takes the memory any more.
         block: Any = getattr(self, "block", None)
-        if runtime.side_streams and block is not None and hasattr(block, "record_stream") and not sys.is_finalizing():
-            torch: Any = sys.modules["torch"]
-            for handle in runtime.side_streams:
-                block.record_stream(torch.cuda.ExternalStream(handle))
+        if not hasattr(block, "record_stream") or sys is None or sys.is_finalizing() or runtime is None:
+            return
+        for handle in runtime.side_streams:
+            block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle))
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
         """A contiguous array in this memory, `byte_offset` from its start."""
