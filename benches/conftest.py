@@ -9,7 +9,6 @@ before and right after: all cores' memcpy on the CPU, the driver's device copy o
 
 import concurrent.futures
 import ctypes
-import functools
 import itertools
 import os
 import platform
@@ -21,23 +20,9 @@ import numpy as np
 import oracle
 import pytest
 import shapes
+from touch import make_touch
 
 from tikv import arrays, launch, roofline, runtime
-
-ti = runtime.ti
-
-
-@functools.cache
-def make_touch():
-    """The smallest kernel there is: one word written."""
-
-    @ti.kernel
-    def touch(word: ti.types.ndarray(dtype=ti.u32, ndim=1)):
-        ti.loop_config(serialize=True)
-        for i in range(1):
-            word[i] = ti.u32(1)
-
-    return touch
 
 
 def synchronize(arch) -> None:
