@@ -81,18 +81,6 @@ def extend(store, rng, seqs, counts):
     return given
 
 
-def quantised(x, scale_dtype=np.float16):
-    """(q, scale) of rows (..., D), by the rule of the int8 caches, in NumPy."""
-    x = x.astype(np.float32)
-    finite = np.where(np.isfinite(x), np.abs(x), 0).max(axis=-1)
-    limits = np.finfo(scale_dtype)
-    scale = np.clip(finite / np.float32(127), np.float32(limits.smallest_normal), np.float32(limits.max)).astype(
-        scale_dtype
-    )
-    q = np.rint(np.clip(x * (np.float32(1) / scale.astype(np.float32))[..., None], -127, 127))
-    return np.where(np.isnan(x), 0, q).astype(np.int8), scale
-
-
 def count_launches(monkeypatch):
     """A counter of kernel launches, whatever the launcher."""
     counted = Counter()
@@ -351,14 +339,14 @@ def test_int8_sequences_of_many_tokens_and_heads_share_a_pool(arch, rng, layout,
     slots = np.concatenate([blocks.slots_of(store.block_table(seq), np.arange(n), SIZE) for seq, n in ((a, 4), (b, 7))])
     for layer, found in enumerate(pool_bits(store)):
         for stream, new in enumerate((k, v)):
-            q, scale = quantised(new, SCALE[scale_dtype])
+            q, scale = reference.quantize(new, SCALE[scale_dtype])
             wanted = reference.write_slots(q, before[layer][stream], slots, layout=layout)
             oracle.assert_same_bits(found[stream], wanted, what=f"layer {layer} {'kv'[stream]}")
             wanted_scale = before[layer][2 + stream].reshape(-1, HEADS).copy()
             wanted_scale[slots] = scale
             oracle.assert_same_bits(found[2 + stream].reshape(-1, HEADS), wanted_scale, what=f"scales of layer {layer}")
-    q, scale = quantised(k, SCALE[scale_dtype])
-    wanted = q.astype(np.float32) * scale.astype(np.float32)[..., None]
+    q, scale = reference.quantize(k, SCALE[scale_dtype])
+    wanted = reference.dequantize(q, scale)
     oracle.assert_same_bits(store.tokens(1, a)[0], wanted[:4])
     oracle.assert_same_bits(store.tokens(1, b)[0], wanted[4:])
 
@@ -385,6 +373,135 @@ def test_int8_rounds_ties_to_even(arch):
     x[0, :, :6] = [127, 0.5, 1.5, 2.5, -0.5, -2.5]
     store.append(0, oracle.place(x, arch), oracle.place(x, arch), [seq])
     assert oracle.to_numpy(store.tokens(0, seq)[0])[0, 0, :6].tolist() == [127, 0, 2, 2, 0, -2]
+
+
+# --- the whole step
+
+
+def softmax_attention(q, k, v, window=None):
+    """What q (Hq, T, D), the last T tokens, reads of k and v (length, H, D), in float64."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    heads, queries, width = q.shape
+    out = np.zeros((heads, queries, v.shape[-1]))
+    lse = np.full((heads, queries), -np.inf)
+    for h, t in np.ndindex(heads, queries):
+        end = len(k) - queries + 1 + t
+        start = 0 if window is None else max(0, end - window)
+        if end > start:
+            kv = h // (heads // k.shape[1])
+            scores = k[start:end, kv] @ q[h, t] / np.sqrt(width)
+            top = scores.max()
+            weights = np.exp(scores - top)
+            out[h, t] = weights @ v[start:end, kv] / weights.sum()
+            lse[h, t] = top + np.log(weights.sum())
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize(("queries", "window"), [(1, None), (3, None), (3, 4)])
+def test_attention_reads_what_each_sequence_holds(arch, rng, dtype, queries, window):
+    """Also of several queries at once, where the original's int8 form read one."""
+    store = make(dtype, layout="HND")
+    a, b = store.add(), store.add()
+    k, v = (rng.standard_normal((13, HEADS, WIDTH)).astype(np.float32) for _ in "kv")
+    for layer in range(2):
+        store.append(layer, oracle.place(k, arch), oracle.place(v, arch), [a, b], [0, 5, 13])
+    c = store.fork(b)
+    for layer in range(2):
+        store.append(layer, *[oracle.place(k[:2], arch)] * 2, [c, a])
+    seqs = [c, a, b]
+    q = rng.standard_normal((3, 2 * HEADS, queries, WIDTH)).astype(np.float32)
+    given = oracle.place(np.ascontiguousarray(q[:, :, 0]) if queries == 1 else q, arch)
+    out, lse = store.attend(1, given, seqs, window=window, return_lse=True)
+    shape = q.shape[:2] if queries == 1 else q.shape[:3]
+    assert (tuple(out.shape), tuple(lse.shape)) == ((*shape, WIDTH), shape)
+    for i, seq in enumerate(seqs):
+        kept = [oracle.to_numpy(x).astype(np.float32) for x in store.tokens(1, seq)]
+        wanted, wanted_lse = softmax_attention(q[i], *kept, window)
+        np.testing.assert_allclose(oracle.to_numpy(out)[i].reshape(wanted.shape), wanted, atol=2e-5)
+        np.testing.assert_allclose(oracle.to_numpy(lse)[i].reshape(wanted_lse.shape), wanted_lse, atol=2e-5)
+
+
+def test_attention_follows_the_tables_as_they_change(arch, rng):
+    store = make(layers=1)
+    a, empty = store.add(), store.add()
+    q = oracle.place(rng.standard_normal((2, HEADS, WIDTH)).astype(np.float32), arch)
+    k = oracle.place(rng.standard_normal((6, HEADS, WIDTH)).astype(np.float32), arch)
+
+    def check():
+        out, lse = store.attend(0, q, [empty, a], return_lse=True)
+        out, lse = oracle.to_numpy(out), oracle.to_numpy(lse)
+        assert (out[0] == 0).all()
+        assert (lse[0] == -np.inf).all()
+        kept = [oracle.to_numpy(x) for x in store.tokens(0, a)]
+        wanted, _ = softmax_attention(oracle.to_numpy(q)[1][:, None], *kept)
+        np.testing.assert_allclose(out[1], wanted[:, 0], atol=1e-5)
+
+    store.append(0, k, k, [a], [0, 6])
+    check()
+    store.fork(a)
+    check()
+    store.append(0, k[:1], k[:1], [a])  # its last block is another one now
+    check()
+    store.truncate(a, 3)
+    check()
+    store.append(0, k[2:6], k[2:6], [a], [0, 4])
+    check()
+    store.swap_out(a)
+    with pytest.raises(tikv.PositionError, match="swapped out"):
+        store.attend(0, q, [empty, a])
+    store.add()
+    store.append(0, k, k, store.sequences[-1:], [0, 6])
+    store.swap_in(a)
+    check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_fused_write_gives_the_bits_of_its_steps(arch, rng, dtype, layout):
+    angle = np.arange(64, dtype=np.float32)[:, None] / 100 ** (np.arange(WIDTH // 2, dtype=np.float32) / WIDTH)
+    how = tikv.NormRope(
+        mode="norm_half",
+        q_weight=oracle.place(rng.uniform(0.5, 2, WIDTH).astype(np.float32), arch),
+        k_weight=oracle.place(rng.uniform(0.5, 2, WIDTH).astype(np.float32), arch),
+        cos=oracle.place(np.cos(angle), arch),
+        sin=oracle.place(np.sin(angle), arch),
+    )
+    fused, steps = make(dtype, layout=layout), make(dtype, layout=layout)
+    fill(fused, rng)
+    for ours, theirs in zip(fused._pages, steps._pages, strict=True):
+        for a, b in zip(ours.arrays, theirs.arrays, strict=True):
+            arrays.write_host(arrays.read_host(a, fused.runtime), b)
+    for store in (fused, steps):
+        store.add(), store.add()
+    heads = 3 * HEADS
+    for seqs, bounds in (([0, 1], [0, 5, 7]), ([1, 0], None), ([0], [0, 3])):
+        tokens = len(seqs) if bounds is None else bounds[-1]
+        qkv = rng.standard_normal((tokens, (heads + 2 * HEADS) * WIDTH)).astype(np.float32)
+        ends = np.cumsum([0, *np.diff(np.arange(len(seqs) + 1) if bounds is None else bounds)])
+        positions = np.concatenate(
+            [fused.length(seq) + np.arange(ends[i + 1] - ends[i]) for i, seq in enumerate(seqs)]
+        ).astype(np.int32)
+        split = [np.ascontiguousarray(x).reshape(tokens, -1, WIDTH)
+                 for x in np.split(qkv, [heads * WIDTH, (heads + HEADS) * WIDTH], axis=1)]  # fmt: skip
+        rope = oracle.place(positions, arch)
+        for layer in range(2):
+            q = fused.write_qkv(layer, oracle.place(qkv, arch), seqs, bounds, num_q_heads=heads, norm_rope=how)
+            turned = [
+                tikv.qkv.norm_rope(oracle.place(x, arch), how, weight=name, rope_positions=rope)
+                for name, x in zip("qk", split[:2], strict=True)
+            ]
+            steps.append(layer, turned[1], oracle.place(split[2], arch), seqs, bounds)
+            oracle.assert_same_bits(q, turned[0])
+    for layer, (got, want) in enumerate(zip(pool_bits(fused), pool_bits(steps), strict=True)):
+        for a, b in zip(got, want, strict=True):
+            oracle.assert_same_bits(a, b, what=f"layer {layer}")
+    with pytest.raises(tikv.PositionError, match="outside the tables"):
+        fused.write_qkv(0, oracle.place(qkv, arch), [0], [0, 3], num_q_heads=heads, norm_rope=how,
+                        rope_positions=np.array([1, 2, 64], np.int32))  # fmt: skip
+    with pytest.raises(tikv.ShapeError, match="width of qkv"):
+        fused.write_qkv(0, oracle.place(qkv, arch), [0], [0, 3], num_q_heads=heads + 1, norm_rope=how)
+    assert (fused.length(0), fused.length(1), fused.num_free_blocks) == (9, 3, 8)
 
 
 # --- sharing

@@ -6,15 +6,16 @@ table. The layers lie side by side in as few pieces of memory as a launch can ad
 
 from __future__ import annotations
 
-import importlib
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tikv import blocks, checks, dtypes, pools, quant, runtime
+from tikv import attention, blocks, checks, draw, dtypes, pools, quant, runtime
+from tikv import qkv as qkv_ops
 from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, read_host, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
@@ -379,8 +380,8 @@ class PagedKVCacheStore:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
 
         Full blocks are shared whose tokens, and all before them, some sequence has appended to every layer, even if
-        that sequence was freed and its blocks were not taken since. `length` says how many tokens are there; append only
-        the rest, which are taken to be those of ``token_ids``. Pass all but the last to keep one for the model to run on.
+        that sequence was freed and its blocks were not taken since. `length` says how many tokens are there; append
+        only the rest, which are taken to be those of ``token_ids``. Pass all but the last to keep one for the model.
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
@@ -577,7 +578,7 @@ class PagedKVCacheStore:
         cu_seqlens: Any = None,
         *,
         num_q_heads: int,
-        norm_rope: Any = None,
+        norm_rope: qkv_ops.NormRope | None = None,
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
@@ -606,12 +607,12 @@ class PagedKVCacheStore:
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
         pages = self._layers[layer]
-        scales = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
         step = self._begin(operation, layer, seqs, cu_seqlens, rows.shape[0])
         try:
             if norm_rope is not None and rope_positions is None:
                 rope_positions = self._upload("positions", step.positions)
-            q = importlib.import_module("tikv.qkv").write_qkv(
+            q = qkv_ops.write_qkv(
                 qkv,
                 pages[0],
                 pages[1],
@@ -827,7 +828,8 @@ class PagedKVCacheStore:
         states = [self._state(seq, operation) for seq in ids]
         tables, lens = self._on_device(ids, states, tuple(state.lengths[layer] for state in states))
         pages = self._layers[layer]
-        return importlib.import_module("tikv.attention").paged_decode_attention(
+        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+        return attention.paged_decode_attention(
             q,
             pages[0],
             pages[1],
@@ -837,7 +839,7 @@ class PagedKVCacheStore:
             scale=scale,
             window=window,
             return_lse=return_lse,
-            **dict(zip(("k_scale", "v_scale"), pages[2:], strict=False)),
+            **scales,
         )
 
     def _on_device(
@@ -879,6 +881,42 @@ class PagedKVCacheStore:
                 pools.gather_paged(pages[stream], table, length, layout=self.layout, scale=scale, out=out)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw the page table: each sequence's blocks in order, and which blocks of the pool are shared or free.
+
+        A store shows itself so in a notebook.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+
+        Returns:
+            The SVG text. It follows the reader's light or dark setting; its size does not grow with the pool.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+
+        Cost: none on the device.
+
+        Example:
+            >>> import tikv
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8)
+            >>> pool.draw().startswith("<svg")
+            True
+        """
+        rows = [
+            draw.Table(seq, state.length, state.blocks, state.swapped is not None)
+            for seq, state in self._sequences.items()
+        ]
+        picture = draw.table(
+            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, self._blocks.holders, rows
+        )
+        if path is not None:
+            draw.save(picture, path, "PagedKVCacheStore.draw")
+        return picture
+
+    def _repr_html_(self) -> str:
+        return self.draw()
 
     def __len__(self) -> int:
         return len(self._sequences)
