@@ -1,0 +1,545 @@
+"""A transformers `Cache` over this library's layers, and its decode attention under the name "tikv".
+
+from tikv.integrations.transformers import TikvCache
+model.generate(**inputs, past_key_values=TikvCache(model.config))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tikv import dtypes, runtime
+from tikv.attention import decode_attention
+from tikv.errors import ArchError, CapacityError, OptionError, PositionError, ShapeError
+from tikv.integrations import _transformers_shim as shim
+from tikv.layers import LayerStore
+
+FIRST_CAPACITY = 256  # slots that a growing layer starts with
+ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
+SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
+OPERATION = "TikvCache"
+ATTENTION = "tikv"  # the name for attn_implementation
+
+
+class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One layer: keys and values in place, in temporal order, in memory of this library.
+
+    Args:
+        index: the layer's number, for messages.
+        window: tokens a query sees, itself included; None for all.
+        max_cache_len: tokens a sequence may have; None for any number.
+        dtype: what is stored, as `TikvCache` says.
+        config: the model's configuration, which says whether its attention reads what is stored.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
+        self.store: LayerStore | None = None
+        self._staged: dict[str, Any] = {}
+        super().__init__()
+        self.index = index
+        self.is_sliding = window is not None
+        self.sliding_window = window
+        self.limit = max_cache_len
+        self.storage = dtype
+        self.config = config
+        self.record_past = False
+        self.is_initialized = False
+        self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
+        self._settled = 0  # no rollback goes behind this position
+        if max_cache_len is not None:
+            self.max_cache_len = max_cache_len
+
+    def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
+        """Make the memory for keys and values of these shapes, dtype and device."""
+        value_states = key_states if value_states is None else value_states
+        if key_states.ndim != 4:
+            raise ShapeError(
+                f"{self._name}: keys must be (batch, heads, tokens, head_dim), not {tuple(key_states.shape)}."
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        _share_memory_with(self.device)
+        batch, heads, tokens, width = key_states.shape
+        self.store = LayerStore(
+            num_kv_heads=heads,
+            head_dim=width,
+            head_dim_v=value_states.shape[3],
+            capacity=self._room_for(tokens),
+            batch_size=batch,
+            dtype=self.dtype if self.storage is None else self.storage,
+        )
+        self.is_initialized = True
+        self._settled = 0
+        self._attach()
+
+    @property
+    def _name(self) -> str:
+        return f"{OPERATION} layer {self.index}"
+
+    def _room_for(self, tokens: int) -> int:
+        """Slots to have for so many tokens."""
+        if self.is_sliding:
+            usual = self._past + ROLLBACK + max(SPARE, self._past // 4)
+            usual = usual if self.limit is None else min(usual, self.limit)
+            # A chunk beyond the usual room gets room for itself, which goes back when the next tokens come.
+            return usual if tokens <= usual else tokens + usual
+        if self.limit is not None:
+            return self.limit
+        capacity = FIRST_CAPACITY
+        while capacity < tokens:
+            capacity *= 2
+        return capacity
+
+    def _attach(self) -> None:
+        """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
+        store = self.store
+        assert store is not None
+        self._k, self._v = store.keys(0).torch(), store.values(0).torch()
+        self._quantised = store.dtype is dtypes.int8
+        self._as_stored = self._k.dtype is self.dtype
+        self._bound = store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
+        self.batch_size = self.max_batch_size = self._k.shape[0]
+        self.num_heads, self.head_dim = self._k.shape[1], self._k.shape[3]
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
+
+        Args:
+            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides with a contiguous last axis.
+            *args, **kwargs: what models pass along; not needed.
+
+        Returns:
+            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache where the storage dtype is the
+            model's, else a converted copy. `get_mask_sizes` says n beforehand.
+
+        Raises:
+            ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
+            CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self._staged:
+            self._refuse_half_set()
+        store: Any = self.store
+        held, tokens = store.length, key_states.shape[2]
+        if key_states.dtype is not self.dtype:
+            self._refit(key_states, value_states, None)
+            store = self.store
+        if held + tokens > self._bound:
+            self._make_room(tokens)
+            held = store.length
+        try:
+            store.append(0, key_states, value_states, layout="head_major")
+        except (ShapeError, ArchError) as error:
+            self._refit(key_states, value_states, error)
+            return self.update(key_states, value_states)
+        first, end = max(0, held - self._past) if self.is_sliding else 0, held + tokens
+        if not self._as_stored and tokens == 1 and self.config._attn_implementation == ATTENTION:
+            return self._stored(first, end)
+        return self._read(first, end)
+
+    def _make_room(self, tokens: int) -> None:
+        """Let go of what the window has left behind, and grow where that is not enough."""
+        store = self.store
+        assert store is not None
+        if self.limit is not None and store.end + tokens > self.limit:
+            raise CapacityError(
+                f"{self._name}: {store.end} cached + {tokens} new tokens > max_cache_len={self.limit}. Nothing was "
+                f"written. Use a larger max_cache_len, or none to let the cache grow."
+            )
+        drop = 0
+        if self.is_sliding:
+            settled = self._settled if self.record_past else store.end - ROLLBACK
+            drop = max(0, settled - self._past - store.origin)
+        needed = store.length - drop + tokens
+        capacity = self._room_for(needed)
+        if self.is_sliding and capacity > needed and store.capacity >= needed and capacity > store.capacity:
+            capacity = store.capacity
+        store.make_room(capacity=capacity, drop=drop)
+        self._attach()
+
+    def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
+        """Take on the form of another model or batch when empty; refuse it when not."""
+        store = self.store
+        assert store is not None
+        form = (*self._k.shape[:2], "n", self.head_dim), (*self._v.shape[:2], "n", self._v.shape[3])
+        given = (
+            (*key_states.shape[:2], "n", key_states.shape[-1]),
+            (*value_states.shape[:2], "n", value_states.shape[-1]),
+        )
+        same = (form, self.dtype, self.device) == (given, key_states.dtype, key_states.device)
+        if store.end == 0 and not same:
+            self.lazy_initialization(key_states, value_states)
+            return
+        if same and error is not None:
+            raise error
+        raise (ArchError if key_states.device != self.device else ShapeError)(
+            f"{self._name}: the cache holds {store.end} tokens of keys {form[0]} and values {form[1]}, {self.dtype} on "
+            f"{self.device}; the new ones are keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}, "
+            f"{key_states.dtype} on {key_states.device}. Use a TikvCache for each model and batch, or reset()."
+        ) from error
+
+    def _read(self, first: int, end: int) -> tuple[Any, Any]:
+        """Slots first..end in the model's dtype: a view where that is what is stored."""
+        if self._quantised:
+            assert self.store is not None
+            k, v = (a.torch() for a in self.store.decoded(first))
+            return k.to(self.dtype), v.to(self.dtype)
+        k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
+        return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
+
+    def _stored(self, first: int, end: int) -> tuple[Any, Any]:
+        """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
+        assert self.store is not None
+        k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
+        scales = (
+            [a.torch().narrow(2, first, end - first) for a in self.store.scales(0)] if self._quantised else [None] * 2
+        )
+        k.tikv_stored = (self, first, end, *scales)
+        return k, v
+
+    def _visible(self) -> tuple[Any, Any]:
+        """What the next token will see beside itself."""
+        if self.store is None:
+            return None, None
+        held = self.store.length
+        return self._read(max(0, held - self._past) if self.is_sliding else 0, held)
+
+    @property
+    def keys(self) -> Any:
+        """(batch, heads, n, head_dim): the keys that the next token will see beside its own; None before the first."""
+        return self._staged["keys"] if "keys" in self._staged else self._visible()[0]
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._set("keys", keys)
+
+    @property
+    def values(self) -> Any:
+        """(batch, heads, n, head_dim_v): the values of `keys`."""
+        return self._staged["values"] if "values" in self._staged else self._visible()[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._set("values", values)
+
+    def _set(self, which: str, tensor: Any) -> None:
+        """Replace keys or values; those of another length than the present wait for their partner."""
+        if tensor is None:
+            self.store = None
+            self.is_initialized = False
+            self._staged.clear()
+            return
+        self._staged[which] = tensor
+        other = "values" if which == "keys" else "keys"
+        partner = self._staged.get(other)
+        if partner is None and self.store is not None:
+            current = getattr(self, other)
+            partner = current.clone() if current.shape[:3] == tensor.shape[:3] else None
+        if partner is None or partner.shape[2] != tensor.shape[2]:
+            return
+        new = {which: tensor, other: partner}
+        end = self.store.end if self.store is not None and self.is_sliding else tensor.shape[2]
+        self._staged.clear()
+        # The new ones may be views of the memory they go to.
+        keys, values = new["keys"].clone(), new["values"].clone()
+        self.lazy_initialization(keys, values)
+        assert self.store is not None
+        self.store.append(0, keys, values, layout="head_major")
+        self.store.origin = max(0, end - tensor.shape[2])
+        self._settled = self.store.end
+        self._attach()
+
+    def _refuse_half_set(self) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._staged.items()}
+        raise ShapeError(
+            f"{self._name}: set keys and values to the same number of tokens; set so far: {shapes}. Set the other "
+            f"one too."
+        )
+
+    @property
+    def cumulative_length(self) -> int:
+        """Tokens seen since `reset`, less those cropped."""
+        return 0 if self.store is None else self.store.end
+
+    def get_seq_length(self) -> int:
+        """Tokens seen since `reset`, less those cropped."""
+        return 0 if self.store is None else self.store.end
+
+    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+        """(number of keys that `update` will return for these new tokens, position of the first of them)."""
+        end = self.get_seq_length()
+        first = max(0, end - self._past) if self.is_sliding else 0
+        return end - first + shim.query_length(queries), first
+
+    def get_max_length(self) -> int:
+        """Tokens that the layer holds at most; -1: any number."""
+        bounds = [n for n in (self.sliding_window, self.limit) if n is not None]
+        return min(bounds) if bounds else -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """Keep what a later `crop` may return to, until it is called."""
+        self.record_past = True
+        self._settled = self.get_seq_length()
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self._staged.clear()
+        self._settled = 0
+        if self.store is not None:
+            self.store.reset()
+            self._attach()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens, in the meaning that the installed transformers gives the argument.
+
+        Args:
+            tokens_to_remove: negative: drop so many. Positive, before transformers 5.16: keep so many. 0: drop nothing
+                since 5.14, everything before.
+
+        Raises:
+            OptionError: a positive number, since transformers 5.16.
+            PositionError: the tokens before are no longer held, since the window has moved on. Nothing is changed.
+        """
+        length = self.get_seq_length()
+        target = shim.tokens_after_crop(int(tokens_to_remove), length)
+        if target is None:
+            raise OptionError(
+                f"{self._name}: crop({tokens_to_remove}) of {length} tokens: this transformers counts tokens "
+                f"to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
+            )
+        store = self.store
+        if store is None:
+            return
+        if store.origin > max(0, target - self._past):
+            raise PositionError(
+                f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
+                f"{self.sliding_window} needs positions from {max(0, target - self._past)}, held are "
+                f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be dropped, or "
+                f"reset()."
+            )
+        store.trim(length - target)
+        self._settled = target
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let sequence b go on from what sequence ``beam_idx[b]`` holds."""
+        if self.get_seq_length():
+            assert self.store is not None
+            self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence: 0, 0, 1, 1 for 2."""
+        if self.get_seq_length():
+            assert self.store is not None
+            self.store.repeat(repeats)
+            self._attach()
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences, in this order; a mask of booleans is taken too."""
+        if self.get_seq_length():
+            assert self.store is not None
+            chosen = torch.as_tensor(indices)
+            self.store.select(chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen)
+            self._attach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
+        found = TikvLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
+        found.record_past, found._settled = self.record_past, self._settled
+        if self.store is not None:
+            found.dtype, found.device = self.dtype, self.device
+            found.store = self.store.twin()
+            found.is_initialized = True
+            found._attach()
+        memo[id(self)] = found
+        return found
+
+    def __repr__(self) -> str:
+        kind = f"window {self.sliding_window}" if self.is_sliding else "full"
+        return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+class TikvCache(cache_utils.Cache):  # type: ignore[misc]
+    """A transformers cache whose layers are written in place: no concatenation, no roll, no copy to read them.
+
+    Args:
+        config: the model's configuration; full, sliding and chunked layers and layers that share keys are told from it.
+        max_cache_len: tokens a sequence may have, for which memory is then made once; None: memory doubles as needed.
+        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "int8", with a
+            scale per token and head. What is stored narrower is widened for each read.
+
+    Raises:
+        OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.
+
+    A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
+    to the front rarely, and can be taken back. Gradients do not flow through the cache.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import torch
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> cache = TikvCache(model.config)
+        >>> text = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=4, do_sample=False,
+        ...                       eos_token_id=None)
+        >>> cache.get_seq_length(), tuple(cache.layers[0].keys.shape)
+        (6, (1, 1, 6, 8))
+    """
+
+    def __init__(self, config: Any, max_cache_len: int | None = None, dtype: Any = None) -> None:
+        name = type(config).__name__
+        text = config.get_text_config(decoder=True)
+        if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+            raise OptionError(
+                f"{OPERATION}: {name} is an encoder-decoder, whose cross-attention cache is not offered. Use "
+                f"transformers' own."
+            )
+        if max_cache_len is not None and (isinstance(max_cache_len, bool) or int(max_cache_len) < 1):
+            raise OptionError(f"{OPERATION}: max_cache_len={max_cache_len!r}. Use at least 1, or None to let it grow.")
+        storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
+        limit = None if max_cache_len is None else int(max_cache_len)
+        layers: list[Any] = []
+        for i, (kind, window) in enumerate(shim.layer_kinds(text)):
+            if kind == "none":
+                layers.append(shim.layer_without_keys())
+            elif kind in ("full", "sliding"):
+                layers.append(TikvLayer(i, window, limit, storage, text))
+            else:
+                raise OptionError(
+                    f"{OPERATION}: layer {i} of {name} is of type {kind!r}, which holds something else than keys "
+                    f"and values. Offered are full_attention, sliding_attention and chunked_attention. "
+                    f"Use transformers' own cache."
+                )
+        super().__init__(layers=layers)
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append new tokens to a layer; see `TikvLayer.update`."""
+        try:
+            layer = self.layers[layer_idx]
+        except IndexError:
+            raise ShapeError(
+                f"{OPERATION}: the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}. Make the "
+                f"cache from this model's config."
+            ) from None
+        return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """Tokens that a layer, or the layer with the most room, holds at most; -1: any number."""
+        lengths = [getattr(layer, "get_max_length", lambda: -1)() for layer in self.layers]
+        if layer_idx is not None:
+            return int(lengths[layer_idx])
+        return -1 if -1 in lengths else int(max(lengths))
+
+    get_max_length = get_max_cache_shape
+
+    def activate_past_recording(self) -> None:
+        """Keep what a later `crop` may return to, until it is called."""
+        for layer in self.layers:
+            if isinstance(layer, TikvLayer):
+                layer.activate_past_recording()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
+        return sum(store.nbytes for store in stores if store is not None)
+
+
+def attend(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
+
+    Torch's `scaled_dot_product_attention` takes prompts, padded batches and training; with a soft cap plain torch does.
+
+    Args:
+        module: the attention module.
+        query: (batch, heads, T, head_dim).
+        key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
+        attention_mask: None where all keys, or with T = n those up to a query itself, are seen; else (batch, 1, T, n).
+        scaling: of the scores; None for ``1 / sqrt(head_dim)``.
+        dropout, softcap: as the model says.
+        **kwargs: for torch's attention.
+
+    Returns:
+        ((batch, T, heads, head_dim_v), None).
+
+    Raises:
+        OptionError: the model wants learned attention sinks.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise OptionError(
+            f"attention {ATTENTION!r}: {type(module).__name__} has learned sinks (s_aux), which are not offered. Use "
+            f"attn_implementation='eager'."
+        )
+    stored = getattr(key, "tikv_stored", None)
+    trained = torch.is_grad_enabled() and query.requires_grad
+    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout:
+        lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
+        k_scale, v_scale = (None, None) if stored is None else stored[3:]
+        out = decode_attention(
+            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale
+        )
+        return out.transpose(1, 2), None
+    if stored is not None:
+        layer, first, end, *_ = stored
+        key, value = layer._read(first, end)
+    if softcap is not None:
+        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap), None
+    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return out, None
+
+
+def _with_softcap(
+    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float
+) -> Any:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def _share_memory_with(device: Any) -> None:
+    """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
+
+    Raises:
+        ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
+    """
+    arch = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
+    if arch is None:
+        raise ArchError(f"{OPERATION}: the model is on {device}. Move it to CPU or CUDA, whose memory can be shared.")
+    live = runtime.current() if runtime.is_started() else runtime.init(arch)
+    if live.arch != arch:
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}, Taichi runs on {live.arch}. Call tikv.init(arch={arch!r}) before "
+            f"the first operation, or move the model."
+        )
