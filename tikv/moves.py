@@ -101,7 +101,7 @@ def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
     units = max(s.units for s in streams)
     rounds = max(1, WORDS_IN_FLIGHT // sum(s.codec.src_words for s in streams))
     lanes = min(32, -(-units // rounds))
-    return 1 << (lanes - 1).bit_length() if cooperative else lanes
+    return int(1 << (lanes - 1).bit_length()) if cooperative else lanes
 
 
 def bind_copy(
