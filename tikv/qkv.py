@@ -197,14 +197,13 @@ def _fused() -> Any:
 def _turned_codec(style: str, src: End, dst: End, width: int, rope_dim: int) -> tuple[int, Any]:
     """(units in a row, codec) of a stream that is rotated: units divide what is rotated, so that they move as pairs.
 
-    On CPU each element keeps a word of its own, and a unit is what LLVM puts side by side into a register.
+    On CPU a unit is one element, which is what LLVM vectorises.
     """
-    fused, _, codec, *_ = _fused()
+    codec = _fused()[2]
     s, d = src.array.dtype, dst.array.dtype
     src_align, dst_align = alignment(src, width), alignment(dst, width)
-    cpu = style == "cpu"
-    for elements in (fused.CPU_UNIT, 4, 2, 1) if cpu else (4, 2, 1):
-        src_word, dst_word = (t.itemsize if cpu else min(8, elements * t.itemsize) for t in (s, d))
+    for elements in (1,) if style == "cpu" else (4, 2, 1):
+        src_word, dst_word = (min(8, elements * t.itemsize) for t in (s, d))
         whole = width % elements == 0 and rope_dim // 2 % elements == 0 and (dst.inner[0] or elements) % elements == 0
         if whole and src_align % src_word == 0 and dst_align % dst_word == 0:
             return width // elements, codec.Codec(s.short, d.short, elements, src_word * 8, dst_word * 8)

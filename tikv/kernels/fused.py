@@ -47,7 +47,7 @@ T = Turn(*range(len(Turn._fields)))
 FUSED_WHERE_VECTOR = ti.types.vector(6 * len(Where._fields), ti.i32)
 TURN_VECTOR = ti.types.vector(len(Turn._fields), ti.i32)
 SUM_CHUNK = 4  # neighbouring elements that a GPU lane adds up in a norm's sum
-CPU_UNIT = 8  # elements side by side in registers on CPU
+CPU_SUMS = 8  # running sums of a norm on CPU: what a register holds
 
 
 def lanes_of(style, width):
@@ -312,7 +312,7 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     pair, rest = make_values(codec, change)
     store = make_store(codec.dst, codec.elements, codec.dst_bits, "cpu")
     dst_at, words, elements = make_inner(*inner), codec.dst_words, codec.elements
-    sums_of_row = next(n for n in (CPU_UNIT, 4, 2, 1) if width % n == 0)
+    sums_of_row = next(n for n in (CPU_SUMS, 4, 2, 1) if width % n == 0)
     load = make_load(codec.src, sums_of_row, codec.src_bits)
     scale_bits = make_scale(scale, "cpu") if quantising else None
     scale_value = make_bits_to_f32(scale) if quantising else None
