@@ -95,8 +95,8 @@ def round_half_even(x):
     low = ti.floor(x)
     rest = x - low
     whole = ti.cast(low, ti.i32)
-    up = (rest > ti.f32(0.5)) | ((rest == ti.f32(0.5)) & ((whole & 1) == 1))
-    return ti.select(up, whole + 1, whole)
+    # No `|` or `&` between comparisons: it becomes a bitwise operation on booleans, which SPIR-V does not have.
+    return whole + ti.select(rest == ti.f32(0.5), whole & 1, ti.select(rest > ti.f32(0.5), 1, 0))
 
 
 @ti.func

@@ -1,0 +1,95 @@
+"""The Metal source of every kernel is generated and validated, on any Linux machine with a Vulkan driver."""
+
+import ast
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import metal_source
+import pytest
+
+import tikv
+
+KERNELS = pathlib.Path(tikv.__file__).parent / "kernels"
+TOOLS = ("spirv-val", "spirv-cross")
+
+
+def factories():
+    """The functions in kernels/ that return a kernel for a GPU: those with `@ti.kernel` inside."""
+    found = set()
+    for path in sorted(KERNELS.glob("*.py")):
+        if path.stem.endswith("_cpu"):
+            continue  # never on a GPU
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                ast.unparse(d) == "ti.kernel"
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.FunctionDef)
+                for d in inner.decorator_list
+            ):
+                found.add(node.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tools(request):
+    """The two programs and a Vulkan driver; skipped where they are missing, but not in CI."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    probe = "import tikv; assert tikv.runtime.vulkan_devices()"
+    environment = {**os.environ, "PYTHONPATH": str(request.config.rootpath)}
+    if subprocess.run([sys.executable, "-c", probe], capture_output=True, env=environment, timeout=120).returncode:
+        missing.append("a Vulkan driver")
+    if missing:
+        reason = f"no {', '.join(missing)} here (Debian: spirv-tools, spirv-cross, mesa-vulkan-drivers, libvulkan1)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return environment
+
+
+_made: dict[str, tuple[pathlib.Path, list[dict[str, str]]]] = {}
+
+
+def made(group, tools, tmp_path_factory):
+    """The folder of a group's SPIR-V and its kernels; compiled once a session, in a process of its own."""
+    if group not in _made:
+        folder = tmp_path_factory.mktemp(group)
+        child = subprocess.run(
+            [sys.executable, metal_source.__file__, folder, group],
+            capture_output=True, text=True, env=tools, timeout=600,
+        )  # fmt: skip
+        assert child.returncode == 0, child.stderr[-3000:]
+        kernels = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        _made[group] = folder, kernels
+    return _made[group]
+
+
+@pytest.mark.parametrize("group", metal_source.GROUPS)
+def test_every_kernel_is_one_valid_metal_function(group, tools, tmp_path_factory):
+    """One task a kernel; valid SPIR-V; Metal source without a double or an atomic float."""
+    folder, kernels = made(group, tools, tmp_path_factory)
+    assert kernels
+    shaders = sorted(folder.glob("*.spv"))
+    assert 0 < len(shaders) <= len(kernels), "one each, but for those that compile to the same code"
+    for shader in shaders:
+        assert shader.stem.endswith("_t00"), f"{shader.name}: a second task is a second launch"
+        checked = subprocess.run(
+            ["spirv-val", "--target-env", "vulkan1.1", shader], capture_output=True, text=True, timeout=60
+        )
+        assert checked.returncode == 0, f"{shader.name}: {checked.stdout}{checked.stderr}"
+        metal = subprocess.run(
+            ["spirv-cross", "--msl", "--msl-version", "20300", shader], capture_output=True, text=True, timeout=60
+        )
+        assert metal.returncode == 0, f"{shader.name}: {metal.stderr}"
+        assert metal.stdout.count("kernel void ") == 1
+        assert not re.search(r"\bdouble\b|atomic_float|atomic<float>", metal.stdout), shader.name
+
+
+def test_no_factory_is_left_out(tools, tmp_path_factory):
+    """A new kernel needs a call in metal_source.py."""
+    seen = {kernel["factory"] for group in metal_source.GROUPS for kernel in made(group, tools, tmp_path_factory)[1]}
+    assert seen == factories()
