@@ -1,0 +1,192 @@
+"""Starting Taichi, attaching to the caller's, and what is said on the way; each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tikv
+from tikv import runtime
+
+COPY = """
+import numpy as np, oracle, tikv
+from tikv import reference
+
+def same_bits():
+    rng = np.random.default_rng(3)
+    for dtype, cache_dtype in ((np.float32, np.float16), (np.float16, np.float16)):
+        src = oracle.random_bits(rng, (9, 2, 8), dtype)
+        before = oracle.random_bits(rng, (2, 7, 8), cache_dtype)
+        cache = oracle.place(before.copy(), ARCH)
+        tikv.copy(oracle.place(src, ARCH), cache, position=5, window=7)
+        want = reference.copy(src, before, position=5, window=7)
+        oracle.assert_same_bits(cache, want, any_nan=dtype != cache_dtype)
+"""
+
+
+@pytest.fixture
+def python(request):
+    """Run a script with the package and the oracle at hand; gives its output, and fails where it fails."""
+    root = request.config.rootpath
+
+    def run(script, *, fails=False, **variables):
+        child = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", **variables},
+        )
+        assert (child.returncode != 0) == fails, child.stdout + child.stderr[-3000:]
+        return child
+
+    return run
+
+
+OPTIONS = {
+    "default_fp=f64": {"default_fp": "ti.f64"},
+    "default_ip=i64": {"default_ip": "ti.i64"},
+    "debug": {"debug": "True"},
+    "slow_math": {"fast_math": "False"},
+    "everything": {"default_ip": "ti.i64", "fast_math": "True", "check_out_of_bound": "True"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_attaches_to_the_taichi_that_runs(arch, python, options):
+    """The caller's settings change no bit, and are the caller's again afterwards: also for kernels made later."""
+    chosen = OPTIONS[options]
+    if arch in ("vulkan", "metal") and "ti.f64" in chosen.values():
+        chosen = {"default_fp": "ti.f16"}
+    keywords = ", ".join(f"{name}={value}" for name, value in chosen.items())
+    child = python(
+        f"ARCH = {arch!r}\n"
+        + "import taichi as ti\n"
+        + f"ti.init(arch=getattr(ti, ARCH), log_level=ti.WARN, enable_fallback=False, {keywords})\n"
+        + "from taichi.lang import impl\n"
+        + "def settings():\n"
+        + "    c, front = impl.get_runtime().prog.config(), impl.get_runtime()\n"
+        + "    kinds = front.default_fp, front.default_ip, front.default_up\n"
+        + "    return c.fast_math, c.debug, c.check_out_of_bound, *kinds, front.short_circuit_operators\n"
+        + "before, program, mine = settings(), impl.get_runtime().prog, ti.ndarray(ti.f32, 4)\n"
+        + "mine.fill(3)\n"
+        + COPY
+        + "same_bits()\n"
+        + "assert settings() == before, (before, settings())\n"
+        + "assert impl.get_runtime().prog is program and mine.to_numpy().tolist() == [3] * 4\n"
+        + "print(tikv.runtime.current().arch, tikv.runtime.current().debug)\n"
+    )
+    assert child.stdout.split()[-2:] == [arch, str(chosen.get("debug") == "True")]
+
+
+def test_the_first_operation_starts_it_in_silence(python):
+    """On the arch that `init` would choose; nothing on stdout or stderr."""
+    child = python("ARCH = 'cpu'\nimport tikv\ntikv.init(arch='cpu')\n" + COPY + "same_bits()\n")
+    assert (child.stdout, child.stderr) == ("", "")
+    child = python(
+        "import numpy as np, tikv\n"
+        "tikv.runtime.candidate_archs = lambda: iter(['cpu'])\n"
+        "tikv.copy(np.ones((1, 1, 2), np.float32), np.zeros((1, 2, 2), np.float32), position=0)\n"
+        "assert tikv.runtime.current().arch == 'cpu' and tikv.runtime.current().epoch == 1\n"
+    )
+    assert (child.stdout, child.stderr) == ("", "")
+
+
+def test_a_second_start_ends_the_first(python):
+    child = python(
+        "import tikv\n"
+        "first = tikv.init(arch='cpu')\n"
+        "second = tikv.init(arch='cpu')\n"
+        "assert (first.alive, second.alive, first.epoch, second.epoch) == (False, True, 1, 2)\n"
+        "assert tikv.runtime.current() is second\n"
+        "from tikv.runtime import ti\n"
+        "ti.init(arch=ti.cpu, log_level=ti.WARN)\n"
+        "third = tikv.runtime.current()\n"
+        "assert not second.alive and third.alive and third.epoch == 3\n"
+        "ti.reset()\n"
+        "assert not third.alive\n"
+        "try:\n"
+        "    tikv.runtime.require_alive(third, 'op')\n"
+        "except tikv.StaleRuntimeError as error:\n"
+        "    print(error)\n"
+        "print(repr(third))\n"
+    )
+    assert "op: made in Taichi runtime epoch 3, which a later ti.init() or ti.reset() ended" in child.stdout
+    assert "Runtime(cpu, epoch 3, gone)" in child.stdout
+
+
+def test_an_arch_that_is_missing_is_an_error(python):
+    """Never another one in its place."""
+    missing = "metal" if sys.platform != "darwin" else "cuda"
+    child = python(
+        f"import tikv\ntry:\n    tikv.init(arch={missing!r})\nexcept tikv.ArchError as error:\n    print(error)\n"
+    )
+    assert child.stdout.startswith(f"init: Taichi could not start ({missing}: "), child.stdout
+    assert child.stdout.rstrip().endswith("Run `python -m tikv doctor` to see why.")
+
+
+def test_an_arch_or_option_that_is_unknown(python):
+    with pytest.raises(
+        tikv.ArchError, match=r"init: unknown arch 'opengl'\. Use 'auto' or one of metal, cuda, vulkan, cpu"
+    ):
+        tikv.init(arch="opengl")
+    child = python(
+        "import tikv\n"
+        "try:\n"
+        "    tikv.init(arch='cpu', fast_maths=True)\n"
+        "except tikv.ArchError as error:\n"
+        "    print(error)\n"
+    )
+    assert child.stdout.startswith("init: ")
+    assert "fast_maths" in child.stdout
+
+
+MACHINES = {
+    "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["metal", "vulkan", "cpu"]),
+    "an NVIDIA GPU": (
+        "linux",
+        ["libcuda.so.1"],
+        [("H200", "discrete"), ("llvmpipe", "cpu")],
+        ["cuda", "vulkan", "cpu"],
+    ),
+    "an AMD GPU": ("linux", [], [("llvmpipe", "cpu"), ("RX 7900", "discrete")], ["vulkan", "cpu"]),
+    "a laptop": ("linux", [], [("Iris Xe", "integrated")], ["vulkan", "cpu"]),
+    "lavapipe alone": ("linux", [], [("llvmpipe", "cpu")], ["cpu"]),
+    "nothing": ("linux", [], [], ["cpu"]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_order_of_auto(monkeypatch, machine):
+    """Metal, CUDA, a real Vulkan GPU, CPU: a software driver is never chosen."""
+    platform, libraries, devices, expected = MACHINES[machine]
+    monkeypatch.setattr(runtime.sys, "platform", platform)
+    monkeypatch.setattr(runtime, "_has_library", lambda *names: any(name in libraries for name in names))
+    monkeypatch.setattr(runtime, "vulkan_devices", lambda: devices)
+    assert list(runtime.candidate_archs()) == expected
+
+
+def test_auto_goes_on_to_the_next(python):
+    """A library that is there and does not work is no reason to fail."""
+    missing = "metal" if sys.platform != "darwin" else "cuda"
+    child = python(
+        f"import tikv\ntikv.runtime.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\nprint(tikv.init().arch)\n"
+    )
+    assert child.stdout == "cpu\n"
+
+
+@pytest.mark.archs("vulkan")
+def test_the_vulkan_driver_is_found(arch):
+    """By the loader itself, before Taichi is asked."""
+    devices = runtime.vulkan_devices()
+    assert devices
+    assert all(name and kind in ("integrated", "discrete", "virtual", "other", "cpu") for name, kind in devices)
+    assert runtime.device_name("vulkan") in [name for name, _ in devices]
+
+
+def test_what_the_machine_says_of_itself(arch):
+    assert runtime.device_name(arch)
+    assert runtime.memory_bytes("cpu") > 2**28
+    assert runtime.version_of("taichi").startswith("1.7.")
+    assert runtime.version_of("no-such-distribution") is None
