@@ -15,9 +15,9 @@ RANKS = [
     ["kernels"],
     ["cuda", "cuda_launch", "launch", "moves", "graphs"],
     ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
-    ["files", "blocks", "store", "paged", "layers"],
+    ["files", "blocks", "draw", "store", "paged", "layers", "kv_layer"],
     ["integrations", "compat", "torch_ops"],
-    ["doctor", "__main__", "draw"],
+    ["doctor", "timing", "trials", "__main__"],
 ]
 PLACE = {name: (rank, index) for rank, names in enumerate(RANKS) for index, name in enumerate(names)}
 

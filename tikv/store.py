@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import checks, dtypes, files, launch, runtime
+from tikv import checks, draw, dtypes, files, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, describe, read_host, to_device, view
 from tikv.attention import Cache, Question, attend
 from tikv.errors import CacheFileError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
@@ -1021,6 +1021,44 @@ class KVCacheStore:
                 layer.length, layer.valid_from = length, valid_from
             raise
         self._put([[to_device(np.ascontiguousarray(a), self.runtime) for a in found] for found in arrays])
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw which position lies in which slot: a wheel for each ring, a strip for each layer without a window.
+
+        Layers in the same state share a drawing. A store shows itself so in a notebook.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+
+        Returns:
+            The SVG text. It follows the reader's light or dark setting; its size does not grow with the capacity.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+
+        Cost: none on the device.
+
+        Example:
+            >>> import tikv
+            >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, window=4)
+            >>> store.draw().startswith("<svg")
+            True
+        """
+        groups: dict[tuple[int, int, int, int, int], list[int]] = {}
+        for layer in self._layers:
+            state = (layer.slots, layer.sinks, layer.ring, layer.length, layer.valid_from)
+            groups.setdefault(state, []).append(layer.index)
+        rows = [
+            draw.Slots(f"layer{'s' * (len(group) > 1)} {draw.ranges(group)}", slots, sinks, ring > 0, length, first)
+            for (slots, sinks, ring, length, first), group in groups.items()
+        ]
+        picture = draw.slots(repr(self), rows)
+        if path is not None:
+            draw.save(picture, path, "KVCacheStore.draw")
+        return picture
+
+    def _repr_html_(self) -> str:
+        return self.draw()
 
     def __len__(self) -> int:
         return self.length

@@ -1,0 +1,56 @@
+"""Draw a sliding window and a page table from live stores: docs/ring.svg and docs/pages.svg of this repository.
+
+python examples/draw_store.py [--out FOLDER]
+"""
+
+import argparse
+import pathlib
+
+import numpy as np
+
+import tikv
+
+
+def ring() -> tikv.KVCacheStore:
+    """A model with two sliding layers of every three, after 43 tokens; the windows have wrapped behind their sinks."""
+    store = tikv.KVCacheStore(
+        num_layers=6, num_kv_heads=8, head_dim=128, capacity=64, window=[20, 20, None] * 2, sinks=4, dtype="float16"
+    )
+    rows = np.zeros((6, 43, 8, 128), np.float32)
+    store.append_all(rows, rows)
+    return store
+
+
+def pages() -> tikv.PagedKVCacheStore:
+    """Three prompts that begin alike, a fork that went on by itself, and one sequence on the host."""
+    pool = tikv.PagedKVCacheStore(num_layers=6, num_kv_heads=8, head_dim=128, num_blocks=48, block_size=8)
+
+    def append(seq: int, tokens: int) -> None:
+        rows = np.zeros((tokens, 8, 128), np.float32)
+        for layer in range(6):
+            pool.append(layer, rows, rows, [seq], cu_seqlens=[0, tokens])
+
+    system = list(range(32))
+    for question in ([100] * 13, [200] * 30, [300] * 3):
+        seq = pool.add(system + question)
+        append(seq, 32 + len(question) - pool.length(seq))
+    append(pool.fork(1), 9)
+    append(pool.add(), 70)
+    pool.swap_out(4)
+    append(pool.add(), 21)
+    return pool
+
+
+def main() -> None:
+    """Draw both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"), metavar="FOLDER")
+    options = parser.parse_args()
+    tikv.init("cpu")
+    options.out.mkdir(parents=True, exist_ok=True)
+    ring().draw(options.out / "ring.svg")
+    pages().draw(options.out / "pages.svg")
+
+
+if __name__ == "__main__":
+    main()
