@@ -89,6 +89,32 @@ def finite_magnitude_bits(value):
     return ti.select(a < ti.u32(0x7F800000), a, ti.u32(0))
 
 
+@functools.cache
+def make_word_magnitude(code):
+    """(type, magnitude(word), to_bits(magnitude)): `finite_magnitude_bits` of words that are an element each.
+
+    Magnitudes of the 16-bit types order as their words do: no conversion, and twice as many in a vector register.
+    Signed, since vector registers compare signed integers.
+    """
+    number, infinite, mask = {
+        "f32": (ti.i32, 0x7F800000, 0x7FFFFFFF),
+        "f16": (ti.i16, 0x7C00, 0x7FFF),
+        "bf16": (ti.i16, 0x7F80, 0x7FFF),
+    }[code]
+    decode = make_bits_to_f32(code)
+
+    @ti.func
+    def magnitude(bits):
+        a = ti.cast(bits, number) & number(mask)
+        return ti.select(a < number(infinite), a, number(0))
+
+    @ti.func
+    def to_bits(a):
+        return ti.bit_cast(decode(a), ti.u32)
+
+    return number, magnitude, to_bits
+
+
 @ti.func
 def round_half_even(x):
     """The nearest integer, ties to even, exact for |x| < 2**22 under any floating-point mode."""
@@ -112,9 +138,12 @@ def make_quantise(style):
 
     @ti.func
     def quantise(value, inverse_scale):
-        scaled = ti.min(ti.max(value * inverse_scale, ti.f32(-127.0)), ti.f32(127.0))
-        a = ti.bit_cast(value, ti.u32) & ti.u32(0x7FFFFFFF)
-        return rounded(ti.select(a > ti.u32(0x7F800000), ti.f32(0.0), scaled))
+        # Selects and a signed comparison: LLVM has one vector instruction for each.
+        scaled = value * inverse_scale
+        scaled = ti.select(scaled > ti.f32(-127.0), scaled, ti.f32(-127.0))
+        scaled = ti.select(scaled < ti.f32(127.0), scaled, ti.f32(127.0))
+        a = ti.bit_cast(value, ti.i32) & 0x7FFFFFFF
+        return rounded(ti.select(a > 0x7F800000, ti.f32(0.0), scaled))
 
     return quantise
 
@@ -207,8 +236,10 @@ def make_store(code, elements, bits, style):
 
 @ti.func
 def divide_by_127(bits):
-    """The bits of the float32 nearest to a magnitude / 127, 0 where that is subnormal; in integers, for back ends whose
-    division is not rounded correctly. 127 is odd, so there are no ties."""
+    """The bits of the float32 nearest to a magnitude / 127, 0 where that is subnormal.
+
+    In integers, for back ends whose division is not rounded correctly. 127 is odd, so there are no ties.
+    """
     m = (bits & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
     exponent = ti.cast(bits >> ti.u32(23), ti.i32) - 7
     n = m << ti.u32(7)
@@ -222,6 +253,37 @@ def divide_by_127(bits):
     if exponent > 0:
         found = (ti.cast(exponent, ti.u32) << ti.u32(23)) + (q - ti.u32(0x800000))
     return found
+
+
+@ti.func
+def reciprocal_in_integers(value):
+    """The float32 nearest to 1 / value, for a normal value below 2**126, on back ends that round division otherwise."""
+    bits = ti.bit_cast(value, ti.u32)
+    exponent = bits >> ti.u32(23)
+    m = ti.cast((bits & ti.u32(0x7FFFFF)) | ti.u32(0x800000), ti.u64)
+    whole = ti.u64(1 << 47)
+    q = whole // m
+    if (whole - q * m) * ti.u64(2) > m:
+        q = q + ti.u64(1)
+    return ti.bit_cast(((ti.u32(253) - exponent) << ti.u32(23)) + ti.cast(q - ti.u64(0x800000), ti.u32), ti.f32)
+
+
+@functools.cache
+def make_reciprocal(style):
+    """reciprocal(value): 1 / value, correctly rounded; CUDA's float32 division is not, its float64 division is."""
+
+    @ti.func
+    def reciprocal(value):
+        found = ti.f32(0.0)
+        if ti.static(style == "cuda"):
+            found = ti.cast(ti.f64(1.0) / ti.cast(value, ti.f64), ti.f32)
+        elif ti.static(style == "spirv"):
+            found = reciprocal_in_integers(value)
+        else:
+            found = ti.f32(1.0) / value
+        return found
+
+    return reciprocal
 
 
 SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-38, 3.4028234663852886e38)}
@@ -241,6 +303,8 @@ def make_scale(code, style):
         exact = ti.f32(0.0)
         if ti.static(style == "spirv"):
             exact = ti.bit_cast(divide_by_127(magnitude_bits), ti.f32)
+        elif ti.static(style == "cuda"):
+            exact = ti.cast(ti.cast(ti.bit_cast(magnitude_bits, ti.f32), ti.f64) / ti.f64(127.0), ti.f32)
         else:
             exact = ti.bit_cast(magnitude_bits, ti.f32) / ti.f32(127.0)
         return encode(ti.min(ti.max(exact, ti.f32(low)), ti.f32(high)))

@@ -29,8 +29,10 @@ from tikv.kernels.codec import (
     finite_magnitude_bits,
     make_bits_to_f32,
     make_load,
+    make_reciprocal,
     make_scale,
     make_store,
+    make_word_magnitude,
 )
 from tikv.kernels.lanes import BLOCK, SPIRV_THREADS, make_row_max
 from tikv.runtime import ti
@@ -252,8 +254,11 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     codec = stream.codec
     quantising = codec.src != "raw" and codec.dst == "i8"
     dequantising = codec.src == "i8"
-    magnitude, move_unit = make_unit("cpu", codec, src_inner, dst_inner)
+    _, move_unit = make_unit("cpu", codec, src_inner, dst_inner)
+    number_type, magnitude, to_bits = make_word_magnitude(codec.src) if quantising else (None, None, None)
+    src_at = make_inner(*src_inner)
     scale_bits = make_scale(scale, "cpu") if quantising else None
+    reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if scale else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
     SRC, DST, SCALE = types
@@ -267,11 +272,11 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
             s, d, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
             factor = ti.f32(1.0)
             if ti.static(quantising):
-                m = ti.u32(0)
+                m = number_type(0)
                 for u in range(units):
-                    m = ti.max(m, magnitude(a, s, u))
-                bits = scale_bits(m)
-                factor = ti.f32(1.0) / scale_value(bits)
+                    m = ti.max(m, magnitude(a[s + src_at(u)]))
+                bits = scale_bits(to_bits(m))
+                factor = reciprocal(scale_value(bits))
                 scales[at] = ti.cast(bits, scale_word)
             elif ti.static(dequantising):
                 factor = scale_value(scales[at])
@@ -297,6 +302,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
     dequantising = codec.src == "i8"
     read, write, largest, numbers, number_type = make_unit_parts(style, codec, src_inner, dst_inner)
     scale_bits = make_scale(scale, style) if quantising else None
+    reciprocal = make_reciprocal(style)
     scale_value = make_bits_to_f32(scale) if scale else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
     row_max = make_row_max(style, lanes)
@@ -325,7 +331,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
             for n in ti.static(range(rounds)):
                 m = ti.max(m, largest(ti.Vector([held[n * numbers + e] for e in range(numbers)])))
             bits = scale_bits(row_max(thread, m))
-            factor = ti.f32(1.0) / scale_value(bits)
+            factor = reciprocal(scale_value(bits))
             if ok and lane == 0:
                 scales[scale_at] = ti.cast(bits, scale_word)
         elif ti.static(dequantising):
