@@ -346,11 +346,18 @@ class _PublicBound(Bound):
                     else value
                 )
             elif value.handle is not None:
-                values.append(value.handle)
+                values.append(_retyped(value.handle, word))
             else:
                 values.append(_words(value, word, self.iterations if i == 0 else None))
         with kernel.runtime.lock, kernel.runtime.compiling(kernel.fast_math):
             kernel.function(*values)
+
+
+def _retyped(handle: Any, word: str) -> Any:
+    """The memory of a `ti.ndarray` under another element type, which the public call compares with the kernel's."""
+    borrowed = type("Borrowed", (type(handle),), {"__init__": lambda self: None, "__del__": lambda self: None})()
+    vars(borrowed).update(vars(handle), element_type=getattr(runtime.ti, word))
+    return borrowed
 
 
 class _DirectOnCuda(_OnLegacyStream, _FreshBound):
