@@ -32,7 +32,9 @@ def to_caches(rows, before, *, position, window=None, layout="head_major"):
 class Case:
     """Fused rows, tables and weights, and destinations full of random bits between guards."""
 
-    def __init__(self, rng, arch, mode="half", dtype=np.float32, *, tokens=5, rope_dim=None, heads=(HQ, H), width=D, pad=0):
+    def __init__(
+        self, rng, arch, mode="half", dtype=np.float32, *, tokens=5, rope_dim=None, heads=(HQ, H), width=D, pad=0
+    ):
         self.arch, self.rng, self.mode, self.heads, self.width = arch, rng, mode, heads, width
         columns = (heads[0] + 2 * heads[1]) * width
         make = oracle.random_bits if mode == "none" else oracle.numbers
@@ -146,7 +148,9 @@ def test_a_position_beyond_32_bits_is_only_the_caches(arch, rng):
         case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, position=position, window=7, rope_positions=turned
     )
     _, new_k, new_v = case.parts(turned)
-    case.check(*(to_caches(r, b, position=position, window=7) for r, b in zip((new_k, new_v), case.before, strict=True)))
+    case.check(
+        *(to_caches(r, b, position=position, window=7) for r, b in zip((new_k, new_v), case.before, strict=True))
+    )
 
 
 @pytest.mark.parametrize("rope_dim", [2, 6, 8, 16])
@@ -273,9 +277,7 @@ def test_int8_pools_are_what_quantize_gives(arch, rng, layout):
     wanted = []
     for rows in (oracle.to_numpy(unfused(case, positions, "k")), rows_v):
         wanted.append([oracle.to_numpy(a) for a in tikv.quantize(oracle.place(rows, arch), scale_dtype=np.float32)])
-    values = [
-        reference.write_slots(w[0], b, slots, layout=layout) for w, b in zip(wanted, case.before, strict=False)
-    ]
+    values = [reference.write_slots(w[0], b, slots, layout=layout) for w, b in zip(wanted, case.before, strict=False)]
     kept = [
         reference.write_slots(w[1][..., None], b[..., None], slots)[..., 0]
         for w, b in zip(wanted, case.before[2:], strict=True)
@@ -516,7 +518,13 @@ def test_pools_refuse_before_any_write(arch, rng, why):
     case = Case(rng, arch, "half")
     k, v = case.pools(np.int8, "NHD")
     k_scale, v_scale = (case.destination((4, 3, H), np.float32) for _ in "kv")
-    arguments = {"slot_mapping": range(5), "rope_positions": range(5), "layout": "NHD", "k_scale": k_scale, "v_scale": v_scale}
+    arguments = {
+        "slot_mapping": range(5),
+        "rope_positions": range(5),
+        "layout": "NHD",
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     for name, value in changes.items():
         arguments[name] = np.zeros(value, np.float32) if isinstance(value, tuple) else value
     with pytest.raises(error, match=message):

@@ -66,8 +66,8 @@ class _Transform(NamedTuple):
 class NormRope:
     """What happens to Q and K before they are stored: an RMS norm over the head width, and a rotation (RoPE).
 
-    In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i`` and the row ``p``
-    of its position ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
+    In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
+    ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
     normalised but not rotated.
 
     Args:
@@ -83,7 +83,8 @@ class NormRope:
 
     Raises:
         OptionError: an unknown mode; an array the mode does not use, or that it lacks.
-        ShapeError, DTypeError, PositionError: arrays of another shape or dtype, an odd ``rope_dim``, a negative ``eps``.
+        ShapeError, DTypeError: arrays of another shape or dtype; an odd ``rope_dim``.
+        PositionError: a negative ``eps``.
 
     Source: ``qk_mode`` 0 to 3 of ``split_qkv_norm_rope_into_paged_cache``, and 3 of its partial-rotary form.
 
@@ -109,12 +110,17 @@ class NormRope:
         pairs, normed = MODES[self.mode]
         if normed and not 0 <= self.eps < float("inf"):
             raise PositionError(f"{operation}: eps={self.eps} is no small number. Use one such as 1e-6.")
-        for name, used in (("cos", pairs), ("sin", pairs)):
-            if used and getattr(self, name) is None:
-                raise OptionError(f"{operation}: mode {self.mode!r} needs {name}. Pass (positions, rope_dim / 2) float32.")
-        for name, used in (("cos", pairs), ("sin", pairs), ("q_weight", normed), ("k_weight", normed)):
-            if not used and getattr(self, name) is not None:
-                raise OptionError(f"{operation}: mode {self.mode!r} does not use {name}. Leave it out or change the mode.")
+        used = {"cos": pairs != "", "sin": pairs != "", "q_weight": normed, "k_weight": normed}
+        for name, needed in used.items():
+            given = getattr(self, name) is not None
+            if needed and not given and not name.endswith("weight"):
+                raise OptionError(
+                    f"{operation}: mode {self.mode!r} needs {name}. Pass (positions, rope_dim / 2) float32."
+                )
+            if given and not needed:
+                raise OptionError(
+                    f"{operation}: mode {self.mode!r} does not use {name}. Leave it out or change the mode."
+                )
         found = self._views(operation)
         for name, axes in (("cos", 2), ("sin", 2), ("q_weight", 1), ("k_weight", 1)):
             array = found.get(name)
@@ -122,9 +128,13 @@ class NormRope:
                 checks.rank(array, (axes,), name, "(positions, rope_dim / 2)" if axes == 2 else "(D,)", operation)
                 checks.readable(array, name, operation)
                 if array.dtype is not dtypes.float32:
-                    raise DTypeError(f"{operation}: {name} is {describe(array)}; it must be float32, as the arithmetic is.")
+                    raise DTypeError(
+                        f"{operation}: {name} is {describe(array)}; it must be float32, as the arithmetic is."
+                    )
         if pairs and found["cos"].shape != found["sin"].shape:
-            raise ShapeError(f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; make them alike.")
+            raise ShapeError(
+                f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; make them alike."
+            )
         if self.rope_dim is not None:
             rope_dim = checks.integer(self.rope_dim, "rope_dim", operation, low=2)
             if not pairs:
@@ -155,7 +165,7 @@ class NormRope:
             form = (self.mode, self.eps, self.rope_dim, *[(n, a.key) for n, a in arrays.items()])
             self._seen.clear()
             found = self._seen[live.epoch] = (form, arrays)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _transform(self, width: int, operation: str) -> _Transform:
         """What is done to rows of `width`; also checks the arrays against that width."""
@@ -169,7 +179,8 @@ class NormRope:
             return _Transform(pairs, 0, eps)
         if width % 2:
             raise ShapeError(
-                f"{operation}: head_dim={width} is odd, and mode {self.mode!r} rotates pairs. Use an even head_dim or mode 'none'."
+                f"{operation}: head_dim={width} is odd, and mode {self.mode!r} rotates pairs. "
+                f"Use an even head_dim or mode 'none'."
             )
         rope_dim = width if self.rope_dim is None else int(self.rope_dim)
         if rope_dim > width:
@@ -233,9 +244,10 @@ def _bind(
     fused, copy, _, address, lanes = _fused()
     style = live.kernel_style
     q_heads, kv_heads = heads
-    pairs, rope_dim, eps = transform
+    pairs, rope_dim, _ = transform
     scale = scales[0].dtype.short if scales else ""
-    found, wheres = [], []
+    found: list[Any] = []
+    wheres: list[int] = []
     for i, (src, dst) in enumerate(streams):
         stream_scale = scale if i else ""
         if pairs and i < 2:
@@ -260,8 +272,7 @@ def _bind(
     checks.integer(iterations, "work items (tokens x heads x lanes)", operation, high=2**31 - 1)
     k_end, v_end = (streams[1][1], streams[2][1]) if kv_heads else (streams[0][1], streams[0][1])
     changes = tuple(
-        fused.Change(*transform, name in tables) if pairs else fused.Change()
-        for name in ("q_weight", "k_weight")
+        fused.Change(*transform, name in tables) if pairs else fused.Change() for name in ("q_weight", "k_weight")
     )
     moved = tokens * (q_heads + 2 * kv_heads) * width * streams[0][0].array.dtype.itemsize
     kernel = launch.kernel(
@@ -309,7 +320,7 @@ def _bind(
 
 
 class _FusedCall(CopyCall):
-    """A `CopyCall` that brings two positions, and whose array 1, Q, may be new in each run and then overlaps nothing."""
+    """A `CopyCall` that brings two positions, and whose array 1, Q, may be new in each run: it overlaps nothing."""
 
     __slots__ = ("checked", "new_q")
 
@@ -384,9 +395,10 @@ def write_qkv(
     position. V is copied as it is.
 
     Args:
-        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row stride.
-        k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of ``qkv``, or
-            of one that `copy` converts it to, or int8.
+        qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
+            stride.
+        k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
+            ``qkv``, or of one that `copy` converts it to, or int8.
         num_q_heads: Hq; H is that of the destinations.
         norm_rope: what to do to Q and K; None for nothing.
         position: absolute position of row 0 in a contiguous cache; row ``t`` goes to ``position + t``.
@@ -396,8 +408,8 @@ def write_qkv(
             ``slot_mapping`` if the mode rotates.
         layout: "head_major" or "token_major" for caches; "NHD", "HND" or "VLLM" for pools.
         q_layout: "token_major" gives Q as (T, Hq, D), "head_major" as (Hq, T, D).
-        k_scale, v_scale: float16 or float32 scales to write, (H, capacity) for caches and (N, bs, H) for pools: for int8
-            destinations and for no other.
+        k_scale, v_scale: float16 or float32 scales to write, (H, capacity) for caches and (N, bs, H) for pools: for
+            int8 destinations and for no other.
         out: where to put Q; of that shape and the dtype of ``qkv``, with a contiguous last axis.
 
     Returns:
@@ -408,8 +420,8 @@ def write_qkv(
         DTypeError: a pair of dtypes without a conversion; scales where none belong.
         CapacityError: a linear cache would overflow, or a window larger than the cache.
         PositionError: neither ``position`` nor ``slot_mapping``, or both; a rope position that the tables end before; a
-            slot beyond the pool. A rope position that only the device knows and the tables lack skips its row, whose Q is
-            left as it was, or zero if new; ``tikv.init(debug=True)`` reads such arrays back and raises.
+            slot beyond the pool. A rope position that only the device knows and the tables lack skips its row, whose Q
+            is left as it was, or zero if new; ``tikv.init(debug=True)`` reads such arrays back and raises.
         OptionError: an unknown layout.
 
     Exactness: arithmetic in float32, one rounding at each store; bit for bit what `tikv.qkv.norm_rope` followed by
@@ -522,13 +534,13 @@ def _run(
         if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < plan.rope_limit:
             token = int(np.argmax((rows < 0) | (rows >= plan.rope_limit)))
             raise PositionError(
-                f"{operation}: rope_positions[{token}]={int(rows[token])} is outside the tables of {plan.rope_limit} positions. "
-                f"Pass longer cos and sin."
+                f"{operation}: rope_positions[{token}]={int(rows[token])} is outside the tables of {plan.rope_limit} "
+                f"positions. Pass longer cos and sin."
             )
     elif plan.rope_limit and rope + plan.tokens > plan.rope_limit:
         raise PositionError(
-            f"{operation}: position={rope} + {plan.tokens} tokens > {plan.rope_limit} positions of the tables. Pass longer cos "
-            f"and sin, or rope_positions."
+            f"{operation}: position={rope} + {plan.tokens} tokens > {plan.rope_limit} positions of the tables. Pass "
+            f"longer cos and sin, or rope_positions."
         )
     result = given["q"]
     if result is None:
@@ -583,12 +595,12 @@ def _plan_write_qkv(
             checks.rank(a, (3,), name, "(H, capacity, D)" if head == 0 else "(capacity, H, D)", operation)
         heads, capacity, width, other = k.shape[head], k.shape[slot], k.shape[2], v.shape
         window = checks.window_of(window, capacity, operation)
-        page, place = 0, Placement("ring" if window else "linear")
+        place = Placement("ring" if window else "linear")
     else:
         if not no_position or window is not None:
             raise PositionError(
-                f"{operation}: position and window belong to contiguous caches, slot_mapping to pools. Pass rope_positions for "
-                f"the rotation, and nothing else beside slot_mapping."
+                f"{operation}: position and window belong to contiguous caches, slot_mapping to pools. Pass "
+                f"rope_positions for the rotation, and nothing else beside slot_mapping."
             )
         checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
         pool = pool_shape(k, POOL_LAYOUTS[layout][0], "k_dst", operation)
@@ -628,16 +640,16 @@ def _plan_write_qkv(
             targets = [End(a, step=a.strides[slot], head=a.strides[head]) for a in (k, v)]
         else:
             targets = [pool_end(a, axes) for a, axes in zip((k, v), POOL_LAYOUTS[layout], strict=True)]
-        which = {"dst_limit": pool.slots} if pool else {"keep": max(0, tokens - window) if window else 0, "ring": window or 0}
+        which = (
+            {"dst_limit": pool.slots} if pool else {"keep": max(0, tokens - (window or tokens)), "ring": window or 0}
+        )
         for scale in [found[n] for n in scales][:1]:
             head_step, slot_step = scale.strides if pool is None else (scale.strides[2], scale.strides[1])
             which.update(scale_head=head_step, scale_step=slot_step)
         return _bind(
             live,
             operation,
-            streams=list(
-                zip(source, [End(q, step=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True)
-            ),
+            streams=list(zip(source, [End(q, step=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True)),
             heads=(q_heads, heads),
             tokens=tokens,
             width=width,
@@ -718,12 +730,12 @@ def _transformed(array: ArrayView, name: str, operation: str) -> None:
         raise DTypeError(f"{operation}: {name} is {describe(array)}; it must be float32, float16 or bfloat16.")
 
 
-def _rope_index(
-    positions: ArrayView | None, tokens: int, rotates: bool, needed: bool, operation: str
-) -> None:
+def _rope_index(positions: ArrayView | None, tokens: int, rotates: bool, needed: bool, operation: str) -> None:
     if positions is None:
         if rotates and needed:
-            raise PositionError(f"{operation}: nothing says at which positions to rotate. Pass rope_positions, one a row.")
+            raise PositionError(
+                f"{operation}: nothing says at which positions to rotate. Pass rope_positions, one a row."
+            )
         return
     checks.indices(positions, "rope_positions", operation)
     checks.rank(positions, (1,), "rope_positions", "(T,)", operation)
@@ -745,10 +757,12 @@ def _scales(
     arrays: dict[str, ArrayView], k: ArrayView, pool: PoolShape | None, shape: tuple[int, int], operation: str
 ) -> list[str]:
     """The names of the scale arrays, checked; none unless the destinations are int8."""
-    found = [n for n in ("k_scale", "v_scale") if n in arrays]
+    found: list[str] = [n for n in ("k_scale", "v_scale") if n in arrays]
     if k.dtype is not dtypes.int8:
         if found:
-            raise DTypeError(f"{operation}: k_dst is {describe(k)}; only int8 destinations have scales. Leave them out.")
+            raise DTypeError(
+                f"{operation}: k_dst is {describe(k)}; only int8 destinations have scales. Leave them out."
+            )
         return []
     if len(found) != 2:
         wanted = "(H, capacity)" if pool is None else "(N, bs, H)"

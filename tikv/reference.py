@@ -311,8 +311,8 @@ def norm_rope(
 ) -> Array:
     """Rows normalised and rotated, one pair of columns after the other, in the arithmetic of `dtype`.
 
-    In float32 each product is rounded, then their sum: what a rotation is without fused multiply-adds. The norm's sum is
-    NumPy's; compare normalised rows with those in float64, within a tolerance.
+    In float32 each product is rounded, then their sum: what a rotation is without fused multiply-adds. The norm's sum
+    is NumPy's; compare normalised rows with those in float64, within a tolerance.
 
     Args:
         rows: (T, H, D).
@@ -340,7 +340,8 @@ def norm_rope(
         return x
     rope_dim = rows.shape[-1] if rope_dim is None else rope_dim
     columns = list(range(rope_dim))
-    split = (columns[::2], columns[1::2]) if mode.endswith("interleaved") else (columns[: rope_dim // 2], columns[rope_dim // 2 :])
+    halves = columns[: rope_dim // 2], columns[rope_dim // 2 :]
+    split = (columns[::2], columns[1::2]) if mode.endswith("interleaved") else halves
     turned: Array = x.copy()
     for column, (i, j) in enumerate(zip(*split, strict=True)):
         for t, position in enumerate(positions):
