@@ -12,8 +12,16 @@ import zlib
 from typing import NamedTuple
 
 from tikv.kernels.address import K_DST, K_SRC, V_DST, V_SRC, WHICH_VECTOR, W, Where, make_inner, make_place, make_row
-from tikv.kernels.codec import WORD, finite_magnitude_bits, make_bits_to_f32, make_load, make_scale, make_store
-from tikv.kernels.copy import Side, Stream, make_rows, make_unit
+from tikv.kernels.codec import (
+    WORD,
+    finite_magnitude_bits,
+    make_bits_to_f32,
+    make_load,
+    make_reciprocal,
+    make_scale,
+    make_store,
+)
+from tikv.kernels.copy import make_rows, make_unit
 from tikv.kernels.lanes import BLOCK, SPIRV_THREADS, make_row_max, make_row_sum
 from tikv.runtime import ti
 
@@ -102,6 +110,7 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
         k_squares = make_squares(style, width, k.codec) if normed else None
         row_sum, row_max = make_row_sum(style, lanes), make_row_max(style, lanes)
         scale_bits = make_scale(scale, style) if scale else None
+        reciprocal = make_reciprocal(style)
         scale_value = make_bits_to_f32(scale) if scale else None
         scale_word = ti.u16 if scale == "f16" else ti.u32
         q_rounds, k_rounds, v_rounds = (-(-part.count // lanes) for part in (q_part, k_part, v_part))
@@ -133,8 +142,8 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
             cos_row, sin_row = turn[T.cos] + p * turn[T.cos_step], turn[T.sin] + p * turn[T.sin_step]
             if kind == 0:
                 a, b = q_src(0, t, 0, where), q_dst(0, t, 0, where)
-                store_q(qs, qd, k_scale, cos, sin, q_weight, a, b, 0, cos_row, sin_row, turn[T.q_weight], turn[T.q_units],
-                        where[Q_SRC + 3], where[Q_DST + 3], 0)  # fmt: skip
+                store_q(qs, qd, k_scale, cos, sin, q_weight, a, b, 0, cos_row, sin_row, turn[T.q_weight],
+                        turn[T.q_units], where[Q_SRC + 3], where[Q_DST + 3], 0)  # fmt: skip
             elif ti.static(kv_heads > 0):
                 slot = place(0, t, index, which)
                 if slot >= 0:
@@ -196,15 +205,17 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
                 if is_k:
                     for m in ti.static(range(k_rounds)):
                         if lane + m * lanes < k_part.count:
-                            peak = ti.max(peak, k_part.peak(ks, k_src(0, t, g, where), lane + m * lanes, norm, cos,
-                                                            cos_row, sin, sin_row, k_weight, turn[T.k_weight]))  # fmt: skip
+                            found = k_part.peak(ks, k_src(0, t, g, where), lane + m * lanes, norm, cos, cos_row, sin,
+                                                sin_row, k_weight, turn[T.k_weight])  # fmt: skip
+                            peak = ti.max(peak, found)
                 if is_v:
                     for m in ti.static(range(v_rounds)):
                         if lane + m * lanes < v_part.count:
-                            peak = ti.max(peak, v_part.peak(vs, v_src(0, t, g, where), lane + m * lanes, norm, cos,
-                                                            cos_row, sin, sin_row, k_weight, turn[T.k_weight]))  # fmt: skip
+                            found = v_part.peak(vs, v_src(0, t, g, where), lane + m * lanes, norm, cos, cos_row, sin,
+                                                sin_row, k_weight, turn[T.k_weight])  # fmt: skip
+                            peak = ti.max(peak, found)
                 bits = scale_bits(row_max(i, peak))
-                factor = ti.f32(1.0) / scale_value(bits)
+                factor = reciprocal(scale_value(bits))
                 if is_k and lane == 0:
                     k_scale[at + which[W.k_scale]] = ti.cast(bits, scale_word)
                 if is_v and lane == 0:
@@ -294,7 +305,7 @@ def make_squares(style, width, codec):
 
 
 def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
-    """CPU: rows(...) transforms and stores all heads of a token of a stream; the last arguments are the heads' strides."""
+    """CPU: the function that transforms and stores all heads of a token of a stream; it ends in the heads' strides."""
     codec = stream.codec
     SRC, DST, SCALE = types
     if change.pairs == "":
@@ -315,6 +326,7 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     sums_of_row = next(n for n in (CPU_SUMS, 4, 2, 1) if width % n == 0)
     load = make_load(codec.src, sums_of_row, codec.src_bits)
     scale_bits = make_scale(scale, "cpu") if quantising else None
+    reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if quantising else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
     pairs_of_row, squares_of_row = change.rope_dim // 2 // elements, width // sums_of_row
@@ -349,7 +361,7 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
                     for e in ti.static(range(elements)):
                         m = ti.max(m, finite_magnitude_bits(x[e]))
                 bits = scale_bits(m)
-                factor = ti.f32(1.0) / scale_value(bits)
+                factor = reciprocal(scale_value(bits))
                 scales[at] = ti.cast(bits, scale_word)
             for p in range(pairs):
                 first, second, x = pair(a, s, p, norm, cos, cos_row, sin, sin_row, weight, weight_at)
@@ -362,8 +374,8 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     def turn_rows(a: ti.template(), b: ti.template(), scales: ti.template(), cos: ti.template(), sin: ti.template(),
                   weight: ti.template(), src_row, dst_row, scale_at, cos_row, sin_row, weight_at, units, src_head,
                   dst_head, scale_head):  # fmt: skip
-        turn(a, b, scales, cos, sin, weight, src_row, dst_row, scale_at, cos_row, sin_row, weight_at, src_head, dst_head,
-             scale_head, pairs_of_row, units, squares_of_row, uid)  # fmt: skip
+        turn(a, b, scales, cos, sin, weight, src_row, dst_row, scale_at, cos_row, sin_row, weight_at, src_head,
+             dst_head, scale_head, pairs_of_row, units, squares_of_row, uid)  # fmt: skip
 
     return turn_rows
 
@@ -377,7 +389,7 @@ class Part(NamedTuple):
 
 
 def make_values(codec, change):
-    """(pair, rest): the new values of two units that are rotated into each other, and of one behind the rotated part."""
+    """(pair, rest): the new values of two units that are rotated into each other, and of one behind those."""
     elements, words = codec.elements, codec.src_words
     load = make_load(codec.src, elements, codec.src_bits)
     half_units = change.rope_dim // 2 // elements
