@@ -74,6 +74,7 @@ class Decoder:
 
     def capture(self):
         """The step as a CUDA graph. It is run once before, on a side stream, where everything is compiled."""
+        self.rewind()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -218,16 +218,16 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return found
 
 
-_torch_views: dict[int, tuple[weakref.ref[Any], ArrayView, Any]] = {}
+_torch_views: dict[int, tuple[Callable[[], Any], ArrayView, Any]] = {}
 _torch_devices: dict[Any, str] = {}
 _torch_dtypes: dict[Any, DType | None] = {}
 
 
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
-    # A tensor can be changed in place, so everything a view says is compared before one is taken again.
-    held: Any = _torch_views.get(id(array))
+    # A tensor can be changed in place, its dtype by `.data` too: everything a view says is compared before it is reused.
+    held = _torch_views.get(id(array))
     if held is not None and held[0]() is array:
-        seen: ArrayView = held[1]
+        seen = held[1]
         if (
             seen.ptr == array.data_ptr()
             and seen.shape == array.shape
@@ -459,7 +459,7 @@ class Memory:
         block: Any = getattr(self, "block", None)
         if not hasattr(block, "record_stream") or sys is None or sys.is_finalizing() or runtime is None:
             return
-        for handle in runtime.side_streams:
+        for handle in tuple(runtime.side_streams):
             block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle))
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:

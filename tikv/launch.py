@@ -465,6 +465,7 @@ class _NativeBound(Bound):
         self._function = native.function
         self._parameters_at = ctypes.addressof(self._parameters)
         self._stream = 0
+        self._by_host = False  # whether the host changes entries from launch to launch
         most = driver.device().multiprocessors * BLOCKS_PER_MULTIPROCESSOR
         self._config = driver.launch_config(blocks_of(iterations, native.block, most, kernel.name), native.block)
         self._call = driver.binding().cuLaunchKernelEx
@@ -473,16 +474,18 @@ class _NativeBound(Bound):
         self._pointers[(self._at[i] >> 3) + 1] = array.ptr
 
     def set_entry(self, i: int, j: int, value: int) -> None:
-        if driver.stream() and driver.capturing():  # the default stream cannot be captured
-            refuse_baked(self.kernel.runtime, self.kernel.name)
+        self._by_host = True
         self._entries[(self._at[i] >> 2) + j] = value
 
     def launch(self) -> None:
         stream = driver.stream()
+        if stream and self._by_host:  # the default stream cannot be captured
+            refuse_baked(self.kernel.runtime, self.kernel.name)
         if stream != self._stream:
             self._config.hStream = driver.stream_object(stream)
             self._stream = stream
-            runtime.side_streams.add(stream)
+            if stream:
+                runtime.side_streams.add(stream)
         if self._call(self._config, self._function, self._parameters_at, 0)[0]:
             # A thread that has not used CUDA yet has no context; a second failure is one.
             driver.device().enter()

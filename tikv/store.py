@@ -66,10 +66,11 @@ class Layer:
         """The slot of a position."""
         return reduced_position(position, self.sinks, self.ring)
 
-    def grown(self, tokens: int) -> tuple[int, int]:
-        """(length, valid_from) after that many more tokens."""
-        length = self.length + tokens
-        return length, max(self.valid_from, length - self.ring) if self.ring else 0
+    def grow(self, tokens: int) -> None:
+        """Count that many more tokens."""
+        self.length += tokens
+        if self.ring and self.length - self.ring > self.valid_from:
+            self.valid_from = self.length - self.ring
 
 
 class AppendPlan:
@@ -374,7 +375,7 @@ class KVCacheStore:
             if k.handle is not None:
                 bound.release()
         for layer in layers:
-            layer.length, layer.valid_from = layer.grown(tokens)
+            layer.grow(tokens)
 
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
@@ -411,7 +412,7 @@ class KVCacheStore:
             if layer.ring == 0:
                 checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
         for layer in self._layers:
-            layer.length, layer.valid_from = layer.grown(tokens)
+            layer.grow(tokens)
 
     def _append_at(
         self,
