@@ -31,8 +31,11 @@ _HOME = {
     "warmup": "variants",
     "decode_attention": "attention",
     "paged_decode_attention": "attention",
+    "merge_states": "attention",
     "KVCacheStore": "store",
     "PagedKVCacheStore": "paged",
+    "ContiguousKVLayer": "kv_layer",
+    "PagedKVLayer": "kv_layer",
     "GraphBuilder": "graphs",
     "compile_step": "graphs",
     "CacheArray": "arrays",
@@ -46,7 +49,21 @@ _HOME = {
     "StaleRuntimeError": "errors",
     "CacheFileError": "errors",
 }
-_MODULES = ("arrays", "dtypes", "errors", "launch", "ops", "qkv", "reference", "roofline", "runtime", "spec", "variants")
+_MODULES = (
+    "arrays",
+    "blocks",
+    "dtypes",
+    "errors",
+    "kv_layer",
+    "launch",
+    "ops",
+    "qkv",
+    "reference",
+    "roofline",
+    "runtime",
+    "spec",
+    "variants",
+)
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -67,9 +84,23 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from tikv import arrays, dtypes, errors, launch, ops, qkv, reference, roofline, runtime, spec, variants
+    from tikv import (
+        arrays,
+        blocks,
+        dtypes,
+        errors,
+        kv_layer,
+        launch,
+        ops,
+        qkv,
+        reference,
+        roofline,
+        runtime,
+        spec,
+        variants,
+    )
     from tikv.arrays import CacheArray
-    from tikv.attention import decode_attention, paged_decode_attention
+    from tikv.attention import decode_attention, merge_states, paged_decode_attention
     from tikv.doctor import info
     from tikv.errors import (
         ArchError,
@@ -83,6 +114,7 @@ if TYPE_CHECKING:
         TikvError,
     )
     from tikv.graphs import GraphBuilder, compile_step
+    from tikv.kv_layer import ContiguousKVLayer, PagedKVLayer
     from tikv.ops import copy, copy_kv, linearize
     from tikv.paged import PagedKVCacheStore
     from tikv.plans import KVCacheAppendArgs, KVCacheAppendDescriptor, KVCacheAppendPlan, append_ragged
