@@ -142,7 +142,9 @@ def write(
     """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams."""
     live = runtime.current()
     names = _NAMES[len(sources)]
-    arrays = [view(a, n, operation) for a, n in zip((x for p in zip(sources, caches) for x in p), names)]  # noqa: B905
+    arrays = [view(sources[0], names[0], operation), view(caches[0], names[1], operation)]
+    if len(sources) == 2:
+        arrays += [view(sources[1], names[2], operation), view(caches[1], names[3], operation)]
     key = (*[a.key for a in arrays], window, num_tokens, src_offset, src_layout, cache_layout)
     plan = live.plans.get(key)
     if plan is None:
@@ -164,8 +166,8 @@ def _plan_write(
 ) -> WritePlan:
     """Check everything but the position and what lies where."""
     src, dst, src_names, dst_names = given[0::2], given[1::2], names[0::2], names[1::2]
-    src_token, src_head = _token_and_head_axes(src_layout, "src_layout", operation)
-    dst_slot, dst_head = _token_and_head_axes(cache_layout, "cache_layout", operation)
+    src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
+    dst_slot, dst_head = token_and_head_axes(cache_layout, "cache_layout", operation)
     named = [*zip(src_names, src, strict=True), *zip(dst_names, dst, strict=True)]
     checks.on_device(named, live, operation)
     for name, a in zip(src_names, src, strict=True):
@@ -225,7 +227,7 @@ def _plan_write(
     return WritePlan(call, tokens, capacity, window)
 
 
-def _token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
+def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
     return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
 
 
@@ -258,7 +260,7 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
     """
     operation = "linearize"
     live = runtime.current()
-    slot, head = _token_and_head_axes(cache_layout, "cache_layout", operation)
+    slot, head = token_and_head_axes(cache_layout, "cache_layout", operation)
     ring, to = view(cache, "cache", operation), view(out, "out", operation)
     named = (("cache", ring), ("out", to))
     checks.on_device(named, live, operation)
