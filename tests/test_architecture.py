@@ -17,7 +17,7 @@ RANKS = [
     ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
     ["files", "blocks", "draw", "store", "paged", "layers", "kv_layer"],
     ["integrations", "compat", "torch_ops"],
-    ["doctor", "timing", "trials", "__main__"],
+    ["timing", "doctor", "trials", "__main__"],
 ]
 PLACE = {name: (rank, index) for rank, names in enumerate(RANKS) for index, name in enumerate(names)}
 

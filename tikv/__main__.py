@@ -4,18 +4,19 @@ info      versions, back end, device, memory        (elsewhere: show-config, col
 doctor    run real operations on each back end      (elsewhere: env-report, diagnose)
 variants  the named copies
 support   operation x dtype x back end
-bench     20 seconds of timings beside numpy and torch
+bench     20 seconds of timings beside numpy, torch and memcpy      (elsewhere: benchmark)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tikv import doctor, spec
+from tikv import doctor, draw, runtime, spec
 from tikv.errors import TikvError
 
 
@@ -70,12 +71,12 @@ def show_info(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """`tikv doctor`."""
-    archs = tuple(arguments.arch or doctor.runtime.ARCHS)
+    archs = tuple(arguments.arch or runtime.ARCHS)
     checks = doctor.doctor(archs)
     if arguments.json:
         print(doctor.as_json(checks))
     else:
-        default = next(iter(doctor.runtime.candidate_archs()))
+        default = next(iter(runtime.candidate_archs()))
         rows = [(c.arch + (" *" if c.arch == default else ""), c.status, c.detail, c.remedy) for c in checks]
         table(
             "tikv doctor (* is what auto takes)",
@@ -110,6 +111,123 @@ def show_variants(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with what is under way, if that is a terminal and rich is there; call it at each beginning."""
+    if sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ImportError:
+            pass
+        else:
+            with Progress(console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(title, total=total, completed=-1)
+                yield lambda now: bar.update(task, advance=1, description=f"{title}: {now}")
+            return
+    yield lambda now: None
+
+
+def show_support(arguments: argparse.Namespace) -> int:
+    """`tikv support`."""
+    from tikv import trials
+
+    archs = tuple(arguments.arch or runtime.ARCHS)
+    found: list[doctor.Trial] = []
+    stopped = False
+    with progress("tikv support", len(archs) * len(trials.OPERATIONS) * len(trials.DTYPES)) as step:
+
+        def done(trial: doctor.Trial) -> None:
+            found.append(trial)
+            step(f"{trial.arch} {trial.operation} {trial.dtype}")
+
+        try:
+            doctor.support(archs, done)
+        except KeyboardInterrupt:
+            stopped = True
+    if arguments.json:
+        print(json.dumps([vars(trial) for trial in found], indent=2))
+    else:
+        styles = {"tested": "green", "FAIL": "red", "not offered": "dim"}
+        for arch in archs:
+            mine = {(trial.operation, trial.dtype): trial for trial in found if trial.arch == arch}
+            whole = mine.pop(("all", "all"), None)
+            if whole is not None:
+                print(f"{arch}: {whole.status}: {whole.detail}\n")
+            if mine:
+                rows = [
+                    [name, *(mine[name, d].status if (name, d) in mine else "" for d in trials.DTYPES)]
+                    for name in trials.OPERATIONS
+                ]
+                table(f"tikv support, {arch}: tested here, now", ("operation", *trials.DTYPES), rows, styles)
+                print()
+        for trial in found:
+            if trial.status == doctor.FAILED:
+                print(f"FAIL {trial.arch} {trial.operation} {trial.dtype}: {trial.detail}", file=sys.stderr)
+    if stopped:
+        raise KeyboardInterrupt
+    missing = {trial.arch for trial in found if trial.status == doctor.NOT_HERE} & set(arguments.arch)
+    return int(bool(missing) or any(trial.status == doctor.FAILED for trial in found))
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """`tikv bench`."""
+    from tikv import timing
+
+    rows: list[timing.Row] = []
+    stopped = False
+    with progress("tikv bench", len(timing.CASES)) as step:
+        try:
+            names = iter([*timing.CASES, "done"])
+            step(next(names))
+            for row in timing.bench(arguments.arch, arguments.seconds):
+                rows.append(row)
+                step(next(names))
+        except KeyboardInterrupt:
+            stopped = True
+    if rows:
+        machine = timing.about(rows[0].arch)
+        if arguments.json:
+            print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows]}, indent=2))
+        else:
+            peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
+            header = ["case", "tikv us", *(f"{peer} us" for peer in peers), "memcpy us", "tikv GB/s", "of memcpy"]
+            cells = [
+                [
+                    row.case,
+                    f"{row.us:,.1f}",
+                    *(f"{row.peers_us[peer]:,.1f}" if peer in row.peers_us else "" for peer in peers),
+                    f"{row.memcpy_us:,.1f}",
+                    f"{row.gb_per_s:.1f}",
+                    f"{row.percent_of_memcpy:.0f} %",
+                ]
+                for row in rows
+            ]
+            table("tikv bench (each result checked; memcpy moves the same bytes)", header, cells)
+            print(machine)
+        if arguments.plot:
+            draw.save(timing.picture(rows, machine), arguments.plot, "bench")
+            print(f"drew {arguments.plot}", file=sys.stderr)
+    if stopped:
+        raise KeyboardInterrupt
+    return 0
+
+
+def seconds(text: str) -> float:
+    """An argument that is a time."""
+    value = float(text)
+    if not 0 < value < 3600:
+        raise argparse.ArgumentTypeError(f"{text} is no time between 0 and 3600 seconds")
+    return value
+
+
+def svg(text: str) -> str:
+    """An argument that is a picture to write; known to be wrong before anything is timed."""
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -128,13 +246,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="run real operations on each back end and compare bits (also: env-report, diagnose)"
     )
     check.add_argument(
-        "arch", nargs="*", choices=[*doctor.runtime.ARCHS, []], help="only these back ends; then each must pass"
+        "arch", nargs="*", choices=[*runtime.ARCHS, []], help="only these back ends; then each must pass"
     )
     check.add_argument("--json", action="store_true", help="as JSON")
     check.set_defaults(run=run_doctor)
     variants = commands.add_parser("variants", help="the named copies and what each does")
     variants.add_argument("--json", action="store_true", help="as JSON")
     variants.set_defaults(run=show_variants)
+    matrix = commands.add_parser(
+        "support", help="operation x dtype x back end: run here now, each compared with the reference"
+    )
+    matrix.add_argument("arch", nargs="*", choices=[*runtime.ARCHS, []], help="only these; then each must work")
+    matrix.add_argument("--json", action="store_true", help="as JSON, with the reason of each refusal")
+    matrix.set_defaults(run=show_support)
+    times = commands.add_parser(
+        "bench", help="about 20 seconds of timings beside numpy, torch and memcpy (also: benchmark, performance)"
+    )
+    times.add_argument("--arch", default="auto", choices=["auto", *runtime.ARCHS], help="back end (auto)")
+    times.add_argument("--seconds", type=seconds, default=20.0, help="for all cases together, compiling aside (20)")
+    times.add_argument("--plot", type=svg, metavar="OUT.svg", help="draw the times beside the peers' as a picture")
+    times.add_argument("--json", action="store_true", help="as JSON")
+    times.set_defaults(run=run_bench)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

@@ -10,6 +10,8 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -155,4 +157,63 @@ def as_json(checks: list[Check]) -> str:
     return json.dumps([asdict(c) for c in checks], indent=2)
 
 
-__all__ = ["Check", "TikvError", "as_json", "check", "doctor", "exit_status", "info"]
+TESTED, REFUSED, FAILED, NOT_HERE = "tested", "not offered", "FAIL", "not on this machine"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operation in one dtype on one back end: "tested", "not offered", "FAIL" or "not on this machine", and why."""
+
+    arch: str
+    operation: str
+    dtype: str
+    status: str
+    detail: str = ""
+
+
+def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None] | None = None) -> list[Trial]:
+    """Run every operation in every dtype on each back end, in a process of its own, against the NumPy reference.
+
+    Args:
+        archs: the back ends.
+        done: called with each trial as it ends.
+
+    Returns:
+        A trial of each operation and dtype that means something to it; one for all of a back end that is not here; one
+        more of status "FAIL" where a process ended before its time.
+    """
+    found: list[Trial] = []
+
+    def add(trial: Trial) -> None:
+        found.append(trial)
+        if done is not None:
+            done(trial)
+
+    for arch in archs:
+        with tempfile.TemporaryFile("w+") as errors:
+            command = [sys.executable, "-m", "tikv.trials", arch]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    if not line.startswith("{"):
+                        continue
+                    told = json.loads(line)
+                    if "absent" in told:
+                        add(Trial(arch, "all", "all", NOT_HERE, told["absent"]))
+                    else:
+                        add(Trial(**told))
+            except BaseException:
+                child.kill()
+                raise
+            finally:
+                child.stdout.close()
+                child.wait()
+            if child.returncode:
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["no message"])[-1]
+                add(Trial(arch, "all", "all", FAILED, f"exit status {child.returncode}: {last}"))
+    return found
+
+
+__all__ = ["Check", "TikvError", "as_json", "check", "doctor", "exit_status", "info", "support"]

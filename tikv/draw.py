@@ -434,9 +434,9 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
         groups: longer is better; a group's longest bar or its roof takes the whole width.
 
     Returns:
-        An SVG document of 860 pixels' width.
+        An SVG document of 900 pixels' width.
     """
-    left, width, room = 210.0, 860.0, 430.0
+    left, width, room = 250.0, 900.0, 430.0
     parts = _heading(title, width)
     y = 66.0
     for group in groups:

@@ -1,0 +1,205 @@
+"""The command line: what it prints, its JSON, its exit statuses, and what is left of an interrupted run."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tikv
+from tikv import __main__ as cli
+from tikv import doctor, runtime, spec, timing, trials
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, timeout=600):
+    return subprocess.run(
+        [sys.executable, "-m", "tikv", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+    )
+
+
+@pytest.mark.parametrize("command", ["info", "doctor", "variants", "support", "bench"])
+def test_every_command_explains_itself(command):
+    child = run(command, "--help")
+    assert child.returncode == 0, child.stderr
+    assert f"tikv {command}" in child.stdout
+    assert "--json" in child.stdout
+
+
+def test_help_names_what_people_look_for():
+    child = run("--help")
+    assert child.returncode == 0
+    for word in ("show-config", "collect-env", "env-report", "diagnose", "benchmark", "not the tikv database"):
+        assert word in " ".join(child.stdout.lower().split()), word
+    assert run("--version").stdout == f"tikv {tikv.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nothing",),
+        ("doctor", "abacus"),
+        ("support", "abacus"),
+        ("bench", "--arch", "abacus"),
+        ("bench", "--seconds", "0"),
+        ("bench", "--plot", "out.png"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_why(arguments):
+    child = run(*arguments)
+    assert child.returncode == 2
+    assert child.stdout == ""
+    assert "usage: tikv" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
+def test_info_is_json_alone():
+    child = run("info", "--json")
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    assert found["version"] == tikv.__version__
+    assert found["arch_order"][-1] == "cpu"
+    assert found["packages"]["numpy"] == np.__version__
+
+
+def test_variants_lists_all_twelve():
+    found = json.loads(run("variants", "--json").stdout)
+    assert [row["name"] for row in found] == list(spec.VARIANTS)
+    plain = run("variants").stdout
+    assert all(name in plain for name in spec.VARIANTS)
+
+
+def test_doctor_passes_on_the_cpu_and_names_what_is_absent():
+    child = run("doctor", "cpu", "--json")
+    assert child.returncode == 0, child.stdout
+    (found,) = json.loads(child.stdout)
+    assert (found["arch"], found["status"], found["remedy"]) == ("cpu", "PASS", "")
+    if sys.platform != "darwin":
+        child = run("doctor", "metal")
+        assert child.returncode == 1
+        assert "absent" in child.stdout
+        assert "macOS" in child.stdout
+
+
+@pytest.mark.parametrize(
+    ("probe", "status", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "FAIL", "-9"),
+        ("import time; time.sleep(60)", "FAIL", "no answer"),
+        ("raise RuntimeError('a driver spoke')", "FAIL", "a driver spoke"),
+        ('print(\'noise\'); print(\'{"status": "PASS", "detail": "fine"}\')', "PASS", "fine"),
+    ],
+)
+def test_doctor_outlives_its_children(monkeypatch, probe, status, words):
+    monkeypatch.setattr(doctor, "_PROBE", probe)
+    found = doctor.check("cpu", timeout=1.0 if "sleep" in probe else 60.0)
+    assert (found.status, words in found.detail) == (status, True), found
+    assert bool(found.remedy) == (status != "PASS")
+
+
+def plant(monkeypatch, operation):
+    """Leave one operation of the trials, in a child that reads the planted table instead of `tikv.trials`."""
+    table = f"t.OPERATIONS = {{'copy': t.OPERATIONS['copy'], {operation}}}"
+    script = f"import sys, tikv.trials as t; {table}; t.main(sys.argv[-1])"
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        return popen([command[0], "-c", script, command[-1]], **options)
+
+    monkeypatch.setattr(doctor.subprocess, "Popen", start)
+
+
+def test_support_runs_reports_and_outlives_a_crash(monkeypatch, capsys):
+    plant(monkeypatch, "'broken': lambda *_: __import__('os')._exit(7)")
+    assert cli.main(["support", "cpu", "--json"]) == 1
+    found = [doctor.Trial(**trial) for trial in json.loads(capsys.readouterr().out)]
+    status = {trial.dtype: trial.status for trial in found if trial.operation == "copy"}
+    assert status == {name: "not offered" if name == "int8" else "tested" for name in trials.DTYPES}
+    assert found[-1].status == "FAIL"
+    assert "exit status 7" in found[-1].detail
+
+
+def test_support_finds_a_wrong_result(monkeypatch, capsys):
+    plant(monkeypatch, "'wrong': lambda bench, src, stored: iter([(bench.rows(src, 3), bench.rows(src, 3), None)])")
+    assert cli.main(["support", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL cpu wrong float32: 12 of 12 bytes differ" in err
+    assert "tikv support, cpu: tested here, now" in out
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal is there")
+def test_support_says_what_is_not_on_this_machine(capsys):
+    assert cli.main(["support", "metal"]) == 1
+    assert "metal: not on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("operation", trials.OPERATIONS)
+def test_each_operation_agrees_with_the_reference(arch, operation):
+    live = runtime.current()
+    found = {dtype: trials.attempt(live, operation, dtype) for dtype in trials.DTYPES}
+    known = [trial for trial in found.values() if trial is not None]
+    assert [trial.detail for trial in known if trial.status == "FAIL"] == []
+    assert found["float32"].status == "tested"
+    if found["float64"] is not None and not live.has_float64:
+        assert found["float64"].status == "not offered"
+
+
+def test_the_comparison_sees_one_bit_and_one_tolerance():
+    want = np.float32([1.0, -0.0, np.nan])
+    assert trials.differs(want.copy(), want, None) == ""
+    assert "1 of 12 bytes" in trials.differs(np.float32([1.0, 0.0, np.nan]), want, None)
+    assert "dtype" in trials.differs(want.astype(np.float64), want, None)
+    assert "shape" in trials.differs(want[:2], want, None)
+    assert "more than 0.1" in trials.differs(np.float32([1.2]), np.float64([1.0]), 0.1)
+
+
+def test_bench_times_every_case_and_draws_it(tmp_path):
+    child = run("bench", "--arch", "cpu", "--seconds", "1", "--json", "--plot", str(tmp_path / "out.svg"))
+    assert child.returncode == 0, child.stderr
+    found = json.loads(child.stdout)
+    assert [row["case"] for row in found["rows"]] == list(timing.CASES)
+    for row in found["rows"]:
+        assert row["us"] > 0
+        assert row["memcpy_us"] > 0
+        assert row["arch"] == "cpu"
+        assert row["gb_per_s"] == pytest.approx(row["bytes_moved"] / row["us"] / 1e3, rel=1e-2, abs=1e-3)
+        assert ("numpy" in row["peers_us"]) == (not row["case"].startswith("attention"))
+    assert "taichi 1.7" in found["machine"]
+    texts = [node.text for node in ElementTree.parse(tmp_path / "out.svg").iter() if node.text]
+    assert set(timing.CASES) <= set(texts)
+    assert "out.svg" in child.stderr
+
+
+def test_an_interrupted_bench_prints_what_is_done(monkeypatch, capsys):
+    row = timing.Row("a case", "cpu", 2_000_000, 100.0, 50.0, {"numpy": 400.0})
+
+    def bench(arch, seconds):
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "bench", bench)
+    monkeypatch.setattr(timing, "about", lambda arch: "a machine")
+    assert cli.main(["bench", "--arch", "cpu"]) == 130
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()][3] == ["a", "case", "100.0", "400.0", "50.0", "20.0", "50", "%"]
+    assert "stopped" in err
+
+
+def test_a_wrong_result_is_not_timed(arch, monkeypatch, capsys):
+    def wrong(machine):
+        return 8, {"tikv": timing.Contender(lambda: None, lambda: [(np.zeros(2), np.ones(2))])}
+
+    monkeypatch.setattr(timing, "CASES", {"a case": wrong})
+    with pytest.raises(tikv.TikvError, match="a case: the result of tikv is wrong"):
+        timing.time_case(timing.Machine(runtime.current()), "a case", 0.1)
