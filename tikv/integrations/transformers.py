@@ -325,8 +325,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
                 f"{self.sliding_window} needs positions from {max(0, target - self._past)}, held are "
-                f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be dropped, or "
-                f"reset()."
+                f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be "
+                f"dropped, or reset()."
             )
         store.trim(length - target)
         self._settled = target
@@ -524,8 +524,16 @@ def _with_softcap(
     return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
+def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
+    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    if mask is not None and mask.shape[-2] == 1 and mask.dtype == torch.bool and bool(mask.all()):
+        return None
+    return mask
+
+
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+AttentionMaskInterface.register(ATTENTION, mask_for_attend)
 
 
 def _share_memory_with(device: Any) -> None:
