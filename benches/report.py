@@ -1,7 +1,7 @@
-"""pytest-benchmark's JSON as the README's tables, and as a picture in a light and a dark version.
+"""pytest-benchmark's JSON as tables, and as a picture of prefill rates, roofline and decode latency, light and dark.
 
 pytest benches --benchmark-json=bench.json
-python benches/report.py bench.json [more.json ...] [--svg benches/figures/prefill]
+python benches/report.py bench.json [more.json ...] [--svg docs/performance]
 """
 
 import argparse
@@ -90,49 +90,105 @@ def tables(rows):
         yield ""
 
 
+def is_decode(question) -> bool:
+    """Whether a bench writes one token."""
+    return question in ("copy_kv_one_token", "append_all", "append_after")
+
+
+def prefill_panel(axes, cases, ink):
+    """GB/s of each peer's prefill, the plain copy of that row as a line."""
+    chosen = {key: peers for key, peers in cases.items() if key[1] == "prefill"}
+    for at, peers in enumerate(chosen.values()):
+        for offset, peer in enumerate(PEERS):
+            if peer in peers:
+                rate = peers[peer]["gb_per_s"]
+                axes.barh(at + 0.27 * (offset - 1), rate, 0.25, color=COLOURS[peer])
+                axes.text(rate, at + 0.27 * (offset - 1), f" {rate:.1f}", va="center", fontsize=6)
+        roof = peers["tikv"]["roof_gb_per_s"]
+        axes.plot([roof, roof], [at - 0.42, at + 0.42], color=ink, lw=1.5)
+    axes.set_yticks(range(len(chosen)), [case.replace(" to ", "\nto ") for _, _, case in chosen])
+    axes.invert_yaxis()
+    axes.set_title("prefill: K and V into a head-major cache", fontsize=9, loc="left")
+    axes.set_xlabel("GB/s read and written")
+
+
+def roofline_panel(axes, cases, ink):
+    """GB/s over bytes a call: under the plain copy of so many bytes, and under what an empty launch leaves time for."""
+    ours = [peers["tikv"] for peers in cases.values()]
+    sizes = sorted({row["bytes_moved"] for row in ours})
+    roofs = [max(row["roof_gb_per_s"] for row in ours if row["bytes_moved"] == size) for size in sizes]
+    launch = min(row["launch_us"] for row in ours)
+    top = 3 * max(roofs)
+    axes.plot(sizes, roofs, color=ink, lw=1.5)
+    slope = (sizes[0], max(sizes[0], top * launch * 1e3))
+    axes.plot(slope, [size / launch / 1e3 for size in slope], color=ink, lw=1, ls="--")
+    for peer in reversed(PEERS):
+        rows = [peers[peer] for peers in cases.values() if peer in peers]
+        axes.scatter([r["bytes_moved"] for r in rows], [r["gb_per_s"] for r in rows], s=14, color=COLOURS[peer])
+    axes.set(xscale="log", yscale="log", ylim=(None, top), xlabel="bytes read and written by a call", ylabel="GB/s")
+    axes.set_title(f"roofline; dashed: one empty launch, {launch:.1f} us", fontsize=9, loc="left")
+
+
+def decode_panel(axes, cases, ink):
+    """Microseconds of one token's write, the empty launch of that row as a line."""
+    chosen = {key: peers for key, peers in cases.items() if is_decode(key[1])}
+    for at, peers in enumerate(chosen.values()):
+        for offset, peer in enumerate(PEERS):
+            if peer in peers:
+                us = peers[peer]["us"]
+                axes.barh(at + 0.27 * (offset - 1), us, 0.25, color=COLOURS[peer])
+                axes.text(us, at + 0.27 * (offset - 1), f" {us:,.1f}", va="center", fontsize=6)
+        launch = peers["tikv"]["launch_us"]
+        axes.plot([launch, launch], [at - 0.42, at + 0.42], color=ink, lw=1, ls="--")
+    axes.set_yticks(range(len(chosen)), [case for _, _, case in chosen])
+    axes.invert_yaxis()
+    longest = max((row["us"] for peers in chosen.values() for row in peers.values()), default=1.0)
+    axes.set(xscale="log", xlim=(None, 8 * longest), xlabel="microseconds a call; shorter is better")
+    axes.set_title("decode: one token's K and V", fontsize=9, loc="left")
+
+
 def draw(rows, machine, stem):
-    """The prefill rows as bars, each peer beside the others, with the plain copy of that row as a line."""
+    """Prefill rates, the roofline and decode latencies of one machine, in a light and a dark version."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "tikv"
-    from matplotlib import pyplot
+    matplotlib.rcParams.update({"svg.hashsalt": "tikv", "font.size": 8})
+    from matplotlib import lines, patches, pyplot
 
-    cases = {key: peers for key, peers in by_case(rows).items() if key[1] == "prefill" and "tikv" in peers}
-    if not cases:
-        sys.exit("report: no prefill rows to draw")
-    for theme, ink in INK.items():
-        matplotlib.rcParams.update(
-            {"text.color": ink, "axes.labelcolor": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink}
-        )
-        figure, axes = pyplot.subplots(figsize=(8, 0.62 * len(cases) + 1.4), layout="constrained")
-        for at, peers in enumerate(cases.values()):
-            for offset, peer in enumerate(PEERS):
-                if peer in peers:
-                    label = peer if at == 0 else None
-                    rate = peers[peer]["gb_per_s"]
-                    axes.barh(at + 0.27 * (offset - 1), rate, 0.25, color=COLOURS[peer], label=label)
-                    axes.text(rate, at + 0.27 * (offset - 1), f" {rate:.1f}", va="center", fontsize=7)
-            roof = peers["tikv"]["roof_gb_per_s"]
-            axes.plot([roof, roof], [at - 0.42, at + 0.42], color=ink, lw=1.5, label="plain copy" if at == 0 else None)
-        axes.set_yticks(range(len(cases)), [f"{case} ({arch})" for arch, _, case in cases])
-        axes.invert_yaxis()
-        axes.set_xlabel("GB/s read and written; K and V of a prefill into a head-major cache", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=len(PEERS) + 1)
-        figure.text(0.01, -0.02, machine, fontsize=6)
-        target = pathlib.Path(f"{stem}-{theme}.svg")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, transparent=True, metadata={"Date": None}, bbox_inches="tight")
-        pyplot.close(figure)
-        print(f"drew {target}", file=sys.stderr)
+    cases = {key: peers for key, peers in by_case(rows).items() if "tikv" in peers}
+    for arch in dict.fromkeys(key[0] for key in cases):
+        if not any(key[0] == arch and key[1] == "prefill" for key in cases):
+            sys.exit(f"report: no prefill rows of {arch} to draw")
+    for arch in dict.fromkeys(key[0] for key in cases):
+        mine = {key: peers for key, peers in cases.items() if key[0] == arch}
+        name = stem if len({key[0] for key in cases}) == 1 else f"{stem}-{arch}"
+        for theme, ink in INK.items():
+            matplotlib.rcParams.update({f"{at}color": ink for at in ("axes.label", "axes.edge", "xtick.", "ytick.")})
+            matplotlib.rcParams.update({"text.color": ink, "axes.titlecolor": ink})
+            figure, panels = pyplot.subplot_mosaic(
+                [["prefill", "roofline"], ["prefill", "decode"]], figsize=(10, 6), layout="constrained"
+            )
+            for panel, fill in (("prefill", prefill_panel), ("roofline", roofline_panel), ("decode", decode_panel)):
+                panels[panel].set_facecolor("none")
+                panels[panel].spines[["top", "right"]].set_visible(False)
+                fill(panels[panel], mine, ink)
+            keys = [patches.Patch(color=COLOURS[peer], label=peer) for peer in PEERS]
+            keys.append(lines.Line2D([], [], color=ink, label="plain copy of the same bytes"))
+            keys.append(lines.Line2D([], [], color=ink, ls="--", lw=1, label="empty launch"))
+            figure.legend(handles=keys, frameon=False, loc="outside upper center", ncols=len(keys))
+            figure.text(0.01, -0.02, f"{arch}: {machine}", fontsize=6)
+            target = pathlib.Path(f"{name}-{theme}.svg")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(target, transparent=True, metadata={"Date": None}, bbox_inches="tight")
+            pyplot.close(figure)
+            print(f"drew {target}", file=sys.stderr)
 
 
 def main():
     """Print the tables, and draw if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", nargs="+", help="files that pytest --benchmark-json wrote")
-    parser.add_argument("--svg", metavar="STEM", help="draw STEM-light.svg and STEM-dark.svg of the first file's rows")
+    parser.add_argument("--svg", metavar="STEM", help="draw STEM-light.svg and STEM-dark.svg of the first file")
     options = parser.parse_args()
     runs = list(load(options.json))
     for machine, rows in runs:

@@ -1,5 +1,6 @@
 """Pictures: well-formed, bounded, escaped, and with the positions, slots and blocks that the store really has."""
 
+import json
 import os
 import re
 import subprocess
@@ -184,6 +185,40 @@ def test_bars_are_on_the_scale_of_their_roof():
     svg = draw.bars("t", "n", [draw.Bars("g", {"tikv": 50.0, "torch": 25.0}, {"tikv": "a", "torch": "b"}, 100.0)])
     found = [(n.get("class"), float(n.get("width"))) for n in ElementTree.fromstring(svg).iter(f"{SVG}rect")][1:]
     assert found == [("tk-tikv", 215.0), ("tk-torch", 107.5)]
+
+
+def bench_row(name, peer, case, us, moved):
+    rate = moved / us / 1e3
+    info = {"arch": "cpu", "peer": peer, "case": case, "us": us, "bytes_moved": moved, "launch_us": 2.0}
+    info |= {"gb_per_s": rate, "roof_gb_per_s": 20.0, "pct_of_copy": rate * 5}
+    return {"name": f"bench_{name}[cpu-{peer}]", "extra_info": info}
+
+
+def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
+    pytest.importorskip("matplotlib")
+    about = {"devices": {"cpu": "a <device>"}, "versions": {"numpy": "2"}, "cores": 2, "system": "S", "python": "3"}
+    rows = [bench_row("prefill", peer, "float16", us, 1 << 24) for peer, us in (("tikv", 1000.0), ("torch", 4321.0))]
+    rows += [bench_row("append_all", peer, "1 token", us, 4096) for peer, us in (("tikv", 5.0), ("numpy", 1234.0))]
+    data = {"machine_info": {"tikv": about | {"commit": "c"}}, "datetime": "2000-01-01T", "benchmarks": rows}
+    (tmp_path / "bench.json").write_text(json.dumps(data))
+    command = [
+        sys.executable,
+        str(ROOT / "benches/report.py"),
+        str(tmp_path / "bench.json"),
+        "--svg",
+        "docs/performance",
+    ]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
+    assert "| cpu | prefill, float16 | 16.8 |" in child.stdout
+    drawn = [(tmp_path / f"docs/performance-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")]
+    for svg, ink in zip(drawn, ("#1f2328", "#e6edf3"), strict=True):
+        assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
+        assert ink in svg
+        # matplotlib writes each text as a comment above its outlines.
+        for text in ("float16", "1 token", " 16.8", " 3.9", " 1,234.0", "roofline; dashed: one empty launch, 2.0 us"):
+            assert f"<!-- {text} -->" in svg, text
+    assert "#e6edf3" not in drawn[0]
 
 
 @pytest.mark.archs("cpu")
