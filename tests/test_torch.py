@@ -1,5 +1,8 @@
 """torch and DLPack: the same memory both ways, and the operations as operators that torch.compile keeps whole."""
 
+import subprocess
+import sys
+
 import numpy as np
 import oracle
 import pytest
@@ -50,6 +53,21 @@ def test_torch_memory_is_written_in_place(arch, rng, name):
     for row, before, after, pointer in zip(rows, cache, caches, pointers, strict=True):
         assert after.data_ptr() == pointer
         oracle.assert_same_bits(contents(after), reference.copy(row, before, position=2))
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("kept", ["seen", "capsule", "store"])
+def test_what_is_alive_at_the_end_dies_quietly(arch, kept):
+    lines = (
+        "import tikv, torch",
+        "tikv.init(arch='cpu')",
+        "store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4)",
+        "seen, capsule = store.keys(0).torch(), store.values(0).__dlpack__()",
+        f"del {', '.join({'seen', 'capsule', 'store'} - {kept})}",
+        "print('done')",
+    )
+    child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
 
 
 class Producer:

@@ -399,17 +399,23 @@ def _of_dlpack(array: Any, name: str, operation: str) -> ArrayView:
 _exports: dict[int, Any] = {}
 
 
-def _release_export(managed: Any) -> None:
-    _exports.pop(ctypes.addressof(managed.contents), None)
+# A tensor may die after this module at the interpreter's end: what its deleter needs are defaults of functions that
+# are never freed.
+def _release_export(managed: Any, exports: Any = _exports, address: Any = ctypes.addressof) -> None:
+    exports.pop(address(managed.contents), None)
 
 
-def _free_unconsumed(capsule: int) -> None:
-    if _dying_is_valid(capsule, b"dltensor"):
-        _exports.pop(_dying_pointer(capsule, b"dltensor"), None)
+def _free_unconsumed(
+    capsule: int, exports: Any = _exports, is_valid: Any = _dying_is_valid, pointer: Any = _dying_pointer
+) -> None:
+    if is_valid(capsule, b"dltensor"):
+        exports.pop(pointer(capsule, b"dltensor"), None)
 
 
 _release_export_c = _Deleter(_release_export)
 _free_unconsumed_c = _C(None, ctypes.c_void_p)(_free_unconsumed)
+for _immortal in (_release_export_c, _free_unconsumed_c):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
 
 
 def _export_dlpack(array: ArrayView, owner: Any) -> Any:
