@@ -7,9 +7,6 @@
 before and right after: all cores' memcpy on the CPU, the driver's device copy on CUDA. Times are medians.
 """
 
-import concurrent.futures
-import ctypes
-import itertools
 import os
 import platform
 import statistics
@@ -22,7 +19,7 @@ import pytest
 import shapes
 from touch import make_touch
 
-from tikv import arrays, launch, roofline, runtime
+from tikv import arrays, launch, roofline, runtime, timing
 
 
 def synchronize(arch) -> None:
@@ -53,8 +50,6 @@ class Roof:
 
     def __init__(self, arch):
         self.arch = arch
-        self.threads = os.cpu_count() or 1
-        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
         self._word = oracle.place(np.zeros(2, np.float32), arch)
 
     def copy(self, nbytes):
@@ -66,19 +61,7 @@ class Roof:
             source = torch.empty(half, dtype=torch.uint8, device="cuda").fill_(1)
             target = torch.empty_like(source)
             return lambda: target.copy_(source)
-        source, target = np.ones(half, np.uint8), np.zeros(half, np.uint8)
-        if half < 1 << 20:
-            # A hand-over to threads costs more than so small a copy.
-            return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, half)
-        cuts = [half * i // self.threads for i in range(self.threads + 1)]
-        parts = [(target[a:b].ctypes.data, source[a:b].ctypes.data, b - a) for a, b in itertools.pairwise(cuts)]
-
-        def run():
-            # The arrays are named here to stay alive.
-            assert target.size == source.size
-            list(self._pool.map(lambda part: ctypes.memmove(*part), parts))
-
-        return run
+        return timing.memcpy_on_host(half)
 
     def launch(self):
         """A call that launches the smallest kernel by the library's own route."""
