@@ -219,11 +219,13 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
     with _lock:
         candidates = [arch] if arch != "auto" else list(candidate_archs())
         options = {"log_level": taichi.WARN, **taichi_options, "enable_fallback": False}
+        # Taichi's CUDA session fixes at its start whether a product and a sum may become one rounding. Ours may not.
+        on_cuda = {"fast_math": False} | options
         reasons = []
         for name in candidates:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
-                    taichi.init(arch=getattr(taichi, name), **options)
+                    taichi.init(arch=getattr(taichi, name), **(on_cuda if name == "cuda" else options))
             except KeyError as error:  # an option that Taichi does not know
                 raise ArchError(f"init: {error.args[0]}") from error
             except Exception as error:

@@ -204,13 +204,19 @@ def serve() -> None:
     with tempfile.TemporaryDirectory(prefix="tikv-compile-") as directory:
         os.chdir(directory)
         try:
-            runtime.init("cuda", offline_cache=False, print_kernel_asm=True)
+            started_for: bool | None = None
             while _readable(requests):
                 request = _receive(requests)
                 if request is None:
                     break
                 try:
-                    answer = {"ptx": _compile_here(*pickle.loads(request))}
+                    factory, choices = pickle.loads(request)
+                    # Whether products and sums may become one rounding is fixed when Taichi's CUDA session starts.
+                    fast_math = bool(getattr(factory, "fast_math", False))
+                    if fast_math != started_for:
+                        runtime.init("cuda", offline_cache=False, print_kernel_asm=True, fast_math=fast_math)
+                        started_for = fast_math
+                    answer = {"ptx": _compile_here(factory, choices)}
                 except Exception as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 _send(answers, json.dumps(answer).encode())
