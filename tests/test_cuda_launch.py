@@ -88,7 +88,7 @@ REFUSED = {
     "a first entry that does more": lambda t: t.replace(SERIAL_STORE, SERIAL_STORE + "\tst.u32 \t[%rd5+4], %r1;\n"),
     "the bound put elsewhere": lambda t: t.replace("+32872", "+32880", 1),
     "the arguments' address kept": lambda t: t.replace(
-        "\tmov.b32 \t%f1", "\tadd.s64 \t%rd46, %rd2, 8;\n\tmov.b32 \t%f1"
+        "\tmov.b32 \t%f1", "\tadd.s64 \t%rd46, %rd2, %rd9;\n\tmov.b32 \t%f1"
     ),
     "the runtime used": lambda t: t.replace("\tld.param.u64 \t%rd7, [%rd1];", "\tld.param.u64 \t%rd7, [%rd1+8];"),
     "another parameter": lambda t: t.replace("_param_0[32]", "_param_0[40]"),
@@ -110,6 +110,43 @@ def test_an_unknown_form_is_refused(change):
 def test_shared_arrays_get_their_room():
     text = recorded("copy").replace(".visible", ".extern .shared .align 8 .b8 shared_array_1[512];\n.visible", 1)
     assert "\n.shared .align 8 .b8 shared_array_1[512];\n" in ptx.patch(text, ARGUMENT_BYTES).text
+
+
+def test_strict_arithmetic_rounds_each_step():
+    body = """{
+\tfma.rn.ftz.f32 \t%f1, %f2, %f3, 0f3F800000;
+\tmul.ftz.f32 \t%f4, %f1, %f2;
+\tadd.f64 \t%fd1, %fd2, %fd3;
+\tcvt.ftz.f32.f16 \t%f5, %h1;
+\trsqrt.approx.ftz.f32 \t%f6, %f5;
+\tdiv.full.ftz.f32 \t%f7, %f6, %f5;
+\tsetp.lt.ftz.f32 \t%p1, %f6, %f5;
+\tadd.s32 \t%r1, %r2, %r3;
+}"""
+    assert ptx._strict(body).split("\n") == [
+        "{",
+        "\t.reg .f32 \t%exact32;",
+        "\tmul.rn.f32 \t%exact32, %f2, %f3;",
+        "\tadd.rn.f32 \t%f1, %exact32, 0f3F800000;",
+        "\tmul.rn.f32 \t%f4, %f1, %f2;",
+        "\tadd.rn.f64 \t%fd1, %fd2, %fd3;",
+        "\tcvt.f32.f16 \t%f5, %h1;",
+        "\tsqrt.rn.f32 \t%exact32, %f5;",
+        "\trcp.rn.f32 \t%f6, %exact32;",
+        "\tdiv.rn.f32 \t%f7, %f6, %f5;",
+        "\tsetp.lt.f32 \t%p1, %f6, %f5;",
+        "\tadd.s32 \t%r1, %r2, %r3;",
+        "}",
+    ]
+
+
+def test_an_address_further_into_the_arguments_is_followed():
+    text = recorded("cast").replace(
+        "\tmov.b32 \t%f1,", "\tadd.s64 \t%rd99, %rd2, 120;\n\tld.global.u64 \t%rd98, [%rd99+8];\n\tmov.b32 \t%f1,"
+    )
+    patched = ptx.patch(text, ARGUMENT_BYTES).text
+    assert "\tld.param.u64 \t%rd98, [arguments+128];" in patched
+    assert "%rd99" not in patched
 
 
 WORD = """{
@@ -489,12 +526,29 @@ def test_a_key_names_everything_that_the_ptx_depends_on(monkeypatch):
 
 
 SERVER = """
-import json, sys; sys.path[:] = json.loads(sys.argv[1])
+import json, pathlib, sys; sys.path[:] = json.loads(sys.argv[1])
 from tikv import runtime
 from tikv.cuda import compiler
-compiler._compile_here = lambda factory, choices: f"ptx of {factory.__name__}{choices}" if choices else 1 / 0
-runtime.init = lambda *a, **o: print("noise on stdout", flush=True)
-compiler.serve()
+
+kernels = set()
+
+
+def init(arch, **options):
+    print("noise on stdout", flush=True)
+    kernels.clear()
+
+
+def launch(factory, choices):
+    text = f"ptx of {factory.__name__}{sorted(choices)}"
+    if not choices:
+        raise RuntimeError("an illegal address")
+    if text not in kernels:
+        pathlib.Path("taichi_kernel_nvptx_0001.ptx").write_text(text)
+    kernels.add(text)
+
+
+runtime.init = init
+compiler.serve(launch)
 """
 
 
@@ -509,10 +563,10 @@ def child(folder, monkeypatch, tmp_path):
 
 
 def test_a_child_compiles_once_and_leaves_no_trace(child, tmp_path):
-    want = "ptx of make_nothing(1, 2)"
+    want = "ptx of make_nothing[1, 2]"
     assert compiler.ptx_of(make_nothing, (1, 2), "sm_90") == want
     process = compiler._child.process
-    assert compiler.ptx_of(make_nothing, (3,), "sm_90") == "ptx of make_nothing(3,)"
+    assert compiler.ptx_of(make_nothing, (3,), "sm_90") == "ptx of make_nothing[3]"
     assert compiler._child.process is process, "one process serves all"
     compiler.close()
     assert process.poll() == 0, "it ends with its parent's pipe"
@@ -533,13 +587,19 @@ def test_a_child_that_died_is_replaced(child):
     compiler.ptx_of(make_nothing, (1,), "sm_90")
     compiler._child.process.kill()
     compiler._child.process.wait()
-    assert compiler.ptx_of(make_nothing, (2,), "sm_90") == "ptx of make_nothing(2,)"
+    assert compiler.ptx_of(make_nothing, (2,), "sm_90") == "ptx of make_nothing[2]"
+
+
+def test_a_kernel_that_equals_another_is_generated_again(child):
+    """Taichi shares the code of kernels that differ in their choices alone, and then writes none."""
+    assert compiler.ptx_of(make_nothing, (1, 2), "sm_90") == "ptx of make_nothing[1, 2]"
+    assert compiler.ptx_of(make_nothing, (2, 1), "sm_90") == "ptx of make_nothing[1, 2]"
 
 
 def test_what_cannot_be_compiled_says_why(child, monkeypatch):
-    with pytest.raises(tikv.ArchError, match="ZeroDivisionError"):
+    with pytest.raises(tikv.ArchError, match="RuntimeError: an illegal address"):
         compiler.ptx_of(make_nothing, (), "sm_90")
-    assert compiler.ptx_of(make_nothing, (1,), "sm_90"), "the process goes on"
+    assert compiler.ptx_of(make_nothing, (1,), "sm_90"), "another process goes on"
     with pytest.raises(tikv.ArchError, match="cannot be named"):
         compiler.ptx_of(lambda: None, (), "sm_90")
     monkeypatch.setattr(make_nothing, "__module__", "__main__")

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CudaBytes, host_bytes
+from tikv.arrays import ArrayView, CudaBytes, Memory, host_bytes
 from tikv.cuda import compiler, driver, ptx
 from tikv.cuda.driver import use_stream
-from tikv.dtypes import NUMPY_WORDS
+from tikv.dtypes import NUMPY_WORDS, int8
 from tikv.errors import ArchError, CapacityError
 
 __all__ = ["Bound", "Kernel", "choose_launcher", "kernel", "launcher_report", "refuse_baked", "use_stream"]
@@ -395,10 +395,32 @@ def _load_native(kernel: Kernel) -> _Native:
     if found is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
         text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
-        patched = ptx.patch(text, size, device.overlaps)
+        patched = ptx.patch(text, size, device.overlaps, strict=not kernel.fast_math)
         function = device.load(patched.text, patched.entry)
         found = _natives[key] = _Native(function, patched.block, offsets, size)
     return found
+
+
+def serve_compiler() -> None:
+    """What the compiling process of `tikv.cuda.compiler` runs."""
+    compiler.serve(_launch_over_nothing)
+
+
+def _launch_over_nothing(factory: Factory, choices: tuple[Any, ...]) -> None:
+    """Launch a kernel once, for Taichi to generate its code: the loop's extent is zero and so are all numbers.
+
+    A loop of constant bounds runs all the same, so arrays are memory that may be written.
+    """
+    live = runtime.current()
+    kernel = Kernel(live, factory, choices)
+    kernel.compile()
+    memory = Memory(1 << 20, live)
+    memory.clear()
+    array = memory.array((memory.nbytes,), int8)
+    arguments = [array if w else (0,) * n if n else 0 for w, n in zip(kernel.words, kernel.lengths, strict=True)]
+    with live.compiling(kernel.fast_math):
+        _FreshBound(kernel, 0, tuple(arguments)).launch()
+        live.synchronize()
 
 
 def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tuple[list[int], int]:

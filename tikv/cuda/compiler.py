@@ -25,15 +25,13 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-import numpy as np
-
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.cuda import cache
 from tikv.errors import ArchError
 
 IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of the GPU
 REPLY_SECONDS = 300
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tikv.cuda.compiler import serve; serve()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tikv import launch; launch.serve_compiler()"
 _lock = threading.RLock()
 _child: _Child | None = None
 
@@ -165,6 +163,7 @@ def _compile(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
         else:
             raise ArchError(f"the compiling process failed: {failure}")
     if "error" in answer:
+        close()
         raise ArchError(f"the compiling process could not compile it: {answer['error']}")
     return answer["ptx"]
 
@@ -196,32 +195,33 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == length else None
 
 
-def serve() -> None:
-    """The child: compile what is asked for, until stdin ends or nothing was asked for a minute."""
+def serve(launch: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> None:
+    """The child: compile what is asked for, until stdin ends or nothing was asked for a minute.
+
+    `launch` makes a kernel of a factory and its choices and launches it over nothing. After a failure the child ends:
+    its CUDA context may be of no use any more.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # Taichi writes to stdout, also from C++
     requests = sys.stdin.buffer
     with tempfile.TemporaryDirectory(prefix="tikv-compile-") as directory:
         os.chdir(directory)
         try:
-            started_for: bool | None = None
-            while _readable(requests):
+            failed = False
+            while not failed and _readable(requests):
                 request = _receive(requests)
                 if request is None:
                     break
                 try:
-                    factory, choices = pickle.loads(request)
-                    # Whether products and sums may become one rounding is fixed when Taichi's CUDA session starts.
-                    fast_math = bool(getattr(factory, "fast_math", False))
-                    if fast_math != started_for:
-                        runtime.init("cuda", offline_cache=False, print_kernel_asm=True, fast_math=fast_math)
-                        started_for = fast_math
-                    answer = {"ptx": _compile_here(factory, choices)}
+                    answer = {"ptx": _generated(launch, *pickle.loads(request))}
                 except Exception as error:
-                    answer = {"error": f"{type(error).__name__}: {error}"}
+                    answer, failed = {"error": f"{type(error).__name__}: {error}"}, True
                 _send(answers, json.dumps(answer).encode())
         finally:
             os.chdir(os.path.dirname(directory))
+
+
+_started_for: bool | None = None  # the `fast_math` that the child's Taichi was started with
 
 
 def _readable(pipe: IO[bytes]) -> bool:
@@ -230,26 +230,23 @@ def _readable(pipe: IO[bytes]) -> bool:
     return bool(select.select([pipe], [], [], IDLE_SECONDS)[0])
 
 
-def _compile_here(factory: Callable[..., Any], choices: tuple[Any, ...]) -> str:
-    """Compile in this process: Taichi generates PTX when a kernel is first launched, here over nothing."""
-    live = runtime.current()
-    with live.compiling(bool(getattr(factory, "fast_math", False))):
-        function = factory(*choices)
-        before = set(glob.glob("*.ptx"))
-        function(*[_nothing(a.annotation, i) for i, a in enumerate(function._primal.arguments)])
-        runtime.ti.sync()
-    written = sorted(set(glob.glob("*.ptx")) - before)
-    if len(written) != 1:
-        raise ArchError(f"Taichi wrote {len(written)} PTX files for one kernel")
-    text = pathlib.Path(written[0]).read_text(encoding="utf-8", errors="replace")
-    os.unlink(written[0])
-    return text
+def _generated(
+    launch: Callable[[Callable[..., Any], tuple[Any, ...]], None], factory: Callable[..., Any], choices: tuple[Any, ...]
+) -> str:
+    """The PTX that Taichi writes when it first launches a kernel.
 
-
-def _nothing(annotation: Any, i: int) -> Any:
-    """An argument that makes the kernel's loop end at once: its extent is that of the first array."""
-    if hasattr(annotation, "n"):
-        return runtime.ti.Vector([0] * int(annotation.n), annotation.dtype)
-    if hasattr(annotation, "ndim"):
-        return np.zeros(0 if i == 0 else 1, dtypes.NUMPY_WORDS[str(annotation.dtype)])
-    return 0.0 if "f" in str(annotation) else 0
+    It writes none for a kernel that equals an earlier one in all but its choices; a new Taichi does.
+    """
+    global _started_for
+    fast_math = bool(getattr(factory, "fast_math", False))  # also read once when Taichi's CUDA session starts
+    for start in (fast_math != _started_for, True):
+        if start:
+            runtime.init("cuda", offline_cache=False, print_kernel_asm=True, fast_math=fast_math)
+            _started_for = fast_math
+        for left in glob.glob("*.ptx"):
+            os.unlink(left)
+        launch(factory, choices)
+        written = [pathlib.Path(path) for path in glob.glob("*.ptx")]
+        if len(written) == 1:
+            return written[0].read_text(encoding="utf-8", errors="replace")
+    raise ArchError(f"Taichi wrote {len(written)} PTX files for one kernel")

@@ -35,8 +35,10 @@ _REGISTER = r"%[a-z]+\d+"
 _INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 
 
-def patch(ptx: str, argument_bytes: int, overlap: bool = False) -> Patched:
+def patch(ptx: str, argument_bytes: int, overlap: bool = False, strict: bool = False) -> Patched:
     """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
+
+    With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
     once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
@@ -58,6 +60,8 @@ def patch(ptx: str, argument_bytes: int, overlap: bool = False) -> Patched:
     if block is None:
         raise Unpatchable("no fixed block")
     body = _whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes))
+    if strict:
+        body = _strict(body)
     parameter = f"\t.param .align 16 .b8 {ARGUMENTS}[{argument_bytes}]\n"
     head = ptx[: entries[0].start()]
     if overlap:
@@ -68,6 +72,30 @@ def patch(ptx: str, argument_bytes: int, overlap: bool = False) -> Patched:
 
 
 ARGUMENTS = "arguments"
+
+_APPROXIMATE = (
+    (r"\t(\S+?)\.ftz(\S*) \t", r"\t\1\2 \t"),
+    (r"\t(add|sub|mul)\.(f32|f64) \t", r"\t\1.rn.\2 \t"),  # without .rn the assembler may fuse them
+    (r"\tdiv\.(?:full|approx)\.f32 \t", "\tdiv.rn.f32 \t"),
+    (r"\t(sqrt|rcp)\.approx\.f32 \t", r"\t\1.rn.f32 \t"),
+    (
+        rf"\trsqrt\.approx\.f32 \t({_REGISTER}), ({_REGISTER});",
+        r"\tsqrt.rn.f32 \t%exact32, \2;\n\trcp.rn.f32 \t\1, %exact32;",
+    ),
+    (
+        rf"\tfma\.rn\.f(32|64) \t({_REGISTER}), (\S+), (\S+), (\S+);",
+        r"\tmul.rn.f\1 \t%exact\1, \3, \4;\n\tadd.rn.f\1 \t\2, %exact\1, \5;",
+    ),
+)
+
+
+def _strict(body: str) -> str:
+    """Take back what Taichi's CUDA code generator always allows itself, and the other back ends do not."""
+    for approximate, exact in _APPROXIMATE:
+        body = re.sub(approximate, exact, body)
+    used = [width for width in ("32", "64") if f"%exact{width}" in body]
+    declared = "".join(f"\t.reg .f{width} \t%exact{width};\n" for width in used)
+    return body.replace("{\n", "{\n" + declared, 1)
 
 
 def _struct(entry: re.Match[str]) -> str:
@@ -136,15 +164,20 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
     struct_pattern = "|".join(re.escape(name) for name in names)
     pointers = re.findall(rf"\tld\.param\.u64 \t({_REGISTER}), \[(?:{struct_pattern})\];\n", body)
     body = re.sub(rf"\tld\.param\.u64 \t{_REGISTER}, \[(?:{struct_pattern})\];\n", "", body)
-    bases = set()
+    bases: dict[str, int] = {}  # registers that hold the arguments' address, and how far into them
     for pointer in pointers:
-        bases |= set(re.findall(rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), {pointer};\n", body))
+        bases |= dict.fromkeys(re.findall(rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), {pointer};\n", body), 0)
         body = re.sub(rf"\tcvta\.to\.global\.u64 \t{_REGISTER}, {pointer};\n", "", body)
+    for base in tuple(bases):
+        for register, step in re.findall(rf"\tadd\.s64 \t({_REGISTER}), {base}, (\d+);\n", body):
+            bases[register] = int(step)
+        body = re.sub(rf"\tadd\.s64 \t{_REGISTER}, {base}, \d+;\n", "", body)
 
     def read(match: re.Match[str]) -> str:
-        width, base, offset = match["type"], match["base"], int(match["offset"] or 0)
+        width, base = match["type"], match["base"]
         if base not in bases:
             return match.group(0)
+        offset = bases[base] + int(match["offset"] or 0)
         if offset + 4 > argument_bytes:
             raise Unpatchable(f"reads byte {offset} of {argument_bytes} bytes of arguments")
         return f"\tld.param.{width} \t{match['to']}, [{ARGUMENTS}+{offset}];"
@@ -155,7 +188,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         read,
         body,
     )
-    for gone in (names | bases | set(pointers)) - {struct}:
+    for gone in (names | bases.keys() | set(pointers)) - {struct}:
         if re.search(rf"{gone}(?!\d)", body):
             raise Unpatchable(f"uses the address of its arguments in another way ({gone})")
     if struct in body:
