@@ -12,7 +12,7 @@ def make_touch():
     @ti.kernel
     def touch(word: ti.types.ndarray(dtype=ti.u32, ndim=1)):
         ti.loop_config(serialize=True)
-        for i in range(1):
+        for i in range(word.shape[0]):  # as many as the launch has iterations: one
             word[i] = ti.u32(1)
 
     return touch
