@@ -72,6 +72,16 @@ class ArrayView:
         """Bytes of the elements, without the gaps between them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def at(self, ptr: int) -> ArrayView:
+        """Another array of this form, at an address with the same alignment; nothing holds its memory."""
+        found: ArrayView = object.__new__(ArrayView)
+        found.ptr = ptr
+        found.shape, found.strides, found.dtype = self.shape, self.strides, self.dtype
+        found.device, found.writable, found.handle = self.device, self.writable, None
+        found.offset, found.owner = self.offset, None
+        found.span, found.key = self.span, self.key
+        return found
+
     def bare(self) -> ArrayView:
         """The same address without a hold on the memory, for what outlives a call."""
         if self.owner is None:
@@ -218,46 +228,35 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return found
 
 
-_torch_views: dict[int, tuple[Callable[[], Any], ArrayView, Any]] = {}
-_torch_devices: dict[Any, str] = {}
-_torch_dtypes: dict[Any, DType | None] = {}
+MAX_FORMS = 1 << 16  # forms of torch tensors that are remembered
+_torch_forms: dict[tuple[Any, ...], ArrayView] = {}
+_torch_layouts: set[Any] = set()
 
 
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
-    # A tensor can be changed in place, its dtype by `.data` too: everything a view says is compared before it is reused.
-    held = _torch_views.get(id(array))
-    if held is not None and held[0]() is array:
-        seen = held[1]
-        if (
-            seen.ptr == array.data_ptr()
-            and seen.shape == array.shape
-            and seen.strides == array.stride()
-            and held[2] is array.dtype
-        ):
-            return seen
-    if str(array.layout) != "torch.strided":
-        raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
+    # A model makes new tensors of the same form each step, so what follows from the form is kept, not the tensor.
+    if array.layout not in _torch_layouts:
+        if str(array.layout) != "torch.strided":
+            raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
+        _torch_layouts.add(array.layout)
     if array.is_neg():
         raise DTypeError(
             f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
             f"Pass {name}.resolve_neg()."
         )
-    pointer, shape, strides, torch_dtype = array.data_ptr(), array.shape, array.stride(), array.dtype
-    try:
-        dtype = _torch_dtypes[torch_dtype]
-    except KeyError:
-        dtype = _torch_dtypes[torch_dtype] = dtypes.of_torch(torch_dtype)
-    if dtype is None:
-        raise _unknown_dtype(name, operation, torch_dtype)
-    torch_device = array.device
-    try:
-        device = _torch_devices[torch_device]
-    except KeyError:
-        device = _torch_devices[torch_device] = _torch_device_name(torch_device, name, operation)
-    found = ArrayView(pointer, tuple(shape), strides, dtype, device)
-    key = id(array)
-    _torch_views[key] = (weakref.ref(array, lambda _: _torch_views.pop(key, None)), found, torch_dtype)
-    return found
+    pointer = array.data_ptr()
+    form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
+    seen = _torch_forms.get(form)
+    if seen is None:
+        shape, strides, torch_dtype, torch_device, _ = form
+        dtype = dtypes.of_torch(torch_dtype)
+        if dtype is None:
+            raise _unknown_dtype(name, operation, torch_dtype)
+        device = _torch_device_name(torch_device, name, operation)
+        if len(_torch_forms) >= MAX_FORMS:
+            _torch_forms.clear()
+        seen = _torch_forms[form] = ArrayView(pointer, tuple(shape), strides, dtype, device)
+    return seen.at(pointer)
 
 
 def _torch_device_name(device: Any, name: str, operation: str) -> str:

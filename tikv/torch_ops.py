@@ -238,8 +238,9 @@ def paged_decode_attention(
         >>> import torch, tikv
         >>> pool = torch.arange(4.0).reshape(2, 2, 1, 1)
         >>> table, length = torch.tensor([[1, 0]]), torch.tensor([3])
-        >>> paged_decode_attention(torch.zeros(1, 1, 1), pool, pool, table, length).flatten().round(decimals=4).tolist()
-        [1.6667]
+        >>> out = paged_decode_attention(torch.zeros(1, 1, 1), pool, pool, table, length)  # the mean of 2, 3 and 0
+        >>> round(out.item(), 4)
+        1.6667
     """
     out, lse = _paged_decode_attention(
         q, k_pool, v_pool, block_tables, context_lens, layout, scale, window, k_scale, v_scale, causal, softcap

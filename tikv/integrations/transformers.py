@@ -103,6 +103,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store = self.store
         assert store is not None
         self._k, self._v = store.keys(0).torch(), store.values(0).torch()
+        self._k_shape, self._v_width = self._k.shape, self._v.shape[3]
+        self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
         self._quantised = store.dtype is dtypes.int8
         self._as_stored = self._k.dtype is self.dtype
         self._bound = store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
@@ -193,13 +195,20 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             assert self.store is not None
             k, v = (a.torch() for a in self.store.decoded(first))
             return k.to(self.dtype), v.to(self.dtype)
-        k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
+        k, v = self._slices(first, end)
         return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
+
+    def _slices(self, first: int, end: int) -> tuple[Any, Any]:
+        """Slots first..end where they lie; as_strided, since narrow and slices take half as long again."""
+        batch, heads, _, width = self._k_shape
+        k = self._k.as_strided((batch, heads, end - first, width), self._k_strides, first * width)
+        width = self._v_width
+        return k, self._v.as_strided((batch, heads, end - first, width), self._v_strides, first * width)
 
     def _stored(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
         assert self.store is not None
-        k, v = self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
+        k, v = self._slices(first, end)
         scales = (
             [a.torch().narrow(2, first, end - first) for a in self.store.scales(0)] if self._quantised else [None] * 2
         )
