@@ -46,8 +46,8 @@ class GraphBuilder:
     """Collect operations over named arrays; `compile` makes a `Graph` of them.
 
     The methods take what the functions of the same names take, with names in place of arrays. ``position`` may be an
-    int or the name of a scalar given to each run. Attention and merges name what they return, for later calls and for the
-    caller of `Graph.run`.
+    int or the name of a scalar given to each run. Attention and merges name what they return, for later calls and for
+    the caller of `Graph.run`.
 
     Example:
         One decode step: write the new token, attend to both halves of the context, merge.

@@ -228,6 +228,7 @@ def _plan_write(
 
 
 def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
+    """The axes of tokens and of heads in a layout."""
     return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
 
 

@@ -147,7 +147,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             else:
                 rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, which[W.k_units], where[K_SRC + 3], k_head, scale_head)
         else:
-            # A row that is skipped is read all the same, from slot 0: a load that waits for no test is under way sooner.
+            # A row that is skipped is read all the same, from slot 0: a load without a test is under way sooner.
             s = ti.select(ok, s, 0)
             k_held = read_k(ks, lane, k_src(gs, s, h, where))
             if ti.static(two):
@@ -211,7 +211,7 @@ def make_unit(style, codec, src_inner, dst_inner):
 
 
 def make_unit_parts(style, codec, src_inner, dst_inner):
-    """(read, write, largest, numbers, type): a unit as a vector of so many numbers of that type, from and to its words."""
+    """(read, write, largest, numbers, type): a unit as a vector of numbers of that type, from and to words."""
     raw = codec.src == "raw"
     dequantising = not raw and codec.src == "i8"
     src_at, dst_at = make_inner(*src_inner), make_inner(*dst_inner)
@@ -247,9 +247,9 @@ def make_unit_parts(style, codec, src_inner, dst_inner):
 
 
 def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
-    """rows(src, dst, scales, ok, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head): a token's rows on CPU.
+    """A token's rows on CPU: rows(src, dst, scales, ok, src_row, dst_row, scale_at, units, src_head, ...).
 
-    The last three are the strides between its heads.
+    The last three are the strides between its heads, in src, dst and scales.
     """
     codec = stream.codec
     quantising = codec.src != "raw" and codec.dst == "i8"
@@ -293,7 +293,7 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
 
 
 def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
-    """(read_row, write_row): the lane's units of a row shared by `lanes` threads of a GPU, read all before one is written.
+    """(read_row, write_row): a lane's units of a row shared by `lanes` threads of a GPU, read before one is written.
 
     read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector).
     """
