@@ -137,6 +137,7 @@ def bench_append_one_layer(arch, rng, peer, smoke, sizes, timed):
         config = transformers.LlamaConfig(
             hidden_size=heads * width, num_attention_heads=heads, num_key_value_heads=heads, num_hidden_layers=layers
         )
+        slots = 1 << 15  # it counts its own tokens, and has to hold those of all calls
         cache = transformers.StaticCache(config, max_cache_len=slots)
         caches = cache.update(k_heads, v_heads, 0, {"cache_position": position})
 
