@@ -73,3 +73,17 @@ def test_readme_has_the_two_commands():
     assert "pytest" in shell[1]
     for block in shell[:2]:
         assert "venv" in block, "each of the two makes its own virtual environment"
+
+
+def test_the_readme_names_every_variant_and_every_home_of_the_layer_trait():
+    from tikv.kv_layer import SEED_NAMES
+    from tikv.spec import VARIANTS
+
+    text = README.read_text(encoding="utf-8")
+    table = text.partition("<!-- seed names -->")[2].partition("<!-- end of seed names -->")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in SEED_NAMES.items()}
+    assert rows == [f"| `{name}` | {found} |" for name, found in homes.items()]
+    for row in VARIANTS.values():
+        wanted = f"| `{row.name}` | {row.src_layout} > {row.cache_layout} | {row.tokens} | {row.src_dtype} > "
+        assert wanted + row.cache_dtype in text, f"README.md has no row for {row.name}"

@@ -286,7 +286,6 @@ def countable(iterations: int, operation: str) -> None:
     """
     if iterations > MAX_ITERATIONS:
         raise CapacityError(
-            f"{operation}: {iterations} pieces of work (tokens x heads x words) are more than the {MAX_ITERATIONS} that "
-            f"one "
-            f"launch counts. Split the call, for instance by tokens."
+            f"{operation}: {iterations} pieces of work (tokens x heads x words) are more than the {MAX_ITERATIONS} "
+            f"that one launch counts. Split the call, for instance by tokens."
         )
