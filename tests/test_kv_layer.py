@@ -156,8 +156,9 @@ def test_paged_and_contiguous_are_the_same_bits(arch, rng, dtype, start, tokens)
         oracle.assert_same_bits(gathered.swapaxes(0, 1), oracle.to_numpy(keys)[:, : start + tokens])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("q_layout", ["token_major", "head_major"])
+@pytest.mark.parametrize(
+    ("dtype", "q_layout"), [*((dtype, "token_major") for dtype in DTYPES), ("float32", "head_major")]
+)
 @pytest.mark.parametrize("kind", ["contig", "paged"])
 def test_attention_of_one_query_and_of_many(arch, rng, dtype, q_layout, kind):
     """The original's int8 decode attends for one query though its prompts bring many."""
@@ -168,7 +169,7 @@ def test_attention_of_one_query_and_of_many(arch, rng, dtype, q_layout, kind):
         layer = paged((5, 1, 4, 0), dtype=dtype, layout="HND")
         write, attend = layer.paged_write, layer.paged_decode_attention
     held = [np.zeros((0, HEADS, WIDTH), np.float32)] * 2
-    for tokens, window in ((5, None), (1, None), (6, 3), (1, 4)):
+    for tokens, window in ((5, None), (1, None), (5, 3), (1, 3)):
         rows = rng.standard_normal((tokens, COLUMNS)).astype(np.float32)
         q = write(oracle.place(rows, arch), num_q_heads=QUERY_HEADS, q_layout=q_layout)
         layer.set_len(len(layer) + tokens)
