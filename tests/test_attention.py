@@ -369,3 +369,72 @@ def test_torch_gives_the_same(arch, rng, dtype, queries):
     # torch computes float16 and bfloat16 in float32 or in their own precision, as its kernels choose.
     error = np.abs(oracle.to_numpy(got).astype(np.float64) - case.expected(window=9)[0]).max()
     assert error < {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_merged_halves_agree_with_the_whole(arch, rng, base2, queries):
+    case = Case(rng, capacity=90, lens=(90, 41, 70), queries=queries)
+    whole, (want, lse) = case.run(arch, lse_base2=base2, causal=False), case.expected(causal=False)
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    halves = []
+    for half, lens in ((slice(0, 40), (40, 40, 0)), (slice(40, 90), (50, 1, 30))):
+        # The last sequence has its keys in the second half only.
+        k, v = case.k[:, :, half], case.v[:, :, half]
+        halves += tikv.decode_attention(
+            place(case.q), place(k), place(v), place(np.array(lens)), causal=False, return_lse=True, lse_base2=base2
+        )
+    case.k_real[2, :, :30], case.v_real[2, :, :30] = case.k_real[2, :, 40:70], case.v_real[2, :, 40:70]
+    merged = tikv.merge_states(*halves, lse_base2=base2)
+    case.lens = (90, 41, 30)
+    want, lse = case.expected(causal=False)
+    got = [oracle.to_numpy(a).astype(np.float64) for a in merged]
+    got[1] *= np.log(2) if base2 else 1
+    assert_close(got, (want, lse), "float32")
+    assert_close((got[0][:2], got[1][:2]), (whole[0][:2], whole[1][:2] * (np.log(2) if base2 else 1)), "float32")
+
+
+def test_merging_with_nothing_changes_nothing(arch, rng):
+    out = rng.standard_normal((3, 2, 16)).astype(np.float32)
+    lse, nothing = rng.standard_normal((3, 2)).astype(np.float32), np.full((3, 2), -np.inf, np.float32)
+    junk = np.full_like(out, np.nan)
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    for arrays in ((out, lse, junk, nothing), (junk, nothing, out, lse)):
+        merged, merged_lse = tikv.merge_states(*map(place, arrays))
+        oracle.assert_same_bits(merged, out)
+        np.testing.assert_allclose(oracle.to_numpy(merged_lse), lse, rtol=1e-6)
+    empty, empty_lse = tikv.merge_states(*map(place, (junk, nothing, junk, nothing)))
+    assert (oracle.to_numpy(empty) == 0).all()
+    assert np.isneginf(oracle.to_numpy(empty_lse)).all()
+
+
+def test_equal_states_average_and_gain_one_bit(arch, rng):
+    a, b = rng.standard_normal((2, 5, 8)).astype(np.float16)
+    lse = np.full(5, 2.0, np.float32)
+    place = lambda x: oracle.place(x, arch)  # noqa: E731
+    out, got = tikv.merge_states(place(a), place(lse), place(b), place(lse), lse_base2=True)
+    np.testing.assert_allclose(oracle.to_numpy(out), (a.astype(float) + b) / 2, atol=2e-3)
+    np.testing.assert_allclose(oracle.to_numpy(got), 3.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("queries", [None, 3])
+@pytest.mark.parametrize("ring", [None, 24])
+def test_mass_of_each_slot(arch, rng, dtype, queries, ring):
+    """Against the weights of the plain softmax, put where the slots are; the mass of a query row is 1 in all."""
+    case = Case(rng, dtype=dtype, ring=ring, sinks=2 if ring else 0, lens=(40, 9, 24), queries=queries, group=3)
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    options = {"ring": True, "sinks": 2, "window": ring} if ring else {}
+    lens = place(np.array(case.lens))
+    arrays = [place(a) for a in (case.q, case.k, case.v)]
+    _, mass = tikv.decode_attention(*arrays, lens, return_mass=True, num_splits=2, **options, **case.scales(arch))
+    q = case.q if case.q.ndim == 4 else case.q[:, :, None]
+    want = np.zeros((3, 2, 40))
+    for b, h, t in itertools.product(*map(range, q.shape[:3])):
+        seen = {"window": ring} if ring else {}
+        at = reference.visible_positions(case.lens[b], t, q.shape[2], sinks=case.sinks, held=ring, **seen)
+        weights = [reference.attention(q[b, h, t], case.k_real[b, h // 3, at], np.eye(len(at)), scale=0.25)[0]]
+        slots = reference.slots(0, case.lens[b], 40, ring, case.sinks)
+        for p, w in zip(at, weights[0], strict=True):
+            want[b, h // 3, slots[p]] += w
+    np.testing.assert_allclose(oracle.to_numpy(mass), want, atol=2e-5)

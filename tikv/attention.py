@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, describe, view
+from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, contiguous_strides, describe, view
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
-from tikv.moves import End, Staging, keep_plan
+from tikv.moves import CopyCall, End, Staging, keep_plan
 from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -60,6 +60,7 @@ class Question(NamedTuple):
     softcap: float | None
     splits: int | None
     base2: bool
+    mass: bool = False
 
 
 def decode_attention(
@@ -79,6 +80,7 @@ def decode_attention(
     out: Any = None,
     softcap: float | None = None,
     num_splits: int | None = None,
+    return_mass: bool = False,
     lse_base2: bool = False,
     first_valid: int | None = None,
     impl: str = "auto",
@@ -103,13 +105,15 @@ def decode_attention(
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         num_splits: parts that the keys are read in, side by side; None chooses. The result is the same within rounding.
+        return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
+            the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0.
         lse_base2: the log-sum-exp in base 2 rather than e.
         first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed.
         impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto".
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
-        float32 (B, Hq) or (B, Hq, T). A query that sees nothing gets 0 and -inf.
+        float32 (B, Hq) or (B, Hq, T), and with ``return_mass`` the mass. A query that sees nothing gets 0 and -inf.
 
     Raises:
         PositionError: a length on the host is negative or shorter than T. One that only the device knows is bounded.
@@ -117,7 +121,8 @@ def decode_attention(
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 
     Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends.
-    Cost: the visible keys and values are read once for all query heads of a group; one launch, two with splits.
+    Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
+        splits. ``return_mass`` is one more launch, which reads K again for every query head.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Example:
@@ -171,7 +176,7 @@ def decode_attention(
     )
     span = None if window is None else window - sinks
     oldest = checks.integer(first_valid or 0, "first_valid", operation, high=2**31 - 1)
-    question = Question(scale, causal, span, softcap, num_splits, lse_base2)
+    question = Question(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
     return attend(live, operation, q, queries, cache, lens, None, batch, question, out, return_lse, impl, oldest)
 
 
@@ -356,6 +361,9 @@ def attend(
         if to.shape != shape:
             raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
     lse = new_like(like, q.shape[:-1], dtypes.float32, live) if return_lse else None
+    mass = None
+    if question.mass:
+        mass = new_like(like, (batch, cache.heads, cache.capacity), dtypes.float32, live, zeroed=True)
     arrays = {"q": q, "k": cache.k.array, "v": cache.v.array}
     if not isinstance(lens, int):
         arrays["lens"] = lens
@@ -366,28 +374,36 @@ def attend(
     arrays["out"] = to
     if lse is not None:
         arrays["lse"] = view(lse, "lse", operation)
+    if mass is not None:
+        arrays["mass"] = view(mass, "mass", operation)
     if math.prod(q.shape[:-1]) and cache.width_v:
         if out is not None:
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
         keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
         splits = question.splits or _splits(live, asked, cache, keys)
         workers = _workers(live, asked, cache, keys)
-        key = (operation, *[(n, a.key) for n, a in arrays.items()], cache[2:11], splits, workers, question)
+        lies = (cache.k[1:], cache.v[1:], cache[2:11])
+        key = (operation, *[(n, a.key) for n, a in arrays.items()], lies, splits, workers, question)
         plan = live.plans.get(key)
         if plan is None:
             plan = keep_plan(live, key, Plan(live, operation, arrays, asked, cache, question, splits, workers))
         plan.run(arrays, lens if isinstance(lens, int) else 0, first_valid)
-    return (result, lse) if return_lse else result
+    wanted = [result, *([lse] if return_lse else []), *([mass] if question.mass else [])]
+    return tuple(wanted) if len(wanted) > 1 else result
 
 
-def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime) -> Any:
+def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
     """A new array of the kind of `like`: NumPy, torch on the same device, or a `CacheArray` for anything else."""
     kind = type(like)
     if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype.numpy)
+        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
     if kind.__module__.partition(".")[0] == "torch" or hasattr(like, "new_empty"):
-        return like.new_empty(tuple(shape), dtype=getattr(importlib.import_module("torch"), dtype.name))
-    return CacheArray(Memory(math.prod(shape) * dtype.itemsize, live).array(tuple(shape), dtype), live)
+        make = like.new_zeros if zeroed else like.new_empty
+        return make(tuple(shape), dtype=getattr(importlib.import_module("torch"), dtype.name))
+    memory = Memory(math.prod(shape) * dtype.itemsize, live)
+    if zeroed:
+        memory.clear()
+    return CacheArray(memory.array(tuple(shape), dtype), live)
 
 
 def _check(
@@ -409,8 +425,8 @@ def _check(
         raise DTypeError(f"{operation}: K is {describe(k)}; attention reads float32, float16, bfloat16 and int8.")
     checks.same_dtype(k, v, "K", "V", operation)
     if (k.dtype is dtypes.int8) != bool(cache.scales):
-        needed = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
-        raise DTypeError(f"{operation}: K is {describe(k)}; {needed}.")
+        rule = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
+        raise DTypeError(f"{operation}: K is {describe(k)}; {rule}.")
     for scale in cache.scales:
         if scale.dtype not in (dtypes.float16, dtypes.float32):
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; int8 scales are float16 or float32.")
@@ -430,9 +446,10 @@ def _check(
             raise OptionError(f"{operation}: {name}={value} is no {wanted} number.")
     if question.splits is not None:
         checks.integer(question.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
+    needed = asked.queries if question.causal else 0
     limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
     if isinstance(lens, int):
-        _check_length(lens, asked.queries, limit, cache, "the length", operation)
+        _check_length(lens, needed, limit, cache, "the length", operation)
         return lens
     checks.indices(lens, "lengths", operation)
     checks.rank(lens, (1,), "lengths", "(B,)", operation)
@@ -445,8 +462,8 @@ def _check(
     if known.size == 0:
         return 0
     longest = int(known.max())
-    _check_length(longest, asked.queries, limit, cache, f"length {int(known.argmax())}", operation)
-    _check_length(int(known.min()), asked.queries, limit, cache, f"length {int(known.argmin())}", operation)
+    _check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
+    _check_length(int(known.min()), needed, limit, cache, f"length {int(known.argmin())}", operation)
     if table is not None:
         _check_table(operation, host_indices(table, live), known, cache)
     return longest
@@ -530,7 +547,13 @@ class Plan:
         self.rows = asked.batch * asked.heads * asked.queries
         parts = self.rows * splits if splits > 1 else 0
         self.part_bytes = parts * cache.width_v * 4
-        self.scratch_bytes = self.part_bytes + max(parts, 0 if "lse" in arrays else self.rows) * 4
+        self.own_lse = self.part_bytes + parts * 4  # where a log-sum-exp goes that nobody asked for
+        self.work = -(-(self.own_lse + (0 if "lse" in arrays else self.rows) * 4) // ALIGNMENT) * ALIGNMENT
+        self.scratch_bytes = self.work
+        if live.is_cpu:
+            rows = rows_of_task(asked.queries * (asked.heads // cache.heads))
+            each = importlib.import_module("tikv.kernels.attention_cpu").work_floats(rows, cache.width, cache.width_v)
+            self.scratch_bytes += workers * each * 4
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         self.bounds: list[tuple[launch.Bound, list[str]]] | None = None
         self.scratch: Memory | None = None
@@ -542,8 +565,8 @@ class Plan:
         length, first_valid = self._reduced(length, first_valid)
         with live.lock:
             scratch = _scratch(live, self.scratch_bytes)
-            if live.is_spirv and any(a.device == "cpu" for a in arrays.values()):
-                stage = Staging(live, list(arrays.values()), [n in ("out", "lse") for n in arrays])
+            if not live.is_cpu and any(a.device == "cpu" for a in arrays.values()):
+                stage = Staging(live, list(arrays.values()), [n in ("out", "lse", "mass") for n in arrays])
                 for bound, _ in self._bind(dict(zip(arrays, stage.arrays, strict=True)), scratch, length, first_valid):
                     bound.launch()
                 stage.finish()
@@ -558,9 +581,11 @@ class Plan:
                         if name in arrays:
                             bound.set_array(i, arrays[name])
             self.pointers = pointers
+            on_host = "lens" not in arrays or first_valid > 0  # what a CUDA graph would bake in
             for bound, names in self.bounds:
-                bound.set_entry(len(names) + 1, number.length, length)
-                bound.set_entry(len(names) + 1, number.first_valid, first_valid)
+                if on_host:
+                    bound.set_entry(len(names) + 1, number.length, length)
+                    bound.set_entry(len(names) + 1, number.first_valid, first_valid)
                 bound.launch()
             if 0 in pointers:
                 self.bounds = None  # memory without an address must not be kept alive
@@ -610,9 +635,9 @@ class Plan:
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
         )
         parts = scratch.array((max(1, self.part_bytes // 4),), dtypes.float32)
-        spare = scratch.array((1,), dtypes.float32, self.part_bytes)
-        full = {"lse": spare, **arrays}
-        targets = {"out": parts, "lse": spare} if split else {"out": full["out"], "lse": full["lse"]}
+        part_lse = scratch.array((1,), dtypes.float32, self.part_bytes)
+        full = {"lse": scratch.array((1,), dtypes.float32, self.own_lse), **arrays}
+        targets = {"out": parts, "lse": part_lse} if split else {"out": full["out"], "lse": full["lse"]}
 
         def first(name: str, among: dict[str, ArrayView]) -> int:
             return among[name].offset // among[name].dtype.itemsize if name in among else 0
@@ -648,8 +673,12 @@ class Plan:
             first_valid=first_valid,
             blocks=cache.blocks,
             lse_first=first("lse", targets),
+            out_lse_first=first("lse", targets),
             part_first=first("out", targets),
             batch=asked.batch,
+            width=cache.width,
+            width_v=cache.width_v,
+            score_row=importlib.import_module("tikv.kernels.attention_cpu").ROW if live.is_cpu else 0,
         )
         scale = 1 / math.sqrt(cache.width) if question.scale is None else question.scale
         log2e = common.LOG2E
@@ -665,10 +694,11 @@ class Plan:
         factory, extra = self._factory(style)
         kernel = launch.kernel(live, factory, *extra, split, choices)
         tasks = numbers.tasks * (1 if style == "cpu" else importlib.import_module("tikv.kernels.lanes").BLOCK)
+        own = [scratch.array((1,), dtypes.float32, self.work)] if style == "cpu" else []
         attended = kernel.bind(
-            tasks, *filled, targets["out"], targets["lse"], where(to, given), tuple(numbers), tuple(factors)
+            tasks, *filled, targets["out"], targets["lse"], *own, where(to, given), tuple(numbers), tuple(factors)
         )
-        found = [(attended, [*names, *(["", ""] if split else ["out", "lse"])])]
+        found = [(attended, [*names, *(["", ""] if split else ["out", "lse"]), *([""] if own else [])])]
         if split:
             items = self.rows if style == "cpu" else self.rows * cache.width_v
             merged = choices._replace(out=to.dtype.short)
@@ -676,10 +706,18 @@ class Plan:
                 live, common.make_merge, style, self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS, merged
             )
             bound = merging.bind(
-                items, parts, spare, to, full["lse"], where(to, given),
-                tuple(numbers._replace(tasks=items)), tuple(factors),
+                items, parts, part_lse, to, full["lse"], where(to, given),
+                tuple(numbers._replace(tasks=items, out_lse_first=first("lse", full))), tuple(factors),
             )  # fmt: skip
             found.append((bound, ["", "", "out", "lse"]))
+        if question.mass:
+            items = asked.batch * cache.heads * cache.capacity
+            weighing = launch.kernel(live, common.make_mass, style, choices)
+            names = ["q", "k", "lens", "table", "k_scale", "lse", "mass"]
+            filled = [*(arrays.get(n, q) for n in names[:5]), full["lse"], arrays["mass"]]
+            last = numbers._replace(tasks=items, out_lse_first=first("lse", full), mass_first=first("mass", arrays))
+            bound = weighing.bind(items, *filled, where(to, given), tuple(last), tuple(factors))
+            found.append((bound, names))
         return found
 
     def _word_bits(self, k: ArrayView, v: ArrayView, style: str) -> int:
@@ -710,6 +748,94 @@ def _scratch(live: runtime.Runtime, nbytes: int) -> Memory:
     return found
 
 
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base2: bool = False, out: Any = None
+) -> tuple[Any, Any]:
+    """One attention state of two: what attention over both sets of keys would have given.
+
+    For a prefix that sequences share, a prompt in chunks, or keys on several devices.
+
+    Args:
+        out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
+        lse_a, lse_b: their log-sum-exps, float32 (...); -inf where a set was empty.
+        lse_base2: both, and the new one, are in base 2 rather than e.
+        out: array for the result, contiguous; None for a new one of the kind and dtype of `out_a`.
+
+    Returns:
+        (out, lse) of both sets together.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree.
+
+    Exactness: float32, one rounding at the end.
+    Cost: each state is read once; one launch.
+    Source: ``CascadeAttentionPlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> one, two = np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), 3, np.float32)
+        >>> merged, lse = tikv.merge_states(one, np.zeros((1, 1), np.float32), two, np.zeros((1, 1), np.float32))
+        >>> merged.tolist(), round(float(lse[0, 0]), 4)
+        ([[[2.0, 2.0]]], 0.6931)
+    """
+    operation = "merge_states"
+    live = runtime.current()
+    names = ("out_a", "out_b", "lse_a", "lse_b")
+    arrays = [view(a, n, operation) for n, a in zip(names, (out_a, out_b, lse_a, lse_b), strict=True)]
+    first, second = arrays[:2]
+    checks.on_device(list(zip(names, arrays, strict=True)), live, operation)
+    for name, a in zip(names[:2], arrays[:2], strict=True):
+        checks.rank(a, (2, 3, 4), name, "(..., D_v)", operation)
+        checks.readable(a, name, operation)
+        if a.dtype not in QUERIES:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; states are float32, float16 or bfloat16.")
+    if second.shape != first.shape:
+        raise ShapeError(f"{operation}: out_b is {describe(second)} where {first.shape} is needed, the shape of out_a.")
+    for name, a in zip(names[2:], arrays[2:], strict=True):
+        if a.dtype is not dtypes.float32:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp is float32.")
+        if a.shape != first.shape[:-1]:
+            raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
+        checks.readable(a, name, operation)
+    result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
+    lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
+    to = view(result, "out", operation)
+    if out is not None:
+        checks.on_device([("out", to)], live, operation)
+        checks.writable(to, "out", operation)
+        if to.shape != first.shape or to.strides != contiguous_strides(to.shape) or to.dtype not in QUERIES:
+            raise ShapeError(f"{operation}: out is {describe(to)} where a contiguous float {first.shape} is needed.")
+    arrays += [to, view(lse, "lse", operation)]
+    key = (operation, *[a.key for a in arrays], lse_base2)
+    call = live.plans.get(key)
+    if call is None:
+        call = keep_plan(live, key, _plan_merge(live, operation, first.shape, lse_base2))
+    call.run(operation, arrays)
+    return result, lse
+
+
+def _plan_merge(live: runtime.Runtime, operation: str, shape: tuple[int, ...], base2: bool) -> CopyCall:
+    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+        common = importlib.import_module("tikv.kernels.attention")
+        out_a, out_b, _, _, to, lse = arrays
+        codes = [a.dtype.short for a in (out_a, out_b, to)]
+        kernel = launch.kernel(live, common.make_merge_states, live.kernel_style, shape[-1], *codes)
+        strides: list[int] = []
+        for i, a in enumerate(arrays[:4]):
+            lead = a.strides[:-1] if i < 2 else a.strides
+            strides += [*[0] * (3 - len(lead)), *lead, a.offset // a.dtype.itemsize]
+        extents = [*[1] * (4 - len(shape)), *shape[:-1]]
+        items = checks.integer(math.prod(shape), "elements of a state", operation, high=2**31 - 1)
+        two = common.Two(
+            items, extents[1], extents[2], out_first=to.offset // to.dtype.itemsize, lse_first=lse.offset // 4
+        )
+        factors = common.Factors(lse=1.0 if base2 else common.LOG2E)
+        return kernel.bind(items, *arrays, tuple(strides), tuple(two), tuple(factors))
+
+    names = ("out_a", "out_b", "lse_a", "lse_b", "out", "lse")
+    return CopyCall(live, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None, range(6))
+
+
 def _torch_serves(
     live: runtime.Runtime,
     operation: str,
@@ -730,7 +856,15 @@ def _torch_serves(
         reason = "torch is not installed"
     elif live.is_spirv:
         reason = f"torch has no view of memory on {live.arch}"
-    elif cache.place != "linear" or cache.sinks or cache.scales or question.softcap or question.splits or return_lse:
+    elif (
+        cache.place != "linear"
+        or cache.sinks
+        or cache.scales
+        or question.softcap
+        or question.splits
+        or return_lse
+        or question.mass
+    ):
         reason = "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or return_lse"
     elif q.dtype is not cache.k.array.dtype:
         reason = f"q is {q.dtype.name} and the cache {cache.k.array.dtype.name}; torch wants one dtype"

@@ -8,7 +8,8 @@ splits they leave normalised parts and base-2 log-sum-exps, which `make_merge` h
 
 from typing import NamedTuple
 
-from tikv.kernels.codec import SIZE, WORD, make_store
+from tikv.kernels.address import make_inner
+from tikv.kernels.codec import SIZE, WORD, bf16_to_f32, make_bits_to_f32, make_load, make_store
 from tikv.kernels.lanes import BLOCK, SPIRV_THREADS
 from tikv.runtime import ti
 
@@ -97,10 +98,14 @@ class Which(NamedTuple):
     ring: int = 0  # slots behind the sinks that wrap
     first_valid: int = 0  # oldest position behind the sinks that is still there
     blocks: int = 0  # of the pool
-    lse_first: int = 0
+    lse_first: int = 0  # of the parts' log-sum-exps, or the result's
+    out_lse_first: int = 0  # of the result's, where parts are merged
     part_first: int = 0
     mass_first: int = 0
     batch: int = 1
+    width: int = 0  # on CPU
+    width_v: int = 0
+    score_row: int = 0  # floats between the scores of two query rows
 
 
 class Factors(NamedTuple):
@@ -202,10 +207,7 @@ def make_place(c, step, block):
         at = slot * where[step]
         if ti.static(c.place == "table"):
             s = ti.cast(slot, ti.u32)
-            at = (
-                ti.cast(s // ti.u32(c.page), ti.i32) * where[block]
-                + ti.cast(s % ti.u32(c.page), ti.i32) * where[step]
-            )
+            at = ti.cast(s // ti.u32(c.page), ti.i32) * where[block] + ti.cast(s % ti.u32(c.page), ti.i32) * where[step]
         return at
 
     return place
@@ -247,15 +249,15 @@ def exp2(x):
 
 
 def make_score(c):
-    """score(dot, factors): from q.k to base-2 logits."""
+    """score(dot, factor, cap): from q.k to base-2 logits, by `Factors.scale` and `Factors.cap`."""
 
     @ti.func
-    def score(dot, factors):
-        found = dot * factors[F.scale]
+    def score(dot, factor, cap):
+        found = dot * factor
         if ti.static(c.softcap):
             a = exp2(-ti.abs(found) * ti.f32(2.0 * LOG2E))
             t = (ti.f32(1.0) - a) / (ti.f32(1.0) + a)
-            found = ti.select(found < ti.f32(0.0), -t, t) * factors[F.cap]
+            found = ti.select(found < ti.f32(0.0), -t, t) * cap
         return found
 
     return score
@@ -275,6 +277,37 @@ def make_put_lse(parts):
         lse[at] = bits
 
     return put_lse
+
+
+ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "i8": ti.i8}  # of K and V on CPU
+
+
+def make_value(code):
+    """value(x): an element of the cache, as CPU kernels see it, in float32."""
+
+    @ti.func
+    def value(x):
+        found = ti.f32(0.0)
+        if ti.static(code == "bf16"):
+            found = bf16_to_f32(x)
+        else:
+            found = ti.cast(x, ti.f32)
+        return found
+
+    return value
+
+
+def make_elements(style, c):
+    """elements(array, word): the values in a word of K or V; on CPU a word is an element."""
+    if style != "cpu":
+        return make_load(c.cache, c.unit, c.bits)
+    value = make_value(c.cache)
+
+    @ti.func
+    def elements(array: ti.template(), word):
+        return ti.Vector([value(array[word])])
+
+    return elements
 
 
 @ti.func
@@ -327,12 +360,15 @@ def make_merge(style, serial, c):
             for s in range(splits):
                 bits = part_lse[first + s]
                 if bits != ti.u32(MINUS_INFINITY):
-                    x = x + exp2(ti.bit_cast(bits, ti.f32) - m) * parts[
-                        which[N.part_first] + (row * splits + s) * width + d
-                    ]
+                    x = (
+                        x
+                        + exp2(ti.bit_cast(bits, ti.f32) - m)
+                        * parts[which[N.part_first] + (row * splits + s) * width + d]
+                    )
             store(out, at + d, ti.Vector([x * inverse]), ti.f32(1.0))
         if column == 0:
-            put_lse(lse, (bh * c.group + r % c.group) * queries + r // c.group, m, l, factors)
+            at = which[N.out_lse_first] + (bh * c.group + r % c.group) * queries + r // c.group
+            put_lse(lse, at, m, l, factors)
 
     @ti.kernel
     def merge(parts: PARTS, part_lse: BITS, out: OUT, lse: BITS, where: WHERE, which: WHICH, factors: FACTORS):
@@ -354,3 +390,162 @@ def make_merge(style, serial, c):
 
 
 make_merge.fast_math = True
+
+
+def make_mass(style, c):
+    """The attention mass of each visible key: how much weight the query rows of its KV head give it in all.
+
+    mass(q, k, lens, table, k_scale, lse, mass, where, which, factors): `lse` holds the float32 bits of what attention
+    left, `mass` is (batch, heads, capacity) by slots and zero where nobody looks. Items are batch * heads * capacity,
+    the extent of q.
+    """
+    element = ELEMENT[c.cache] if style == "cpu" else WORD[c.bits]
+    Q = ti.types.ndarray(dtype=WORD[SIZE[c.query] * 8], ndim=1)
+    K = ti.types.ndarray(dtype=element, ndim=1)
+    LENS = ti.types.ndarray(dtype=INDEX[c.lens_bits], ndim=1)
+    TABLE = ti.types.ndarray(dtype=INDEX[c.table_bits], ndim=1)
+    SC = ti.types.ndarray(dtype=ti.u16 if c.scale == "f16" else ti.u32, ndim=1)
+    BITS = ti.types.ndarray(dtype=ti.u32, ndim=1)
+    MASS = ti.types.ndarray(dtype=ti.f32, ndim=1)
+    seen_by, run, visible, score = make_seen(c), make_run(c), make_visible(c), make_score(c)
+    k_place, scale_place = make_place(c, P.k_step, P.k_block), make_place(c, P.scale_step, P.scale_block)
+    k_inner = make_inner(*c.k_inner)
+    load = make_elements(style, c)
+    load_q = make_load(c.query, 1, SIZE[c.query] * 8)
+    scale_value = make_bits_to_f32(c.scale) if c.scale else None
+    unit = c.unit
+    units = c.width // unit
+
+    @ti.func
+    def item(i, q: ti.template(), k: ti.template(), lens: ti.template(), table: ti.template(), k_scale: ti.template(),
+             lse: ti.template(), mass: ti.template(), where, which, factors):  # fmt: skip
+        index, bh = i % which[N.capacity], i // which[N.capacity]
+        b, h = bh // which[N.heads], bh % which[N.heads]
+        seen = seen_by(b, lens, where, which)
+        slot = -1
+        if index < seen[S.count]:
+            slot = run(b, index, seen, table, where, which)[0]
+        if slot >= 0:
+            row = where[P.k_first] + b * where[P.k_batch] + h * where[P.k_head] + k_place(slot, where)
+            factor = ti.f32(1.0)
+            if ti.static(c.scale != ""):
+                factor = scale_value(
+                    k_scale[
+                        where[P.k_scale_first]
+                        + b * where[P.scale_batch]
+                        + h * where[P.scale_head]
+                        + scale_place(slot, where)
+                    ]
+                )
+            total = ti.f32(0.0)
+            for r in range(which[N.queries] * c.group):
+                t = r // c.group
+                at = row_address(b, h, r, c.group, which[N.queries], where[P.q_first], where[P.q_batch],
+                                 where[P.q_head], where[P.q_query])  # fmt: skip
+                dot = ti.f32(0.0)
+                for u in range(units):
+                    x = load(k, row + k_inner(u))
+                    for e in ti.static(range(unit)):
+                        dot = dot + x[e] * load_q(q, at + u * unit + e)[0]
+                bits = lse[which[N.out_lse_first] + (bh * c.group + r % c.group) * which[N.queries] + t]
+                if bits != ti.u32(MINUS_INFINITY) and visible(t, index, seen, which):
+                    logit = score(dot * factor, factors[F.scale], factors[F.cap])
+                    total = total + exp2(ti.min(logit - ti.bit_cast(bits, ti.f32) / factors[F.lse], ti.f32(0.0)))
+            mass[which[N.mass_first] + bh * which[N.capacity] + slot] = total
+
+    @ti.kernel
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: MASS, where: WHERE,
+                     which: WHICH, factors: FACTORS):  # fmt: skip
+        if ti.static(style == "spirv"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(SPIRV_THREADS):
+                for n in range((which[N.tasks] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
+                    item(i + n * SPIRV_THREADS, q, k, lens, table, k_scale, lse, mass, where, which, factors)
+        else:
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(q.shape[0]):
+                item(i, q, k, lens, table, k_scale, lse, mass, where, which, factors)
+
+    return mass_of_keys
+
+
+make_mass.fast_math = True
+
+
+class Two(NamedTuple):
+    """Numbers of a merge of two states: items, extents of the last leading axes, first entries of the results."""
+
+    items: int = 0
+    extent_1: int = 1
+    extent_2: int = 1
+    out_first: int = 0
+    lse_first: int = 0
+
+
+T = Two(*range(len(Two._fields)))
+TWO = ti.types.vector(len(Two._fields), ti.i32)
+OUT_A, OUT_B, LSE_A, LSE_B = 0, 4, 8, 12  # of each, three strides and the first entry
+STRIDES = ti.types.vector(16, ti.i32)
+
+
+def make_merge_states(style, width, code_a, code_b, code_out):
+    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors): one state of two; items are rows * width.
+
+    `factors.lse` turns the base of the log-sum-exps into 2. The extent of `out_a` is the number of items.
+    """
+    A = ti.types.ndarray(dtype=WORD[SIZE[code_a] * 8], ndim=1)
+    B = ti.types.ndarray(dtype=WORD[SIZE[code_b] * 8], ndim=1)
+    OUT = ti.types.ndarray(dtype=WORD[SIZE[code_out] * 8], ndim=1)
+    BITS = ti.types.ndarray(dtype=ti.u32, ndim=1)
+    load_a, load_b = make_load(code_a, 1, SIZE[code_a] * 8), make_load(code_b, 1, SIZE[code_b] * 8)
+    store = make_store(code_out, 1, SIZE[code_out] * 8, style)
+
+    @ti.func
+    def address(row, which: ti.template(), strides, two):
+        inner, rest = row % two[T.extent_2], row // two[T.extent_2]
+        middle, outer = rest % two[T.extent_1], rest // two[T.extent_1]
+        return outer * strides[which] + middle * strides[which + 1] + inner * strides[which + 2] + strides[which + 3]
+
+    @ti.func
+    def item(i, out_a: ti.template(), out_b: ti.template(), lse_a: ti.template(), lse_b: ti.template(),
+             out: ti.template(), lse: ti.template(), strides, two, factors):  # fmt: skip
+        row, d = i // width, i % width
+        a_bits = lse_a[address(row, LSE_A, strides, two)]
+        b_bits = lse_b[address(row, LSE_B, strides, two)]
+        a_seen, b_seen = a_bits != ti.u32(MINUS_INFINITY), b_bits != ti.u32(MINUS_INFINITY)
+        x, bits = ti.f32(0.0), ti.u32(MINUS_INFINITY)
+        if a_seen or b_seen:
+            a, b = ti.f32(MASKED), ti.f32(MASKED)
+            if a_seen:
+                a = ti.bit_cast(a_bits, ti.f32) * factors[F.lse]
+            if b_seen:
+                b = ti.bit_cast(b_bits, ti.f32) * factors[F.lse]
+            m = ti.max(a, b)
+            wa, wb = exp2(a - m), exp2(b - m)
+            inverse = ti.f32(1.0) / (wa + wb)
+            if a_seen:
+                x = x + wa * inverse * load_a(out_a, address(row, OUT_A, strides, two) + d)[0]
+            if b_seen:
+                x = x + wb * inverse * load_b(out_b, address(row, OUT_B, strides, two) + d)[0]
+            bits = ti.bit_cast((m + ti.log(wa + wb) * ti.f32(LOG2E)) / factors[F.lse], ti.u32)
+        store(out, two[T.out_first] + i, ti.Vector([x]), ti.f32(1.0))
+        if d == 0:
+            lse[two[T.lse_first] + row] = bits
+
+    @ti.kernel
+    def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: OUT, lse: BITS, strides: STRIDES, two: TWO,
+                     factors: FACTORS):  # fmt: skip
+        if ti.static(style == "spirv"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(SPIRV_THREADS):
+                for n in range((two[T.items] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
+                    item(i + n * SPIRV_THREADS, out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors)
+        else:
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(out_a.shape[0]):
+                item(i, out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors)
+
+    return merge_states
+
+
+make_merge_states.fast_math = True

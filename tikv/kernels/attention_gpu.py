@@ -11,6 +11,7 @@ from tikv.kernels.attention import (
     SEEN,
     WHERE,
     WHICH,
+    F,
     N,
     P,
     S,
@@ -106,7 +107,7 @@ def make_attend_block(style, parts, c):
                         for g in ti.static(range(R)):
                             dots[g] += x[e] * qs[g * D + u * U + e]
                 for g in ti.static(range(R)):
-                    dots[g] = score(dots[g] * k_factor, factors)
+                    dots[g] = score(dots[g] * k_factor, factors[F.scale], factors[F.cap])
                     if ti.static(c.masked):
                         if not visible(ti.min(row0 + g, rows - 1) // c.group, index, seen, which):
                             dots[g] = MASKED
@@ -165,6 +166,7 @@ def make_attend_block(style, parts, c):
                     at = row_address(b, h, r, c.group, which[N.queries], where[P.out_first], where[P.out_batch],
                                      where[P.out_head], where[P.out_query])  # fmt: skip
                     lse_at = (bh * c.group + r % c.group) * which[N.queries] + r // c.group
+                    lse_at = which[N.lse_first] + lse_at
                 for turn in ti.static(range(turns)):
                     u = turn * BLOCK + thread
                     if u < units_v:
