@@ -187,7 +187,7 @@ def test_bars_are_on_the_scale_of_their_roof():
     assert found == [("tk-tikv", 215.0), ("tk-torch", 107.5)]
 
 
-def bench_row(name, peer, case, us, moved):
+def timed_row(name, peer, case, us, moved):
     rate = moved / us / 1e3
     info = {"arch": "cpu", "peer": peer, "case": case, "us": us, "bytes_moved": moved, "launch_us": 2.0}
     info |= {"gb_per_s": rate, "roof_gb_per_s": 20.0, "pct_of_copy": rate * 5}
@@ -197,8 +197,8 @@ def bench_row(name, peer, case, us, moved):
 def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
     pytest.importorskip("matplotlib")
     about = {"devices": {"cpu": "a <device>"}, "versions": {"numpy": "2"}, "cores": 2, "system": "S", "python": "3"}
-    rows = [bench_row("prefill", peer, "float16", us, 1 << 24) for peer, us in (("tikv", 1000.0), ("torch", 4321.0))]
-    rows += [bench_row("append_all", peer, "1 token", us, 4096) for peer, us in (("tikv", 5.0), ("numpy", 1234.0))]
+    rows = [timed_row("prefill", peer, "float16", us, 1 << 24) for peer, us in (("tikv", 1000.0), ("torch", 4321.0))]
+    rows += [timed_row("append_all", peer, "1 token", us, 4096) for peer, us in (("tikv", 5.0), ("numpy", 1234.0))]
     data = {"machine_info": {"tikv": about | {"commit": "c"}}, "datetime": "2000-01-01T", "benchmarks": rows}
     (tmp_path / "bench.json").write_text(json.dumps(data))
     command = [
