@@ -34,7 +34,7 @@ class Work:
             self.scale = np.full(shape[:3], 1 / 32, np.float16)
         few = few.astype(CODES[dtype])
         # Rows repeat every 64 tokens: what is timed does not depend on the values, and making them is quick.
-        self.k = np.array(np.broadcast_to(np.tile(few, (1, length // 64, 1)), shape))
+        self.k = np.array(np.broadcast_to(np.tile(few, (1, length // 64, 1)), shape), order="C")
         self.v = np.ascontiguousarray(self.k[:, :, ::-1])
         q = rng.standard_normal((batch, heads * group, width))
         self.q = q.astype(np.float16 if dtype == "float16" else np.float32)
