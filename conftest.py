@@ -74,7 +74,7 @@ def pytest_configure(config):
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher
     if "TI_OFFLINE_CACHE_FILE_PATH" not in os.environ:
-        # A cache of this session's own: kernels are compiled once for all tests and children, never an older run's.
+        # A cache of this test run's own: kernels are compiled once for all tests and children, never an older run's.
         config.stash[_cache_dir] = tempfile.TemporaryDirectory(prefix="tikv-kernels-")
         os.environ["TI_OFFLINE_CACHE_FILE_PATH"] = config.stash[_cache_dir].name
     wanted = _wanted(config)
