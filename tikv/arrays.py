@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 import sys
 import weakref
@@ -488,11 +489,29 @@ class Memory:
             self.block.fill(0)
 
 
+def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
+    """A contiguous array in memory of its own, on the device of the live runtime."""
+    memory = Memory(math.prod(shape) * dtype.itemsize, live)
+    if zeroed:
+        memory.clear()
+    return memory.array(tuple(shape), dtype)
+
+
+def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
+    """A new array of the kind of `like`: NumPy, torch on the same device, or a `CacheArray` for anything else."""
+    if isinstance(like, np.ndarray):
+        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
+    if hasattr(like, "new_empty"):
+        torch = importlib.import_module("torch")
+        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=getattr(torch, dtype.name))
+    return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)
+
+
 def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
     """A copy of a host array in device memory of the live runtime."""
     dtype = dtypes.of_numpy(array.dtype)
     assert dtype is not None
-    found = Memory(array.nbytes, live).array(array.shape, dtype)
+    found = new_array(array.shape, dtype, live)
     write_host(np.ascontiguousarray(array), found)
     return found
 

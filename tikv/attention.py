@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, contiguous_strides, describe, view
-from tikv.dtypes import DType
+from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, contiguous_strides, describe, new_like, view
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.moves import CopyCall, End, Staging, keep_plan
 from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape
@@ -390,20 +389,6 @@ def attend(
         plan.run(arrays, lens if isinstance(lens, int) else 0, first_valid)
     wanted = [result, *([lse] if return_lse else []), *([mass] if question.mass else [])]
     return tuple(wanted) if len(wanted) > 1 else result
-
-
-def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
-    """A new array of the kind of `like`: NumPy, torch on the same device, or a `CacheArray` for anything else."""
-    kind = type(like)
-    if isinstance(like, np.ndarray):
-        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
-    if kind.__module__.partition(".")[0] == "torch" or hasattr(like, "new_empty"):
-        make = like.new_zeros if zeroed else like.new_empty
-        return make(tuple(shape), dtype=getattr(importlib.import_module("torch"), dtype.name))
-    memory = Memory(math.prod(shape) * dtype.itemsize, live)
-    if zeroed:
-        memory.clear()
-    return CacheArray(memory.array(tuple(shape), dtype), live)
 
 
 def _check(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import attention, blocks, checks, ops, qkv, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, to_device, view, write_host
+from tikv.arrays import ArrayView, CacheArray, new_array, new_like, to_device, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.paged import Pages, PoolForm, storage
@@ -52,7 +52,7 @@ def _attend(
     def batched(a: ArrayView) -> ArrayView:
         return a.moved((1, *(a.shape[i] for i in order)), (0, *(a.strides[i] for i in order)))
 
-    out = attention.new_like(q, (*rows.shape[:2], width_v), rows.dtype, live)
+    out = new_like(q, (*rows.shape[:2], width_v), rows.dtype, live)
     call(batched(rows), out=batched(view(out, "out", operation)), **options)
     return out
 
@@ -143,9 +143,7 @@ class ContiguousKVLayer(_Layer):
         forms = [((self.num_kv_heads, capacity, self.head_dim), self.dtype)] * 2
         if self._scale_dtype is not None:
             forms += [((self.num_kv_heads, capacity, 1), self._scale_dtype)] * 2
-        return [
-            Memory(int(np.prod(shape)) * dtype.itemsize, self.runtime).array(shape, dtype) for shape, dtype in forms
-        ]
+        return [new_array(shape, dtype, self.runtime) for shape, dtype in forms]
 
     @property
     def capacity(self) -> int:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from tikv import checks, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory
+from tikv.arrays import ArrayView, CacheArray, new_array
 from tikv.errors import PositionError
 from tikv.store import KVCacheStore
 
@@ -101,8 +99,7 @@ class LayerStore(KVCacheStore):
         if capacity == self.capacity:
             taken = []
             for a in kept:
-                memory = Memory(max(1, int(np.prod(a.shape))) * a.dtype.itemsize, self.runtime)
-                taken.append(memory.array(a.shape, a.dtype))
+                taken.append(new_array(a.shape, a.dtype, self.runtime))
                 self._move_slots(a, taken[-1], keep, self.batch_size, None)
             kept = taken
         else:

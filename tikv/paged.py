@@ -16,7 +16,7 @@ import numpy as np
 
 from tikv import attention, blocks, checks, draw, dtypes, pools, quant, runtime
 from tikv import qkv as qkv_ops
-from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, read_host, view, write_host
+from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, read_host, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.moves import MAX_PLANS, CopyCall
@@ -128,9 +128,7 @@ class Pages:
         shapes = [(form.shape(stream, layers * form.num_blocks), form.dtype) for stream in (0, 1)]
         if form.scale_dtype is not None:
             shapes += [(form.scale_shape(layers * form.num_blocks), form.scale_dtype)] * 2
-        self.arrays = [
-            Memory(int(np.prod(shape)) * dtype.itemsize, live).array(shape, dtype) for shape, dtype in shapes
-        ]
+        self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
 
     def of_layer(self, i: int) -> list[ArrayView]:
         """K's and V's pool of the i-th of these layers, and their scales if there are any."""
@@ -556,7 +554,7 @@ class PagedKVCacheStore:
         key = (layer, k_view.key, v_view.key)
         call = self._appends.get(key)
         if call is None:
-            index = Memory(k_view.shape[0] * 4, self.runtime).array(k_view.shape[:1], dtypes.int32)
+            index = new_array(k_view.shape[:1], dtypes.int32, self.runtime)
             arrays = [k_view, pages[0], v_view, pages[1], index, *pages[2:]]
             call, _ = pools.plan_write_slots(self.runtime, operation, arrays, self.layout)
             if len(self._appends) >= MAX_PLANS:
@@ -738,7 +736,7 @@ class PagedKVCacheStore:
         """A host array on the device, in the memory that the last one of this name and shape had."""
         found = self._uploads.get(name)
         if found is None or found.shape != array.shape:
-            found = self._uploads[name] = Memory(array.nbytes, self.runtime).array(array.shape, dtypes.int32)
+            found = self._uploads[name] = new_array(array.shape, dtypes.int32, self.runtime)
         write_host(array, found)
         return found
 
@@ -874,8 +872,7 @@ class PagedKVCacheStore:
         table = np.array(state.blocks[: -(-length // self.block_size)], np.int32)
         found = []
         for stream, width in enumerate((self.head_dim, self.head_dim_v)):
-            shape = (length, self.num_kv_heads, width)
-            out = Memory(max(1, int(np.prod(shape))) * dtype.itemsize, self.runtime).array(shape, dtype)
+            out = new_array((length, self.num_kv_heads, width), dtype, self.runtime)
             if length:
                 scale = pages[2 + stream] if self.dtype is dtypes.int8 else None
                 pools.gather_paged(pages[stream], table, length, layout=self.layout, scale=scale, out=out)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, quant, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, StagedNdarray, as_numpy, describe, read_host, view
+from tikv.arrays import ArrayView, CacheArray, StagedNdarray, as_numpy, describe, new_array, read_host, view
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.moves import CopyCall, End, Placement, bind_copy, keep_plan
 
@@ -400,10 +400,7 @@ def gather_paged(
         _check_blocks(entries[:blocks], shape.blocks, "block_table", operation)
     if not given:
         dtype = dtypes.float32 if quantised else source.dtype
-        memory = Memory(math.prod(wanted_shape) * dtype.itemsize, live)
-        if entries is None:
-            memory.clear()  # the kernel may leave rows out
-        target = memory.array(wanted_shape, dtype)
+        target = new_array(wanted_shape, dtype, live, zeroed=entries is None)  # the kernel may leave rows out
         out = CacheArray(target, live)
     named.append(("out", target, True))
 
@@ -573,7 +570,7 @@ def _cross(
     if src.device == "cpu":
         rows = _host_blocks(src, width)[sources]
     else:
-        packed = Memory(count * width * src.dtype.itemsize, live).array((count, width), src.dtype)
+        packed = new_array((count, width), src.dtype, live)
         CopyCall(
             live,
             ("src_pool", "blocks", "pairs"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, quant, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, to_device, view
+from tikv.arrays import ArrayView, as_numpy, describe, new_like, to_device, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.moves import (
@@ -544,25 +543,11 @@ def _run(
         )
     result = given["q"]
     if result is None:
-        result = _new_array(source, plan.q_shape, plan.q_dtype, live, zeroed=unknown)
+        result = new_like(source, plan.q_shape, plan.q_dtype, live, zeroed=unknown)
     first, *others = named.items()
     arrays = [first[1], view(result, "q", operation), *[a for n, a in others if n != "q"], *tables.values()]
     plan.call.run(operation, arrays, entry_of("src_position"), (rope, start))
     return result
-
-
-def _new_array(like: Any, shape: tuple[int, ...], dtype: DType, live: runtime.Runtime, *, zeroed: bool) -> Any:
-    """An array of the kind of `like`: NumPy, torch, or a `CacheArray` for anything else."""
-    kind = type(like)
-    if isinstance(like, np.ndarray):
-        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
-    if kind.__module__.partition(".")[0] == "torch" or hasattr(like, "new_empty"):
-        torch = importlib.import_module("torch")
-        return (like.new_zeros if zeroed else like.new_empty)(shape, dtype=getattr(torch, dtype.name))
-    memory = Memory(math.prod(shape) * dtype.itemsize, live)
-    if zeroed:
-        memory.clear()
-    return CacheArray(memory.array(shape, dtype), live)
 
 
 def _plan_write_qkv(

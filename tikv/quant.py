@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, describe, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.moves import CopyCall, End, bind_copy
 
@@ -62,8 +62,8 @@ def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArr
     checks.readable(rows, "x", operation)
     if rows.ndim == 0 or rows.shape[-1] == 0 != math.prod(rows.shape[:-1]):
         raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs at least one element to have a scale.")
-    q = Memory(rows.nbytes // rows.dtype.itemsize, live).array(rows.shape, dtypes.int8)
-    scale = Memory(math.prod(rows.shape[:-1]) * scales.itemsize, live).array(rows.shape[:-1], scales)
+    q = new_array(rows.shape, dtypes.int8, live)
+    scale = new_array(rows.shape[:-1], scales, live)
     _run(live, operation, ("x", "q", "scale"), (False, True, True), (rows, q, scale))
     return CacheArray(q, live), CacheArray(scale, live)
 
@@ -104,8 +104,7 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
     for name, a in (("q", rows), ("scale", scales)):
         checks.readable(a, name, operation)
     if out is None:
-        memory = Memory(math.prod(rows.shape) * dtypes.float32.itemsize, live)
-        target = memory.array(rows.shape, dtypes.float32)
+        target = new_array(rows.shape, dtypes.float32, live)
         out = CacheArray(target, live)
     else:
         target = view(out, "out", operation)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import checks, draw, dtypes, files, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, describe, read_host, to_device, view
+from tikv.arrays import ArrayView, CacheArray, Memory, describe, new_array, read_host, to_device, view
 from tikv.attention import Cache, Question, attend
 from tikv.errors import CacheFileError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
@@ -645,10 +645,7 @@ class KVCacheStore:
         found = self._layer(layer, operation)
         out_dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
         shape = (self.batch_size, self.num_kv_heads, found.held)
-        out = []
-        for width in (self.head_dim, self.head_dim_v):
-            memory = Memory(max(1, shape[0] * shape[1] * shape[2] * width) * out_dtype.itemsize, self.runtime)
-            out.append(memory.array((*shape, width), out_dtype))
+        out = [new_array((*shape, width), out_dtype, self.runtime) for width in (self.head_dim, self.head_dim_v)]
         fixed = min(found.length, found.sinks)
         self._gather(operation, found, out, tokens=fixed, position=0, at=0)
         start = max(found.valid_from, found.sinks)
@@ -856,8 +853,7 @@ class KVCacheStore:
             found = []
             for a in arrays:
                 shape = (len(chosen), self.num_kv_heads, layer.filled, *a.shape[3:])
-                memory = Memory(max(1, int(np.prod(shape))) * a.dtype.itemsize, self.runtime)
-                to = memory.array(shape, a.dtype)
+                to = new_array(shape, a.dtype, self.runtime)
                 self._move_slots(a, to, layer.filled, len(chosen), index)
                 found.append(to)
             taken.append(found)

@@ -319,7 +319,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
 
 def _device_array(array: Any, live: runtime.Runtime) -> arrays.CacheArray:
     dtype = dtypes.parse(array.dtype, "warmup")
-    return arrays.CacheArray(arrays.Memory(array.nbytes, live).array(array.shape, dtype), live)
+    return arrays.CacheArray(arrays.new_array(array.shape, dtype, live), live)
 
 
 __all__ = [*VARIANTS, "example_arrays", "warmup"]
