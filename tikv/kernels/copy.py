@@ -81,15 +81,13 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     place_src = make_place(src.place, src.page, W.src_position, W.src_limit, W.src_index)
     place_dst = make_place(dst.place, dst.page, W.dst_position, W.dst_limit, W.dst_index)
     plain = index_bits == 0 and scale == ""
-    rows_k = rows_v = write_k = write_v = None
-    read_k = read_v = read_nothing
+    rows_k = rows_v = read_k = read_v = write_k = write_v = None
     if style == "cpu":
         rows_k = make_rows(heads, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
         rows_v = make_rows(heads, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
     else:
         read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
-        if two:
-            read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
+        read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
     k_src, k_dst = make_row(src.page, K_SRC), make_row(dst.page, K_DST)
     v_src, v_dst = make_row(src.page, V_SRC), make_row(dst.page, V_DST)
     scale_slot_is_src = k.codec.src == "i8"
@@ -116,23 +114,12 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             tokens = ti.cast(which[W.tokens], ti.u32)
             t, g = ti.cast(r % tokens, ti.i32), ti.cast(r // tokens, ti.i32)
             inside = g < which[W.groups]
-        s = -1
+        s, d = -1, -1
         if inside:
             s = place_src(g, t, index, which)
-        g = ti.select(inside, g, 0)
-        gs = g
-        if ti.static(src.place == "group"):
-            if s >= 0:
-                gs = ti.cast(index[g * which[W.index_group] + which[W.src_index]], ti.i32)
-        # Loads without a test, and before the destination is looked up in memory, are under way sooner: a row that is
-        # skipped is read all the same, one without a source from slot 0.
-        readable = ti.select(s >= 0, s, 0)
-        k_held = read_k(ks, lane, k_src(gs, readable, h, where))
-        v_held = read_v(vs, lane, v_src(gs, readable, h, where))
-        d = -1
-        if s >= 0:
             d = place_dst(g, t, index, which)
-        ok = d >= 0
+        ok = s >= 0 and d >= 0
+        gs = ti.select(inside, g, 0)
         k_head, v_head, scale_head = where[K_DST + 3], where[V_DST + 3], which[W.scale_head]
         if ti.static(dst.place == "layers"):
             if ok:
@@ -140,6 +127,9 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
                 rows_of_head = ti.cast(index[which[W.dst_index] + 4 * g + 1], ti.i32)
                 k_head, v_head = rows_of_head * where[K_DST + 2], rows_of_head * where[V_DST + 2]
                 scale_head = rows_of_head * which[W.scale_step]
+        if ti.static(src.place == "group"):
+            if ok:
+                gs = ti.cast(index[g * which[W.index_group] + which[W.src_index]], ti.i32)
         scale_at = g * which[W.scale_group] + h * which[W.scale_head]
         if ti.static(scale_slot_is_src):
             scale_at = scale_at + s * which[W.scale_step]
@@ -157,9 +147,16 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             else:
                 rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, which[W.k_units], where[K_SRC + 3], k_head, scale_head)
         else:
-            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+            # A row that is skipped is read all the same, from slot 0, one of no group from group 0: a load without a
+            # test is under way sooner.
+            s = ti.select(ok, s, 0)
+            k_held = read_k(ks, lane, k_src(gs, s, h, where))
             if ti.static(two):
+                v_held = read_v(vs, lane, v_src(gs, s, h, where))
+                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
                 write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
+            else:
+                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
 
     @ti.kernel
     def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, where: WHERE_VECTOR, which: WHICH_VECTOR):
@@ -197,12 +194,6 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
                 step(i, ks, kd, vs, vd, index, k_scale, v_scale, where, which)
 
     return copy_plain if plain else copy_full
-
-
-@ti.func
-def read_nothing(a: ti.template(), lane, src_row):
-    """In the place of `read_row` where there is nothing to read ahead: on CPU, and for V in a copy of K alone."""
-    return 0
 
 
 def make_unit(style, codec, src_inner, dst_inner):
