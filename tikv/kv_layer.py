@@ -6,7 +6,6 @@ A step is: write, which begins at `len`; `set_len`; attend. `KVCacheStore` and `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,32 +39,39 @@ SEED_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _attend(
-    operation: str, call: Callable[..., Any], q: Any, q_layout: str, width_v: int, live: runtime.Runtime, **options: Any
-) -> Any:
-    """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
-    rows = view(q, "q", operation)
-    checks.rank(rows, (3,), "q", "(T, Hq, D) or (Hq, T, D)", operation)
-    token, head = ops.token_and_head_axes(q_layout, "q_layout", operation)
-    order = (head, token, 2)
-
-    def batched(a: ArrayView) -> ArrayView:
-        return a.moved((1, *(a.shape[i] for i in order)), (0, *(a.strides[i] for i in order)))
-
-    out = new_like(q, (*rows.shape[:2], width_v), rows.dtype, live)
-    call(batched(rows), out=batched(view(out, "out", operation)), **options)
-    return out
-
-
 class _Layer:
-    """What both kinds of layer are: heads, width, dtype, a count that the caller keeps."""
+    """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime) -> None:
+    _arrays: list[ArrayView]  # K, V and, for int8, their scales
+    _remedy: str  # how to get room for {} tokens
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime, capacity: int, block_size: int
+    ) -> None:
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
+        self._block_size = block_size
+        self._capacity = capacity
+        self._slots = 0 if block_size else capacity  # what there is room for now
+        self._len = 0
+        self._lens: ArrayView | None = None  # the same on the device
         self.dtype = dtype
         self.runtime = live
-        self._len = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit: until `ensure_contig_capacity` makes more room, or in as many blocks as there may be."""
+        return self._capacity
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0 where there are none."""
+        return self._block_size
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether tokens lie in blocks of a pool."""
+        return self._block_size > 0
 
     @property
     def num_kv_heads(self) -> int:
@@ -81,18 +87,62 @@ class _Layer:
         """Tokens there are, as `set_len` said last; no write changes it."""
         return self._len
 
-    def _checked_len(self, operation: str, n: int, limit: int, remedy: str) -> int:
+    def set_len(self, n: int) -> None:
+        """Say how many tokens there are: after a write, or to drop the newest.
+
+        Raises:
+            CapacityError: more than there are slots for: `capacity`, or the blocks assigned.
+        """
+        operation = f"{type(self).__name__}.set_len"
         runtime.require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
-        if n > limit:
-            raise CapacityError(f"{operation}: n={n} > {limit} slots. {remedy}")
-        return n
+        if n > self._slots:
+            raise CapacityError(f"{operation}: n={n} > {self._slots} slots. {self._remedy.format(n)}")
+        self._len = n
+        if self._lens is not None:
+            write_host(np.array([n], np.int32), self._lens)
 
-    def _describe(self, kind: str, capacity: int) -> str:
-        return (
-            f"{kind}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
-            f"{len(self)}/{capacity} tokens, {self.runtime.arch})"
+    def _end(self, operation: str, rows: Any) -> int:
+        """Tokens there will be behind these rows, for which there is room."""
+        runtime.require_alive(self.runtime, operation)
+        source = view(rows, "rows", operation)
+        checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
+        end = self._len + source.shape[0]
+        if end > self._slots:
+            raise CapacityError(
+                f"{operation}: len={self._len} + {source.shape[0]} tokens > {self._slots} slots. "
+                f"{self._remedy.format(end)}"
+            )
+        return end
+
+    def _scales(self) -> dict[str, Any]:
+        """The int8 scales by the names that operations give them."""
+        return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
+
+    def _attend(self, operation: str, attend: Callable[..., Any], q: Any, q_layout: str, **options: Any) -> Any:
+        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        runtime.require_alive(self.runtime, operation)
+        rows = view(q, "q", operation)
+        checks.rank(rows, (3,), "q", "(T, Hq, D) or (Hq, T, D)", operation)
+        token, head = ops.token_and_head_axes(q_layout, "q_layout", operation)
+        order = (head, token, 2)
+        out = new_like(q, (*rows.shape[:2], self.head_dim), rows.dtype, self.runtime)
+        queries, result = (
+            _batch_of_one(a.moved(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
+            for a in (rows, view(out, "out", operation))
         )
+        attend(queries, out=result, **options)
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
+            f"{len(self)}/{self.capacity} tokens, {self.runtime.arch})"
+        )
+
+
+def _batch_of_one(a: ArrayView) -> ArrayView:
+    return a.moved((1, *a.shape), (0, *a.strides))
 
 
 class ContiguousKVLayer(_Layer):
@@ -120,6 +170,8 @@ class ContiguousKVLayer(_Layer):
         ([1.0, 1.0, 1.0], 3, False)
     """
 
+    _remedy = "Call ensure_contig_capacity({}) first."
+
     def __init__(
         self, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Any = "float16", scale_dtype: Any = "float16"
     ) -> None:
@@ -129,7 +181,7 @@ class ContiguousKVLayer(_Layer):
         num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         head_dim = checks.integer(head_dim, "head_dim", operation, low=1)
         stored, self._scale_dtype = storage(dtype, scale_dtype, live, operation)
-        super().__init__(num_kv_heads, head_dim, stored, live)
+        super().__init__(num_kv_heads, head_dim, stored, live, capacity, 0)
         self._arrays = self._allocate(capacity)
 
     @classmethod
@@ -140,25 +192,10 @@ class ContiguousKVLayer(_Layer):
         return cls(capacity, num_kv_heads, head_dim, dtype=dtype, scale_dtype=scale_dtype)
 
     def _allocate(self, capacity: int) -> list[ArrayView]:
-        forms = [((self.num_kv_heads, capacity, self.head_dim), self.dtype)] * 2
+        forms: list[tuple[tuple[int, ...], DType]] = [((self.num_kv_heads, capacity, self.head_dim), self.dtype)] * 2
         if self._scale_dtype is not None:
-            forms += [((self.num_kv_heads, capacity, 1), self._scale_dtype)] * 2
+            forms += [((self.num_kv_heads, capacity), self._scale_dtype)] * 2
         return [new_array(shape, dtype, self.runtime) for shape, dtype in forms]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit; more after `ensure_contig_capacity`."""
-        return self._arrays[0].shape[1]
-
-    @property
-    def block_size(self) -> int:
-        """0: there are no blocks."""
-        return 0
-
-    @property
-    def is_paged(self) -> bool:
-        """False."""
-        return False
 
     @property
     def keys(self) -> CacheArray:
@@ -169,15 +206,6 @@ class ContiguousKVLayer(_Layer):
     def values(self) -> CacheArray:
         """(num_kv_heads, capacity, head_dim): the values where they lie, not a copy."""
         return CacheArray(self._arrays[1], self.runtime)
-
-    def set_len(self, n: int) -> None:
-        """Say how many tokens there are: after a write, or to drop the newest.
-
-        Raises:
-            CapacityError: more than `capacity`.
-        """
-        remedy = f"Call ensure_contig_capacity({n}) first."
-        self._len = self._checked_len("ContiguousKVLayer.set_len", n, self.capacity, remedy)
 
     def ensure_contig_capacity(self, required: int) -> None:
         """Have at least ``required`` slots; the tokens there are stay, bit for bit.
@@ -195,16 +223,9 @@ class ContiguousKVLayer(_Layer):
             return
         old, new = self._arrays, self._allocate(required)
         for i in range(0, len(old), 2):
-            kept = [a.moved((a.shape[0], self._len, a.shape[2]), a.strides) for a in old[i : i + 2]]
-            ops.copy_kv(*kept, *new[i : i + 2], position=0, src_layout="head_major")
-        self._arrays = new
-
-    def _scales(self) -> dict[str, Any]:
-        """The int8 scales as (num_kv_heads, capacity), by the names that operations give them."""
-        return {
-            name: a.moved(a.shape[:2], a.strides[:2])
-            for name, a in zip(("k_scale", "v_scale"), self._arrays[2:], strict=False)
-        }
+            kept, room = ([_rows(a) for a in arrays[i : i + 2]] for arrays in (old, new))
+            ops.copy_kv(*kept, *room, position=0, num_tokens=self._len, src_layout="head_major")
+        self._arrays, self._capacity, self._slots = new, required, required
 
     def contig_write(
         self,
@@ -233,7 +254,7 @@ class ContiguousKVLayer(_Layer):
 
         Exactness, cost: as `tikv.write_qkv`; one launch.
         """
-        runtime.require_alive(self.runtime, "ContiguousKVLayer.contig_write")
+        self._end("ContiguousKVLayer.contig_write", rows)
         return qkv.write_qkv(
             rows,
             *self._arrays[:2],
@@ -272,18 +293,23 @@ class ContiguousKVLayer(_Layer):
 
         Exactness, cost: as `tikv.decode_attention`.
         """
-        operation = "ContiguousKVLayer.contig_decode_attention"
-        runtime.require_alive(self.runtime, operation)
-        k, v = (a.moved((1, *a.shape), (0, *a.strides)) for a in self._arrays[:2])
-        scales = {name: a.moved((1, *a.shape), (0, *a.strides)) for name, a in self._scales().items()}
-        call = functools.partial(
-            attention.decode_attention, k_cache=k, v_cache=v, seq_lens=np.array([self._len], np.int32)
+        arrays = map(_batch_of_one, self._arrays)
+        return self._attend(
+            "ContiguousKVLayer.contig_decode_attention",
+            attention.decode_attention,
+            q,
+            q_layout,
+            **dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False)),
+            seq_lens=np.array([self._len], np.int32),
+            scale=scale,
+            causal=causal,
+            window=window,
         )
-        options = {"scale": scale, "causal": causal, "window": window}
-        return _attend(operation, call, q, q_layout, self.head_dim, self.runtime, **options, **scales)
 
-    def __repr__(self) -> str:
-        return self._describe("ContiguousKVLayer", self.capacity)
+
+def _rows(a: ArrayView) -> ArrayView:
+    """K, V or scales as rows (H, capacity, width)."""
+    return a if a.ndim == 3 else a.moved((*a.shape, 1), (*a.strides, 1))
 
 
 class KVPool:
@@ -380,6 +406,8 @@ class PagedKVLayer(_Layer):
         ([1.0, 1.0, 1.0], [3, 0, -1])
     """
 
+    _remedy = "Assign more paged_block_indices."
+
     def __init__(
         self,
         max_blocks_per_seq: int,
@@ -414,8 +442,10 @@ class PagedKVLayer(_Layer):
             wrong = [f"{n}={a} where the pool has {b}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
             raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Ask for what the pool is.")
         runtime.require_alive(pool.runtime, operation)
+        capacity = self.max_blocks_per_seq * form.block_size
+        super().__init__(form.num_kv_heads, form.head_dim, form.dtype, live, capacity, form.block_size)
         self.pool = pool
-        super().__init__(form.num_kv_heads, form.head_dim, form.dtype, live)
+        self._arrays = pool.arrays
         self._blocks: list[int] = []
         self._table = to_device(np.full(self.max_blocks_per_seq, -1, np.int32), self.runtime)
         self._lens = to_device(np.zeros(1, np.int32), self.runtime)
@@ -438,21 +468,6 @@ class PagedKVLayer(_Layer):
         return cls(max_blocks_per_seq, block_size, num_kv_heads, head_dim, **options)
 
     @property
-    def capacity(self) -> int:
-        """Tokens that fit in as many blocks as the sequence may have."""
-        return self.max_blocks_per_seq * self.block_size
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.pool.form.block_size
-
-    @property
-    def is_paged(self) -> bool:
-        """True."""
-        return True
-
-    @property
     def block_table(self) -> CacheArray:
         """(max_blocks_per_seq,) int32 on the device: `paged_block_indices`, padded with -1."""
         return CacheArray(self._table, self.runtime)
@@ -460,6 +475,7 @@ class PagedKVLayer(_Layer):
     @property
     def context_lens(self) -> CacheArray:
         """(1,) int32 on the device: `len`."""
+        assert self._lens is not None
         return CacheArray(self._lens, self.runtime)
 
     @property
@@ -487,23 +503,10 @@ class PagedKVLayer(_Layer):
                 f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Call "
                 f"set_len() first."
             )
-        self._blocks = found
+        self._blocks, self._slots = found, len(found) * self.block_size
         table = np.full(self.max_blocks_per_seq, -1, np.int32)
         table[: len(found)] = found
         write_host(table, self._table)
-
-    def set_len(self, n: int) -> None:
-        """Say how many tokens there are: after a write, or to drop the newest.
-
-        Raises:
-            CapacityError: more than the blocks assigned hold.
-        """
-        limit = len(self._blocks) * self.block_size
-        self._len = self._checked_len("PagedKVLayer.set_len", n, limit, "Assign more paged_block_indices.")
-        write_host(np.array([self._len], np.int32), self._lens)
-
-    def _scales(self) -> dict[str, Any]:
-        return dict(zip(("k_scale", "v_scale"), self.pool.arrays[2:], strict=False))
 
     def paged_write(
         self,
@@ -528,21 +531,12 @@ class PagedKVLayer(_Layer):
 
         Exactness, cost: as `tikv.write_qkv`; one launch.
         """
-        operation = "PagedKVLayer.paged_write"
-        runtime.require_alive(self.runtime, operation)
-        source = view(rows, "rows", operation)
-        checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
-        end = self._len + source.shape[0]
-        if end > len(self._blocks) * self.block_size:
-            raise CapacityError(
-                f"{operation}: len={self._len} + {source.shape[0]} tokens > {len(self._blocks)} blocks of "
-                f"{self.block_size}. Assign more paged_block_indices."
-            )
+        end = self._end("PagedKVLayer.paged_write", rows)
         positions = np.arange(self._len, end, dtype=np.int32)
         slots = blocks.slots_of(self._blocks, positions, self.block_size).astype(np.int32)
         return qkv.write_qkv(
             rows,
-            *self.pool.arrays[:2],
+            *self._arrays[:2],
             num_q_heads=num_q_heads,
             norm_rope=norm_rope,
             slot_mapping=slots,
@@ -568,19 +562,15 @@ class PagedKVLayer(_Layer):
 
         Exactness, cost: as `tikv.paged_decode_attention`.
         """
-        operation = "PagedKVLayer.paged_decode_attention"
-        runtime.require_alive(self.runtime, operation)
-        table = self._table.moved((1, self.max_blocks_per_seq), (self.max_blocks_per_seq, 1))
-        call = functools.partial(
+        return self._attend(
+            "PagedKVLayer.paged_decode_attention",
             attention.paged_decode_attention,
-            k_pool=self.pool.arrays[0],
-            v_pool=self.pool.arrays[1],
-            block_tables=table,
+            q,
+            q_layout,
+            **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
+            block_tables=_batch_of_one(self._table),
             context_lens=self._lens,
             layout=self.pool.form.layout,
+            scale=scale,
+            window=window,
         )
-        options = {"scale": scale, "window": window, **self._scales()}
-        return _attend(operation, call, q, q_layout, self.head_dim, self.runtime, **options)
-
-    def __repr__(self) -> str:
-        return self._describe("PagedKVLayer", self.capacity)
