@@ -6,6 +6,7 @@
 - `crop(n)` with n < 0 drops -n tokens; n > 0 keeps n, and is refused from 5.16 on; 0 keeps nothing, from 5.14 on all.
 - Layers that reuse other layers' keys are left out at the end, or stand as `DummyLayer` where that class exists.
 - From 5.14 on `activate_past_recording` says that the next `crop` may go back behind a window.
+- From 5.19 on `get_layer_types_and_kwargs` tells the window of each layer; before, it is in the configuration's fields.
 - Configurations say which layers hold another state than keys and values by their type in 5.x, by other fields before.
 """
 
@@ -43,7 +44,7 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: Any) -> list[LayerKind]:
     """What each layer of the decoder caches; a kind other than full, sliding and none is refused by its name."""
-    if hasattr(cache_utils, "get_layer_types_and_kwargs"):
+    if VERSION >= (5, 19):
         types, kwargs = cache_utils.get_layer_types_and_kwargs(config)
         windows = [k.get("sliding_window") for k in kwargs]
     else:
