@@ -1,6 +1,7 @@
 """Caches in files: safetensors with metadata, written beside the target, synced and renamed; no pickle anywhere.
 
-A file carries the checksum of every tensor, so that damage is seen and not loaded.
+A file carries checksums of every tensor, with its dtype and shape, and of the facts, so that damage anywhere is seen
+and not loaded.
 """
 
 from __future__ import annotations
@@ -8,18 +9,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import secrets
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tikv.errors import CacheFileError
+from tikv.errors import CacheFileError, CapacityError, DTypeError
 
 Array = np.ndarray[Any, Any]
 SUFFIX = ".safetensors"
 VERSION = 1
+
+
+def target_of(path: str | os.PathLike[str], operation: str) -> Path:
+    """The file to write, known to have the right ending before anything is read from a device.
+
+    Raises:
+        CacheFileError: the name does not end in .safetensors.
+    """
+    target = Path(path)
+    if target.suffix != SUFFIX:
+        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
+    return target
 
 
 def write(
@@ -27,8 +41,9 @@ def write(
 ) -> None:
     """Save named arrays and JSON facts of a kind of cache, with checksums; see `write_tensors`."""
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-    metadata = {"tikv": kind, "version": str(VERSION), "facts": json.dumps(facts), "crc32": json.dumps(checksums)}
+    text = json.dumps(facts)
+    checksums = {"": _checksum_of_text(text), **{name: _checksum(tensor) for name, tensor in tensors.items()}}
+    metadata = {"tikv": kind, "version": str(VERSION), "facts": text, "crc32": json.dumps(checksums)}
     write_tensors(path, tensors, metadata, operation)
 
 
@@ -42,28 +57,21 @@ def write_tensors(
     """
     from safetensors.numpy import save
 
-    target = Path(path)
-    if target.suffix != SUFFIX:
-        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
+    target = target_of(path, operation)
     data = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)
-    temporary = ""
+    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(8)}.tmp")
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.stem}-", suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
+        with open(temporary, "xb") as file:  # by the user's umask, where a NamedTemporaryFile would be private
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        temporary = ""
         _sync_folder(target.parent)
     except OSError as error:
         raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}.") from error
     finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
 
 
 def read_tensors(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Array], dict[str, str]]:
@@ -101,9 +109,12 @@ def read(path: str | os.PathLike[str], kind: str, operation: str) -> tuple[dict[
         )
     try:
         facts, checksums = json.loads(metadata["facts"]), json.loads(metadata["crc32"])
+        facts_as_saved = checksums.pop("") == _checksum_of_text(metadata["facts"])
         wrong = [name for name in {*checksums, *tensors} if _checksum(tensors[name]) != checksums[name]]
-    except (KeyError, ValueError, TypeError) as error:
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise CacheFileError(f"{operation}: {shown} is damaged: its description cannot be read ({error!r}).") from error
+    if not facts_as_saved:
+        raise CacheFileError(f"{operation}: {shown} is damaged: its description is not the one saved.")
     if wrong:
         raise CacheFileError(
             f"{operation}: {shown} is damaged: the bytes of {', '.join(sorted(wrong))} are not those saved."
@@ -111,8 +122,32 @@ def read(path: str | os.PathLike[str], kind: str, operation: str) -> tuple[dict[
     return tensors, facts
 
 
+@contextlib.contextmanager
+def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
+    """Around what makes sense of a file's facts, which are those saved: what they contradict is no fault of the caller.
+
+    Raises:
+        CacheFileError: for a missing or impossible fact.
+        CapacityError, DTypeError: as they are, since a store of this form may be possible elsewhere.
+    """
+    try:
+        yield
+    except (CapacityError, DTypeError):
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CacheFileError(
+            f"{operation}: {str(path)!r} does not describe a store: {error or error!r}. Save it again."
+        ) from error
+
+
 def _checksum(tensor: Array) -> int:
-    return zlib.crc32(tensor.reshape(-1).view(np.uint8).data) if tensor.size else 0
+    """CRC-32 of the bytes, which differs for another dtype or shape too."""
+    start = _checksum_of_text(f"{tensor.dtype.name}{tensor.shape}")
+    return zlib.crc32(tensor.reshape(-1).view(np.uint8).data, start) if tensor.size else start
+
+
+def _checksum_of_text(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,17 +10,19 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv import attention, blocks, checks, draw, dtypes, pools, quant, runtime
+from tikv import attention, blocks, checks, draw, dtypes, files, pools, quant, runtime
 from tikv import qkv as qkv_ops
 from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, read_host, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.moves import MAX_PLANS, CopyCall
 from tikv.store import BLOCK_BYTES, SOURCES
+
+HostArray: TypeAlias = np.ndarray[Any, Any]
 
 
 def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
@@ -37,6 +39,11 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
     if scales not in quant.SCALES:
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
     return stored, scales if stored is dtypes.int8 else None
+
+
+def _row_axes(axes: str) -> str:
+    """The axes of a pool, a row's parts last and in order, as layout NHD has them."""
+    return "NSHCX" if "X" in axes else "NSHD"
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,49 @@ class PoolForm:
     def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
         """The shape of an int8 pool's scales."""
         return num_blocks, self.block_size, self.num_kv_heads
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
+        slots = (self.block_size, self.num_kv_heads)
+        found: dict[str, tuple[tuple[int, ...], DType]] = {
+            "k": ((*slots, self.head_dim), self.dtype),
+            "v": ((*slots, self.head_dim_v), self.dtype),
+        }
+        if self.scale_dtype is not None:
+            found |= {"k_scale": (slots, self.scale_dtype), "v_scale": (slots, self.scale_dtype)}
+        return found
+
+    def to_rows(self, stream: int, array: HostArray) -> HostArray:
+        """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
+        if stream > 1:
+            return array
+        axes = pools.LAYOUTS[self.layout][stream]
+        rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
+        found: HostArray = rows.reshape(*rows.shape[:3], (self.head_dim, self.head_dim_v)[stream])
+        return found
+
+    def from_rows(self, stream: int, rows: HostArray) -> HostArray:
+        """The reverse of `to_rows`."""
+        if stream > 1:
+            return rows
+        axes = pools.LAYOUTS[self.layout][stream]
+        order = _row_axes(axes)
+        extent = dict(zip(axes, self.shape(stream, len(rows)), strict=True))
+        split = rows.reshape([extent[axis] for axis in order])
+        return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
+
+    def facts(self) -> dict[str, Any]:
+        """The arguments that make a store of this form, as JSON has them."""
+        return {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "dtype": self.dtype.name,
+            "scale_dtype": (self.scale_dtype or dtypes.float16).name,
+            "layout": self.layout,
+        }
 
 
 class Pages:
@@ -374,6 +424,16 @@ class PagedKVCacheStore:
             raise PositionError(f"{operation}: sequence {seq} is swapped out. Call swap_in({seq}) first.")
         return found
 
+    def _distinct(
+        self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
+    ) -> list[SequenceState]:
+        """The states of sequences that are named once each."""
+        states = [self._state(seq, operation, swapped=swapped) for seq in ids]
+        if len(set(ids)) != len(ids):
+            twice = next(seq for seq in ids if ids.count(seq) > 1)
+            raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
+        return states
+
     def add(self, token_ids: Any = None) -> int:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
 
@@ -480,16 +540,7 @@ class PagedKVCacheStore:
         """
         operation = "PagedKVCacheStore.swap_out"
         state = self._state(seq, operation)
-        n = len(state.blocks)
-        swapped = []
-        for pages in self._pages:
-            host = [np.empty((pages.layers * n, *a.shape[1:]), a.dtype.numpy) for a in pages.arrays]
-            if n:
-                pairs = pages.pairs(state.blocks, range(n), self.num_blocks, n)
-                for array, to in zip(pages.arrays, host, strict=True):
-                    pools.swap_blocks(array, to, pairs)
-            swapped.append(host)
-        self.runtime.synchronize()
+        swapped = self._to_host(state.blocks)
         self._blocks.release(state.blocks)
         state.blocks, state.swapped = [], swapped
         self._step = self._tables = None
@@ -515,16 +566,34 @@ class PagedKVCacheStore:
         except CapacityError:
             self._blocks.release(shared)
             raise
-        if fresh:
-            for pages, host in zip(self._pages, state.swapped, strict=True):
-                pairs = pages.pairs(range(len(shared), total), fresh, total, self.num_blocks)
-                for array, found in zip(pages.arrays, host, strict=True):
-                    pools.swap_blocks(found, array, pairs)
-            self.runtime.synchronize()
+        self._from_host(state.swapped, range(len(shared), total), fresh)
         state.blocks, state.swapped = shared + fresh, None
         state.registered = len(shared)
         self._register(state)
         self._step = self._tables = None
+
+    def _to_host(self, chosen: Sequence[int]) -> list[list[HostArray]]:
+        """Copies of these blocks in all layers: the arrays of each of the store's `Pages`, waited for."""
+        n, found = len(chosen), []
+        for pages in self._pages:
+            host = [np.empty((pages.layers * n, *a.shape[1:]), a.dtype.numpy) for a in pages.arrays]
+            if n:
+                pairs = pages.pairs(chosen, range(n), self.num_blocks, n)
+                for array, to in zip(pages.arrays, host, strict=True):
+                    pools.swap_blocks(array, to, pairs)
+            found.append(host)
+        self.runtime.synchronize()
+        return found
+
+    def _from_host(self, host: list[list[HostArray]], src: Sequence[int], dst: Sequence[int]) -> None:
+        """Write blocks that `_to_host` copied into blocks of the pool, in all layers, and wait for it."""
+        if not dst:
+            return
+        for pages, arrays in zip(self._pages, host, strict=True):
+            pairs = pages.pairs(src, dst, len(arrays[0]) // pages.layers, self.num_blocks)
+            for array, found in zip(pages.arrays, arrays, strict=True):
+                pools.swap_blocks(found, array, pairs)
+        self.runtime.synchronize()
 
     def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
@@ -639,12 +708,7 @@ class PagedKVCacheStore:
             and [state.lengths[layer] for state in step.states] == step.starts
         ):
             return step
-        states = [self._state(seq, operation) for seq in ids]
-        if len(set(ids)) != len(ids):
-            twice = next(seq for seq in ids if ids.count(seq) > 1)
-            raise PositionError(
-                f"{operation}: sequence {twice} is named twice in seqs. Append its tokens in one piece."
-            )
+        states = self._distinct(ids, operation, "Append its tokens in one piece.")
         starts = [state.lengths[layer] for state in states]
         step = self._plan(
             operation, Step(ids, bounds, states, starts, *_positions(starts, bounds, tokens), [], [], [], [])
@@ -878,6 +942,232 @@ class PagedKVCacheStore:
                 pools.gather_paged(pages[stream], table, length, layout=self.layout, scale=scale, out=out)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
+
+    def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
+        """Save sequences to a .safetensors file: written beside it, synced, then renamed.
+
+        A block that several of them hold is saved once and shared again when it is loaded, and prefixes are found again
+        by `add`. Of a block only the slots that they have filled are saved, the others as zeros. A sequence that is
+        swapped out comes back swapped out.
+
+        Args:
+            path: ends in ``.safetensors``; a file of that name is replaced in one step.
+            seqs: the sequences, each once; None for all there are.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+            PositionError: a sequence is none, or is named twice.
+
+        Exactness: every bit. Cost: their blocks, once to the host and once to the disk.
+
+        Example:
+            >>> import tempfile, numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "num_blocks": 8, "block_size": 2}
+            >>> pool, other = tikv.PagedKVCacheStore(**form), tikv.PagedKVCacheStore(**form)
+            >>> prompt = pool.add([5, 6, 7])
+            >>> pool.append(0, *np.ones((2, 3, 1, 4), np.float16), [prompt], cu_seqlens=[0, 3])
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     pool.save(f"{folder}/prompt.safetensors", [prompt])
+            ...     (again,) = other.load_sequences(f"{folder}/prompt.safetensors")
+            >>> other.length(again), other.length(other.add([5, 6, 8]))
+            (3, 2)
+        """
+        operation = "PagedKVCacheStore.save"
+        runtime.require_alive(self.runtime, operation)
+        files.target_of(path, operation)
+        ids = self.sequences if seqs is None else self._host_integers(seqs, "seqs", operation)
+        states = self._distinct(ids, operation, "Name it once.", swapped=True)
+        held = list(dict.fromkeys(block for state in states for block in state.blocks))
+        parts = [self._to_host(held), *(state.swapped for state in states if state.swapped is not None)]
+        place = {block: i for i, block in enumerate(held)}
+        count, tables = len(held), []
+        for state in states:
+            if state.swapped is None:
+                tables.append([place[block] for block in state.blocks])
+            else:
+                tables.append(list(range(count, count + self._table_size(state.length))))
+                count += len(tables[-1])
+        filled = np.zeros((self.num_layers, count), np.int64)  # slots of each block
+        for state, table in zip(states, tables, strict=True):
+            behind = np.array(state.lengths)[:, None] - self.block_size * np.arange(len(table))
+            filled[:, table] = np.maximum(filled[:, table], behind)
+        tensors = {}
+        for layer, found in enumerate(zip(*map(self._rows, parts), strict=True)):
+            unused = np.arange(self.block_size) >= filled[layer, :, None]
+            for name, pieces in zip(self.form.names(), zip(*found, strict=True), strict=True):
+                tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
+                array[unused] = 0
+        sequences = [
+            {
+                "seq": seq,
+                "blocks": table,
+                "lengths": state.lengths,
+                "digests": [digest.hex() for digest in state.digests],
+                "swapped": state.swapped is not None,
+            }
+            for seq, state, table in zip(ids, states, tables, strict=True)
+        ]
+        facts = {"form": self._facts(), "next": self._next, "sequences": sequences}
+        files.write(path, "PagedKVCacheStore", tensors, facts, operation)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> PagedKVCacheStore:
+        """A new store with the form and the sequences of a saved one, under their numbers, on the arch that runs now.
+
+        Args:
+            path: a file that `save` wrote.
+            num_blocks: blocks of the pool; None for as many as the saved one had.
+
+        Raises:
+            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
+            CapacityError, DTypeError: this arch cannot hold it, or ``num_blocks`` are too few.
+        """
+        operation = "PagedKVCacheStore.load"
+        if num_blocks is not None:
+            num_blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
+        tensors, facts = files.read(path, "PagedKVCacheStore", operation)
+        with files.understanding(path, operation):
+            store = cls(**facts["form"] | ({} if num_blocks is None else {"num_blocks": num_blocks}))
+            numbers = [saved["seq"] for saved in facts["sequences"]]
+            store._next = max([facts["next"], *(number + 1 for number in numbers)])
+        store._take_over(path, tensors, facts, numbers, operation)
+        return store
+
+    def load_sequences(self, path: str | os.PathLike[str]) -> list[int]:
+        """Add the sequences of a file to this pool: a prompt that was computed before, for example.
+
+        Blocks that they share with each other are shared here too; none is shared with sequences that are here already.
+        `add` finds their prefixes from now on.
+
+        Args:
+            path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
+
+        Returns:
+            Their numbers here, in the order in which they were saved.
+
+        Raises:
+            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
+            ShapeError, DTypeError: it is of another form.
+            CapacityError: too few blocks are free.
+            Whatever is raised, the pool is as it was.
+
+        Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
+        """
+        operation = "PagedKVCacheStore.load_sequences"
+        runtime.require_alive(self.runtime, operation)
+        tensors, facts = files.read(path, "PagedKVCacheStore", operation)
+        with files.understanding(path, operation):
+            theirs = facts["form"]
+            numbers = list(range(self._next, self._next + len(facts["sequences"])))
+            other = [name for name, mine in self._facts().items() if theirs[name] != mine]
+        for name in other:
+            if name not in ("num_blocks", "layout"):
+                raise (DTypeError if "dtype" in name else ShapeError)(
+                    f"{operation}: the pool of {str(path)!r} had {name}={theirs[name]}, this one has "
+                    f"{self._facts()[name]}. Use PagedKVCacheStore.load, or a pool of that form."
+                )
+        self._take_over(path, tensors, facts, numbers, operation)
+        self._next += len(numbers)
+        return numbers
+
+    def _facts(self) -> dict[str, Any]:
+        """The arguments that make a store of this form."""
+        return {"num_layers": self.num_layers, **self.form.facts()}
+
+    def _take_over(
+        self,
+        path: str | os.PathLike[str],
+        tensors: dict[str, HostArray],
+        facts: dict[str, Any],
+        numbers: list[int],
+        operation: str,
+    ) -> None:
+        """Make the sequences of a file under these numbers; all of them or none.
+
+        Raises:
+            CacheFileError: the file contradicts itself.
+            CapacityError: too few blocks are free.
+        """
+        with files.understanding(path, operation):
+            rows = self._saved_rows(tensors)
+            saved = [self._saved_state(sequence, len(rows[0][0])) for sequence in facts["sequences"]]
+            if len({*numbers}) != len(saved) or any(type(number) is not int or number < 0 for number in numbers):
+                raise ValueError(f"the sequences have the numbers {numbers}")
+        used = sorted({block for state, swapped in saved if not swapped for block in state.blocks})
+        fresh = self._blocks.allocate(len(used), operation)
+        try:
+            self._from_host(self._pooled([[a[used] for a in layer] for layer in rows]), range(len(used)), fresh)
+        except BaseException:
+            self._blocks.release(fresh)
+            raise
+        of = dict(zip(used, fresh, strict=True))
+        for number, (state, swapped) in zip(numbers, saved, strict=True):
+            if swapped:
+                state.swapped = self._pooled([[a[state.blocks] for a in layer] for layer in rows])
+                state.blocks = []
+                state.registered = min(min(state.lengths) // self.block_size, len(state.digests))
+            else:
+                state.blocks = [of[block] for block in state.blocks]
+                self._blocks.acquire(state.blocks)
+                self._register(state)
+            self._sequences[number] = state
+        self._blocks.release(fresh)
+        self._step = self._tables = None
+
+    def _saved_rows(self, tensors: dict[str, HostArray]) -> list[list[HostArray]]:
+        """The arrays of each layer in a file.
+
+        Raises:
+            KeyError, ValueError: one is missing or has another form than this store's.
+        """
+        names = self.form.names()
+        count = len(tensors["layers.0.k"])
+        for layer in range(self.num_layers):
+            for name, (shape, dtype) in names.items():
+                array = tensors[f"layers.{layer}.{name}"]
+                if array.shape != (count, *shape) or array.dtype != dtype.numpy:
+                    raise ValueError(
+                        f"{name} of layer {layer} is {array.dtype.name} {array.shape} where {dtype.name} "
+                        f"{(count, *shape)} is needed"
+                    )
+        return [[tensors[f"layers.{layer}.{name}"] for name in names] for layer in range(self.num_layers)]
+
+    def _saved_state(self, sequence: dict[str, Any], count: int) -> tuple[SequenceState, bool]:
+        """A sequence of a file, its blocks numbered as there, and whether it was swapped out.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        found, lengths = sequence["blocks"], sequence["lengths"]
+        digests = [bytes.fromhex(digest) for digest in sequence["digests"]]
+        if any(type(n) is not int or n < 0 for n in [*found, *lengths]) or max(found, default=-1) >= count:
+            raise ValueError(f"sequence {sequence['seq']} names blocks or lengths that are none")
+        if len({*found}) != len(found) or len(lengths) != self.num_layers:
+            raise ValueError(f"sequence {sequence['seq']} has {len(lengths)} layers, or a block twice")
+        if len(found) != self._table_size(max(lengths)):
+            raise ValueError(f"sequence {sequence['seq']} has {len(found)} blocks for {max(lengths)} tokens")
+        return SequenceState(found, lengths, digests), bool(sequence["swapped"])
+
+    def _table_size(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def _rows(self, host: list[list[HostArray]]) -> list[list[HostArray]]:
+        """What `_to_host` copied, by layer, as layout NHD has it."""
+        found = []
+        for pages, arrays in zip(self._pages, host, strict=True):
+            n = len(arrays[0]) // pages.layers
+            for i in range(pages.layers):
+                found.append([self.form.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
+        return found
+
+    def _pooled(self, rows: list[list[HostArray]]) -> list[list[HostArray]]:
+        """The reverse of `_rows`."""
+        layers = iter([[self.form.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
+        return [
+            [np.concatenate(a) for a in zip(*(next(layers) for _ in range(pages.layers)), strict=True)]
+            for pages in self._pages
+        ]
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> str:
         """Draw the page table: each sequence's blocks in order, and which blocks of the pool are shared or free.

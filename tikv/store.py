@@ -15,7 +15,7 @@ import numpy as np
 from tikv import checks, draw, dtypes, files, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, describe, new_array, read_host, to_device, view
 from tikv.attention import Cache, Question, attend
-from tikv.errors import CacheFileError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
 from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
 
@@ -943,6 +943,7 @@ class KVCacheStore:
         """
         operation = "KVCacheStore.save"
         runtime.require_alive(self.runtime, operation)
+        files.target_of(path, operation)
         tensors = {
             f"layers.{layer.index}.{name}": a
             for layer, arrays in self.export_layers()
@@ -969,17 +970,14 @@ class KVCacheStore:
 
         Raises:
             CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
+            CapacityError, DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
         tensors, facts = files.read(path, "KVCacheStore", operation)
-        try:
+        with files.understanding(path, operation):
             store = cls(**facts["form"])
             arrays = [[tensors[f"layers.{layer.index}.{name}"] for name in layer.arrays()] for layer in store._layers]
             store.import_layers(facts["counts"], arrays, operation)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CacheFileError(
-                f"{operation}: {str(path)!r} does not describe a store: {error}. Save it again."
-            ) from error
         return store
 
     def export_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
@@ -1012,6 +1010,11 @@ class KVCacheStore:
                 if layer.ring == 0 and layer.length > layer.slots:
                     raise ShapeError(
                         f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots."
+                    )
+                if not 0 <= layer.valid_from <= layer.length or layer.held > layer.slots:
+                    raise ShapeError(
+                        f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, the "
+                        f"oldest is {layer.valid_from}."
                     )
         except (ShapeError, TypeError, ValueError):
             for layer, (length, valid_from) in zip(self._layers, before, strict=True):
