@@ -36,6 +36,30 @@ def test_import_loads_no(module):
     assert child.stdout == "False\n"
 
 
+def test_every_module_is_an_attribute_loaded_on_first_use():
+    child = run(
+        "import sys, tikv\n"
+        "assert not {'torch', 'taichi'} & set(sys.modules)\n"
+        "print(tikv.compat.flashinfer.merge_state, tikv.compat.mlx.load_prompt_cache, 'torch_ops' in dir(tikv))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    assert child.stdout.endswith("True\n")
+    pytest.importorskip("torch")
+    child = run("import tikv; print(tikv.torch_ops.write_slots, tikv.compat.vllm.copy_blocks)")
+    assert "function write_slots" in child.stdout
+
+
+def test_a_module_whose_library_is_missing_says_so():
+    child = run(
+        "import sys, tikv\n"
+        "sys.modules['torch'] = None\n"
+        "print(hasattr(tikv, 'torch_ops'), hasattr(tikv.compat, 'nothing'))\n"
+        "try: tikv.torch_ops\n"
+        "except AttributeError as error: print(error)"
+    )
+    assert child.stdout == "False False\ntikv.torch_ops needs torch, which is not installed\n"
+
+
 def test_import_starts_no_thread_and_opens_no_socket():
     child = run(
         "import sys\n"

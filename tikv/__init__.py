@@ -64,6 +64,8 @@ _MODULES = (
     "spec",
     "variants",
 )
+# Found as the others are, but not by a star import: what is in them needs torch, transformers or nothing.
+_OTHERS = ("compat", "integrations", "torch_ops")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -71,8 +73,11 @@ __all__ = ["__version__", *_HOME, *_MODULES]
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"tikv.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"tikv.{name}")
+    elif name in _MODULES or name in _OTHERS:
+        try:
+            value = importlib.import_module(f"tikv.{name}")
+        except ModuleNotFoundError as error:  # as an AttributeError, which is what hasattr and inspect expect
+            raise AttributeError(f"tikv.{name} needs {error.name}, which is not installed") from error
     else:
         raise AttributeError(f"module 'tikv' has no attribute {name!r}")
     globals()[name] = value
@@ -80,15 +85,17 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_OTHERS])
 
 
 if TYPE_CHECKING:
     from tikv import (
         arrays,
         blocks,
+        compat,
         dtypes,
         errors,
+        integrations,
         kv_layer,
         launch,
         ops,
@@ -97,6 +104,7 @@ if TYPE_CHECKING:
         roofline,
         runtime,
         spec,
+        torch_ops,
         variants,
     )
     from tikv.arrays import CacheArray

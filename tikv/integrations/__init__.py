@@ -1,1 +1,14 @@
-"""Drop-in caches for model libraries. Each module imports its library, so import the one you use."""
+"""Drop-in caches for model libraries. Each module imports its library, and is imported where it is first named."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODULES = ("transformers",)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
