@@ -105,9 +105,9 @@ def test_rows_of_a_sliding_cache(arch, rng, spec, tokens, n_new, position):
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
-        ({"write_pos": 5}, tikv.CapacityError, r"position=5 \+ num_tokens=3 > capacity=7"),
-        ({"write_pos": 0, "n_new": 4}, tikv.PositionError, r"src_offset=0 \+ num_tokens=4 > 3 tokens given"),
-        ({"write_pos": -1}, tikv.PositionError, "position=-1 is outside"),
+        ({"write_pos": 5}, tikv.CapacityError, r"write_pos=5 \+ n_new=3 > capacity=7\). .* or is_sliding=True"),
+        ({"write_pos": 0, "n_new": 4}, tikv.PositionError, r"src_offset=0 \+ n_new=4 > 3 tokens given"),
+        ({"write_pos": -1}, tikv.PositionError, "write_pos=-1 is outside"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(arch, rng, spec, keywords, error, message):
@@ -163,12 +163,12 @@ def test_a_sequence_wraps(arch, rng, spec, tokens, start, n_tokens, offset):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"seq_pos_start": 0, "n_tokens": 4}, r"src_offset=0 \+ num_tokens=4 > 3 tokens given"),
-        ({"seq_pos_start": 0, "src_tok_offset": 4}, r"src_offset=4 \+ num_tokens=0 > 3 tokens given"),
-        ({"seq_pos_start": 0, "n_tokens": 2, "src_tok_offset": 2}, r"src_offset=2 \+ num_tokens=2 > 3 tokens given"),
-        ({"seq_pos_start": -1}, "position=-1 is outside"),
-        ({"seq_pos_start": 2**63 - 1}, "is outside"),
-        ({"seq_pos_start": 0, "src_tok_offset": -1}, "src_offset=-1 is outside"),
+        ({"seq_pos_start": 0, "n_tokens": 4}, r"src_tok_offset=0 \+ n_tokens=4 > 3 tokens given"),
+        ({"seq_pos_start": 0, "src_tok_offset": 4}, r"src_tok_offset=4 \+ n_tokens=0 > 3 tokens given"),
+        ({"seq_pos_start": 0, "n_tokens": 2, "src_tok_offset": 2}, r"src_tok_offset=2 \+ n_tokens=2 > 3 tokens given"),
+        ({"seq_pos_start": -1}, "seq_pos_start=-1 is outside"),
+        ({"seq_pos_start": 2**63 - 1}, r"seq_pos_start \+ n_tokens=\d+ is outside"),
+        ({"seq_pos_start": 0, "src_tok_offset": -1}, "src_tok_offset=-1 is outside"),
     ],
 )
 def test_a_range_past_the_source_is_refused(arch, rng, spec, keywords, message):
@@ -183,7 +183,10 @@ def test_a_range_past_the_source_is_refused(arch, rng, spec, keywords, message):
 def test_another_dtype_is_refused(arch, rng, spec):
     call = Call(rng, arch, spec)
     call.given[0] = oracle.place(np.zeros(call.sources[0].shape, np.float16), arch)
-    with pytest.raises(tikv.DTypeError, match=f"this variant takes {spec.src_dtype}"):
+    with pytest.raises(
+        tikv.DTypeError,
+        match=rf"^{spec.name}: {'src' if spec.streams == 1 else 'src_k'} is .*; this variant takes {spec.src_dtype}",
+    ):
         call.run(**call.keywords)
     call.unchanged()
 
@@ -201,9 +204,17 @@ def test_another_rank_is_refused(arch, rng, spec):
 def test_k_and_v_that_disagree_are_refused(arch, rng, spec):
     call = Call(rng, arch, spec, 2)
     call.given[-1] = call.given[-1][:, :-1]
-    with pytest.raises(tikv.ShapeError, match=f"^{spec.name}: the capacity of v_cache is 6 where 7 is needed"):
+    with pytest.raises(tikv.ShapeError, match=f"^{spec.name}: the capacity of cache_v is 6 where 7 is needed"):
         call.run(**call.keywords)
     oracle.assert_same_bits(call.given[2], call.before[0])
+
+
+def test_a_plan_that_another_operation_made_does_not_lend_its_words(arch):
+    k, cache = (oracle.place(np.zeros(shape, np.float32), arch) for shape in ((2, HEADS, WIDTH), (HEADS, 4, WIDTH)))
+    other = oracle.place(np.zeros((HEADS, 4, WIDTH), np.float32), arch)
+    tikv.copy_kv(k, k, cache, other, position=0, window=4)
+    with pytest.raises(tikv.ShapeError, match=r"^kv_cache_copy_seq_f32_dual: cache_k .* and cache_v .* overlap"):
+        tikv.variants.kv_cache_copy_seq_f32_dual(k, k, cache, cache, seq_pos_start=0)
 
 
 def test_warmup_compiles_every_kernel_a_decode_step_needs(arch):

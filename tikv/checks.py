@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,7 +189,19 @@ def window_of(window: Any, capacity: int, operation: str) -> int | None:
     return int(window)
 
 
-def fits_linear(position: int, tokens: int, capacity: int, operation: str) -> None:
+class RangeNames(NamedTuple):
+    """What a caller calls the numbers that say which rows go where, for messages."""
+
+    position: str = "position"
+    num_tokens: str = "num_tokens"
+    src_offset: str = "src_offset"
+    sliding: str = "window={}"  # how to make a cache of {} slots slide
+
+
+RANGE_NAMES = RangeNames()
+
+
+def fits_linear(position: int, tokens: int, capacity: int, operation: str, names: RangeNames = RANGE_NAMES) -> None:
     """A linear cache has room for these tokens.
 
     Raises:
@@ -197,23 +209,26 @@ def fits_linear(position: int, tokens: int, capacity: int, operation: str) -> No
     """
     if position + tokens > capacity:
         raise CapacityError(
-            f"{operation}: the linear cache is full (position={position} + num_tokens={tokens} > capacity={capacity}). "
-            f"Use capacity >= {position + tokens}, or window={capacity} to keep only the newest tokens."
+            f"{operation}: the linear cache is full ({names.position}={position} + {names.num_tokens}={tokens} > "
+            f"capacity={capacity}). Use capacity >= {position + tokens}, or {names.sliding.format(capacity)} to keep "
+            f"only the newest tokens."
         )
 
 
-def source_range(src_offset: Any, num_tokens: Any, available: int, operation: str) -> tuple[int, int]:
+def source_range(
+    src_offset: Any, num_tokens: Any, available: int, operation: str, names: RangeNames = RANGE_NAMES
+) -> tuple[int, int]:
     """(offset, tokens) of the rows to copy, inside the source.
 
     Raises:
         PositionError: the range leaves the source.
     """
-    offset = integer(src_offset, "src_offset", operation)
-    tokens = available - offset if num_tokens is None else integer(num_tokens, "num_tokens", operation)
+    offset = integer(src_offset, names.src_offset, operation)
+    tokens = available - offset if num_tokens is None else integer(num_tokens, names.num_tokens, operation)
     if offset > available or offset + tokens > available:
         raise PositionError(
-            f"{operation}: the source range src_offset={offset} + num_tokens={max(tokens, 0)} > {available} tokens "
-            f"given. Copy at most {max(0, available - offset)} tokens from there."
+            f"{operation}: the source range {names.src_offset}={offset} + {names.num_tokens}={max(tokens, 0)} > "
+            f"{available} tokens given. Copy at most {max(0, available - offset)} tokens from there."
         )
     return offset, tokens
 

@@ -58,7 +58,8 @@ def copy(
         >>> cache[:, :, 0].tolist()
         [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
-    write("copy", (src,), (cache,), position, window, num_tokens, src_offset, src_layout, cache_layout)
+    arrays = [view(src, "src", "copy"), view(cache, "cache", "copy")]
+    write("copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
 
 
 def copy_kv(
@@ -96,16 +97,25 @@ def copy_kv(
         >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
         ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    write("copy_kv", (k, v), (k_cache, v_cache), position, window, num_tokens, src_offset, src_layout, cache_layout)
+    arrays = [
+        view(k, "k", "copy_kv"),
+        view(k_cache, "k_cache", "copy_kv"),
+        view(v, "v", "copy_kv"),
+        view(v_cache, "v_cache", "copy_kv"),
+    ]
+    write("copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
 
 
 class WritePlan:
     """A checked write that takes a position each time it runs."""
 
-    __slots__ = ("call", "capacity", "position_entry", "tokens", "window")
+    __slots__ = ("call", "capacity", "names", "position_entry", "tokens", "window")
 
-    def __init__(self, call: CopyCall, tokens: int, capacity: int, window: int | None) -> None:
+    def __init__(
+        self, call: CopyCall, tokens: int, capacity: int, window: int | None, names: checks.RangeNames
+    ) -> None:
         self.call = call
+        self.names = names
         self.tokens = tokens
         self.capacity = capacity
         self.window = window
@@ -114,58 +124,62 @@ class WritePlan:
     def run(self, operation: str, arrays: Sequence[ArrayView], position: int) -> None:
         """Check the position, and launch over these arrays: source, destination of each stream, in turn."""
         if type(position) is not int or position < 0:
-            position = checks.integer(position, "position", operation)
+            position = checks.integer(position, self.names.position, operation)
         if self.window is None:
             if position + self.tokens > self.capacity:
-                checks.fits_linear(position, self.tokens, self.capacity, operation)
+                checks.fits_linear(position, self.tokens, self.capacity, operation, self.names)
         else:
             if position + self.tokens > checks.MAX_POSITION:
-                checks.integer(position + self.tokens, "position + num_tokens", operation)
+                end = f"{self.names.position} + {self.names.num_tokens}"
+                checks.integer(position + self.tokens, end, operation)
             position = reduced_position(position, 0, self.window)
         self.call.run(operation, arrays, self.position_entry, position)
 
 
-_NAMES = {1: ("src", "cache"), 2: ("k", "k_cache", "v", "v_cache")}
+# What callers call the source and the destination of each stream, in turn.
+_SINGLE = ("src", "cache")
+_PAIR = ("k", "k_cache", "v", "v_cache")
 
 
 def write(
     operation: str,
-    sources: tuple[Any, ...],
-    caches: tuple[Any, ...],
+    array_names: tuple[str, ...],
+    arrays: Sequence[ArrayView],
     position: int,
     window: int | None,
     num_tokens: int | None,
     src_offset: int,
     src_layout: str,
     cache_layout: str,
+    names: checks.RangeNames = checks.RANGE_NAMES,
 ) -> None:
-    """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams."""
+    """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams.
+
+    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers.
+    """
     live = runtime.current()
-    names = _NAMES[len(sources)]
-    arrays = [view(sources[0], names[0], operation), view(caches[0], names[1], operation)]
-    if len(sources) == 2:
-        arrays += [view(sources[1], names[2], operation), view(caches[1], names[3], operation)]
-    key = (*[a.key for a in arrays], window, num_tokens, src_offset, src_layout, cache_layout)
+    key = (operation, *[a.key for a in arrays], window, num_tokens, src_offset, src_layout, cache_layout)
     plan = live.plans.get(key)
     if plan is None:
-        options = (window, num_tokens, src_offset, src_layout, cache_layout)
-        plan = keep_plan(live, key, _plan_write(live, operation, arrays, names, *options))
+        options = (window, num_tokens, src_offset, src_layout, cache_layout, names)
+        plan = keep_plan(live, key, _plan_write(live, operation, arrays, array_names, *options))
     plan.run(operation, arrays, position)
 
 
 def _plan_write(
     live: runtime.Runtime,
     operation: str,
-    given: list[ArrayView],
-    names: tuple[str, ...],
+    given: Sequence[ArrayView],
+    array_names: tuple[str, ...],
     window: int | None,
     num_tokens: int | None,
     src_offset: int,
     src_layout: str,
     cache_layout: str,
+    names: checks.RangeNames = checks.RANGE_NAMES,
 ) -> WritePlan:
     """Check everything but the position and what lies where."""
-    src, dst, src_names, dst_names = given[0::2], given[1::2], names[0::2], names[1::2]
+    src, dst, src_names, dst_names = given[0::2], given[1::2], array_names[0::2], array_names[1::2]
     src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
     dst_slot, dst_head = token_and_head_axes(cache_layout, "cache_layout", operation)
     named = [*zip(src_names, src, strict=True), *zip(dst_names, dst, strict=True)]
@@ -192,7 +206,7 @@ def _plan_write(
     detail = f"{dst_names[0]}: {describe(dst[0])}, {dst_names[-1]}: {describe(dst[-1])}"
     checks.extent(dst[-1].shape[dst_slot], capacity, f"the capacity of {dst_names[-1]}", operation, detail)
     window = checks.window_of(window, capacity, operation)
-    offset, tokens = checks.source_range(src_offset, num_tokens, src[0].shape[src_token], operation)
+    offset, tokens = checks.source_range(src_offset, num_tokens, src[0].shape[src_token], operation, names)
     widths = [a.shape[2] for a in src]
     streams = [i for i, w in enumerate(widths) if w]
 
@@ -223,8 +237,8 @@ def _plan_write(
 
     nothing = tokens == 0 or heads == 0 or not streams
     chosen = [] if nothing else [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)]
-    call = CopyCall(live, names, [False, True] * len(src), None if nothing else bind, chosen)
-    return WritePlan(call, tokens, capacity, window)
+    call = CopyCall(live, array_names, [False, True] * len(src), None if nothing else bind, chosen)
+    return WritePlan(call, tokens, capacity, window, names)
 
 
 def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ contiguous write of `ops`; what a name fixes is dtypes, layouts, the number of s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,80 +16,99 @@ from tikv.arrays import ArrayView, describe, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.spec import VARIANTS, CopySpec
 
-
-def _typed(
-    spec: CopySpec, sources: tuple[Any, ...], caches: tuple[Any, ...]
-) -> tuple[list[ArrayView], list[ArrayView]]:
-    src_names = ("src",) if spec.streams == 1 else ("src_k", "src_v")
-    cache_names = ("cache",) if spec.streams == 1 else ("cache_k", "cache_v")
-    found = []
-    for given, names, dtype in ((sources, src_names, spec.src_dtype), (caches, cache_names, spec.cache_dtype)):
-        seen = [view(a, name, spec.name) for a, name in zip(given, names, strict=True)]
-        for name, a in zip(names, seen, strict=True):
-            if a.dtype.name != dtype:
-                raise DTypeError(
-                    f"{spec.name}: {name} is {describe(a)}; this variant takes {dtype}. Use tikv.copy for other dtypes."
-                )
-        found.append(seen)
-    return found[0], found[1]
+# What the functions call the source and the cache of each stream, in turn, and the numbers of each mapping.
+_ARRAY_NAMES = {1: ("src", "cache"), 2: ("src_k", "cache_k", "src_v", "cache_v")}
+_RANGE_NAMES = {
+    "flag": checks.RangeNames("write_pos", "n_new", sliding="is_sliding=True"),
+    "slot": checks.RangeNames("seq_pos"),
+    "ring": checks.RangeNames("seq_pos_start", "n_tokens", "src_tok_offset"),
+}
 
 
-def _rows(
-    operation: str, src: ArrayView, cache: ArrayView, *, is_sliding: bool, write_pos: int, n_new: int | None
+def _write(
+    spec: CopySpec,
+    arrays: Sequence[ArrayView],
+    position: int,
+    window: int | None,
+    num_tokens: int | None = None,
+    src_offset: int = 0,
 ) -> None:
-    for name, a in (("src", src), ("cache", cache)):
-        checks.rank(a, (2,), name, "(n_new, row)" if name == "src" else "(capacity, row)", operation)
-    one_head = [a.moved((a.shape[0], 1, a.shape[1]), (a.strides[0], a.shape[1], a.strides[1])) for a in (src, cache)]
-    window = cache.shape[0] if is_sliding else None
-    ops.write(operation, (one_head[0],), (one_head[1],), write_pos, window, n_new, 0, "token_major", "token_major")
+    """The contiguous write of `ops`, in this variant's layouts and words."""
+    ops.write(
+        spec.name,
+        _ARRAY_NAMES[spec.streams],
+        arrays,
+        position,
+        window,
+        num_tokens,
+        src_offset,
+        spec.src_layout,
+        spec.cache_layout,
+        _RANGE_NAMES[spec.mapping],
+    )
 
 
-def _token(operation: str, sources: list[ArrayView], caches: list[ArrayView], seq_pos: int) -> None:
-    shaped = []
-    for src, cache in zip(sources, caches, strict=True):
-        checks.rank(cache, (3,), "cache", "(H, capacity, D)", operation)
-        heads, capacity, width = cache.shape
-        checks.rank(src, (1, 2), "src", "(H, D) or (H*D,)", operation)
-        if src.ndim == 1:
-            checks.extent(
-                src.shape[0],
-                heads * width,
-                "the length of src",
-                operation,
-                f"src: {describe(src)}, cache: {describe(cache)}",
+def _typed(spec: CopySpec, *given: Any) -> list[tuple[str, ArrayView]]:
+    """The arrays of a call by name, source and cache of each stream in turn, each of the dtype that `spec` fixes."""
+    found = []
+    for i, (name, array) in enumerate(zip(_ARRAY_NAMES[spec.streams], given, strict=True)):
+        a, dtype = view(array, name, spec.name), spec.cache_dtype if i % 2 else spec.src_dtype
+        if a.dtype.name != dtype:
+            raise DTypeError(
+                f"{spec.name}: {name} is {describe(a)}; this variant takes {dtype}. Use tikv.copy for other dtypes."
             )
+        found.append((name, a))
+    return found
+
+
+def _has_slots(cache: ArrayView, axis: int, name: str, operation: str) -> None:
+    if cache.shape[axis] == 0:
+        raise ShapeError(f"{operation}: {name} ({describe(cache)}) has no slots to wrap into. Use a capacity above 0.")
+
+
+def _rows(name: str, src: Any, cache: Any, write_pos: int, is_sliding: bool, n_new: int | None) -> None:
+    spec = VARIANTS[name]
+    rows = []
+    for (array_name, a), shape in zip(_typed(spec, src, cache), ("(n_new, row)", "(capacity, row)"), strict=True):
+        checks.rank(a, (2,), array_name, shape, name)
+        rows.append(a.moved((a.shape[0], 1, a.shape[1]), (a.strides[0], a.shape[1], a.strides[1])))
+    if is_sliding:
+        _has_slots(rows[1], 0, "cache", name)
+    _write(spec, rows, write_pos, rows[1].shape[0] if is_sliding else None, n_new)
+
+
+def _token(name: str, seq_pos: int, *given: Any) -> None:
+    spec = VARIANTS[name]
+    arrays = _typed(spec, *given)
+    shaped = []
+    for (src_name, src), (cache_name, cache) in zip(arrays[::2], arrays[1::2], strict=True):
+        checks.rank(cache, (3,), cache_name, "(H, capacity, D)", name)
+        heads, _, width = cache.shape
+        checks.rank(src, (1, 2), src_name, "(H, D) or (H*D,)", name)
+        if src.ndim == 1:
+            detail = f"{src_name}: {describe(src)}, {cache_name}: {describe(cache)}"
+            checks.extent(src.shape[0], heads * width, f"the length of {src_name}", name, detail)
             src = src.moved((heads, width), (width * src.strides[0], src.strides[0]))
-        shaped.append(src.moved((1, *src.shape), (0, *src.strides)))
-    position = checks.integer(seq_pos, "seq_pos", operation)
-    capacity = min(cache.shape[1] for cache in caches)
+        shaped += [src.moved((1, *src.shape), (0, *src.strides)), cache]
+    position = checks.integer(seq_pos, "seq_pos", name)
+    capacity = min(cache.shape[1] for cache in shaped[1::2])
     if position >= capacity:
         raise PositionError(
-            f"{operation}: seq_pos={position} is not a slot of a cache with capacity {capacity}. "
+            f"{name}: seq_pos={position} is not a slot of a cache with capacity {capacity}. "
             f"This variant takes the slot itself; wrap an absolute position with % {capacity}, or use tikv.copy "
             f"with window={capacity}."
         )
-    ops.write(operation, tuple(shaped), tuple(caches), position, None, None, 0, "token_major", "head_major")
+    _write(spec, shaped, position, None)
 
 
-def _sequence(
-    spec: CopySpec, sources: tuple[Any, ...], caches: tuple[Any, ...], start: int, tokens: int | None, offset: int
-) -> None:
-    src, cache = _typed(spec, sources, caches)
-    for c in cache:
-        checks.rank(c, (3,), "cache", "(H, capacity, D)", spec.name)
-        if c.shape[1] == 0:
-            raise ShapeError(f"{spec.name}: the cache ({describe(c)}) has no slots.")
-    ops.write(
-        spec.name,
-        tuple(src),
-        tuple(cache),
-        start,
-        cache[0].shape[1],
-        tokens,
-        offset,
-        spec.src_layout,
-        spec.cache_layout,
-    )
+def _sequence(name: str, seq_pos_start: int, n_tokens: int | None, src_tok_offset: int, *given: Any) -> None:
+    spec = VARIANTS[name]
+    arrays = _typed(spec, *given)
+    for cache_name, cache in arrays[1::2]:
+        checks.rank(cache, (3,), cache_name, "(H, capacity, D)", name)
+        _has_slots(cache, 1, cache_name, name)
+    window = arrays[1][1].shape[1]
+    _write(spec, [a for _, a in arrays], seq_pos_start, window, n_tokens, src_tok_offset)
 
 
 def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = False, n_new: int | None = None) -> None:
@@ -115,9 +135,7 @@ def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = Fa
         >>> cache[:, 0].astype(int).tolist()
         [1, 0, 1, 1]
     """
-    spec = VARIANTS["kv_cache_copy"]
-    (a,), (c,) = _typed(spec, (src,), (cache,))
-    _rows(spec.name, a, c, is_sliding=is_sliding, write_pos=write_pos, n_new=n_new)
+    _rows("kv_cache_copy", src, cache, write_pos, is_sliding, n_new)
 
 
 def kv_cache_copy_f32(
@@ -132,9 +150,7 @@ def kv_cache_copy_f32(
         >>> cache[:, 0].tolist()
         [0.0, 1.0, 1.0, 0.0]
     """
-    spec = VARIANTS["kv_cache_copy_f32"]
-    (a,), (c,) = _typed(spec, (src,), (cache,))
-    _rows(spec.name, a, c, is_sliding=is_sliding, write_pos=write_pos, n_new=n_new)
+    _rows("kv_cache_copy_f32", src, cache, write_pos, is_sliding, n_new)
 
 
 def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
@@ -160,26 +176,22 @@ def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
         >>> cache[:, :, 0].tolist()
         [[0.0, 5.0, 0.0], [0.0, 6.0, 0.0]]
     """
-    spec = VARIANTS["kv_cache_copy_batch_f32"]
-    _token(spec.name, *_typed(spec, (src,), (cache,)), seq_pos)
+    _token("kv_cache_copy_batch_f32", seq_pos, src, cache)
 
 
 def kv_cache_copy_batch_f32_to_f16(src: Any, cache: Any, *, seq_pos: int) -> None:
     """`kv_cache_copy_batch_f32` into float16, rounding to nearest even."""
-    spec = VARIANTS["kv_cache_copy_batch_f32_to_f16"]
-    _token(spec.name, *_typed(spec, (src,), (cache,)), seq_pos)
+    _token("kv_cache_copy_batch_f32_to_f16", seq_pos, src, cache)
 
 
 def kv_cache_copy_batch_f32_kv_dual(src_k: Any, src_v: Any, cache_k: Any, cache_v: Any, *, seq_pos: int) -> None:
     """`kv_cache_copy_batch_f32` for K and V in one launch."""
-    spec = VARIANTS["kv_cache_copy_batch_f32_kv_dual"]
-    _token(spec.name, *_typed(spec, (src_k, src_v), (cache_k, cache_v)), seq_pos)
+    _token("kv_cache_copy_batch_f32_kv_dual", seq_pos, src_k, cache_k, src_v, cache_v)
 
 
 def kv_cache_copy_batch_f32_to_f16_kv_dual(src_k: Any, src_v: Any, cache_k: Any, cache_v: Any, *, seq_pos: int) -> None:
     """`kv_cache_copy_batch_f32_to_f16` for K and V in one launch."""
-    spec = VARIANTS["kv_cache_copy_batch_f32_to_f16_kv_dual"]
-    _token(spec.name, *_typed(spec, (src_k, src_v), (cache_k, cache_v)), seq_pos)
+    _token("kv_cache_copy_batch_f32_to_f16_kv_dual", seq_pos, src_k, cache_k, src_v, cache_v)
 
 
 def kv_cache_copy_seq_f32(
@@ -208,21 +220,21 @@ def kv_cache_copy_seq_f32(
         >>> cache.ravel().tolist()
         [4.0, 5.0, 6.0, 7.0]
     """
-    _sequence(VARIANTS["kv_cache_copy_seq_f32"], (src,), (cache,), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence("kv_cache_copy_seq_f32", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def kv_cache_copy_seq_f32_to_f16(
     src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` into float16, rounding to nearest even."""
-    _sequence(VARIANTS["kv_cache_copy_seq_f32_to_f16"], (src,), (cache,), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence("kv_cache_copy_seq_f32_to_f16", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def kv_cache_copy_seq_bf16(
     src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` from bfloat16; the widening is exact."""
-    _sequence(VARIANTS["kv_cache_copy_seq_bf16"], (src,), (cache,), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence("kv_cache_copy_seq_bf16", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def kv_cache_copy_seq_f32_dual(
@@ -236,8 +248,7 @@ def kv_cache_copy_seq_f32_dual(
     src_tok_offset: int = 0,
 ) -> None:
     """`kv_cache_copy_seq_f32` for K and V in one launch."""
-    spec = VARIANTS["kv_cache_copy_seq_f32_dual"]
-    _sequence(spec, (src_k, src_v), (cache_k, cache_v), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence("kv_cache_copy_seq_f32_dual", seq_pos_start, n_tokens, src_tok_offset, src_k, cache_k, src_v, cache_v)
 
 
 def kv_cache_copy_seq_f32_to_f16_dual(
@@ -251,16 +262,16 @@ def kv_cache_copy_seq_f32_to_f16_dual(
     src_tok_offset: int = 0,
 ) -> None:
     """`kv_cache_copy_seq_f32_to_f16` for K and V in one launch."""
-    spec = VARIANTS["kv_cache_copy_seq_f32_to_f16_dual"]
-    _sequence(spec, (src_k, src_v), (cache_k, cache_v), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence(
+        "kv_cache_copy_seq_f32_to_f16_dual", seq_pos_start, n_tokens, src_tok_offset, src_k, cache_k, src_v, cache_v
+    )
 
 
 def kv_cache_copy_seq_bf16_to_bf16_head_major(
     src: Any, cache: Any, *, seq_pos_start: int, n_tokens: int | None = None, src_tok_offset: int = 0
 ) -> None:
     """`kv_cache_copy_seq_f32` for bfloat16 with a head-major source (H, T, D); bit-exact."""
-    spec = VARIANTS["kv_cache_copy_seq_bf16_to_bf16_head_major"]
-    _sequence(spec, (src,), (cache,), seq_pos_start, n_tokens, src_tok_offset)
+    _sequence("kv_cache_copy_seq_bf16_to_bf16_head_major", seq_pos_start, n_tokens, src_tok_offset, src, cache)
 
 
 def example_arrays(
@@ -276,10 +287,9 @@ def example_arrays(
     else:
         src_shape = (tokens, heads, width) if spec.src_layout == "token_major" else (heads, tokens, width)
     cache_shape = (capacity, heads * width) if flat else (heads, capacity, width)
-    keyword = {"flag": "write_pos", "slot": "seq_pos", "ring": "seq_pos_start"}[spec.mapping]
     sources = [np.zeros(src_shape, src_type) for _ in range(spec.streams)]
     caches = [np.zeros(cache_shape, cache_type) for _ in range(spec.streams)]
-    return [*sources, *caches], {keyword: 0}
+    return [*sources, *caches], {_RANGE_NAMES[spec.mapping].position: 0}
 
 
 def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]:
