@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_inner
 from tikv.kernels.codec import SIZE, WORD, bf16_to_f32, make_bits_to_f32, make_load, make_store
-from tikv.kernels.lanes import BLOCK, SPIRV_THREADS
+from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -370,21 +370,11 @@ def make_merge(style, serial, c):
             at = which[N.out_lse_first] + (bh * c.group + r % c.group) * queries + r // c.group
             put_lse(lse, at, m, l, factors)
 
+    loop = make_loop(style, serial, item, N.tasks)
+
     @ti.kernel
     def merge(parts: PARTS, part_lse: BITS, out: OUT, lse: BITS, where: WHERE, which: WHICH, factors: FACTORS):
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[N.tasks] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    item(i + n * SPIRV_THREADS, parts, part_lse, out, lse, where, which, factors)
-        elif ti.static(style == "cuda"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(parts.shape[0]):
-                item(i, parts, part_lse, out, lse, where, which, factors)
-        else:
-            ti.loop_config(serialize=serial)
-            for i in range(parts.shape[0]):
-                item(i, parts, part_lse, out, lse, where, which, factors)
+        loop(parts, which, (parts, part_lse, out, lse, where, which, factors))
 
     return merge
 
@@ -453,18 +443,12 @@ def make_mass(style, c):
                     total = total + exp2(ti.min(logit - ti.bit_cast(bits, ti.f32) / factors[F.lse], ti.f32(0.0)))
             mass[which[N.mass_first] + bh * which[N.capacity] + slot] = total
 
+    loop = make_loop(style, False, item, N.tasks)
+
     @ti.kernel
     def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: MASS, where: WHERE,
                      which: WHICH, factors: FACTORS):  # fmt: skip
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[N.tasks] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    item(i + n * SPIRV_THREADS, q, k, lens, table, k_scale, lse, mass, where, which, factors)
-        else:
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(q.shape[0]):
-                item(i, q, k, lens, table, k_scale, lse, mass, where, which, factors)
+        loop(q, which, (q, k, lens, table, k_scale, lse, mass, where, which, factors))
 
     return mass_of_keys
 
@@ -532,18 +516,12 @@ def make_merge_states(style, width, code_a, code_b, code_out):
         if d == 0:
             lse[two[T.lse_first] + row] = bits
 
+    loop = make_loop(style, False, item, T.items)
+
     @ti.kernel
     def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: OUT, lse: BITS, strides: STRIDES, two: TWO,
                      factors: FACTORS):  # fmt: skip
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((two[T.items] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    item(i + n * SPIRV_THREADS, out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors)
-        else:
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(out_a.shape[0]):
-                item(i, out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors)
+        loop(out_a, two, (out_a, out_b, lse_a, lse_b, out, lse, strides, two, factors))
 
     return merge_states
 

@@ -34,7 +34,7 @@ from tikv.kernels.codec import (
     make_store,
     make_word_magnitude,
 )
-from tikv.kernels.lanes import BLOCK, SPIRV_THREADS, make_row_max
+from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
 
 
@@ -158,40 +158,18 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             else:
                 write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
 
+    loop = make_loop(style, serial, step, W.iterations)
+
     @ti.kernel
     def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, where: WHERE_VECTOR, which: WHICH_VECTOR):
         """K, its destination, V, its destination; with one stream V's arrays repeat K's."""
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[W.iterations] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    step(i + n * SPIRV_THREADS, ks, kd, vs, vd, ks, ks, ks, where, which)
-        elif ti.static(style == "cuda"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(ks.shape[0]):
-                step(i, ks, kd, vs, vd, ks, ks, ks, where, which)
-        else:
-            ti.loop_config(serialize=serial)
-            for i in range(ks.shape[0]):
-                step(i, ks, kd, vs, vd, ks, ks, ks, where, which)
+        loop(ks, which, (ks, kd, vs, vd, ks, ks, ks, where, which))
 
     @ti.kernel
     def copy_full(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC,
                   where: WHERE_VECTOR, which: WHICH_VECTOR):  # fmt: skip
         """The same with an index array and scales; those a placement or codec does not use repeat another array."""
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[W.iterations] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    step(i + n * SPIRV_THREADS, ks, kd, vs, vd, index, k_scale, v_scale, where, which)
-        elif ti.static(style == "cuda"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(ks.shape[0]):
-                step(i, ks, kd, vs, vd, index, k_scale, v_scale, where, which)
-        else:
-            ti.loop_config(serialize=serial)
-            for i in range(ks.shape[0]):
-                step(i, ks, kd, vs, vd, index, k_scale, v_scale, where, which)
+        loop(ks, which, (ks, kd, vs, vd, index, k_scale, v_scale, where, which))
 
     return copy_plain if plain else copy_full
 

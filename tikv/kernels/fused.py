@@ -22,7 +22,7 @@ from tikv.kernels.codec import (
     make_store,
 )
 from tikv.kernels.copy import make_rows, make_unit
-from tikv.kernels.lanes import BLOCK, SPIRV_THREADS, make_row_max, make_row_sum
+from tikv.kernels.lanes import make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
 
@@ -235,46 +235,21 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
 
     step = step_cpu if style == "cpu" else step_shared
 
+    loop = make_loop(style, serial, step, W.iterations)
+
     @ti.kernel
     def fused_plain(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: F, sin: F, q_weight: F, k_weight: F,
                     where: FUSED_WHERE_VECTOR, turn: TURN_VECTOR, which: WHICH_VECTOR):  # fmt: skip
         """Q, K and V, each a source and a destination, and the arrays of the transform; unused ones repeat another."""
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[W.iterations] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    step(i + n * SPIRV_THREADS, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs,
-                         where, which, turn)  # fmt: skip
-        elif ti.static(style == "cuda"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(qs.shape[0]):
-                step(i, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs, where, which, turn)
-        else:
-            ti.loop_config(serialize=serial)
-            for i in range(qs.shape[0]):
-                step(i, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs, where, which, turn)
+        loop(qs, which, (qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs, where, which, turn))
 
     @ti.kernel
     def fused_full(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: F, sin: F, q_weight: F, k_weight: F, index: IX,
                    positions: RX, k_scale: SC, v_scale: SC, where: FUSED_WHERE_VECTOR, turn: TURN_VECTOR,
                    which: WHICH_VECTOR):  # fmt: skip
         """The same with slots, rope positions and scales."""
-        if ti.static(style == "spirv"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(SPIRV_THREADS):
-                for n in range((which[W.iterations] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    step(i + n * SPIRV_THREADS, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions,
-                         k_scale, v_scale, where, which, turn)  # fmt: skip
-        elif ti.static(style == "cuda"):
-            ti.loop_config(block_dim=BLOCK)
-            for i in range(qs.shape[0]):
-                step(i, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
-                     where, which, turn)  # fmt: skip
-        else:
-            ti.loop_config(serialize=serial)
-            for i in range(qs.shape[0]):
-                step(i, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
-                     where, which, turn)  # fmt: skip
+        loop(qs, which, (qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
+                         where, which, turn))  # fmt: skip
 
     return fused_plain if plain else fused_full
 

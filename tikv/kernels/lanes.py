@@ -1,6 +1,7 @@
-"""Threads that share a row, and how they agree on a number: by shuffles on CUDA, shared memory on Vulkan and Metal.
+"""The loop of a kernel, the threads that share a row in it, and how they agree on a number.
 
-On CPU a row belongs to one thread and the functions here return what they are given.
+They agree by shuffles on CUDA and by shared memory on Vulkan and Metal. On CPU a row belongs to one thread, which gets
+back what it gives.
 """
 
 import functools
@@ -9,6 +10,33 @@ from tikv.runtime import ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
 SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
+
+
+def make_loop(style, serial, step, count):
+    """loop(extent, numbers, arguments): a kernel's one top-level loop, step(i, *arguments) for each iteration i.
+
+    On CPU and CUDA there are as many as the array `extent` is said to have elements. On Vulkan and Metal, where only a
+    constant bound leaves it one task, `SPIRV_THREADS` threads stride over numbers[count]. All of loop's arguments are
+    templates: a value that is passed would be copied in a task of its own.
+    """
+
+    @ti.func
+    def loop(extent: ti.template(), numbers: ti.template(), arguments: ti.template()):
+        if ti.static(style == "spirv"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(SPIRV_THREADS):
+                for n in range((numbers[count] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
+                    step(i + n * SPIRV_THREADS, *arguments)
+        elif ti.static(style == "cuda"):
+            ti.loop_config(block_dim=BLOCK)
+            for i in range(extent.shape[0]):
+                step(i, *arguments)
+        else:
+            ti.loop_config(serialize=serial)
+            for i in range(extent.shape[0]):
+                step(i, *arguments)
+
+    return loop
 
 
 @functools.cache
