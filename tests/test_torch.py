@@ -1,5 +1,6 @@
 """torch and DLPack: the same memory both ways, and the operations as operators that torch.compile keeps whole."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tikv  # noqa: E402
-from tikv import dtypes, reference  # noqa: E402
+from tikv import arrays, dtypes, reference  # noqa: E402
 
 pytestmark = pytest.mark.archs("cpu", "cuda")
 
@@ -53,6 +54,105 @@ def test_torch_memory_is_written_in_place(arch, rng, name):
     for row, before, after, pointer in zip(rows, cache, caches, pointers, strict=True):
         assert after.data_ptr() == pointer
         oracle.assert_same_bits(contents(after), reference.copy(row, before, position=2))
+
+
+def put_in(tensor, other):
+    tensor.data = other
+    return tensor
+
+
+CHANGES = {
+    "nothing": lambda k: k,
+    "another tensor": lambda k: k.clone(),
+    "another alignment": lambda k: torch.cat([k.flatten()[:1], k.flatten()])[1:].view(k.shape),
+    "a gradient": lambda k: k.clone().requires_grad_(),
+    "a parameter": lambda k: torch.nn.Parameter(k),
+    "other strides": lambda k: k.transpose(0, 1).contiguous().transpose(0, 1),
+    "other strides in place": lambda k: k.as_strided_((3, 2, 8), (8, 24, 1)),
+    "other memory": lambda k: put_in(torch.empty_like(k), k.clone()),
+    "other memory and strides": lambda k: put_in(torch.empty_like(k), k.transpose(0, 1).contiguous().transpose(0, 1)),
+    "a negation": lambda k: torch._neg_view(-k).resolve_neg(),
+}
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_call_is_given_after_others_like_it(arch, rng, monkeypatch, change, guarded, mode):
+    """Tensors of the forms of the call before are not looked at anew; any other difference is seen."""
+    monkeypatch.setattr(arrays, "_recent", {})
+    if not guarded:
+        monkeypatch.setattr(arrays, "_torch_guards", False)
+    numbers = [oracle.random_bits(rng, (3, 2, 8), np.float32) for _ in range(4)]
+    cache = [oracle.random_bits(rng, (2, 6, 8), np.float32) for _ in "kv"]
+    caches = [tensor(a.copy(), arch) for a in cache]
+    for row in numbers:
+        k, v = (tensor(a.copy(), arch).clone() for a in (row, numbers[0]))  # aligned as torch does it
+        tikv.copy_kv(k, v, *caches, position=1)
+    assert (arrays._recent["copy_kv"].same is not None) == guarded
+    for step in range(3):
+        row = oracle.random_bits(rng, (3, 2, 8), np.float32)
+        with mode():
+            k = CHANGES[change](tensor(row.copy(), arch).clone())
+            tikv.copy_kv(k, v, *caches, position=step)
+        cache = [
+            reference.copy(contents(a.detach()), b, position=step)
+            for a, b in zip((k, v), [contents(c).copy() for c in caches], strict=True)
+        ]
+        for name, want, got in zip("kv", cache, caches, strict=True):
+            oracle.assert_same_bits(contents(got), want, what=f"{name} at step {step}")
+
+
+REFUSED = {
+    "another shape": (lambda k: k[:, :, :4], tikv.ShapeError),
+    "one token more": (lambda k: torch.cat([k, k]), tikv.ShapeError),
+    "another dtype": (lambda k: k.half(), tikv.DTypeError),
+    "lazily negated": (lambda k: torch._neg_view(k), tikv.DTypeError),
+    "sparse": (lambda k: k.to_sparse(), tikv.DTypeError),
+    "without memory": (lambda k: k.to("meta"), tikv.ArchError),
+    "a gap": (lambda k: torch.cat([k, k], 2)[:, :, ::2], tikv.ShapeError),
+    "the cache itself": (None, tikv.ShapeError),
+    "no tensor": (lambda k: "k", tikv.DTypeError),
+}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, monkeypatch, wrong, guarded):
+    monkeypatch.setattr(arrays, "_recent", {})
+    if not guarded:
+        monkeypatch.setattr(arrays, "_torch_guards", False)
+    memory = tensor(oracle.random_bits(rng, (2, 6, 8), np.float32), arch)
+    caches = [memory, memory.clone()]
+    k, v = (tensor(oracle.random_bits(rng, (3, 2, 8), np.float32), arch) for _ in "kv")
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=99, dtype="float32")
+    for _ in range(3):
+        tikv.copy_kv(k, v, *caches, position=1)
+        store.append(0, k, v)
+    make, error = REFUSED[wrong]
+    given = memory.transpose(0, 1)[:3] if make is None else make(k)
+    before = [contents(c).copy() for c in caches]
+    for _ in range(3):
+        with pytest.raises(error, match=r"^copy_kv: "):
+            tikv.copy_kv(given, v, *caches, position=1)
+        own = store.keys(0).torch()[0].transpose(0, 1)[:3] if make is None else given
+        with pytest.raises(error, match=r"^KVCacheStore\.append: "):
+            store.append(0, own, v)
+    for name, old, new in zip("kv", before, caches, strict=True):
+        oracle.assert_same_bits(contents(new), old, what=name)
+    assert store.length == 9
+
+
+def test_guards_that_overlook_something_are_not_used(monkeypatch):
+    class Blind:
+        def __init__(self, *tensors, **dims):
+            pass
+
+        def check(self, *tensors):
+            return True
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
+    assert arrays._find_torch_guards(torch) is None
 
 
 @pytest.mark.archs("cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import math
 import sys
 import weakref
@@ -23,12 +24,19 @@ from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
 ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
 
 
+MAX_FORMS = 1 << 16  # forms of arrays that are remembered
 _forms: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()  # a number is never given twice, so what was kept under a forgotten one is never found
 
 
 def _form_number(form: tuple[Any, ...]) -> int:
     """A small number for what a bound launch depends on: all but the address, of which only the alignment counts."""
-    return _forms.setdefault(form, len(_forms))
+    found = _forms.get(form)
+    if found is None:
+        if len(_forms) >= MAX_FORMS:
+            _forms.clear()
+        found = _forms.setdefault(form, next(_numbers))
+    return found
 
 
 class ArrayView:
@@ -136,6 +144,80 @@ def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(buffer, np.uint8)
 
 
+class Views(list[ArrayView]):
+    """The arrays of one call in turn, their addresses, and one number for what a launch over them depends on."""
+
+    __slots__ = ("key", "pointers")
+
+    def __init__(self, views: Sequence[ArrayView]) -> None:
+        super().__init__(views)
+        self.key = _form_number(tuple([v.key for v in views]))
+        self.pointers = tuple([v.ptr for v in views])
+
+    def at(self, pointers: tuple[int, ...]) -> Views | None:
+        """Arrays of these forms at other addresses; None where one is aligned differently."""
+        views = []
+        for v, p in zip(self, pointers, strict=True):
+            if (p ^ v.ptr) % ALIGNMENT:
+                return None
+            views.append(v if p == v.ptr else v.at(p))
+        found: Views = Views.__new__(Views)
+        found.extend(views)
+        found.key, found.pointers = self.key, pointers
+        return found
+
+
+class _Recent:
+    """What an operation was last given; for torch tensors also a test whether others have the same forms."""
+
+    __slots__ = ("count", "guards", "same", "views")
+
+    def __init__(self, views: Views, same: Callable[..., bool] | None = None, guards: int = 0) -> None:
+        self.views = views
+        self.count = len(views)
+        self.same = same
+        self.guards = guards  # made for these forms; inference mode and autocast ask for one of their own
+
+
+MAX_GUARDS = 8
+_recent: dict[str, _Recent] = {}
+
+
+def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> Views:
+    """`view` of each array of a call, cheaper: where they have the forms of the call before, only addresses are read.
+
+    Raises:
+        As `view`.
+    """
+    recent = _recent.get(operation)
+    if recent is not None and recent.count == len(arrays):
+        same = recent.same
+        if same is not None and same(*arrays):
+            pointers = tuple(map(_torch_address, arrays))
+            found = recent.views
+            if pointers == found.pointers:
+                return found
+            moved = found.at(pointers)
+            if moved is not None:
+                recent.views = moved
+                return moved
+        views = [view(a, name, operation) for a, name in zip(arrays, names, strict=True)]
+        if views == recent.views:  # the same NumPy arrays, and unchanged: their views are kept
+            return recent.views
+    else:
+        recent = None
+        views = [view(a, name, operation) for a, name in zip(arrays, names, strict=True)]
+    found = Views(views)
+    if all(v.owner is None and v.handle is None for v in views):  # keeps nothing alive
+        same, guards = None, 0
+        if recent is not None and recent.views.key == found.key:  # forms that come back are worth a guard
+            same, guards = recent.same, recent.guards
+            if guards < MAX_GUARDS:
+                same, guards = _torch_guard(arrays) or same, guards + 1
+        _recent[operation] = _Recent(found, same, guards)
+    return found
+
+
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 
@@ -229,26 +311,25 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     return found
 
 
-MAX_FORMS = 1 << 16  # forms of torch tensors that are remembered
 _torch_forms: dict[tuple[Any, ...], ArrayView] = {}
-_torch_layouts: set[Any] = set()
 
 
 def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     # A model makes new tensors of the same form each step, so what follows from the form is kept, not the tensor.
-    if array.layout not in _torch_layouts:
-        if str(array.layout) != "torch.strided":
-            raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
-        _torch_layouts.add(array.layout)
+    try:
+        pointer = array.data_ptr()
+        form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
+    except RuntimeError:
+        _check_strided(array, name, operation)
+        raise
     if array.is_neg():
         raise DTypeError(
             f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
             f"Pass {name}.resolve_neg()."
         )
-    pointer = array.data_ptr()
-    form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
     seen = _torch_forms.get(form)
     if seen is None:
+        _check_strided(array, name, operation)
         shape, strides, torch_dtype, torch_device, _ = form
         dtype = dtypes.of_torch(torch_dtype)
         if dtype is None:
@@ -257,7 +338,56 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
         if len(_torch_forms) >= MAX_FORMS:
             _torch_forms.clear()
         seen = _torch_forms[form] = ArrayView(pointer, tuple(shape), strides, dtype, device)
-    return seen.at(pointer)
+    return seen if seen.ptr == pointer else seen.at(pointer)
+
+
+_torch_address: Callable[[Any], int]
+_torch_guards: Any = None  # torch's class of guards; False where it does not do what is needed
+
+
+def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """A test, one call of torch's, for tensors of these very forms: type, dtype, device, shape, strides, lazy bits.
+
+    It is what guards torch's compiled functions. None for what is no plain tensor, or where torch has no such guards.
+    """
+    global _torch_address, _torch_guards
+    torch: Any = sys.modules.get("torch")
+    if torch is None or _torch_guards is False or any(type(t) is not torch.Tensor for t in tensors):
+        return None
+    if _torch_guards is None:
+        _torch_address = torch.Tensor.data_ptr
+        _torch_guards = _find_torch_guards(torch) or False
+        return _torch_guard(tensors)
+    shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    found: Callable[..., bool] = _torch_guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return found
+
+
+def _find_torch_guards(torch: Any) -> Any:
+    """Torch's guards, if they are there and tell apart what they must; they are no public part of torch."""
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        base = torch.zeros(2, 3)
+        same = guards(base, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+        others = (
+            torch.zeros(3, 2),
+            torch.zeros(2, 3, 1),
+            torch.zeros(3, 2).t(),
+            torch.zeros(2, 3, dtype=torch.float64),
+            torch.empty(2, 3, device="meta"),
+            torch.zeros(2, 3).to_sparse(),
+            torch._neg_view(torch.zeros(2, 3)),
+            np.zeros((2, 3), np.float32),
+        )
+        works = same(torch.ones(2, 3)) and not any(same(other) for other in others)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return None
+    return guards if works else None
+
+
+def _check_strided(array: Any, name: str, operation: str) -> None:
+    if str(array.layout) != "torch.strided":
+        raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
 
 
 def _torch_device_name(device: Any, name: str, operation: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes, read_host, write_host
+from tikv.arrays import ArrayView, Memory, StagedNdarray, Views, host_bytes, read_host, write_host
 from tikv.dtypes import DType
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
@@ -293,7 +293,7 @@ class CopyCall:
         self.bind = bind
         self.chosen = chosen
         self.bound: launch.Bound | None = None
-        self.pointers: list[int] | None = None
+        self.pointers: tuple[int, ...] | None = None
 
     def run(self, operation: str, arrays: Sequence[ArrayView], entry: int = 0, value: Any = 0) -> None:
         """Launch over these arrays, with `value` in entry `entry` of the vector of placements unless that is 0.
@@ -303,7 +303,7 @@ class CopyCall:
         """
         if self.bind is None:
             return
-        pointers = [a.ptr for a in arrays]
+        pointers = arrays.pointers if type(arrays) is Views else tuple([a.ptr for a in arrays])
         bound = self.bound
         if bound is None:
             if not self.live.is_cpu and any(a.device == "cpu" for a in arrays):
@@ -326,7 +326,7 @@ class CopyCall:
             if entry:
                 self._enter(bound, entry, value)
             bound.launch()
-            if 0 in pointers:
+            if self.live.is_spirv and 0 in pointers:
                 bound.release()
                 self.pointers = None
 

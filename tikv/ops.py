@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import checks, launch, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import ArrayView, Views, describe, view, view_all
 from tikv.moves import CopyCall, End, Placement, bind_copy, entry_of, keep_plan, reduced_position
 
 
@@ -58,7 +58,7 @@ def copy(
         >>> cache[:, :, 0].tolist()
         [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
-    arrays = [view(src, "src", "copy"), view(cache, "cache", "copy")]
+    arrays = view_all((src, cache), _SINGLE, "copy")
     write("copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
 
 
@@ -97,12 +97,7 @@ def copy_kv(
         >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
         ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    arrays = [
-        view(k, "k", "copy_kv"),
-        view(k_cache, "k_cache", "copy_kv"),
-        view(v, "v", "copy_kv"),
-        view(v_cache, "v_cache", "copy_kv"),
-    ]
+    arrays = view_all((k, k_cache, v, v_cache), _PAIR, "copy_kv")
     write("copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
 
 
@@ -158,7 +153,9 @@ def write(
     `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers.
     """
     live = runtime.current()
-    key = (operation, *[a.key for a in arrays], window, num_tokens, src_offset, src_layout, cache_layout)
+    if type(arrays) is not Views:
+        arrays = Views(arrays)
+    key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout)
     plan = live.plans.get(key)
     if plan is None:
         options = (window, num_tokens, src_offset, src_layout, cache_layout, names)

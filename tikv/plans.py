@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import ArrayView, Views, describe, view_all
 from tikv.errors import DTypeError, ShapeError
 from tikv.moves import CopyCall, End, Placement, bind_copy, keep_plan
 
@@ -46,8 +46,8 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
     operation = "append_ragged"
     live = runtime.current()
     given = (k_new, k_cache, v_new, v_cache, cache_offsets)
-    arrays = [view(a, name, operation) for a, name in zip(given, _NAMES)]  # noqa: B905
-    key = (operation, *[a.key for a in arrays])
+    arrays = view_all(given, _NAMES, operation)
+    key = (operation, arrays.key)
     call = live.plans.get(key)
     if call is None:
         call = keep_plan(live, key, _plan_append(live, operation, arrays))
@@ -198,7 +198,7 @@ class KVCacheAppendPlan:
         self.runtime = live
         d = descriptor
         self.sku = f"append_ragged_{self.dtype.short}_h{d.num_heads}_k{d.d_k}_v{d.d_v}_{live.arch}"
-        self._key: list[int] | None = None
+        self._key: int | None = None
         self._call: CopyCall | None = None
 
     @classmethod
@@ -247,22 +247,16 @@ class KVCacheAppendPlan:
         operation = "KVCacheAppendPlan.run"
         runtime.require_alive(self.runtime, operation)
         arrays = self._views(args, operation)
-        key = [a.key for a in arrays]
-        if key != self._key:
+        if arrays.key != self._key:
             self._check(operation, arrays)
             self._call = _plan_append(self.runtime, operation, arrays)
-            self._key = key
+            self._key = arrays.key
         self._call.run(operation, arrays)  # type: ignore[union-attr]  # set with the key
 
     @staticmethod
-    def _views(args: KVCacheAppendArgs, operation: str) -> list[ArrayView]:
-        return [
-            view(args.k_new, "k_new", operation),
-            view(args.k_cache, "k_cache", operation),
-            view(args.v_new, "v_new", operation),
-            view(args.v_cache, "v_cache", operation),
-            view(args.cache_offsets, "cache_offsets", operation),
-        ]
+    def _views(args: KVCacheAppendArgs, operation: str) -> Views:
+        given = (args.k_new, args.k_cache, args.v_new, args.v_cache, args.cache_offsets)
+        return view_all(given, _NAMES, operation)
 
     def _check(self, operation: str, arrays: Sequence[ArrayView]) -> None:
         d = self.descriptor

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, quant, runtime
-from tikv.arrays import ArrayView, CacheArray, StagedNdarray, as_numpy, describe, new_array, read_host, view
+from tikv.arrays import ArrayView, CacheArray, StagedNdarray, as_numpy, describe, new_array, read_host, view, view_all
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.moves import CopyCall, End, Placement, bind_copy, keep_plan
 
@@ -177,18 +177,12 @@ def write_slots(
     """
     operation = "write_slots"
     live = runtime.current()
-    slot_mapping = index_array(slot_mapping)
-    arrays = [
-        view(k, "k", operation),
-        view(k_pool, "k_pool", operation),
-        view(v, "v", operation),
-        view(v_pool, "v_pool", operation),
-        view(slot_mapping, "slot_mapping", operation),
-    ]
+    given: tuple[Any, ...] = (k, k_pool, v, v_pool, index_array(slot_mapping))
     if k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
-        arrays += [view(k_scale, "k_scale", operation), view(v_scale, "v_scale", operation)]
-    key = (operation, layout, *[a.key for a in arrays])
+        given = (*given, k_scale, v_scale)
+    arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
+    key = (operation, layout, arrays.key)
     found = live.plans.get(key)
     if found is None:
         found = keep_plan(live, key, plan_write_slots(live, operation, arrays, layout))

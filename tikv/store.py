@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import checks, draw, dtypes, files, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, describe, new_array, read_host, to_device, view
+from tikv.arrays import ArrayView, CacheArray, Memory, Views, describe, new_array, read_host, to_device, view, view_all
 from tikv.attention import Cache, Question, attend
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
@@ -28,6 +28,7 @@ SOURCES = {
     "float64": ("float64",),
     "int8": ("float32", "float16", "bfloat16"),
 }  # what may be appended to a store of each dtype
+_ROWS, _ROWS_AT = ("k", "v"), ("k", "v", "positions")  # names of what an append takes
 
 
 class Layer:
@@ -76,7 +77,7 @@ class Layer:
 class AppendPlan:
     """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
 
-    __slots__ = ("bound", "layers", "memory", "mixed", "sources", "table", "tokens", "which")
+    __slots__ = ("bound", "layers", "memory", "mixed", "pointers", "room", "sources", "table", "tokens", "which")
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class AppendPlan:
         self.which = len(bound.arguments) - 1  # the vector of placements
         self.sources = sources
         self.table = table  # kept alive for the launches
+        self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)  # tokens that all can hold
+        self.pointers: tuple[int, ...] | None = None  # of the arrays last bound, which have passed the checks
         first, last = layers[0], layers[-1]  # of one block; what the launch writes lies between two addresses, twice
         self.memory = (first.k.ptr, last.k.ptr + last.k.span, first.v.ptr, last.v.ptr + last.v.span)
 
@@ -314,17 +317,16 @@ class KVCacheStore:
         """
         operation = "KVCacheStore.append"
         to = self._layer(layer, operation)
-        k_view, v_view = view(k, "k", operation), view(v, "v", operation)
         if positions is not None:
-            at = view(positions, "positions", operation)
-            self._append_at(operation, [to], k_view, v_view, layout, at, False)
+            self._append_at(operation, [to], view_all((k, v, positions), _ROWS_AT, operation), layout, False)
             return
-        key = (layer, k_view.key, v_view.key, layout)
+        rows = view_all((k, v), _ROWS, operation)
+        key = (layer, rows.key, layout)
         plan = self._appends.get(key)
         if plan is None:
-            self._append_checked(operation, [to], k_view, v_view, layout, key)
+            self._append_checked(operation, [to], rows, layout, key)
         else:
-            self._append_bound(operation, plan, k_view, v_view)
+            self._append_bound(operation, plan, rows)
 
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
         """Append new tokens to all layers, in one launch (one a block, see the class).
@@ -340,42 +342,52 @@ class KVCacheStore:
         """
         operation = "KVCacheStore.append_all"
         self._layer(0, operation)
-        k_view, v_view = view(k, "k", operation), view(v, "v", operation)
         if positions is not None:
-            at = view(positions, "positions", operation)
-            self._append_at(operation, self._layers, k_view, v_view, layout, at, True)
+            rows = view_all((k, v, positions), _ROWS_AT, operation)
+            self._append_at(operation, self._layers, rows, layout, True)
             return
-        key = ("all", k_view.key, v_view.key, layout)
+        rows = view_all((k, v), _ROWS, operation)
+        key = ("all", rows.key, layout)
         plan = self._appends.get(key)
         if plan is None or not self._in_step(plan):
-            self._append_checked(operation, self._layers, k_view, v_view, layout, key)
+            self._append_checked(operation, self._layers, rows, layout, key)
         else:
-            self._append_bound(operation, plan, k_view, v_view)
+            self._append_bound(operation, plan, rows)
 
     def _in_step(self, plan: AppendPlan) -> bool:
         """Whether one position serves all layers: they are equally long, and it fits 32 bits where it must."""
-        if len({layer.length for layer in self._layers}) > 1:
+        lengths = [layer.length for layer in self._layers]
+        if lengths.count(lengths[0]) < len(lengths):
             return False
-        return not plan.mixed or self._layers[0].length + plan.tokens < 2**31
+        return not plan.mixed or lengths[0] + plan.tokens < 2**31
 
-    def _append_bound(self, operation: str, plan: AppendPlan, k: ArrayView, v: ArrayView) -> None:
-        tokens, layers, bound = plan.tokens, plan.layers, plan.bound
-        if k.ptr and (_between(k, plan.memory) or _between(v, plan.memory)):
-            self._apart(operation, layers, (("k", k), ("v", v)))
-        for layer in layers:
-            if layer.ring == 0 and layer.length + tokens > layer.slots:
-                checks.fits_linear(layer.length, tokens, layer.slots, operation)
+    def _append_bound(self, operation: str, plan: AppendPlan, rows: Views) -> None:
+        bound, layers = plan.bound, plan.layers
         first = layers[0]
-        position = first.length if plan.mixed else reduced_position(first.length, first.sinks, first.ring)
+        length = first.length  # that of all these layers
+        after = length + plan.tokens
+        if after > plan.room:
+            checks.fits_linear(length, plan.tokens, plan.room, operation)
+        position = length
+        if first.ring and not plan.mixed:
+            position = reduced_position(length, first.sinks, first.ring)
         with bound.lock:
-            bound.set_array(0, k)
-            bound.set_array(2, v)
+            if rows.pointers != plan.pointers:
+                k, v = rows
+                if k.ptr and (_between(k, plan.memory) or _between(v, plan.memory)):
+                    self._apart(operation, layers, (("k", k), ("v", v)))
+                bound.set_array(0, k)
+                bound.set_array(2, v)
+                plan.pointers = rows.pointers
             bound.set_entry(plan.which, self._position, position)
             bound.launch()
-            if k.handle is not None:
+            if self.runtime.is_spirv:
                 bound.release()
+                plan.pointers = None
         for layer in layers:
-            layer.grow(tokens)
+            layer.length = after
+            if layer.ring and after - layer.ring > layer.valid_from:
+                layer.valid_from = after - layer.ring
 
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
@@ -418,16 +430,15 @@ class KVCacheStore:
         self,
         operation: str,
         layers: list[Layer],
-        k: ArrayView,
-        v: ArrayView,
+        given: Views,
         layout: str,
-        positions: ArrayView,
         stacked: bool,
     ) -> None:
         """Append at positions that the launch reads; the host's counts stay as they are."""
-        key = ("at", layers[0].index, stacked, k.key, v.key, layout, positions.key)
+        key = ("at", layers[0].index, stacked, given.key, layout)
         plan = self._appends.get(key)
         if plan is None:
+            k, v, positions = given
             rows, token_axis, head_axis, tokens = self._checked_rows(operation, layers, k, v, layout, stacked)
             checks.on_device([("positions", positions)], self.runtime, operation)
             checks.indices(positions, "positions", operation)
@@ -439,7 +450,7 @@ class KVCacheStore:
             if stacked and not self._one_launch_at:
                 for layer in layers:
                     k_rows, v_rows = (a.moved(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in (k, v))
-                    self._append_at(operation, [layer], k_rows, v_rows, layout, positions, False)
+                    self._append_at(operation, [layer], Views([k_rows, v_rows, positions]), layout, False)
                 return
             stage = Staging(self.runtime, [*rows, positions], [False] * 3)
             *sources, index = stage.arrays
@@ -453,20 +464,23 @@ class KVCacheStore:
             plan.sources, plan.table = (), None
         bound = plan.bound
         with bound.lock:
-            for i, a in ((0, k), (2, v), (4, positions)):
-                bound.set_array(i, a)
+            if given.pointers != plan.pointers:
+                for i, a in zip((0, 2, 4), given, strict=True):
+                    bound.set_array(i, a)
+                plan.pointers = given.pointers
             bound.launch()
-            bound.release()
+            if self.runtime.is_spirv:
+                bound.release()
+                plan.pointers = None
 
     @property
     def _one_launch_at(self) -> bool:
         """Whether one launch appends to all layers at positions it reads: one block, one sequence, one window."""
         return self.batch_size == 1 and len(self._blocks) == 1 and len({(x.slots, x.ring) for x in self._layers}) == 1
 
-    def _append_checked(
-        self, operation: str, layers: list[Layer], k: ArrayView, v: ArrayView, layout: str, key: Any
-    ) -> None:
+    def _append_checked(self, operation: str, layers: list[Layer], given: Views, layout: str, key: Any) -> None:
         """Check new arrays against the store, then append to `layers`, keeping the bound launch for the next time."""
+        k, v = given
         stacked = operation.endswith("append_all")
         rows, token_axis, head_axis, tokens = self._checked_rows(operation, layers, k, v, layout, stacked)
         for layer in layers:
@@ -489,7 +503,7 @@ class KVCacheStore:
             stage = Staging(self.runtime, sources, [False, False])
             plans.append(self._bind_append(operation, part, stage.arrays, token_axis, head_axis, tokens, mixed))
         for plan in plans:
-            self._append_bound(operation, plan, *plan.sources)
+            self._append_bound(operation, plan, Views(plan.sources))
             plan.sources = ()
         staged = not self.runtime.is_cpu and "cpu" in (k.device, v.device)
         if len(plans) == 1 and (whole or len(layers) == 1) and not staged:
