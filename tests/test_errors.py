@@ -61,6 +61,10 @@ COPY = [
         "copy: position is 1.5, not an integer. Pass an int.",
     ),
     (
+        "position_is_a_truth", SRC, CACHE, {"position": True}, tikv.DTypeError,
+        "copy: position is True, not an integer. Pass an int.",
+    ),
+    (
         "window_too_wide", SRC, CACHE, {"position": 0, "window": 6}, tikv.CapacityError,
         "copy: window=6 > capacity=5. Use a window of at most 5, or a larger cache.",
     ),

@@ -33,6 +33,8 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
         DTypeError: it is not an integer.
     """
     if type(value) is not int:
+        if isinstance(value, bool):
+            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.")
         try:
             value = operator.index(value)
         except TypeError as error:

@@ -81,7 +81,7 @@ def parse(dtype: Any, operation: str) -> DType:
         found = _BY_NAME.get(dtype.removeprefix("torch."))
     elif type(dtype).__module__ == "torch":
         found = of_torch(dtype)
-    else:
+    elif dtype is not None:  # which NumPy takes for float64
         try:
             found = of_numpy(np.dtype(dtype))
         except TypeError:
