@@ -405,6 +405,8 @@ def test_a_snapshot_of_another_store_is_refused(arch, rng, changes):
     with pytest.raises(tikv.ShapeError, match=r"Restore it into the store it was taken from\."):
         other.restore(kept.snapshot())
     assert other.length == 0
+    with pytest.raises(tikv.OptionError, match=r"^KVCacheStore\.restore: 3 is no snapshot\. Give what"):
+        other.restore(3)
 
 
 @by_row
@@ -590,7 +592,11 @@ def test_a_helpful_repr(arch):
         ({"dtype": "int32"}, tikv.DTypeError, "dtype int32 is not stored"),
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype 'float8'"),
         ({"window": [4, 4]}, tikv.ShapeError, "window has 2 entries for num_layers=3"),
+        ({"dtype": None}, tikv.DTypeError, "unknown dtype None"),
         ({"window": 0}, tikv.PositionError, "window=0 is outside"),
+        ({"window": 2.5}, tikv.DTypeError, "window is 2.5, not an integer"),
+        ({"window": [None, None, True]}, tikv.DTypeError, "window is True, not an integer"),
+        ({"window": 1000}, tikv.CapacityError, "window=1000 > capacity="),
         ({"sinks": 2}, tikv.OptionError, "sinks=2 without a window"),
         ({"window": 4, "sinks": 4}, tikv.CapacityError, "sinks=4 leave no slot of window=4"),
         ({"dtype": "int8", "scale_dtype": "bfloat16"}, tikv.DTypeError, "scale_dtype bfloat16 is not offered"),

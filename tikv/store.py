@@ -7,7 +7,7 @@ only where a block would be larger than a launch can address. A layer with a win
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,8 @@ class KVCacheStore:
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
         dtype: storage: float32, float16, bfloat16, float64, or int8 with a scale per token and head.
-        window: None; or the slots of a sliding layer, sinks included; or one of these for each layer.
+        window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
+            layer.
         sinks: first tokens that a sliding layer keeps for ever.
         head_dim_v: width of a head of V.
         scale_dtype: of the int8 scales, float16 or float32.
@@ -195,12 +196,13 @@ class KVCacheStore:
         self._allocate()
 
     def _windows(self, window: Any, operation: str) -> list[int | None]:
-        given = [window] * self.num_layers if window is None or isinstance(window, int) else list(window)
+        one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
+        given = list(window) if one_each else [window] * self.num_layers
         if len(given) != self.num_layers:
             raise ShapeError(
                 f"{operation}: window has {len(given)} entries for num_layers={self.num_layers}. Give one a layer."
             )
-        found = [None if w is None else checks.integer(w, "window", operation, low=1) for w in given]
+        found = [checks.window_of(w, self.capacity, operation) for w in given]
         if self.sinks and all(w is None for w in found):
             raise OptionError(f"{operation}: sinks={self.sinks} without a window. Give a window, or sinks=0.")
         for w in found:
@@ -912,10 +914,12 @@ class KVCacheStore:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
         Raises:
-            ShapeError: the snapshot is of a store of another form.
+            OptionError, ShapeError: it is no snapshot, or one of a store of another form.
             StaleRuntimeError: the runtime of one of them is gone.
         """
         operation = "KVCacheStore.restore"
+        if not isinstance(snapshot, Snapshot):
+            raise OptionError(f"{operation}: {snapshot!r} is no snapshot. Give what `snapshot` returned.")
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
         ours = [(x.k.shape[1:2] + x.k.shape[3:], x.v.shape[3:], x.k.dtype) for x in self._layers]

@@ -107,12 +107,13 @@ def load_prompt_cache(
         raise OptionError(f"{operation}: layers keep {sorted(sinks)} first tokens; one number for all is offered.")
     k, v = arrays[0]
     longest = max(length for length, _ in counts)
+    widest = max(window or 0 for window in windows)
     store = KVCacheStore(
         num_layers=len(classes),
         num_kv_heads=k.shape[1],
         head_dim=k.shape[3],
         head_dim_v=v.shape[3],
-        capacity=capacity or max(2 * longest, longest + 256),
+        capacity=capacity or max(2 * longest, longest + 256, widest),
         batch_size=k.shape[0],
         dtype=k.dtype,
         window=windows,
