@@ -164,6 +164,26 @@ def test_halves_are_joined():
     assert joined.count("ld.") == 2
 
 
+ELEMENT = "{\n\tshr.u64 \t%rd2, %rd1, 32;\nBETWEEN\tcvt.u16.u64 \t%rs1, %rd2;\n"
+
+
+def test_elements_are_parts_of_registers():
+    taken = ptx._quarters(ELEMENT.replace("BETWEEN", ""))
+    assert "{%quarter0, %quarter1, %quarter2, %quarter3}, %rd1;\n\tmov.b16 \t%rs1, %quarter2;" in taken
+    assert "cvt" not in taken
+    assert ".reg .b16 \t%quarter<4>;" in taken
+
+
+@pytest.mark.parametrize(
+    "between",
+    ["\tmov.u64 \t%rd1, %rd7;\n", "\tadd.s64 \t%rd2, %rd2, 1;\n", "$L__BB0_3:\n", "\t@%p1 bra \t$L__BB0_4;\n"],
+    ids=["the word changes", "the shifted word changes", "a label", "a branch"],
+)
+def test_elements_of_words_that_may_have_changed_are_left(between):
+    text = ELEMENT.replace("BETWEEN", between)
+    assert ptx._quarters(text) == text
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -614,3 +634,17 @@ def test_a_child_that_cannot_start_says_why(folder, monkeypatch):
     with pytest.raises(tikv.ArchError, match="the compiling process failed: no such GPU"):
         compiler.ptx_of(make_nothing, (1,), "sm_90")
     assert compiler._child is None
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32], ids=["int8", "float16", "float32"])
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_a_block_of_attention_has_room_for_its_results(rows, bits):
+    """A block may have 48 KiB of shared memory, and the rows of a task halve down to one among the lanes of a key."""
+    from tikv.kernels import attention_cuda as lanes
+
+    for width in range(8, lanes.WIDEST + 1, 8):
+        shape = lanes.shape_of(width, lanes.BITS // bits, rows)
+        kept, groups = lanes.rows_kept(rows), lanes.BLOCK // shape.lanes
+        assert 4 * kept * groups * (width + 2) <= 48 << 10, (width, shape)
+        assert kept <= shape.lanes <= 32, (width, shape)
+        assert shape.resident * 4 * kept * groups * (width + 2) <= 220 << 10, (width, shape)

@@ -19,11 +19,11 @@ TOOLS = ("spirv-val", "spirv-cross")
 
 
 def factories():
-    """The functions in kernels/ that return a kernel for a GPU: those with `@ti.kernel` inside."""
+    """The functions in kernels/ that return a kernel for Metal: those with `@ti.kernel` inside."""
     found = set()
     for path in sorted(KERNELS.glob("*.py")):
-        if path.stem.endswith("_cpu"):
-            continue  # never on a GPU
+        if path.stem.endswith(("_cpu", "_cuda")):
+            continue  # never on Metal
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any(
                 ast.unparse(d) == "ti.kernel"

@@ -13,7 +13,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import tikv  # noqa: E402
 from tikv import arrays, dtypes, reference  # noqa: E402
 
-pytestmark = pytest.mark.archs("cpu", "cuda")
+pytestmark = [
+    pytest.mark.archs("cpu", "cuda"),
+    # torch.compile's own, on some versions of Python
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 STORED = ["float32", "float16", "bfloat16", "int8"]
 

@@ -27,6 +27,7 @@ STORED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8)
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
 MOST_ROWS = 8  # query rows that share a pass over the keys
 MOST_SPLITS = 1024
+MAX_PLANS_OF_FORM = 64  # of the results' alignments and the splits that lengths on the host ask for
 LEAST_KEYS = 256  # of a split that nobody asked for
 SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256}  # thread blocks that fill a device
@@ -132,35 +133,51 @@ def decode_attention(
     """
     operation = "decode_attention"
     live = runtime.current()
-    seq_lens = index_array(seq_lens)
+    seq_lens = index_array(seq_lens)  # a view does not keep an array alive
     queries, lens = view(q, "q", operation), view(seq_lens, "seq_lens", operation)
     k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
-    scales = _scale_views(k_scale, v_scale, operation)
-    named = [("q", queries), ("k_cache", k), ("v_cache", v), ("seq_lens", lens), *scales]
-    checks.on_device(named, live, operation)
-    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+    arrays = {"q": queries, "k": k, "v": v, "lens": lens}
+    if k_scale is not None or v_scale is not None:
+        _add_scales(arrays, k_scale, v_scale, operation)
+    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
+    key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+    form = live.plans.get(key)
+    if form is None:
+        cache = _contiguous(arrays, window, ring, sinks, live, operation)
+        span = None if window is None else window - cache.sinks
+        question = Question(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
+        form = keep_plan(live, key, Form(live, operation, arrays, cache, k.shape[0], question))
+    oldest = 0
+    if first_valid is not None:
+        oldest = checks.integer(first_valid, "first_valid", operation, high=2**31 - 1)
+    return form.attend(q, arrays, out, return_lse, checks.option(impl, "impl", operation, IMPLEMENTATIONS), 0, oldest)
+
+
+def _contiguous(
+    arrays: dict[str, ArrayView], window: int | None, ring: bool, sinks: int, live: runtime.Runtime, operation: str
+) -> Cache:
+    """What contiguous caches and rings hold, checked."""
+    names = {"k": "k_cache", "v": "v_cache", "lens": "seq_lens"}
+    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    k, v = arrays["k"], arrays["v"]
     for name, a in (("k_cache", k), ("v_cache", v)):
         checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)
         checks.readable(a, name, operation)
     detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
     for axis, what in enumerate(("batch", "number of heads", "capacity")):
         checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
-    batch, heads, capacity, width = k.shape
+    _, heads, capacity, width = k.shape
     window = checks.window_of(window, capacity, operation) if ring else _window(window, operation)
     sinks = checks.integer(sinks, "sinks", operation)
     slots = capacity if window is None else window
     if sinks and (window is not None or ring) and sinks >= slots:
         raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
-    strides = (0, 0, 0, 0)
-    for name, a in scales:
+    scales = _scales(arrays, operation)
+    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
         if a.shape != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
-    if scales:
-        a, b = scales[0][1], scales[1][1]
-        if a.strides != b.strides:
-            raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
-        strides = (a.strides[0], 0, a.strides[2], a.strides[1])
-    cache = Cache(
+    return Cache(
         k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
         v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
         heads=heads,
@@ -170,13 +187,9 @@ def decode_attention(
         capacity=capacity,
         sinks=sinks if ring or window is not None else 0,
         ring=slots - sinks if ring else 0,
-        scales=tuple(a for _, a in scales),
-        scale_strides=strides,
+        scales=scales,
+        scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
     )
-    span = None if window is None else window - sinks
-    oldest = checks.integer(first_valid or 0, "first_valid", operation, high=2**31 - 1)
-    question = Question(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
-    return attend(live, operation, q, queries, cache, lens, None, batch, question, out, return_lse, impl, oldest)
 
 
 def paged_decode_attention(
@@ -235,16 +248,32 @@ def paged_decode_attention(
     """
     operation = "paged_decode_attention"
     live = runtime.current()
-    block_tables, context_lens = index_array(block_tables), index_array(context_lens)
+    block_tables, context_lens = index_array(block_tables), index_array(context_lens)  # views do not keep them alive
     queries, lens = view(q, "q", operation), view(context_lens, "context_lens", operation)
     k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
     table = view(block_tables, "block_tables", operation)
-    scales = _scale_views(k_scale, v_scale, operation)
-    checks.option(layout, "layout", operation, tuple(LAYOUTS))
+    arrays = {"q": queries, "k": k, "v": v, "lens": lens, "table": table}
+    if k_scale is not None or v_scale is not None:
+        _add_scales(arrays, k_scale, v_scale, operation)
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
-    named = [("q", queries), ("k_pool", k), ("v_pool", v), ("block_tables", table), ("context_lens", lens), *scales]
-    checks.on_device(named, live, operation)
+    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
+    key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+    form = live.plans.get(key)
+    if form is None:
+        cache = _pages(arrays, layout, live, operation)
+        question = Question(scale, causal, _window(window, operation), softcap, num_splits, lse_base2)
+        form = keep_plan(live, key, Form(live, operation, arrays, cache, table.shape[0], question))
+    return form.attend(q, arrays, out, return_lse, "taichi")
+
+
+def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> Cache:
+    """What page pools hold behind a block table, checked."""
+    checks.option(layout, "layout", operation, tuple(LAYOUTS))
+    names = {"k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
+    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    k, v, table = arrays["k"], arrays["v"], arrays["table"]
     shapes = []
     for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
         checks.readable(a, name, operation)
@@ -255,17 +284,11 @@ def paged_decode_attention(
     checks.indices(table, "block_tables", operation)
     checks.rank(table, (2,), "block_tables", "(B, max_blocks)", operation)
     shape = shapes[0]
-    strides = (0, 0, 0, 0)
-    for name, a in scales:
+    scales = _scales(arrays, operation)
+    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
         checks.readable(a, name, operation)
         pool_scale(a, shape, name, operation)
-    if scales:
-        a, b = scales[0][1], scales[1][1]
-        if a.strides != b.strides:
-            raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
-        strides = (0, a.strides[0], a.strides[1], a.strides[2])
-    batch = table.shape[0]
-    cache = Cache(
+    return Cache(
         k=pool_end(k, LAYOUTS[layout][0]),
         v=pool_end(v, LAYOUTS[layout][1]),
         heads=shape.heads,
@@ -275,24 +298,41 @@ def paged_decode_attention(
         capacity=table.shape[1] * shape.page,
         page=shape.page,
         blocks=shape.blocks,
-        scales=tuple(a for _, a in scales),
-        scale_strides=strides,
+        scales=scales,
+        scale_strides=(0, scales[0].strides[0], scales[0].strides[1], scales[0].strides[2]) if scales else (0, 0, 0, 0),
     )
-    question = Question(scale, causal, _window(window, operation), softcap, num_splits, lse_base2)
-    return attend(live, operation, q, queries, cache, lens, table, batch, question, out, return_lse, "taichi")
 
 
 def _window(window: Any, operation: str) -> int | None:
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
-def _scale_views(k_scale: Any, v_scale: Any, operation: str) -> list[tuple[str, ArrayView]]:
-    if (k_scale is None) != (v_scale is None):
+def real(value: Any, name: str, operation: str) -> float | None:
+    """A number of the options as a float, so that equal ones have one form."""
+    if value is None or type(value) is float:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from error
+
+
+def _add_scales(arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, operation: str) -> None:
+    if k_scale is None or v_scale is None:
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
-    if k_scale is None:
-        return []
-    return [("k_scale", view(k_scale, "k_scale", operation)), ("v_scale", view(v_scale, "v_scale", operation))]
+    arrays["k_scale"] = view(k_scale, "k_scale", operation)
+    arrays["v_scale"] = view(v_scale, "v_scale", operation)
+
+
+def _scales(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
+    """The scales of K and V, where there are any; they lie alike."""
+    if "k_scale" not in arrays:
+        return ()
+    a, b = arrays["k_scale"], arrays["v_scale"]
+    if a.strides != b.strides and a.shape == b.shape:
+        raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
+    return a, b
 
 
 class Queries(NamedTuple):
@@ -312,98 +352,135 @@ def _queries(a: ArrayView, name: str, operation: str) -> Queries:
     return Queries(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
 
 
-def attend(
-    live: runtime.Runtime,
-    operation: str,
-    like: Any,
-    q: ArrayView,
-    cache: Cache,
-    lens: ArrayView | int,
-    table: ArrayView | None,
-    batch: int,
-    question: Question,
-    out: Any,
-    return_lse: bool,
-    impl: str,
-    first_valid: int = 0,
-) -> Any:
-    """Attention over a described cache: check the rest, find or make the plan, launch.
+class Form:
+    """A kind of call: arrays of one form, one set of options. What follows from those is checked once, when it is made.
 
-    Args:
-        live: the runtime.
-        operation: for messages.
-        like: what the caller gave as q; new arrays are of its kind.
-        q: its view.
-        cache: what is read.
-        lens: (B,) lengths, or the length of all sequences.
-        table: (B, max_blocks) of a cache in pages.
-        batch: sequences of the cache.
-        question: the options.
-        out: array for the result, or None.
-        return_lse: whether the log-sum-exp is wanted.
-        impl: one of `IMPLEMENTATIONS`.
-        first_valid: oldest position behind the sinks that is still there.
+    Left to each call are the values of lengths and tables that lie on the host, and the result.
     """
-    asked = _queries(q, "q", operation)
-    longest = _check(live, operation, q, asked, cache, lens, table, batch, question)
-    if impl != "taichi" and _torch_serves(live, operation, q, asked, cache, lens, question, return_lse, impl):
-        return _attend_torch(like, q, asked, cache, longest, first_valid, question, out, operation)
-    shape = (*q.shape[:-1], cache.width_v)
-    result = out
-    if out is None:
-        result = new_like(like, shape, q.dtype, live)
-    to = view(result, "out", operation)
-    if out is not None:
-        checks.on_device([("out", to)], live, operation)
-        checks.writable(to, "out", operation)
-        checks.same_dtype(q, to, "q", "out", operation)
-        if to.shape != shape:
-            raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
-    lse = new_like(like, q.shape[:-1], dtypes.float32, live) if return_lse else None
-    mass = None
-    if question.mass:
-        mass = new_like(like, (batch, cache.heads, cache.capacity), dtypes.float32, live, zeroed=True)
-    arrays = {"q": q, "k": cache.k.array, "v": cache.v.array}
-    if not isinstance(lens, int):
-        arrays["lens"] = lens
-    if table is not None:
-        arrays["table"] = table
-    if cache.scales:
-        arrays["k_scale"], arrays["v_scale"] = cache.scales
-    arrays["out"] = to
-    if lse is not None:
-        arrays["lse"] = view(lse, "lse", operation)
-    if mass is not None:
-        arrays["mass"] = view(mass, "mass", operation)
-    if math.prod(q.shape[:-1]) and cache.width_v:
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        arrays: dict[str, ArrayView],
+        cache: Cache,
+        batch: int,
+        question: Question,
+    ) -> None:
+        q = arrays["q"]
+        self.live, self.operation, self.question = live, operation, question
+        self.asked = _queries(q, "q", operation)
+        _check(operation, arrays, self.asked, cache, batch, question)
+        self.cache = cache._replace(
+            k=cache.k._replace(array=cache.k.array.bare()),
+            v=cache.v._replace(array=cache.v.array.bare()),
+            scales=tuple(a.bare() for a in cache.scales),
+        )
+        self.shape = (*q.shape[:-1], cache.width_v)
+        self.lse_shape = q.shape[:-1]
+        self.mass_shape = (batch, cache.heads, cache.capacity)
+        self.empty = 0 in self.shape
+        self.device_only = "lens" in arrays and arrays["lens"].device != "cpu" and not live.debug
+        self.not_torch = _why_not_torch(live, arrays, cache, question)
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+
+    def attend(
+        self,
+        like: Any,
+        arrays: dict[str, ArrayView],
+        out: Any,
+        return_lse: bool,
+        impl: str,
+        length: int = 0,
+        first_valid: int = 0,
+    ) -> Any:
+        """Attention over arrays of this form.
+
+        Args:
+            like: what the caller gave as q; new arrays are of its kind.
+            arrays: q, k, v; lens, table, k_scale and v_scale where there are any. The results are added.
+            out: array for the result, or None.
+            return_lse: whether the log-sum-exp is wanted.
+            impl: one of `IMPLEMENTATIONS`.
+            length: of all sequences, where there is no array of lengths.
+            first_valid: oldest position behind the sinks that is still there.
+        """
+        live, operation, question, cache = self.live, self.operation, self.question, self.cache
+        longest = cache.capacity if self.device_only else self._longest(arrays, length)
+        result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
+        arrays["out"] = to = view(result, "out", operation)
         if out is not None:
+            checks.on_device([("out", to)], live, operation)
+            checks.writable(to, "out", operation)
+            checks.same_dtype(arrays["q"], to, "q", "out", operation)
+            if to.shape != self.shape:
+                raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
-        keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
-        splits = question.splits or _splits(live, asked, cache, keys)
-        workers = _workers(live, asked, cache, keys)
-        lies = (cache.k[1:], cache.v[1:], cache[2:11])
-        key = (operation, *[(n, a.key) for n, a in arrays.items()], lies, splits, workers, question)
-        plan = live.plans.get(key)
-        if plan is None:
-            plan = keep_plan(live, key, Plan(live, operation, arrays, asked, cache, question, splits, workers))
-        plan.run(arrays, lens if isinstance(lens, int) else 0, first_valid)
-    wanted = [result, *([lse] if return_lse else []), *([mass] if question.mass else [])]
-    return tuple(wanted) if len(wanted) > 1 else result
+        if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
+            _attend_torch(arrays, self, longest, first_valid)
+            return result
+        wanted = [result]
+        if return_lse:
+            wanted.append(new_like(like, self.lse_shape, dtypes.float32, live))
+            arrays["lse"] = view(wanted[-1], "lse", operation)
+        if question.mass:
+            wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
+            arrays["mass"] = view(wanted[-1], "mass", operation)
+        if not self.empty:
+            keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+            splits = question.splits or _splits(live, self.asked, cache, keys)
+            workers = _workers(live, self.asked, cache, keys)
+            key = (splits, workers, return_lse, *[a.key for a in arrays.values()])
+            plan = self.plans.get(key)
+            if plan is None:
+                plan = Plan(live, operation, arrays, self.asked, cache, question, splits, workers)
+                if len(self.plans) >= MAX_PLANS_OF_FORM:
+                    self.plans.clear()
+                self.plans[key] = plan
+            plan.run(arrays, length, first_valid)
+        return tuple(wanted) if len(wanted) > 1 else result
+
+    def _longest(self, arrays: dict[str, ArrayView], length: int) -> int:
+        """Check the lengths that the host knows; the most tokens a sequence may have."""
+        cache, operation = self.cache, self.operation
+        needed = self.asked.queries if self.question.causal else 0
+        limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
+        if "lens" not in arrays:
+            _check_length(length, needed, limit, cache, "the length", operation)
+            return length
+        known = host_indices(arrays["lens"], self.live)
+        if known is None:
+            return cache.capacity
+        if known.size == 0:
+            return 0
+        longest, shortest = int(known.max()), int(known.min())
+        _check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
+        _check_length(shortest, needed, limit, cache, f"length {int(known.argmin())}", operation)
+        if "table" in arrays:
+            _check_table(operation, host_indices(arrays["table"], self.live), known, cache)
+        return longest
+
+    def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
+        """Whether torch's own attention is to be used; with impl="torch" it must be."""
+        if impl == "auto" and (self.live.is_cpu or "torch" not in sys.modules):
+            return False
+        reason = self.not_torch
+        if not reason and return_lse:
+            reason = "torch gives no log-sum-exp"
+        if not reason and "lens" in arrays:
+            known = host_indices(arrays["lens"], self.live)
+            if known is None or known.size == 0 or known.min() != known.max():
+                reason = "torch attends over one length, known on the host"
+        if reason and impl == "torch":
+            raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
+        return not reason
 
 
 def _check(
-    live: runtime.Runtime,
-    operation: str,
-    q: ArrayView,
-    asked: Queries,
-    cache: Cache,
-    lens: ArrayView | int,
-    table: ArrayView | None,
-    batch: int,
-    question: Question,
-) -> int:
-    """Every precondition that is left; returns the most tokens a sequence may have, as far as the host knows."""
-    k, v = cache.k.array, cache.v.array
+    operation: str, arrays: dict[str, ArrayView], asked: Queries, cache: Cache, batch: int, question: Question
+) -> None:
+    """Every precondition that is left of the form of a call."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
     if k.dtype not in STORED:
@@ -431,27 +508,12 @@ def _check(
             raise OptionError(f"{operation}: {name}={value} is no {wanted} number.")
     if question.splits is not None:
         checks.integer(question.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
-    needed = asked.queries if question.causal else 0
-    limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
-    if isinstance(lens, int):
-        _check_length(lens, needed, limit, cache, "the length", operation)
-        return lens
-    checks.indices(lens, "lengths", operation)
-    checks.rank(lens, (1,), "lengths", "(B,)", operation)
-    checks.extent(lens.shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
-    if table is not None:
-        checks.extent(table.shape[0], batch, "the batch of block_tables", operation)
-    known = host_indices(lens, live)
-    if known is None:
-        return cache.capacity
-    if known.size == 0:
-        return 0
-    longest = int(known.max())
-    _check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
-    _check_length(int(known.min()), needed, limit, cache, f"length {int(known.argmin())}", operation)
-    if table is not None:
-        _check_table(operation, host_indices(table, live), known, cache)
-    return longest
+    if "lens" in arrays:
+        checks.indices(arrays["lens"], "lengths", operation)
+        checks.rank(arrays["lens"], (1,), "lengths", "(B,)", operation)
+        checks.extent(arrays["lens"].shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
+    if "table" in arrays:
+        checks.extent(arrays["table"].shape[0], batch, "the batch of block_tables", operation)
 
 
 def _check_length(length: int, queries: int, limit: int, cache: Cache, what: str, operation: str) -> None:
@@ -524,9 +586,7 @@ class Plan:
         self.live, self.operation = live, operation
         self.splits, self.workers = splits, workers
         self.asked, self.question = asked, question
-        self.cache = cache._replace(
-            k=cache.k._replace(array=cache.k.array.bare()), v=cache.v._replace(array=cache.v.array.bare()), scales=()
-        )
+        self.cache = cache
         self.scale = cache.scales[0].dtype.short if cache.scales else ""
         self.common = importlib.import_module("tikv.kernels.attention")
         self.rows = asked.batch * asked.heads * asked.queries
@@ -543,6 +603,9 @@ class Plan:
         self.bounds: list[tuple[launch.Bound, list[str]]] | None = None
         self.scratch: Memory | None = None
         self.pointers: list[int] = []
+        self.uses: list[list[tuple[launch.Bound, int]]] = []  # of each array, the arguments it is
+        self.first_valid = 0
+        self.staged = not live.is_cpu and any(a.device == "cpu" for a in arrays.values())
 
     def run(self, arrays: dict[str, ArrayView], length: int, first_valid: int) -> None:
         """Launch over these arrays, all sequences of this length where there is no array of lengths."""
@@ -550,7 +613,7 @@ class Plan:
         length, first_valid = self._reduced(length, first_valid)
         with live.lock:
             scratch = _scratch(live, self.scratch_bytes)
-            if not live.is_cpu and any(a.device == "cpu" for a in arrays.values()):
+            if self.staged:
                 stage = Staging(live, list(arrays.values()), [n in ("out", "lse", "mass") for n in arrays])
                 for bound, _ in self._bind(dict(zip(arrays, stage.arrays, strict=True)), scratch, length, first_valid):
                     bound.launch()
@@ -559,14 +622,20 @@ class Plan:
             pointers = [a.ptr for a in arrays.values()]
             if self.bounds is None or scratch is not self.scratch or 0 in pointers:
                 self.bounds = self._bind(arrays, scratch, length, first_valid)
-                self.scratch = scratch
+                self.scratch, self.first_valid = scratch, first_valid
+                self.uses = [
+                    [(bound, i) for bound, names in self.bounds for i, n in enumerate(names) if n == name]
+                    for name in arrays
+                ]
             elif pointers != self.pointers:
-                for bound, names in self.bounds:
-                    for i, name in enumerate(names):
-                        if name in arrays:
-                            bound.set_array(i, arrays[name])
+                for old, new, uses, array in zip(self.pointers, pointers, self.uses, arrays.values(), strict=True):
+                    if old != new:
+                        for bound, i in uses:
+                            bound.set_array(i, array)
             self.pointers = pointers
-            on_host = "lens" not in arrays or first_valid > 0  # what a CUDA graph would bake in
+            # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
+            on_host = "lens" not in arrays or first_valid > 0 or first_valid != self.first_valid
+            self.first_valid = first_valid
             for bound, names in self.bounds:
                 if on_host:
                     bound.set_entry(len(names) + 1, number.length, length)
@@ -651,7 +720,7 @@ class Plan:
             queries=asked.queries,
             row_blocks=row_blocks,
             length=length,
-            capacity=cache.capacity,
+            capacity=cache.capacity if cache.place != "table" or cache.blocks else 0,
             sinks=cache.sinks,
             span=common.FAR if question.span is None else min(question.span, common.FAR),
             ring=cache.ring,
@@ -676,7 +745,7 @@ class Plan:
         given = _queries(to, "out", self.operation).strides
         names = ["q", "k", "v", "lens", "table", "k_scale", "v_scale"]
         filled = [arrays.get(n, q) for n in names]
-        factory, extra = self._factory(style)
+        factory, extra = self._factory(style, bits, block)
         kernel = launch.kernel(live, factory, *extra, split, choices)
         tasks = numbers.tasks * (1 if style == "cpu" else importlib.import_module("tikv.kernels.lanes").BLOCK)
         own = [scratch.array((1,), dtypes.float32, self.work)] if style == "cpu" else []
@@ -685,7 +754,8 @@ class Plan:
         )
         found = [(attended, [*names, *(["", ""] if split else ["out", "lse"]), *([""] if own else [])])]
         if split:
-            items = self.rows if style == "cpu" else self.rows * cache.width_v
+            lanes = importlib.import_module("tikv.kernels.lanes")
+            items = self.rows * {"cpu": 1, "cuda": lanes.BLOCK, "spirv": cache.width_v}[style]
             merged = choices._replace(out=to.dtype.short)
             merging = launch.kernel(
                 live, common.make_merge, style, self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS, merged
@@ -706,20 +776,28 @@ class Plan:
         return found
 
     def _word_bits(self, k: ArrayView, v: ArrayView, style: str) -> int:
-        """Bits of a word of K and V: an element on CPU, elsewhere the widest up to 32 at which every row starts."""
-        itemsize = k.dtype.itemsize
+        """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
+        itemsize, cache = k.dtype.itemsize, self.cache
         if style == "cpu":
             return itemsize * 8
-        common = 4
-        for end, a, width in ((self.cache.k, k, self.cache.width), (self.cache.v, v, self.cache.width_v)):
+        lanes = style == "cuda" and max(cache.width, cache.width_v) <= self._lanes().WIDEST
+        common = 8 if lanes and not cache.v.inner[0] else 4
+        for end, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
             jumps = (end.group, end.block, end.step, end.head, end.inner[1], end.inner[0] or width)
             common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
         return max(itemsize, common & -common) * 8
 
-    def _factory(self, style: str) -> tuple[Any, tuple[Any, ...]]:
+    def _lanes(self) -> Any:
+        return importlib.import_module("tikv.kernels.attention_cuda")
+
+    def _factory(self, style: str, bits: int, rows: int) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
             return importlib.import_module("tikv.kernels.attention_cpu").make_attend_cpu, (self.workers,)
+        if style == "cuda" and bits == self._lanes().BITS:
+            lanes = self._lanes()
+            unit = bits // (self.cache.k.array.dtype.itemsize * 8)
+            return lanes.make_attend_lanes, (lanes.shape_of(max(self.cache.width, self.cache.width_v), unit, rows),)
         return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style,)
 
 
@@ -821,75 +899,37 @@ def _plan_merge(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
     return CopyCall(live, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None, range(6))
 
 
-def _torch_serves(
-    live: runtime.Runtime,
-    operation: str,
-    q: ArrayView,
-    asked: Queries,
-    cache: Cache,
-    lens: ArrayView | int,
-    question: Question,
-    return_lse: bool,
-    impl: str,
-) -> bool:
-    """Whether torch's own attention is to be used; with impl="torch" it must be."""
-    if impl == "auto" and (live.is_cpu or "torch" not in sys.modules):
-        return False
-    reason = ""
-    known = None if isinstance(lens, int) else host_indices(lens, live)
+def _why_not_torch(live: runtime.Runtime, arrays: dict[str, ArrayView], cache: Cache, question: Question) -> str:
+    """Why torch cannot attend over arrays of this form; empty where it can."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if importlib.util.find_spec("torch") is None:
-        reason = "torch is not installed"
-    elif live.is_spirv:
-        reason = f"torch has no view of memory on {live.arch}"
-    elif (
-        cache.place != "linear"
-        or cache.sinks
-        or cache.scales
-        or question.softcap
-        or question.splits
-        or return_lse
-        or question.mass
-    ):
-        reason = "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or return_lse"
-    elif q.dtype is not cache.k.array.dtype:
-        reason = f"q is {q.dtype.name} and the cache {cache.k.array.dtype.name}; torch wants one dtype"
-    elif not isinstance(lens, int) and (known is None or known.size == 0 or known.min() != known.max()):
-        reason = "torch attends over one length, known on the host"
-    elif len({a.device for a in (q, cache.k.array, cache.v.array)}) > 1:
-        reason = "q and the cache lie on different devices"
-    if reason and impl == "torch":
-        raise OptionError(f"{operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
-    return not reason
+        return "torch is not installed"
+    if live.is_spirv:
+        return f"torch has no view of memory on {live.arch}"
+    if cache.place != "linear" or cache.sinks or cache.scales or question.softcap or question.splits or question.mass:
+        return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
+    if q.dtype is not k.dtype:
+        return f"q is {q.dtype.name} and the cache {k.dtype.name}; torch wants one dtype"
+    if len({a.device for a in (q, k, v)}) > 1:
+        return "q and the cache lie on different devices"
+    return ""
 
 
-def _attend_torch(
-    like: Any,
-    q: ArrayView,
-    asked: Queries,
-    cache: Cache,
-    length: int,
-    first_valid: int,
-    question: Question,
-    out: Any,
-    operation: str,
-) -> Any:
+def _attend_torch(arrays: dict[str, ArrayView], form: Form, length: int, first_valid: int) -> None:
     """The same by torch's `scaled_dot_product_attention` over the same memory."""
+    question, q = form.question, arrays["q"]
     try:
         import torch
     except ImportError as error:
-        raise ArchError(f"{operation}: torch is not installed. Install taichi-kv[torch].") from error
-    live = runtime.current()
-    queries, k, v = (torch.from_dlpack(CacheArray(a, live)) for a in (q, cache.k.array, cache.v.array))
+        raise ArchError(f"{form.operation}: torch is not installed. Install taichi-kv[torch].") from error
+    queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], form.live)) for n in ("q", "k", "v", "out"))
     queries = queries if q.ndim == 4 else queries[:, :, None]
-    tokens = asked.queries
+    tokens = form.asked.queries
     span = question.span if question.span is not None else length
     low = max(0, first_valid, length - span - (tokens - 1 if question.causal else 0))
-    shape = (*q.shape[:-1], cache.width_v)
-    result = new_like(like, shape, q.dtype, live) if out is None else out
-    to = torch.from_dlpack(CacheArray(view(result, "out", operation), live))
     if low >= length:
         to.zero_()
-        return result
+        return
     mask = None
     if tokens > 1 and question.causal:
         at = torch.arange(length - tokens, length, device=queries.device)[:, None]
@@ -899,4 +939,3 @@ def _attend_torch(
         queries, k[:, :, low:length], v[:, :, low:length], attn_mask=mask, scale=question.scale, enable_gqa=True
     )
     to.copy_(found.reshape(to.shape))
-    return result

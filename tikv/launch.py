@@ -395,7 +395,10 @@ def _load_native(kernel: Kernel) -> _Native:
     if found is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
         text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
-        patched = ptx.patch(text, size, device.overlaps, strict=not kernel.fast_math)
+        resident = getattr(kernel.factory, "resident", None)
+        patched = ptx.patch(
+            text, size, device.overlaps, not kernel.fast_math, resident(*kernel.choices) if resident else None
+        )
         function = device.load(patched.text, patched.entry)
         found = _natives[key] = _Native(function, patched.block, offsets, size)
     return found

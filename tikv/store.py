@@ -14,10 +14,10 @@ import numpy as np
 
 from tikv import checks, draw, dtypes, files, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, Views, describe, new_array, read_host, to_device, view, view_all
-from tikv.attention import Cache, Question, attend
+from tikv.attention import IMPLEMENTATIONS, Cache, Form, Question, real
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
-from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, reduced_position
+from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, keep_plan, reduced_position
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, "vulkan": 2**32 - 64, "metal": 2**32 - 64}
@@ -704,29 +704,38 @@ class KVCacheStore:
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
-        k, v = found.k, found.v
-        scales = () if found.k_scale is None or found.v_scale is None else (found.k_scale, found.v_scale)
-        strides = (0, 0, 0, 0)
-        if scales:
-            strides = (scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1])
-        cache = Cache(
+        arrays = {"q": view(q, "q", operation), "k": found.k, "v": found.v}
+        if found.k_scale is not None and found.v_scale is not None:
+            arrays["k_scale"], arrays["v_scale"] = found.k_scale, found.v_scale
+        scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+        options = (scale, softcap, found.window, found.sinks)
+        key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+        form = self.runtime.plans.get(key)
+        if form is None:
+            question = Question(scale, True, found.ring or None, softcap, None, False)
+            form = Form(self.runtime, operation, arrays, self._read(found), self.batch_size, question)
+            keep_plan(self.runtime, key, form)
+        checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+        return form.attend(q, arrays, out, return_lse, impl, found.length, found.valid_from)
+
+    def _read(self, layer: Layer) -> Cache:
+        """What attention reads of a layer."""
+        k, v = layer.k, layer.v
+        scales = () if layer.k_scale is None or layer.v_scale is None else (layer.k_scale, layer.v_scale)
+        strides = (scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0)
+        return Cache(
             k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
             v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
             heads=self.num_kv_heads,
             width=self.head_dim,
             width_v=self.head_dim_v,
-            place="linear" if found.window is None else "ring",
-            capacity=found.slots,
-            sinks=found.sinks,
-            ring=found.ring,
+            place="linear" if layer.window is None else "ring",
+            capacity=layer.slots,
+            sinks=layer.sinks,
+            ring=layer.ring,
             scales=scales,
             scale_strides=strides,
         )
-        question = Question(scale, True, found.ring or None, softcap, None, False)
-        return attend(
-            self.runtime, operation, q, view(q, "q", operation), cache, found.length, None, self.batch_size, question,
-            out, return_lse, impl, found.valid_from,
-        )  # fmt: skip
 
     def _gather(
         self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int

@@ -35,10 +35,13 @@ _REGISTER = r"%[a-z]+\d+"
 _INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 
 
-def patch(ptx: str, argument_bytes: int, overlap: bool = False, strict: bool = False) -> Patched:
+def patch(
+    ptx: str, argument_bytes: int, overlap: bool = False, strict: bool = False, resident: int | None = None
+) -> Patched:
     """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
 
-    With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay.
+    With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay. `resident` is how
+    many blocks a multiprocessor shall hold at once, for which the assembler spares registers.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
     once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
@@ -59,7 +62,9 @@ def patch(ptx: str, argument_bytes: int, overlap: bool = False, strict: bool = F
     name, block = main.group(1), _BLOCK.search(main.group(3))
     if block is None:
         raise Unpatchable("no fixed block")
-    body = _whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes))
+    body = _quarters(_whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes)))
+    if resident is not None:
+        body = re.sub(r"\.minnctapersm \d+", f".minnctapersm {resident}", body)
     if strict:
         body = _strict(body)
     parameter = f"\t.param .align 16 .b8 {ARGUMENTS}[{argument_bytes}]\n"
@@ -295,3 +300,31 @@ def _to_half(register: str, n: int) -> str:
     return (
         f"\tcvt.u32.u64 \t%half{n}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t%half{n}, {register};"
     )
+
+
+_SHIFT = re.compile(r"\tshr\.u64 \t(%rd\d+), (%rd\d+), (16|32|48);")
+_NARROW = re.compile(r"\tcvt\.u16\.u64 \t(%rs\d+), (%rd\d+);")
+
+
+def _quarters(body: str) -> str:
+    """Take 16-bit elements out of 64-bit words as parts of registers, which conversions read without a shift."""
+    lines, shifted = body.split("\n"), dict[str, tuple[str, int]]()
+    changed = False
+    for i, line in enumerate(lines):
+        narrow = _NARROW.match(line)
+        if narrow and narrow[2] in shifted:
+            word, n = shifted[narrow[2]]
+            parts = "{%quarter0, %quarter1, %quarter2, %quarter3}"
+            lines[i] = f"\tmov.b64 \t{parts}, {word};\n\tmov.b16 \t{narrow[1]}, %quarter{n};"
+            changed = True
+            continue
+        if ":" in line or line.startswith(("\tbra", "\t@")):  # another path may come in, with other words
+            shifted.clear()
+            continue
+        set_here = set(re.findall(r"%rd\d+", line.partition("[" if "{" in line else ", ")[0]))
+        shifted = {a: (word, n) for a, (word, n) in shifted.items() if not {a, word} & set_here}
+        shift = _SHIFT.match(line)
+        if shift and shift[1] != shift[2]:
+            shifted[shift[1]] = shift[2], int(shift[3]) // 16
+    text = "\n".join(lines)
+    return text.replace("{\n", "{\n\t.reg .b16 \t%quarter<4>;\n", 1) if changed else text

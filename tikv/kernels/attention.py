@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_inner
 from tikv.kernels.codec import SIZE, WORD, bf16_to_f32, make_bits_to_f32, make_load, make_store
-from tikv.kernels.lanes import make_loop
+from tikv.kernels.lanes import BLOCK, make_loop
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -18,6 +18,8 @@ MASKED = -1e30  # the score of a key that is not seen; infinities and fast arith
 SEEN = -9e29  # scores above are real
 MINUS_INFINITY = 0xFF800000
 FAR = 1 << 30  # more tokens than a launch can see
+MOST_SPLITS = 1024
+IN_FLIGHT = 4  # parts that a lane reads at a time
 
 
 class Choices(NamedTuple):
@@ -248,6 +250,12 @@ def exp2(x):
     return ti.select(x < ti.f32(-126.0), ti.f32(0.0), p * ti.bit_cast((i + 127) << 23, ti.f32))
 
 
+@ti.func
+def across_lanes(x, step: ti.template()):
+    """The value of the lane of a CUDA warp at this distance."""
+    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(x, ti.i32), step), ti.f32)
+
+
 def make_score(c):
     """score(dot, factor, cap): from q.k to base-2 logits, by `Factors.scale` and `Factors.cap`."""
 
@@ -316,11 +324,18 @@ def row_address(b, h, r, group, queries, first, batch, head, query):
     return first + b * batch + (h * group + r % group) * head + r // group * query
 
 
-def make_merge(style, serial, c):
-    """Merge the parts of splits: one item a query row on CPU, one a row's element elsewhere.
+@ti.func
+def part_score(bits):
+    """The base-2 log-sum-exp of a part, from its bits; `MASKED`, a finite number, where it saw nothing."""
+    return ti.bit_cast(ti.select(bits == ti.u32(MINUS_INFINITY), ti.bit_cast(ti.f32(MASKED), ti.u32), bits), ti.f32)
 
-    merge(parts, part_lse, out, lse, where, which, factors): `parts` f32 (rows, splits, width_v), `part_lse` u32 (rows,
-    splits), bits of base-2 float32; the extent of `parts` is the number of items.
+
+def make_merge(style, serial, c):
+    """Merge the parts of splits: a query row an item on CPU, its element elsewhere; on CUDA a block of threads a row.
+
+    merge(parts, part_lse, out, lse, where, which, factors): `parts` f32 (rows, splits, width_v), 0 where a split saw
+    nothing, `part_lse` u32 (rows, splits), bits of base-2 float32; the extent of `parts` is the number of items, on
+    CUDA of threads.
     """
     OUT = ti.types.ndarray(dtype=WORD[SIZE[c.out] * 8], ndim=1)
     PARTS = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -330,47 +345,101 @@ def make_merge(style, serial, c):
     width = c.width_v
     each = width if style == "cpu" else 1
     across = 1 if style == "cpu" else width
+    warps, columns = BLOCK // 32, -(-width // 32)
+
+    @ti.func
+    def address(row, where, which):
+        """(of the row's first element, of its log-sum-exp) in the result."""
+        rows = which[N.queries] * c.group
+        r, bh = row % rows, row // rows
+        b, h = bh // which[N.heads], bh % which[N.heads]
+        at = row_address(b, h, r, c.group, which[N.queries], where[P.out_first], where[P.out_batch], where[P.out_head],
+                         where[P.out_query])  # fmt: skip
+        return at, which[N.out_lse_first] + (bh * c.group + r % c.group) * which[N.queries] + r // c.group
 
     @ti.func
     def item(i, parts: ti.template(), part_lse: ti.template(), out: ti.template(), lse: ti.template(), where, which,
              factors):  # fmt: skip
         row, column = i // across, i % across
-        splits, queries = which[N.splits], which[N.queries]
-        rows = queries * c.group
-        r, bh = row % rows, row // rows
-        b, h = bh // which[N.heads], bh % which[N.heads]
         m, l = ti.f32(MASKED), ti.f32(0.0)
-        first = which[N.lse_first] + row * splits
-        for s in range(splits):
-            bits = part_lse[first + s]
-            if bits != ti.u32(MINUS_INFINITY):
-                m = ti.max(m, ti.bit_cast(bits, ti.f32))
-        for s in range(splits):
-            bits = part_lse[first + s]
-            if bits != ti.u32(MINUS_INFINITY):
-                l = l + exp2(ti.bit_cast(bits, ti.f32) - m)
-        at = row_address(b, h, r, c.group, queries, where[P.out_first], where[P.out_batch], where[P.out_head],
-                         where[P.out_query])  # fmt: skip
+        first = which[N.lse_first] + row * which[N.splits]
+        for s in range(which[N.splits]):
+            m = ti.max(m, part_score(part_lse[first + s]))
+        if m > ti.f32(SEEN):
+            for s in range(which[N.splits]):
+                l = l + exp2(part_score(part_lse[first + s]) - m)
+        at, lse_at = address(row, where, which)
         inverse = ti.f32(0.0)
         if l > ti.f32(0.0):
             inverse = ti.f32(1.0) / l
         for e in range(each):
             d = column + e
             x = ti.f32(0.0)
-            for s in range(splits):
-                bits = part_lse[first + s]
-                if bits != ti.u32(MINUS_INFINITY):
-                    x = (
-                        x
-                        + exp2(ti.bit_cast(bits, ti.f32) - m)
-                        * parts[which[N.part_first] + (row * splits + s) * width + d]
-                    )
+            for s in range(which[N.splits]):
+                part = parts[which[N.part_first] + (row * which[N.splits] + s) * width + d]
+                x = x + exp2(part_score(part_lse[first + s]) - m) * part
             store(out, at + d, ti.Vector([x * inverse]), ti.f32(1.0))
         if column == 0:
-            at = which[N.out_lse_first] + (bh * c.group + r % c.group) * queries + r // c.group
-            put_lse(lse, at, m, l, factors)
+            put_lse(lse, lse_at, m, l, factors)
 
-    loop = make_loop(style, serial, item, N.tasks)
+    @ti.func
+    def block_of_row(i, parts: ti.template(), part_lse: ti.template(), out: ti.template(), lse: ti.template(), where,
+                     which, factors):  # fmt: skip
+        """A row: the warps share the splits, the lanes of each the columns; a few parts are in flight in each lane."""
+        weights = ti.simt.block.SharedArray((MOST_SPLITS,), ti.f32)
+        sums = ti.simt.block.SharedArray((warps * width,), ti.f32)
+        thread, row = i % BLOCK, i // BLOCK
+        lane, warp = thread % 32, thread // 32
+        first = which[N.lse_first] + row * which[N.splits]
+        m, l = ti.f32(MASKED), ti.f32(0.0)
+        for n in range((which[N.splits] + 31) // 32):
+            m = ti.max(m, part_score(part_lse[first + ti.min(n * 32 + lane, which[N.splits] - 1)]))
+        for step in ti.static((16, 8, 4, 2, 1)):
+            m = ti.max(m, across_lanes(m, step))
+        ti.simt.block.sync()
+        for n in range((which[N.splits] + 31) // 32):
+            s = n * 32 + lane
+            if s < which[N.splits]:
+                w = ti.select(m > ti.f32(SEEN), exp2(part_score(part_lse[first + s]) - m), ti.f32(0.0))
+                weights[s] = w  # each warp writes the same
+                l = l + w
+        for step in ti.static((16, 8, 4, 2, 1)):
+            l = l + across_lanes(l, step)
+        ti.simt.block.sync()
+        x = ti.Vector([ti.f32(0.0)] * columns)
+        for n in range((which[N.splits] + warps * IN_FLIGHT - 1) // (warps * IN_FLIGHT)):
+            part = ti.Vector([ti.f32(0.0)] * (columns * IN_FLIGHT))
+            w = ti.Vector([ti.f32(0.0)] * IN_FLIGHT)
+            for z in ti.static(range(IN_FLIGHT)):
+                s = (n * IN_FLIGHT + z) * warps + warp
+                if s < which[N.splits]:
+                    w[z] = weights[s]
+                    for y in ti.static(range(columns)):
+                        if y * 32 + lane < width:
+                            at = which[N.part_first] + (row * which[N.splits] + s) * width
+                            part[z * columns + y] = parts[at + y * 32 + lane]
+            for z in ti.static(range(IN_FLIGHT)):
+                for y in ti.static(range(columns)):
+                    x[y] += w[z] * part[z * columns + y]
+        for y in ti.static(range(columns)):
+            if y * 32 + lane < width:
+                sums[warp * width + y * 32 + lane] = x[y]
+        ti.simt.block.sync()
+        at, lse_at = address(row, where, which)
+        inverse = ti.f32(0.0)
+        if l > ti.f32(0.0):
+            inverse = ti.f32(1.0) / l
+        for y in ti.static(range(-(-width // BLOCK))):
+            d = y * BLOCK + thread
+            if d < width:
+                total = ti.f32(0.0)
+                for z in ti.static(range(warps)):
+                    total = total + sums[z * width + d]
+                store(out, at + d, ti.Vector([total * inverse]), ti.f32(1.0))
+        if thread == 0:
+            put_lse(lse, lse_at, m, l, factors)
+
+    loop = make_loop(style, serial, block_of_row if style == "cuda" else item, N.tasks)
 
     @ti.kernel
     def merge(parts: PARTS, part_lse: BITS, out: OUT, lse: BITS, where: WHERE, which: WHICH, factors: FACTORS):
