@@ -474,3 +474,43 @@ def save(svg: str, path: str | os.PathLike[str], operation: str) -> None:
         target.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}.") from error
+
+
+class Drawn:
+    """What draws its own state; `_picture` says how."""
+
+    def _picture(self) -> str:
+        raise NotImplementedError
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw where tokens lie; a notebook shows a store so.
+
+        Of a `tikv.KVCacheStore`, which position lies in which slot: a wheel for each ring, a strip for each layer
+        without a window, one drawing for all layers in the same state. Of a `tikv.PagedKVCacheStore`, the page table:
+        each sequence's blocks in order, and which blocks of the pool are shared or free.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+
+        Returns:
+            The SVG text. It follows the reader's light or dark setting; its size does not grow with the memory.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+
+        Cost: none on the device.
+
+        Example:
+            >>> import tikv
+            >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, window=4)
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8)
+            >>> store.draw().startswith("<svg"), pool.draw().startswith("<svg")
+            (True, True)
+        """
+        picture = self._picture()
+        if path is not None:
+            save(picture, path, f"{type(self).__name__}.draw")
+        return picture
+
+    def _repr_html_(self) -> str:
+        return self.draw()

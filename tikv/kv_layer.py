@@ -15,7 +15,8 @@ from tikv import attention, blocks, checks, ops, qkv, runtime
 from tikv.arrays import ArrayView, CacheArray, new_array, new_like, to_device, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
-from tikv.paged import Pages, PoolForm, storage
+from tikv.paged import Pages, PoolForm
+from tikv.store import storage
 
 # Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
 SEED_NAMES: dict[str, tuple[str, ...]] = {

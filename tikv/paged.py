@@ -14,31 +14,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv import attention, blocks, checks, draw, dtypes, files, pools, quant, runtime
+from tikv import attention, blocks, checks, draw, dtypes, files, pools, runtime
 from tikv import qkv as qkv_ops
 from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, read_host, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.moves import MAX_PLANS, CopyCall
-from tikv.store import BLOCK_BYTES, SOURCES
+from tikv.store import BLOCK_BYTES, storage
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
-
-
-def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
-    """What a cache stores its rows in, and their scales where it is int8.
-
-    Raises:
-        DTypeError: it is not offered, or not on this arch.
-    """
-    stored, scales = dtypes.parse(dtype, operation), dtypes.parse(scale_dtype, operation)
-    if stored.name not in SOURCES:
-        raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(SOURCES)}.")
-    if stored is dtypes.float64 and not live.has_float64:
-        raise DTypeError(f"{operation}: {live.arch} has no float64. Use float32, or CPU or CUDA.")
-    if scales not in quant.SCALES:
-        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
-    return stored, scales if stored is dtypes.int8 else None
 
 
 def _row_axes(axes: str) -> str:
@@ -226,7 +210,7 @@ class Step:
     done: bool = False  # by one layer, so that tables and counts are true already
 
 
-class PagedKVCacheStore:
+class PagedKVCacheStore(draw.Drawn):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
@@ -1169,41 +1153,14 @@ class PagedKVCacheStore:
             for pages in self._pages
         ]
 
-    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Draw the page table: each sequence's blocks in order, and which blocks of the pool are shared or free.
-
-        A store shows itself so in a notebook.
-
-        Args:
-            path: ends in ``.svg``; None writes no file.
-
-        Returns:
-            The SVG text. It follows the reader's light or dark setting; its size does not grow with the pool.
-
-        Raises:
-            OptionError, CacheFileError: another ending, or the system refuses.
-
-        Cost: none on the device.
-
-        Example:
-            >>> import tikv
-            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8)
-            >>> pool.draw().startswith("<svg")
-            True
-        """
+    def _picture(self) -> str:
         rows = [
             draw.Table(seq, state.length, state.blocks, state.swapped is not None)
             for seq, state in self._sequences.items()
         ]
-        picture = draw.table(
+        return draw.table(
             repr(self), self.block_size, self.num_blocks, self.num_free_blocks, self._blocks.holders, rows
         )
-        if path is not None:
-            draw.save(picture, path, "PagedKVCacheStore.draw")
-        return picture
-
-    def _repr_html_(self) -> str:
-        return self.draw()
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tikv import checks, draw, dtypes, files, launch, runtime
+from tikv import checks, draw, dtypes, files, launch, quant, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, Views, describe, new_array, read_host, to_device, view, view_all
 from tikv.attention import IMPLEMENTATIONS, Cache, Form, Question, real
+from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
 from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, keep_plan, reduced_position
@@ -29,6 +30,22 @@ SOURCES = {
     "int8": ("float32", "float16", "bfloat16"),
 }  # what may be appended to a store of each dtype
 _ROWS, _ROWS_AT = ("k", "v"), ("k", "v", "positions")  # names of what an append takes
+
+
+def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
+    """What a cache stores its rows in, and their scales where it is int8.
+
+    Raises:
+        DTypeError: it is not offered, or not on this arch.
+    """
+    stored, scales = dtypes.parse(dtype, operation), dtypes.parse(scale_dtype, operation)
+    if stored.name not in SOURCES:
+        raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(SOURCES)}.")
+    if stored is dtypes.float64 and not live.has_float64:
+        raise DTypeError(f"{operation}: {live.arch} has no float64. Use float32, or CPU or CUDA.")
+    if scales not in quant.SCALES:
+        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
+    return stored, scales if stored is dtypes.int8 else None
 
 
 class Layer:
@@ -120,7 +137,7 @@ class Snapshot:
         return f"Snapshot({len(self.layers)} layers, length {max(length for length, *_ in self.layers)})"
 
 
-class KVCacheStore:
+class KVCacheStore(draw.Drawn):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -178,16 +195,8 @@ class KVCacheStore:
         )
         self.capacity = checks.integer(capacity, "capacity", operation, low=1)
         self.batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
-        self.dtype = dtypes.parse(dtype, operation)
-        if self.dtype.name not in SOURCES:
-            raise DTypeError(f"{operation}: dtype {self.dtype.name} is not stored. Use one of {', '.join(SOURCES)}.")
-        if self.dtype is dtypes.float64 and not self.runtime.has_float64:
-            raise DTypeError(f"{operation}: {self.runtime.arch} has no float64. Use float32, or CPU or CUDA.")
-        self.scale_dtype = dtypes.parse(scale_dtype, operation)
-        if self.scale_dtype not in (dtypes.float16, dtypes.float32):
-            raise DTypeError(
-                f"{operation}: scale_dtype {self.scale_dtype.name} is not offered. Use float16 or float32."
-            )
+        self.dtype, scales = storage(dtype, scale_dtype, self.runtime, operation)
+        self.scale_dtype = scales or dtypes.parse(scale_dtype, operation)
         self.sinks = checks.integer(sinks, "sinks", operation)
         self.windows = self._windows(window, operation)
         self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
@@ -1049,28 +1058,7 @@ class KVCacheStore:
             raise
         self._put([[to_device(np.ascontiguousarray(a), self.runtime) for a in found] for found in arrays])
 
-    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Draw which position lies in which slot: a wheel for each ring, a strip for each layer without a window.
-
-        Layers in the same state share a drawing. A store shows itself so in a notebook.
-
-        Args:
-            path: ends in ``.svg``; None writes no file.
-
-        Returns:
-            The SVG text. It follows the reader's light or dark setting; its size does not grow with the capacity.
-
-        Raises:
-            OptionError, CacheFileError: another ending, or the system refuses.
-
-        Cost: none on the device.
-
-        Example:
-            >>> import tikv
-            >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, window=4)
-            >>> store.draw().startswith("<svg")
-            True
-        """
+    def _picture(self) -> str:
         groups: dict[tuple[int, int, int, int, int], list[int]] = {}
         for layer in self._layers:
             state = (layer.slots, layer.sinks, layer.ring, layer.length, layer.valid_from)
@@ -1079,13 +1067,7 @@ class KVCacheStore:
             draw.Slots(f"layer{'s' * (len(group) > 1)} {draw.ranges(group)}", slots, sinks, ring > 0, length, first)
             for (slots, sinks, ring, length, first), group in groups.items()
         ]
-        picture = draw.slots(repr(self), rows)
-        if path is not None:
-            draw.save(picture, path, "KVCacheStore.draw")
-        return picture
-
-    def _repr_html_(self) -> str:
-        return self.draw()
+        return draw.slots(repr(self), rows)
 
     def __len__(self) -> int:
         return self.length
