@@ -1,10 +1,14 @@
-"""The words are tested: every example in a docstring runs, and so does every Python block of the README."""
+"""The words are tested: docstrings' examples and the README's blocks run, and print what the README says they print."""
 
 import ast
+import contextlib
 import doctest
 import importlib
+import io
+import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -54,16 +58,135 @@ def test_every_public_name_has_a_docstring():
 
 
 @pytest.mark.archs("cpu")
-def test_readme_python_blocks_run_in_order(arch, tmp_path, monkeypatch):
-    found = blocks("python")
-    assert found
+def test_readme_python_blocks_run_in_order_and_print_what_follows_them(arch, tmp_path, monkeypatch):
+    text = README.read_text(encoding="utf-8")
+    found = list(re.finditer(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE))
+    assert len(found) == len(blocks("python")) > 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     namespace = {"__name__": "readme"}
-    text = README.read_text(encoding="utf-8")
     for block in found:
-        line = text[: text.index(block)].count("\n")
-        exec(compile(ast.increment_lineno(ast.parse(block), line), str(README), "exec"), namespace)
+        line = text[: block.start(1)].count("\n")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(ast.increment_lineno(ast.parse(block[1]), line), str(README), "exec"), namespace)
+        assert printed.getvalue() == (block[2] or ""), f"README.md, line {line + 1}"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.archs("cpu")
+def test_readme_block_for_transformers_runs(arch, monkeypatch):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    model = importlib.import_module("hf_generate").tiny_model().eval()
+    (block,) = blocks("py")
+    seen = {}
+
+    def generate(**given):
+        seen["text"] = transformers.GenerationMixin.generate(model, max_new_tokens=3, do_sample=False, **given)
+
+    monkeypatch.setattr(model, "generate", generate)
+    import torch
+
+    exec(compile(block, str(README), "exec"), {"model": model, "inputs": {"input_ids": torch.tensor([[1, 2, 3]])}})
+    assert seen["text"].shape == (1, 6)
+
+
+def output(name: str) -> list[str]:
+    """The lines that the README shows as printed by a command."""
+    text = README.read_text(encoding="utf-8")
+    found = re.search(rf"^<!-- output: {name} -->\n```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found, f"README.md shows no output of tikv {name}"
+    return found[1].splitlines()
+
+
+def columns(lines: list[str]) -> list[list[str]]:
+    """The cells of a plain table, by the rule below its header."""
+    rule = next(i for i, line in enumerate(lines) if set(line) == {"-", " "})
+    ends = [match.span() for match in re.finditer("-+", lines[rule])]
+    rows = [line for line in lines[rule - 1 :] if line is not lines[rule]]
+    return [[line[start:end].strip() for start, end in ends] for line in rows]
+
+
+def run(*arguments: str) -> list[str]:
+    child = subprocess.run(
+        [sys.executable, "-m", "tikv", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return child.stdout.splitlines()
+
+
+def test_the_readme_shows_what_commands_print():
+    """Word for word where no machine is in it; else the same rows and columns."""
+    from tikv import doctor, runtime, timing, trials
+
+    assert output("variants") == run("variants")
+    shown, printed = columns(output("info")), columns(run("info"))
+    assert [row[0] for row in shown] == [row[0] for row in printed]
+    shown = columns(output("doctor"))
+    assert shown[0] == ["arch", "status", "detail", "remedy"]
+    assert [row[0].removesuffix(" *") for row in shown[1:]] == list(runtime.ARCHS)
+    for arch, status, _, remedy in shown[1:]:
+        assert status in ("PASS", "absent")
+        assert remedy == (doctor.REMEDIES[arch] if status == "absent" else "")
+    shown = columns(output("support"))
+    assert shown[0] == ["operation", *trials.DTYPES]
+    assert [row[0] for row in shown[1:]] == list(trials.OPERATIONS)
+    assert {cell for row in shown[1:] for cell in row[1:]} == {"tested", "not offered", ""}
+    *table, machine = output("bench")
+    shown = columns(table)
+    assert shown[0][:2] == ["case", "tikv us"]
+    assert shown[0][-3:] == ["memcpy us", "tikv GB/s", "of memcpy"]
+    assert [row[0] for row in shown[1:]] == list(timing.CASES)
+    assert "cpu" in machine
+
+
+def test_every_command_of_the_readme_is_one():
+    from tikv import __main__ as cli
+
+    text = README.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^|`)(?:python -m )?tikv ([a-z]+)", text, re.MULTILINE))
+    assert named == {"info", "doctor", "variants", "support", "bench"}
+    for name in named:
+        with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stopped:
+            cli.main([name, "--help"])
+        assert stopped.value.code == 0
+
+
+def test_what_the_readme_refers_to_exists():
+    """Links, pictures and paths in the text; and each picture in docs/ is shown, both themes of one together."""
+    text = re.sub(r"<!-- performance picture.*?-->", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    linked = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+    linked = {link for link in linked if "://" not in link}
+    quoted = set(re.findall(r"`((?:examples|benches|tests|docs|\.ci)/[\w./-]+)`", text))
+    assert {"docs/ring.svg", "docs/pages.svg", "CONTRIBUTING.md"} <= linked
+    missing = [name for name in sorted(linked | quoted) if not (ROOT / name).exists()]
+    assert missing == []
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.svg")} == {n for n in linked if n.endswith(".svg")}
+
+
+def test_the_readme_names_every_public_operation_extra_and_error():
+    import tikv
+
+    text = README.read_text(encoding="utf-8")
+    operations = text.partition("## Operations")[2].partition("## ")[0]
+    errors = text.partition("## Errors")[2].partition("## ")[0]
+    apart = {"__version__", "init", "info", "CacheArray", "KVCacheAppendDescriptor", "KVCacheAppendArgs"}
+    for name in {*tikv._HOME} - apart:
+        kind = getattr(tikv, name)
+        where = errors if isinstance(kind, type) and issubclass(kind, Exception) else operations
+        assert re.search(rf"`(tikv\.)?{name}`", where), f"README.md does not name {name} where it belongs"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(
+        r"^(\w+) = \[", project.partition("optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE
+    )
+    for extra in extras:
+        assert f"`{extra}`" in text or f"[{extra}]" in text, f"README.md does not name the extra {extra}"
+    assert f"version = {{{tikv.__version__}}}" in text
 
 
 def test_readme_has_the_two_commands():
@@ -73,17 +196,15 @@ def test_readme_has_the_two_commands():
     assert "pytest" in shell[1]
     for block in shell[:2]:
         assert "venv" in block, "each of the two makes its own virtual environment"
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"```sh\n{shell[-1]}```" in contributing
 
 
-def test_the_readme_names_every_variant_and_every_home_of_the_layer_trait():
-    from tikv.kv_layer import SEED_NAMES
-    from tikv.spec import VARIANTS
+def test_the_readme_names_every_home_of_the_layer_trait():
+    from tikv import kv_layer
 
     text = README.read_text(encoding="utf-8")
     table = text.partition("<!-- seed names -->")[2].partition("<!-- end of seed names -->")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in SEED_NAMES.items()}
+    homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in kv_layer.SEED_NAMES.items()}
     assert rows == [f"| `{name}` | {found} |" for name, found in homes.items()]
-    for row in VARIANTS.values():
-        wanted = f"| `{row.name}` | {row.src_layout} > {row.cache_layout} | {row.tokens} | {row.src_dtype} > "
-        assert wanted + row.cache_dtype in text, f"README.md has no row for {row.name}"

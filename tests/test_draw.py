@@ -189,7 +189,7 @@ def test_bars_are_on_the_scale_of_their_roof():
 
 def timed_row(name, peer, case, us, moved):
     rate = moved / us / 1e3
-    info = {"arch": "cpu", "peer": peer, "case": case, "us": us, "bytes_moved": moved, "launch_us": 2.0}
+    info = {"arch": "cpu", "op": name, "peer": peer, "case": case, "us": us, "bytes_moved": moved, "launch_us": 2.0}
     info |= {"gb_per_s": rate, "roof_gb_per_s": 20.0, "pct_of_copy": rate * 5}
     return {"name": f"bench_{name}[cpu-{peer}]", "extra_info": info}
 
@@ -199,6 +199,7 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
     about = {"devices": {"cpu": "a <device>"}, "versions": {"numpy": "2"}, "cores": 2, "system": "S", "python": "3"}
     rows = [timed_row("prefill", peer, "float16", us, 1 << 24) for peer, us in (("tikv", 1000.0), ("torch", 4321.0))]
     rows += [timed_row("append_all", peer, "1 token", us, 4096) for peer, us in (("tikv", 5.0), ("numpy", 1234.0))]
+    rows += [timed_row("update", peer, "2000", us, 4096) for peer, us in (("tikv", 5.0), ("Other", 77.0))]
     data = {"machine_info": {"tikv": about | {"commit": "c"}}, "datetime": "2000-01-01T", "benchmarks": rows}
     (tmp_path / "bench.json").write_text(json.dumps(data))
     command = [
@@ -211,12 +212,21 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
     assert "| cpu | prefill, float16 | 16.8 |" in child.stdout
+    assert "| cpu | append all, 1 token | 5.0 | 2.0 |  |  | 1,234 |  |" in child.stdout
+    assert child.stdout.rstrip().endswith("| cpu | update, 2000 | 5.0 | 2.0 |  |  |  | Other 77.0 |")
     drawn = [(tmp_path / f"docs/performance-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")]
     for svg, ink in zip(drawn, ("#1f2328", "#e6edf3"), strict=True):
         assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
         assert ink in svg
         # matplotlib writes each text as a comment above its outlines.
-        for text in ("float16", "1 token", " 16.8", " 3.9", " 1,234.0", "roofline; dashed: one empty launch, 2.0 us"):
+        for text in (
+            "float16",
+            "1 token",
+            " 16.8",
+            " 3.9",
+            " 1,234",
+            "roofline of every write; dashed: one empty launch, 2.0 us",
+        ):
             assert f"<!-- {text} -->" in svg, text
     assert "#e6edf3" not in drawn[0]
 
