@@ -368,6 +368,26 @@ def test_q_goes_where_it_is_asked_to(arch, rng):
     oracle.assert_same_bits(wide, want, what="q")
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("threads", "tokens"),
+    [(2, 1031), (7, 1031), (7, 2048), (64, 1500)],
+    ids=["two", "seven", "seven evenly", "as many as there is work for"],
+)
+def test_many_tokens_are_shared_out(arch, rng, threads, tokens, monkeypatch):
+    """All rows arrive, whatever the number of threads that take a share each; nothing is written behind them."""
+    case = Case(rng, arch, "half", tokens=tokens)
+    k, v = case.caches(np.float32, capacity=tokens + 3)
+    turned = rng.integers(0, TABLE, tokens)
+    monkeypatch.setattr(runtime.current(), "threads", threads)
+    got = tikv.write_qkv(
+        case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, position=2, rope_positions=oracle.place(turned, arch)
+    )
+    q, new_k, new_v = case.parts(turned)
+    oracle.assert_same_bits(got, q, what="q")
+    case.check(*(to_caches(r, b, position=2) for r, b in zip((new_k, new_v), case.before, strict=True)))
+
+
 @pytest.mark.parametrize("kind", ["torch", "taichi"])
 def test_q_is_of_the_kind_of_qkv(arch, rng, kind):
     case = Case(rng, arch, "half")

@@ -545,7 +545,7 @@ def _splits(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> i
     """Enough parts to fill the device, none with fewer than `LEAST_KEYS` keys."""
     group = asked.heads // cache.heads
     tasks = asked.batch * cache.heads * -(-asked.queries * group // rows_of_task(asked.queries * group))
-    wanted = 4 * threads_of(live) if live.is_cpu else GPU_BLOCKS[live.arch]
+    wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
     return max(1, min(-(-wanted // tasks) if tasks < wanted else 1, keys // LEAST_KEYS, 128))
 
 
@@ -555,15 +555,10 @@ def rows_of_task(rows: int) -> int:
     return -(-rows // blocks)
 
 
-def threads_of(live: runtime.Runtime) -> int:
-    """Threads of the CPU back end."""
-    return int(live.program.config().cpu_max_num_threads)
-
-
 def _workers(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> int:
     """Threads that attend on CPU: one for little work, else all."""
     products = asked.batch * asked.heads * asked.queries * keys * (cache.width + cache.width_v)
-    return threads_of(live) if live.is_cpu and products >= SERIAL_PRODUCTS else 1
+    return live.threads if live.is_cpu and products >= SERIAL_PRODUCTS else 1
 
 
 class Plan:

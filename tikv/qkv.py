@@ -50,7 +50,7 @@ MODES = {
     "interleaved": ("interleaved", False),
     "norm_interleaved": ("interleaved", True),
 }
-SERIAL_BYTES = 1 << 18  # on CPU, below this one thread is done before another one is awake
+WORKER_BYTES = 1 << 17  # on CPU, of the rows of a worker: with fewer, one is done before another is awake
 
 
 class _Transform(NamedTuple):
@@ -263,8 +263,14 @@ def _bind(
     # The vector has K and V first, as the copy's, and Q behind them.
     per_end = len(wheres) // 6
     wheres = wheres[2 * per_end :] + wheres[: 2 * per_end]
+    moved = tokens * (q_heads + 2 * kv_heads) * width * streams[0][0].array.dtype.itemsize
+    # A worker that only copies is done with twice the bytes in the time.
+    workers = max(1, min(live.threads, moved // (WORKER_BYTES if pairs else 2 * WORKER_BYTES)))
+    serial = style == "cpu" and workers == 1
     if style == "cpu":
-        iterations = tokens * (3 if kv_heads else 1)
+        most = 2**31 - 1 - workers
+        checks.integer(tokens * (3 if kv_heads else 1), "work items (tokens x streams)", operation, high=most)
+        iterations = 1 if serial else workers * lanes.LEAST_ITERATIONS
     else:
         iterations = tokens * (q_heads + 2 * kv_heads) * fused.lanes_of(style, width)
         iterations = -(-iterations // lanes.BLOCK) * lanes.BLOCK
@@ -273,12 +279,11 @@ def _bind(
     changes = tuple(
         fused.Change(*transform, name in tables) if pairs else fused.Change() for name in ("q_weight", "k_weight")
     )
-    moved = tokens * (q_heads + 2 * kv_heads) * width * streams[0][0].array.dtype.itemsize
     kernel = launch.kernel(
         live,
         fused.make_fused,
         style,
-        style == "cpu" and moved < SERIAL_BYTES,
+        serial,
         q_heads,
         kv_heads,
         width,

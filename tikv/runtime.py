@@ -91,6 +91,7 @@ class Runtime:
         self.debug = bool(config.debug)
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
+        self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
         self.is_spirv = self.arch in ("vulkan", "metal")
         self.has_float64 = not self.is_spirv
         self.kernels: dict[Any, Any] = {}  # compiled kernels of this program, filled by `launch`

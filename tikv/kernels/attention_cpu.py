@@ -31,11 +31,11 @@ from tikv.kernels.attention import (
     row_address,
 )
 from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_load, make_store
+from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
 
 CHUNK = 64  # keys whose scores are held at once
 ROW = CHUNK + 16  # floats between the scores of two query rows: the last pair may write one too many
-LEAST_ITERATIONS = 512  # that Taichi gives a thread
 LINE = 16  # floats of a cache line
 
 

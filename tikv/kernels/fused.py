@@ -22,7 +22,7 @@ from tikv.kernels.codec import (
     make_store,
 )
 from tikv.kernels.copy import make_rows, make_unit
-from tikv.kernels.lanes import make_loop, make_row_max, make_row_sum
+from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
 
@@ -55,12 +55,20 @@ T = Turn(*range(len(Turn._fields)))
 FUSED_WHERE_VECTOR = ti.types.vector(6 * len(Where._fields), ti.i32)
 TURN_VECTOR = ti.types.vector(len(Turn._fields), ti.i32)
 SUM_CHUNK = 4  # neighbouring elements that a GPU lane adds up in a norm's sum
-CPU_SUMS = 8  # running sums of a norm on CPU: what a register holds
+CPU_SUMS = 16  # running sums of a norm on CPU: two registers of them hide the time of an addition
+CPU_TERMS = 32  # most terms of a running sum that are written out one by one
+CPU_HEADS = 8  # most heads whose norms are found before the first of them is turned
+CPU_PAIRS = 64  # most pairs of a row that are on the stack at once: more compile longer, fewer run slower
 
 
 def lanes_of(style, width):
     """Threads that share a row of `width` elements: part of the order of a norm's sum, so no other choice enters."""
     return 1 if style == "cpu" else min(32, 1 << (-(-width // 8) - 1).bit_length())
+
+
+def largest_divisor(n, most):
+    """The largest divisor of n up to `most`; 1 for none."""
+    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
 
 
 def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, index_bits, rope_bits, scale):
@@ -233,9 +241,26 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
                         v_part.move(vs, vd, a, b, lane + m * lanes, factor, norm, cos, cos_row, sin, sin_row,
                                     k_weight, turn[T.k_weight])  # fmt: skip
 
-    step = step_cpu if style == "cpu" else step_shared
+    every = 1 if serial else LEAST_ITERATIONS
 
-    loop = make_loop(style, serial, step, W.iterations)
+    @ti.func
+    def share_cpu(i, qs: ti.template(), qd: ti.template(), ks: ti.template(), kd: ti.template(), vs: ti.template(),
+                  vd: ti.template(), cos: ti.template(), sin: ti.template(), q_weight: ti.template(),
+                  k_weight: ti.template(), index: ti.template(), positions: ti.template(), k_scale: ti.template(),
+                  v_scale: ti.template(), where, which, turn):  # fmt: skip
+        """A worker's share of the steps, done by the first of the iterations that Taichi gives it."""
+        steps = which[W.tokens] * kinds
+        workers = which[W.iterations] // every
+        most = (steps + workers - 1) // workers
+        first = (i // every) * most
+        end = ti.min(steps, first + most)
+        if i % every != 0:
+            end = 0
+        for n in range(first, end):
+            step_cpu(n, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
+                     where, which, turn)  # fmt: skip
+
+    loop = make_loop(style, serial, share_cpu if style == "cpu" else step_shared, W.iterations)
 
     @ti.kernel
     def fused_plain(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: F, sin: F, q_weight: F, k_weight: F,
@@ -294,63 +319,122 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
 
         return move_rows
 
-    normed, quantising = change.eps is not None, codec.dst == "i8"
-    pair, rest = make_values(codec, change)
-    store = make_store(codec.dst, codec.elements, codec.dst_bits, "cpu")
-    dst_at, words, elements = make_inner(*inner), codec.dst_words, codec.elements
-    sums_of_row = next(n for n in (CPU_SUMS, 4, 2, 1) if width % n == 0)
-    load = make_load(codec.src, sums_of_row, codec.src_bits)
+    normed, weighted, quantising = change.eps is not None, change.weighted, codec.dst == "i8"
+    interleaved, half, behind = change.pairs == "interleaved", change.rope_dim // 2, width - change.rope_dim
+    decode = make_bits_to_f32(codec.src)
+    store = make_store(codec.dst, 1, codec.dst_bits, "cpu")
+    dst_at, cut = make_inner(*inner), inner[0] > 0
     scale_bits = make_scale(scale, "cpu") if quantising else None
     reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if quantising else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
-    pairs_of_row, squares_of_row = change.rope_dim // 2 // elements, width // sums_of_row
+    sums_of_row = next(n for n in (CPU_SUMS, 8, 4, 2, 1) if width % n == 0)
+    terms = largest_divisor(width // sums_of_row, CPU_TERMS)
+    together, held = largest_divisor(heads, CPU_HEADS), largest_divisor(half, CPU_PAIRS)
     F, float_width = ti.types.ndarray(dtype=ti.f32, ndim=1), float(width)
 
+    @ti.func
+    def scaled(value, norm, weight: ti.template(), at):
+        found = value
+        if ti.static(normed):
+            if ti.static(weighted):
+                found = value * (norm * weight[at])
+            else:
+                found = value * norm
+        return found
+
+    @ti.func
+    def put(b: ti.template(), row, first, n, value, factor):
+        """Element first + n of a row. LLVM vectorises over n where nothing but n is added last."""
+        at = row + first + n
+        if ti.static(cut):
+            at = row + dst_at(first + n)
+        store(b, at, ti.Vector([value]), factor)
+
+    # Loops of one kind of work each, over a few numbers on the stack: LLVM vectorises each by what suits it, without a
+    # test whether arrays overlap. All are here since a loop in a function that a real function calls comes out wrong.
     @ti.real_func
     def turn(a: SRC, b: DST, scales: SCALE, cos: F, sin: F, weight: F, src_row: ti.i32, dst_row: ti.i32,
              scale_at: ti.i32, cos_row: ti.i32, sin_row: ti.i32, weight_at: ti.i32, src_head: ti.i32, dst_head: ti.i32,
-             scale_head: ti.i32, pairs: ti.i32, units: ti.i32, squares: ti.i32, number: ti.i32):  # fmt: skip
-        for h in range(heads):
-            s, d, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
-            norm, factor = ti.f32(1.0), ti.f32(1.0)
+             scale_head: ti.i32, number: ti.i32):  # fmt: skip
+        sums = ti.Vector([ti.f32(0.0) for _ in range(sums_of_row)])
+        norms = ti.Vector([ti.f32(1.0) for _ in range(together)])
+        x = ti.Vector([ti.f32(0.0) for _ in range(held)])
+        y = ti.Vector([ti.f32(0.0) for _ in range(held)])
+        for some in range(heads // together):
             if ti.static(normed):
-                # As many running sums as a register holds, added up as a tree. The loop stands here since one in a
-                # function that a real function calls comes out wrong.
-                sums = ti.Vector([ti.f32(0.0) for _ in range(sums_of_row)])
-                for u in range(squares):
-                    x = load(a, s + u * sums_of_row)
-                    sums = sums + x * x
-                for n in ti.static(range(1, sums_of_row.bit_length())):
-                    for e in ti.static(range(sums_of_row >> n)):
-                        sums[e] = sums[e] + sums[e + (sums_of_row >> n)]
-                norm = ti.f32(1.0) / ti.sqrt(sums[0] / ti.f32(float_width) + ti.f32(change.eps))
-            if ti.static(quantising):
+                # The norms of many heads first: the root of one is found while the next is summed up.
+                for h in range(together):
+                    s = src_row + (some * together + h) * src_head
+                    for e in range(sums_of_row):
+                        sums[e] = 0.0
+                    for n in range(width // (sums_of_row * terms)):
+                        first = s + n * (sums_of_row * terms)
+                        for e in range(sums_of_row):
+                            total = sums[e]
+                            for m in ti.static(range(terms)):
+                                value = decode(a[first + m * sums_of_row + e])
+                                total = total + value * value
+                            sums[e] = total
+                    for n in ti.static(range(1, sums_of_row.bit_length())):
+                        for e in ti.static(range(sums_of_row >> n)):
+                            sums[e] = sums[e] + sums[e + (sums_of_row >> n)]
+                    norms[h] = ti.f32(1.0) / ti.sqrt(sums[0] / ti.f32(float_width) + ti.f32(change.eps))
+            for h in range(together):
+                head = some * together + h
+                s, d, at = src_row + head * src_head, dst_row + head * dst_head, scale_at + head * scale_head
+                norm, factor = norms[h], ti.f32(1.0)
                 m = ti.u32(0)
-                for p in range(pairs):
-                    _, _, x = pair(a, s, p, norm, cos, cos_row, sin, sin_row, weight, weight_at)
-                    for e in ti.static(range(2 * elements)):
-                        m = ti.max(m, finite_magnitude_bits(x[e]))
-                for u in range(2 * pairs, units):
-                    x = rest(a, s, u, norm, weight, weight_at)
-                    for e in ti.static(range(elements)):
-                        m = ti.max(m, finite_magnitude_bits(x[e]))
-                bits = scale_bits(m)
-                factor = reciprocal(scale_value(bits))
-                scales[at] = ti.cast(bits, scale_word)
-            for p in range(pairs):
-                first, second, x = pair(a, s, p, norm, cos, cos_row, sin, sin_row, weight, weight_at)
-                store(b, d + dst_at(first * words), ti.Vector([x[e] for e in range(elements)]), factor)
-                store(b, d + dst_at(second * words), ti.Vector([x[e + elements] for e in range(elements)]), factor)
-            for u in range(2 * pairs, units):
-                store(b, d + dst_at(u * words), rest(a, s, u, norm, weight, weight_at), factor)
+                # An int8 row is turned twice: first for its largest magnitude.
+                for storing in ti.static((False, True) if quantising else (True,)):
+                    for block in range(half // held):
+                        p0 = block * held
+                        x0, y0 = s + p0, s + half + p0
+                        x_weight, y_weight = weight_at + p0, weight_at + half + p0
+                        if ti.static(interleaved):
+                            x0, y0 = s + 2 * p0, s + 2 * p0 + 1
+                            x_weight, y_weight = weight_at + 2 * p0, weight_at + 2 * p0 + 1
+                        each = ti.static(2 if interleaved else 1)
+                        for p in range(held):
+                            x[p] = scaled(decode(a[x0 + each * p]), norm, weight, x_weight + each * p)
+                        for p in range(held):
+                            y[p] = scaled(decode(a[y0 + each * p]), norm, weight, y_weight + each * p)
+                        c0, s0 = cos_row + p0, sin_row + p0
+                        for p in range(held):
+                            x_old, y_old = x[p], y[p]
+                            x[p] = x_old * cos[c0 + p] - y_old * sin[s0 + p]
+                            y[p] = y_old * cos[c0 + p] + x_old * sin[s0 + p]
+                        if ti.static(not storing):
+                            for p in range(held):
+                                m = ti.max(m, finite_magnitude_bits(x[p]))
+                            for p in range(held):
+                                m = ti.max(m, finite_magnitude_bits(y[p]))
+                        elif ti.static(interleaved):
+                            for p in range(held):
+                                put(b, d, 2 * p0, 2 * p, x[p], factor)
+                                put(b, d, 2 * p0, 2 * p + 1, y[p], factor)
+                        else:
+                            for p in range(held):
+                                put(b, d, p0, p, x[p], factor)
+                            for p in range(held):
+                                put(b, d, half + p0, p, y[p], factor)
+                    for u in range(behind):
+                        value = scaled(decode(a[s + 2 * half + u]), norm, weight, weight_at + 2 * half + u)
+                        if ti.static(storing):
+                            put(b, d, 2 * half, u, value, factor)
+                        else:
+                            m = ti.max(m, finite_magnitude_bits(value))
+                    if ti.static(not storing):
+                        bits = scale_bits(m)
+                        factor = reciprocal(scale_value(bits))
+                        scales[at] = ti.cast(bits, scale_word)
 
     @ti.func
     def turn_rows(a: ti.template(), b: ti.template(), scales: ti.template(), cos: ti.template(), sin: ti.template(),
                   weight: ti.template(), src_row, dst_row, scale_at, cos_row, sin_row, weight_at, units, src_head,
                   dst_head, scale_head):  # fmt: skip
         turn(a, b, scales, cos, sin, weight, src_row, dst_row, scale_at, cos_row, sin_row, weight_at, src_head,
-             dst_head, scale_head, pairs_of_row, units, squares_of_row, uid)  # fmt: skip
+             dst_head, scale_head, uid)  # fmt: skip
 
     return turn_rows
 

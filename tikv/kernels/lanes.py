@@ -9,6 +9,7 @@ import functools
 from tikv.runtime import ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
+LEAST_ITERATIONS = 512  # that Taichi gives a CPU thread
 SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
 
 
