@@ -13,7 +13,7 @@ GROUP = 4  # query heads a KV head
 
 @pytest.mark.parametrize("peer", ["tikv", "steps"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("tokens", [1, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 32, 128, 2048])
 def bench_write_qkv(arch, rng, peer, dtype, tokens, sizes, smoke, timed):
     heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     dtype, position, q_heads = np.dtype(dtype), 7, GROUP * heads
