@@ -447,7 +447,7 @@ class Part(NamedTuple):
     move: object
 
 
-def make_values(codec, change):
+def make_values(style, codec, change):
     """(pair, rest): the new values of two units that are rotated into each other, and of one behind those."""
     elements, words = codec.elements, codec.src_words
     load = make_load(codec.src, elements, codec.src_bits)
@@ -467,6 +467,15 @@ def make_values(codec, change):
         return found
 
     @ti.func
+    def product(x, y, row):
+        """A rounded product. Taichi's CUDA code makes one rounding of product and sum, but not across integers."""
+        found = x * y
+        if ti.static(style == "cuda"):
+            nothing = ti.bit_cast(row, ti.u32) >> 31  # no row begins below 0, which the compiler does not know
+            found = ti.bit_cast(ti.bit_cast(found, ti.u32) ^ nothing, ti.f32)
+        return found
+
+    @ti.func
     def pair(a: ti.template(), row, p, norm, cos: ti.template(), cos_row, sin: ti.template(), sin_row,
              weight: ti.template(), weight_at):  # fmt: skip
         first, second = p, p + half_units
@@ -481,8 +490,8 @@ def make_values(codec, change):
         for j in ti.static(range(elements)):
             i, k = ti.static((2 * j, 2 * j + 1) if interleaved else (j, j + elements))
             c, s = cos[cos_row + p * elements + j], sin[sin_row + p * elements + j]
-            found[i] = both[i] * c - both[k] * s
-            found[k] = both[k] * c + both[i] * s
+            found[i] = product(both[i], c, row) - product(both[k], s, row)
+            found[k] = product(both[k], c, row) + product(both[i], s, row)
         return first, second, found
 
     @ti.func
@@ -511,7 +520,7 @@ def make_part(style, width, stream, inner, change):
 
         return Part(stream.units, peak_of_unit, move_unit_alone)
 
-    pair, rest = make_values(codec, change)
+    pair, rest = make_values(style, codec, change)
     store = make_store(codec.dst, elements, codec.dst_bits, style)
     pairs = change.rope_dim // 2 // elements
     count = width // elements - pairs
