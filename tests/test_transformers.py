@@ -358,6 +358,11 @@ def test_keys_and_values_can_be_set(arch, rng):
     assert layer.get_seq_length() == 3
     oracle.assert_same_bits(layer.keys.numpy(), k[:, :, kept].numpy())
     oracle.assert_same_bits(layer.values.numpy(), v[:, :, kept].numpy())
+    half = layer_of()
+    half.keys = k
+    with pytest.raises(tikv.ShapeError, match="set keys and values to the same number"):
+        half.update(*rows(rng, 1, 3))
+    assert half.store is None
     layer.keys = layer.keys * 2
     oracle.assert_same_bits(layer.keys.numpy(), (k[:, :, kept] * 2).numpy())
     new = rows(rng, 1, 3)
@@ -476,6 +481,8 @@ def test_another_models_shapes_are_refused(arch, rng):
         assert str(tuple(other[0].shape)) in str(error.value)
     with pytest.raises(tikv.ShapeError, match=r"torch.float32 on cpu; the new ones .* torch.float16"):
         layer.update(*(a.half() for a in rows(rng, 1, 3)))
+    with pytest.raises(tikv.ShapeError, match=r"must be \(batch, heads, tokens, head_dim\), not \(2, 1, 4\)"):
+        layer.update(*(a[0] for a in rows(rng, 1, 3)))
     oracle.assert_same_bits(layer.keys.numpy(), k.numpy())
     layer.reset()
     keys, _ = layer.update(*(wide := rows(rng, 2, batch=1, heads=4, width=8)))

@@ -61,13 +61,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
         """Make the memory for keys and values of these shapes, dtype and device."""
         value_states = key_states if value_states is None else value_states
-        if key_states.ndim != 4:
-            raise ShapeError(
-                f"{self._name}: keys must be (batch, heads, tokens, head_dim), not {tuple(key_states.shape)}."
-            )
+        tokens = self._tokens_of(key_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         _share_memory_with(self.device)
-        batch, heads, tokens, width = key_states.shape
+        batch, heads, _, width = key_states.shape
         self.store = LayerStore(
             num_kv_heads=heads,
             head_dim=width,
@@ -79,6 +76,13 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self._settled = 0
         self._attach()
+
+    def _tokens_of(self, key_states: Any) -> int:
+        if key_states.ndim != 4:
+            raise ShapeError(
+                f"{self._name}: keys must be (batch, heads, tokens, head_dim), not {tuple(key_states.shape)}."
+            )
+        return int(key_states.shape[2])
 
     @property
     def _name(self) -> str:
@@ -126,12 +130,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
             CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
         """
+        if self._staged:
+            self._refuse_half_set()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self._staged:
-            self._refuse_half_set()
         store: Any = self.store
-        held, tokens = store.length, key_states.shape[2]
+        held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
             self._refit(key_states, value_states, None)
             store = self.store
