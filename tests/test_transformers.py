@@ -1,6 +1,8 @@
 """TikvCache inside transformers: the text and logits of transformers' own cache, on whichever version is installed."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import oracle
@@ -16,6 +18,7 @@ import tikv  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations import transformers as integration  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.store import KVCacheStore  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 
@@ -471,6 +474,62 @@ def test_models_with_another_state_are_refused_by_name(arch, name, options, why)
     with pytest.raises(tikv.OptionError, match=why) as error:
         TikvCache(getattr(transformers, name)(**options))
     assert name in str(error.value)
+
+
+def test_tokens_like_those_before_skip_the_checks_and_others_do_not(arch, rng, monkeypatch):
+    """Each step brings tokens like the last one's, at other addresses; now and then of another form or alignment."""
+    checked = []
+    append = KVCacheStore.append
+    monkeypatch.setattr(KVCacheStore, "append", lambda *args, **more: (checked.append(1), append(*args, **more))[1])
+    layer, past = layer_of(), []
+
+    def step(k, v):
+        keys, values = layer.update(k, v)
+        past.append((k.clone(), v.clone()))
+        for got, want in zip((keys, values), zip(*past, strict=True), strict=True):
+            oracle.assert_same_bits(got.numpy(), torch.cat(want, dim=2).numpy())
+
+    kept = [[a.clone() for a in rows(rng, 1, width=16)] for _ in range(8)]  # where torch aligns them
+    for new in kept:
+        step(*new)
+    assert len(checked) <= 3, "tokens like those before were checked again"
+    turned = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in rows(rng, 1, width=16)]
+    apart = [torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape) for a in rows(rng, 1, width=16)]
+    several = rows(rng, 3, width=16)
+    for other in (turned, apart, several, kept[0], rows(rng, 1, width=16)):
+        step(*other)
+    with torch.inference_mode():
+        step(*rows(rng, 1, width=16))
+    step(*rows(rng, 1, width=16))
+    assert layer.get_seq_length() == layer.store.length == 8 + 3 + 6
+    with pytest.raises(tikv.ShapeError, match="overlap"):
+        layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
+    assert layer.get_seq_length() == 17
+
+
+def test_tokens_like_those_before_still_meet_the_limits(arch, rng):
+    layer, k, v = layer_of(limit=9), *rows(rng, 1)
+    for _ in range(9):
+        keys, _ = layer.update(k, v)
+    with pytest.raises(tikv.CapacityError, match=r"9 cached \+ 1 new tokens > max_cache_len=9"):
+        layer.update(k, v)
+    assert layer.get_seq_length() == 9
+    oracle.assert_same_bits(keys.numpy(), k.expand(-1, -1, 9, -1).numpy())
+    layer.crop(-1)
+    layer.update(k, v)
+
+
+def test_a_cache_goes_with_its_last_reference(arch, rng):
+    layer, (k, v) = layer_of(), rows(rng, 1)
+    for _ in range(5):
+        layer.update(k, v)
+    store = weakref.ref(layer.store)
+    gc.disable()
+    try:
+        del layer
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_another_models_shapes_are_refused(arch, rng):

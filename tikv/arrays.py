@@ -218,6 +218,15 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     return found
 
 
+def last_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int], int] | None:
+    """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
+
+    The key depends on their alignment too, which is not tested. None where those arrays have no such test.
+    """
+    recent = _recent.get(operation)
+    return None if recent is None or recent.same is None else (recent.same, _torch_address, recent.views.key)
+
+
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 

@@ -215,6 +215,10 @@ class Bound:
         """Let array argument `i` be `array`."""
         self.arguments[i] = array.bare() if array.handle is None else array
 
+    def set_pointer(self, i: int, pointer: int) -> None:
+        """Let array argument `i`, which has an address, lie at another one; its form stays."""
+        self.arguments[i] = self.arguments[i].at(pointer)
+
     def set_entry(self, i: int, j: int, value: int) -> None:
         """Let entry `j` of vector argument `i` be `value`."""
         self.arguments[i][j] = value
@@ -292,14 +296,18 @@ class _KeptBound(Bound):
         self._pointers = [value.ptr if kernel.words[i] else 0 for i, value in enumerate(arguments)]
 
     def set_array(self, i: int, array: ArrayView) -> None:
-        if array.ptr != self._pointers[i]:
-            self._pointers[i] = array.ptr
-            self._set_array([i], array.ptr, array.span, [self.iterations if i == 0 else 1], 0)
+        self.set_pointer(i, array.ptr)
+
+    def set_pointer(self, i: int, pointer: int) -> None:
+        if pointer != self._pointers[i]:
+            self._pointers[i] = pointer
+            self._set_array((i,), pointer, self.arguments[i].span, (self.iterations if i == 0 else 1,), 0)
 
     def set_entry(self, i: int, j: int, value: int) -> None:
-        if self.arguments[i][j] != value:
-            self.arguments[i][j] = value
-            self._set_entry([i, j], value)
+        entries = self.arguments[i]
+        if entries[j] != value:
+            entries[j] = value
+            self._set_entry((i, j), value)
 
     def launch(self) -> None:
         self._launch(self._compiled, self.context)
@@ -496,7 +504,10 @@ class _NativeBound(Bound):
         self._call = driver.binding().cuLaunchKernelEx
 
     def set_array(self, i: int, array: ArrayView) -> None:
-        self._pointers[(self._at[i] >> 3) + 1] = array.ptr
+        self.set_pointer(i, array.ptr)
+
+    def set_pointer(self, i: int, pointer: int) -> None:
+        self._pointers[(self._at[i] >> 3) + 1] = pointer
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         self._by_host = True

@@ -6,12 +6,24 @@ need its window copied for each token; this layer moves its tokens to the front 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tikv import checks, runtime
-from tikv.arrays import ArrayView, CacheArray, new_array
+from tikv import checks
+from tikv.arrays import ArrayView, CacheArray, last_test, new_array
 from tikv.errors import PositionError
+from tikv.runtime import require_alive
 from tikv.store import KVCacheStore
+
+# again(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms decide;
+# returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots, are not
+# appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
+Again = Callable[[Any, Any, int], int]
+
+
+def _other(k: Any, v: Any, room: int) -> int:
+    """An `again` that knows no tokens."""
+    return 0
 
 
 class LayerStore(KVCacheStore):
@@ -72,6 +84,52 @@ class LayerStore(KVCacheStore):
         """Position of the next token."""
         return self.origin + self._layers[0].length
 
+    def _allocate(self) -> None:
+        super()._allocate()
+        self.again: Again = _other  # what is bound writes to the memory before
+
+    def append_heads(self, k: Any, v: Any) -> None:
+        """`append` of (batch, H, T, D) tokens, after which `again` takes tokens like these, if torch can tell them.
+
+        Raises:
+            As `append`.
+        """
+        self.append(0, k, v, layout="head_major")
+        self.again = self._like_the_last()
+
+    def _like_the_last(self) -> Again:
+        """An `again` for tokens of the forms just appended. It holds no reference to the store, which holds it."""
+        operation = "KVCacheStore.append"
+        test = last_test(operation)
+        if test is None:
+            return _other
+        same, address, key = test
+        plan = self._appends.get((0, key, "head_major"))
+        if plan is None:
+            return _other
+        layer, tokens, slots, live = self._layers[0], plan.tokens, self.capacity, self.runtime
+        lock, set_entry, launch = plan.bound.lock, plan.bound.set_entry, plan.bound.launch
+        which, position = plan.which, self._position
+
+        def again(k: Any, v: Any, room: int) -> int:
+            length = layer.length
+            end = length + tokens
+            if not same(k, v) or end > room or end > slots:
+                return 0
+            require_alive(live, operation)
+            pointers = (address(k), address(v))
+            with lock:
+                if pointers != plan.pointers:
+                    if not plan.is_aligned(pointers):
+                        return 0
+                    plan.rebind(operation, pointers)
+                set_entry(which, position, length)
+                launch()
+                layer.length = end
+            return end
+
+        return again
+
     def make_room(self, *, capacity: int, drop: int = 0) -> None:
         """Forget the ``drop`` oldest tokens, move the others to the front, and have ``capacity`` slots.
 
@@ -83,7 +141,7 @@ class LayerStore(KVCacheStore):
             anew, and arrays handed out before keep the old.
         """
         operation = "LayerStore.make_room"
-        runtime.require_alive(self.runtime, operation)
+        require_alive(self.runtime, operation)
         layer = self._layers[0]
         drop = checks.integer(drop, "drop", operation)
         if drop > layer.length:

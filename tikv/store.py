@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from tikv import checks, draw, dtypes, files, launch, quant, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, Views, describe, new_array, read_host, to_device, view, view_all
+from tikv.arrays import (
+    ALIGNMENT,
+    ArrayView,
+    CacheArray,
+    Memory,
+    Views,
+    describe,
+    new_array,
+    read_host,
+    to_device,
+    view,
+    view_all,
+)
 from tikv.attention import IMPLEMENTATIONS, Cache, Form, Question, real
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
@@ -94,7 +106,10 @@ class Layer:
 class AppendPlan:
     """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
 
-    __slots__ = ("bound", "layers", "memory", "mixed", "pointers", "room", "sources", "table", "tokens", "which")
+    __slots__ = (
+        "alignments", "bound", "forms", "layers", "mixed", "near", "pointers", "room", "sources", "table", "tokens",
+        "which",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -111,11 +126,45 @@ class AppendPlan:
         self.mixed = mixed  # rings of different lengths: the position stays absolute
         self.which = len(bound.arguments) - 1  # the vector of placements
         self.sources = sources
+        self.forms = [a.bare() for a in sources if a.handle is None]  # of K and V, without a hold on them
+        self.alignments = [a.ptr % ALIGNMENT for a in self.forms]
         self.table = table  # kept alive for the launches
         self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)  # tokens that all can hold
         self.pointers: tuple[int, ...] | None = None  # of the arrays last bound, which have passed the checks
         first, last = layers[0], layers[-1]  # of one block; what the launch writes lies between two addresses, twice
-        self.memory = (first.k.ptr, last.k.ptr + last.k.span, first.v.ptr, last.v.ptr + last.v.span)
+        k_start, k_end, v_start, v_end = first.k.ptr, last.k.ptr + last.k.span, first.v.ptr, last.v.ptr + last.v.span
+        # Between which addresses each of the forms would have to start to share memory with it.
+        self.near = [(k_start - a.span, k_end, v_start - a.span, v_end) for a in self.forms]
+
+    def is_aligned(self, pointers: Sequence[int]) -> bool:
+        """Whether K and V at these addresses are aligned as those that were bound."""
+        return [p % ALIGNMENT for p in pointers] == self.alignments
+
+    def rebind(self, operation: str, pointers: tuple[int, ...], rows: Sequence[ArrayView] = ()) -> None:
+        """Let the launch read K and V of the bound form elsewhere: at these addresses; or `rows`, which have none.
+
+        Raises:
+            ShapeError: they share memory with the layers.
+        """
+        if pointers[0]:
+            for p, (k_start, k_end, v_start, v_end) in zip(pointers, self.near, strict=True):
+                if k_start < p < k_end or v_start < p < v_end:
+                    _refuse_shared(operation, self.layers, [a.at(q) for a, q in zip(self.forms, pointers, strict=True)])
+                    break
+            self.bound.set_pointer(0, pointers[0])
+            self.bound.set_pointer(2, pointers[1])
+        else:
+            self.bound.set_array(0, rows[0])
+            self.bound.set_array(2, rows[1])
+        self.pointers = pointers
+
+
+def _refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
+    """New K and V share no element with what they are appended to."""
+    for layer in layers:
+        for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
+            for name, a in zip(_ROWS, rows, strict=True):
+                checks.disjoint([(name, a, False), output], operation)
 
 
 class Snapshot:
@@ -384,21 +433,14 @@ class KVCacheStore(draw.Drawn):
             position = reduced_position(length, first.sinks, first.ring)
         with bound.lock:
             if rows.pointers != plan.pointers:
-                k, v = rows
-                if k.ptr and (_between(k, plan.memory) or _between(v, plan.memory)):
-                    self._apart(operation, layers, (("k", k), ("v", v)))
-                bound.set_array(0, k)
-                bound.set_array(2, v)
-                plan.pointers = rows.pointers
+                plan.rebind(operation, rows.pointers, rows)
             bound.set_entry(plan.which, self._position, position)
             bound.launch()
             if self.runtime.is_spirv:
                 bound.release()
                 plan.pointers = None
         for layer in layers:
-            layer.length = after
-            if layer.ring and after - layer.ring > layer.valid_from:
-                layer.valid_from = after - layer.ring
+            layer.grow(plan.tokens)
 
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
@@ -554,15 +596,8 @@ class KVCacheStore(draw.Drawn):
             checks.extent(
                 a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, f"k: {describe(k)}"
             )
-        self._apart(operation, layers, named)
+        _refuse_shared(operation, layers, (k, v))
         return rows, token_axis, head_axis, tokens
-
-    def _apart(self, operation: str, layers: list[Layer], named: Sequence[tuple[str, ArrayView]]) -> None:
-        """New arrays share no element with what they are appended to."""
-        for layer in layers:
-            for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
-                for name, a in named:
-                    checks.disjoint([(name, a, False), output], operation)
 
     def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
         """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
@@ -1085,12 +1120,6 @@ class KVCacheStore(draw.Drawn):
             f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
             f"{kind}, {self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
         )
-
-
-def _between(a: ArrayView, memory: tuple[int, int, int, int]) -> bool:
-    start, end = a.ptr, a.ptr + a.span
-    k_start, k_end, v_start, v_end = memory
-    return (start < k_end and k_start < end) or (start < v_end and v_start < end)
 
 
 def _rows_of(a: ArrayView, first_token: int = 0) -> End:
