@@ -45,11 +45,13 @@ def stores():
         if dtype == "int8" or dtype == "float32" or dtype == "float16":
             store.append_all(k, k)
         else:
-            store.append_all(k.astype(store.dtype.numpy), k.astype(store.dtype.numpy))
+            k = k.astype(store.dtype.numpy)
+            store.append_all(k, k)
         store.append(0, k[0], k[0])
         store.tokens(0)
         store.reorder([0] * batch)
         store.snapshot()
+        tikv.compile_step(store, layers=0, attend=False).prepare(k[0], k[0])
 
 
 def scattered():

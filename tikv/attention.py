@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,12 @@ from tikv import checks, dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, contiguous_strides, describe, new_like, view
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.moves import CopyCall, End, Staging, keep_plan
-from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape
+from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape, values_known
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 STORED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8)
+INTEGERS = (int, np.integer)
+FOLLOWED = {"seq_lens": "lens", "context_lens": "lens", "block_tables": "table"}  # by parameter; may change in a graph
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
 MOST_ROWS = 8  # query rows that share a pass over the keys
 MOST_SPLITS = 1024
@@ -93,8 +95,8 @@ def decode_attention(
         q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
         k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16, or
             int8 with scales; any strides with a contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
-        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included. For a
-            ring it counts all tokens ever written.
+        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
+            int for all. For a ring it counts all tokens ever written.
         scale: of q.k; None for ``1 / sqrt(D)``.
         causal: False lets every query see what the newest sees.
         window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
@@ -133,10 +135,13 @@ def decode_attention(
     """
     operation = "decode_attention"
     live = runtime.current()
-    seq_lens = index_array(seq_lens)  # a view does not keep an array alive
-    queries, lens = view(q, "q", operation), view(seq_lens, "seq_lens", operation)
     k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
-    arrays = {"q": queries, "k": k, "v": v, "lens": lens}
+    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
+    if isinstance(seq_lens, INTEGERS):
+        length = checks.integer(seq_lens, "seq_lens", operation)
+    else:
+        seq_lens = index_array(seq_lens)  # a view does not keep an array alive
+        arrays["lens"] = view(seq_lens, "seq_lens", operation)
     if k_scale is not None or v_scale is not None:
         _add_scales(arrays, k_scale, v_scale, operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
@@ -151,7 +156,8 @@ def decode_attention(
     oldest = 0
     if first_valid is not None:
         oldest = checks.integer(first_valid, "first_valid", operation, high=2**31 - 1)
-    return form.attend(q, arrays, out, return_lse, checks.option(impl, "impl", operation, IMPLEMENTATIONS), 0, oldest)
+    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+    return form.attend(q, arrays, out, return_lse, impl, length, oldest)
 
 
 def _contiguous(
@@ -221,7 +227,7 @@ def paged_decode_attention(
         k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales.
         block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
             negative.
-        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included.
+        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included; or one int for all.
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
         k_scale, v_scale: (N, bs, H), of int8 pools and of no other.
@@ -248,11 +254,15 @@ def paged_decode_attention(
     """
     operation = "paged_decode_attention"
     live = runtime.current()
-    block_tables, context_lens = index_array(block_tables), index_array(context_lens)  # views do not keep them alive
-    queries, lens = view(q, "q", operation), view(context_lens, "context_lens", operation)
+    block_tables = index_array(block_tables)  # a view does not keep an array alive
     k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
     table = view(block_tables, "block_tables", operation)
-    arrays = {"q": queries, "k": k, "v": v, "lens": lens, "table": table}
+    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v, "table": table}, 0
+    if isinstance(context_lens, INTEGERS):
+        length = checks.integer(context_lens, "context_lens", operation)
+    else:
+        context_lens = index_array(context_lens)
+        arrays["lens"] = view(context_lens, "context_lens", operation)
     if k_scale is not None or v_scale is not None:
         _add_scales(arrays, k_scale, v_scale, operation)
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
@@ -265,7 +275,7 @@ def paged_decode_attention(
         cache = _pages(arrays, layout, live, operation)
         question = Question(scale, causal, _window(window, operation), softcap, num_splits, lse_base2)
         form = keep_plan(live, key, Form(live, operation, arrays, cache, table.shape[0], question))
-    return form.attend(q, arrays, out, return_lse, "taichi")
+    return form.attend(q, arrays, out, return_lse, "taichi", length)
 
 
 def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> Cache:
@@ -380,7 +390,7 @@ class Form:
         self.lse_shape = q.shape[:-1]
         self.mass_shape = (batch, cache.heads, cache.capacity)
         self.empty = 0 in self.shape
-        self.device_only = "lens" in arrays and arrays["lens"].device != "cpu" and not live.debug
+        self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = _why_not_torch(live, arrays, cache, question)
         self.plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -427,9 +437,7 @@ class Form:
             wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
             arrays["mass"] = view(wanted[-1], "mass", operation)
         if not self.empty:
-            keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
-            splits = question.splits or _splits(live, self.asked, cache, keys)
-            workers = _workers(live, self.asked, cache, keys)
+            splits, workers = self._shares(longest)
             key = (splits, workers, return_lse, *[a.key for a in arrays.values()])
             plan = self.plans.get(key)
             if plan is None:
@@ -447,18 +455,39 @@ class Form:
         limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
         if "lens" not in arrays:
             _check_length(length, needed, limit, cache, "the length", operation)
+            if "table" in arrays:
+                lens = np.full(arrays["table"].shape[0], length)
+                _check_table(operation, host_indices(arrays["table"], self.live), lens, cache)
             return length
         known = host_indices(arrays["lens"], self.live)
         if known is None:
             return cache.capacity
         if known.size == 0:
             return 0
-        longest, shortest = int(known.max()), int(known.min())
-        _check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
-        _check_length(shortest, needed, limit, cache, f"length {int(known.argmin())}", operation)
+        shortest, longest = (int(known[0]),) * 2 if known.size == 1 else (int(known.min()), int(known.max()))
+        if longest > limit or shortest < needed:
+            _check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
+            _check_length(shortest, needed, limit, cache, f"length {int(known.argmin())}", operation)
         if "table" in arrays:
             _check_table(operation, host_indices(arrays["table"], self.live), known, cache)
         return longest
+
+    def _shares(self, longest: int) -> tuple[int, int]:
+        """(splits, threads) for sequences of at most so many tokens."""
+        live, asked, cache = self.live, self.asked, self.cache
+        keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+        return self.question.splits or _splits(live, asked, cache, keys), _workers(live, asked, cache, keys)
+
+    def again(
+        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
+    ) -> tuple[tuple[int, int, bool], tuple[int, ...]]:
+        """For a graph: check lengths and blocks that the host knows; what to choose the launches by, and entries."""
+        found = {FOLLOWED[name]: a for name, a in arrays.items() if name in FOLLOWED}
+        length = numbers.get("seq_lens", numbers.get("context_lens", 0))
+        oldest = checks.integer(numbers.get("first_valid", 0), "first_valid", operation, high=2**31 - 1)
+        on_host = "lens" not in found or oldest > 0
+        entries = _reduced(self.cache, self.asked.queries, length, oldest) if on_host else ()
+        return (*self._shares(self._longest(found, length)), on_host), entries
 
     def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
         """Whether torch's own attention is to be used; with impl="torch" it must be."""
@@ -561,6 +590,15 @@ def _workers(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> 
     return live.threads if live.is_cpu and products >= SERIAL_PRODUCTS else 1
 
 
+def _reduced(cache: Cache, queries: int, length: int, first_valid: int) -> tuple[int, int]:
+    """A length and a first position that fit 32 bits and leave the same tokens in the same slots."""
+    if cache.place != "ring" or length < 2**30:
+        return length, first_valid
+    enough = cache.sinks + 2 * cache.ring + queries
+    short = enough + (length - enough) % cache.ring
+    return short, max(0, first_valid - (length - short))
+
+
 class Plan:
     """A checked attention: its launches, bound at the first run over arrays that have addresses, later given new ones.
 
@@ -605,7 +643,7 @@ class Plan:
     def run(self, arrays: dict[str, ArrayView], length: int, first_valid: int) -> None:
         """Launch over these arrays, all sequences of this length where there is no array of lengths."""
         live, number = self.live, self.common.N
-        length, first_valid = self._reduced(length, first_valid)
+        length, first_valid = _reduced(self.cache, self.asked.queries, length, first_valid)
         with live.lock:
             scratch = _scratch(live, self.scratch_bytes)
             if self.staged:
@@ -638,15 +676,6 @@ class Plan:
                 bound.launch()
             if 0 in pointers:
                 self.bounds = None  # memory without an address must not be kept alive
-
-    def _reduced(self, length: int, first_valid: int) -> tuple[int, int]:
-        """A length and a first position that fit 32 bits and leave the same tokens in the same slots."""
-        cache = self.cache
-        if cache.place != "ring" or length < 2**30:
-            return length, first_valid
-        enough = cache.sinks + 2 * cache.ring + self.asked.queries
-        short = enough + (length - enough) % cache.ring
-        return short, max(0, first_valid - (length - short))
 
     def _bind(
         self, arrays: dict[str, ArrayView], scratch: Memory, length: int, first_valid: int

@@ -162,7 +162,7 @@ class Kernel:
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
         """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number."""
-        recorder = getattr(_recording, "launches", None)
+        recorder = _recording.launches
         if recorder is not None:
             return _RecordedBound(self, iterations, arguments, recorder)
         launcher = _launcher(self.runtime)[0]
@@ -227,9 +227,13 @@ class Bound:
         """Run the kernel; returns before the device is done, except on CPU."""
         raise AssertionError("a Bound is made by Kernel.bind")
 
-    def release(self) -> None:
-        """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch."""
-        for i, value in enumerate(self.arguments):
+    def release(self, which: Sequence[int] | None = None) -> None:
+        """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch.
+
+        `which` are the arguments that each launch sets; None: all arrays.
+        """
+        for i in range(len(self.arguments)) if which is None else which:
+            value = self.arguments[i]
             if self.kernel.words[i] and value is not None and value.handle is not None:
                 self.arguments[i] = None
 
@@ -240,31 +244,38 @@ class Recorded(NamedTuple):
     kernel: Kernel
     iterations: int
     arguments: tuple[Any, ...]
+    entries: tuple[tuple[int, int], ...]  # (vector, entry) of what the operation put in before the launch, in its order
 
 
-_recording = threading.local()
+class _Recording(threading.local):
+    """Where the launches of a thread go that records."""
+
+    launches: list[Recorded] | None = None
+
+
+_recording = _Recording()
 
 
 @contextlib.contextmanager
-def recording(live: runtime.Runtime, word_bytes: int = 8) -> Iterator[list[Recorded]]:
-    """Collect what this thread binds and launches, and launch nothing; copies move words of at most `word_bytes`.
+def recording(live: runtime.Runtime, plans: dict[Any, Any]) -> Iterator[list[Recorded]]:
+    """Collect what this thread binds and launches, and launch nothing.
 
-    One-shot calls find no plans of earlier calls meanwhile, so that all of them bind.
+    Meanwhile one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.
     """
     launches: list[Recorded] = []
     with live.lock:
-        plans, live.plans = live.plans, {}
-        _recording.launches, _recording.word_bytes = launches, word_bytes
+        before, live.plans = live.plans, plans
+        _recording.launches = launches
         try:
             yield launches
         finally:
-            live.plans = plans
-            _recording.launches, _recording.word_bytes = None, 8
+            live.plans = before
+            _recording.launches = None
 
 
-def widest_word() -> int:
-    """Bytes of the widest word a copy may move now: 8, unless a recording asks for less."""
-    return getattr(_recording, "word_bytes", 8)
+def is_recording() -> bool:
+    """Whether this thread records: what is bound now is never launched, and must not be kept."""
+    return _recording.launches is not None
 
 
 class _RecordedBound(Bound):
@@ -273,14 +284,63 @@ class _RecordedBound(Bound):
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]) -> None:
         super().__init__(kernel, iterations, arguments)
         self.arguments = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
+        self._entries: list[tuple[int, int]] = []
         self._launches = launches
 
     def set_array(self, i: int, array: ArrayView) -> None:
         self.arguments[i] = array
 
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        self.arguments[i][j] = value
+        self._entries.append((i, j))
+
     def launch(self) -> None:
         arguments = tuple(tuple(v) if self.kernel.lengths[i] else v for i, v in enumerate(self.arguments))
-        self._launches.append(Recorded(self.kernel, self.iterations, arguments))
+        self._launches.append(Recorded(self.kernel, self.iterations, arguments, tuple(self._entries)))
+        self.arguments, self._launches = [], []  # who keeps the operation's plan does not keep its arrays
+
+
+class TaichiGraph:
+    """Launches as one compiled `ti.graph`, over whole `ti.ndarray`s: what Vulkan and Metal have instead of addresses.
+
+    Taichi's own `dispatch` wants an ndarray of the element type of the kernel. Ours hold words that kernels read as
+    they like, so kernels are compiled here and handed over as they are.
+
+    Args:
+        launches: of each its kernel and arguments; an array argument is the name of an ndarray.
+        ndarrays: one for each name, of the element type of those that runs will bring.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
+        graph, kinds = runtime.ti.graph, runtime.ti.graph.ArgKind
+        arrays = {name: graph.Arg(kinds.NDARRAY, name, a.dtype, ndim=1) for name, a in ndarrays.items()}
+        self.values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name
+        builder = graph.GraphBuilder()
+        for n, (kernel, arguments) in enumerate(launches):
+            kernel.compile()
+            given = []
+            for i, argument in enumerate(arguments):
+                number = runtime.ti.f32 if kernel.is_float[i] else runtime.ti.i32
+                if kernel.words[i]:
+                    given.append(arrays[argument])
+                    continue
+                name = f"{n}.{i}"
+                if kernel.lengths[i]:
+                    given.append(graph.Arg(kinds.MATRIX, name, runtime.ti.types.vector(kernel.lengths[i], number)))
+                    self.values[name] = runtime.ti.Vector(list(argument), number)
+                else:
+                    given.append(graph.Arg(kinds.SCALAR, name, number))
+                    self.values[name] = argument
+            builder._graph_builder.dispatch(kernel.taichi_kernel, given)
+        self._compiled = builder.compile()
+
+    def set_entry(self, n: int, i: int, j: int, value: int) -> None:
+        """Let entry `j` of the vector that is argument `i` of launch `n` be `value`."""
+        self.values[f"{n}.{i}"].entries[j] = value
+
+    def run(self) -> None:
+        """Run all launches in their order; returns before the device is done."""
+        self._compiled.run(self.values)
 
 
 class _KeptBound(Bound):

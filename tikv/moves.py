@@ -82,11 +82,10 @@ def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tupl
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
-        word = math.gcd(src_align, dst_align, 4 if style == "cpu" else launch.widest_word())
+        word = math.gcd(src_align, dst_align, 4 if style == "cpu" else 8)
         return width * s.itemsize // word, codec("raw", "raw", 0, word * 8, word * 8)
     for elements in (1,) if style == "cpu" else (4, 2, 1):
-        widest = launch.widest_word()
-        src_word, dst_word = min(widest, elements * s.itemsize), min(widest, elements * d.itemsize)
+        src_word, dst_word = min(8, elements * s.itemsize), min(8, elements * d.itemsize)
         chunks_whole = all(chunk % elements == 0 for chunk in (src.inner[0] or elements, dst.inner[0] or elements))
         if width % elements == 0 and src_align % src_word == 0 and dst_align % dst_word == 0 and chunks_whole:
             return width // elements, codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
@@ -208,6 +207,19 @@ def inner_words(end: End, bits: int) -> tuple[int, int]:
     return end.inner[0] * itemsize * 8 // bits, end.inner[1] * itemsize * 8 // bits
 
 
+class Held:
+    """Owner of an array on a device whose values the host knows as well; else like the owner that it stands for."""
+
+    __slots__ = ("holds", "on_host")
+
+    def __init__(self, holds: Any, on_host: ArrayView | np.ndarray[Any, Any] | None) -> None:
+        self.holds = holds
+        self.on_host = on_host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.holds, name)
+
+
 class Staging:
     """Host arrays on a device for the length of a call; nothing on CPU, where the kernels see them.
 
@@ -248,7 +260,7 @@ class Staging:
                     first.device,
                     handle=first.handle,
                     offset=first.offset,
-                    owner=(memory, a),
+                    owner=Held(memory, a),
                 )
             if any(written[i] for i in members):
                 self._back.append((memory, start, end))

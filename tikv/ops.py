@@ -6,7 +6,7 @@ everything and binds a launch, later ones put in pointers and the position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tikv import checks, launch, runtime
@@ -118,6 +118,10 @@ class WritePlan:
 
     def run(self, operation: str, arrays: Sequence[ArrayView], position: int) -> None:
         """Check the position, and launch over these arrays: source, destination of each stream, in turn."""
+        self.call.run(operation, arrays, self.position_entry, self.reduced(operation, position))
+
+    def reduced(self, operation: str, position: int) -> int:
+        """The position as the launch takes it, checked."""
         if type(position) is not int or position < 0:
             position = checks.integer(position, self.names.position, operation)
         if self.window is None:
@@ -128,7 +132,13 @@ class WritePlan:
                 end = f"{self.names.position} + {self.names.num_tokens}"
                 checks.integer(position + self.tokens, end, operation)
             position = reduced_position(position, 0, self.window)
-        self.call.run(operation, arrays, self.position_entry, position)
+        return position
+
+    def again(
+        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
+    ) -> tuple[None, tuple[int, ...]]:
+        """For a graph: check what may change from run to run; nothing to choose by, and the entries of the launch."""
+        return None, (self.reduced(operation, numbers["position"]),)
 
 
 # What callers call the source and the destination of each stream, in turn.

@@ -7,7 +7,7 @@ names them, and strides do the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,11 +100,27 @@ def index_array(values: Any) -> Any:
     return values
 
 
+def values_known(index: ArrayView, live: runtime.Runtime) -> bool:
+    """Whether the values of an index array are known: on the host, or anywhere in debug mode."""
+    return index.device == "cpu" or live.debug or getattr(index.owner, "on_host", None) is not None
+
+
 def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any] | None:
-    """The values of an index array on the host, or anywhere in debug mode; None when only the device knows them."""
+    """The values of an index array, if they are known; None when only the device knows them."""
+    known = getattr(index.owner, "on_host", None) if index.owner is not None else None
+    if isinstance(known, np.ndarray):
+        return known
+    index = index if known is None else known
     if index.device == "cpu":
         return as_numpy(index)
     return read_host(index, live) if live.debug else None
+
+
+def check_known_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str) -> None:
+    """`check_slots` of a slot mapping whose values are known."""
+    slots = host_indices(index, live)
+    if slots is not None:
+        check_slots(slots, shape, live.debug, "slot_mapping", operation)
 
 
 def check_slots(slots: np.ndarray[Any, Any], shape: PoolShape, debug: bool, name: str, operation: str) -> None:
@@ -186,11 +202,22 @@ def write_slots(
     found = live.plans.get(key)
     if found is None:
         found = keep_plan(live, key, plan_write_slots(live, operation, arrays, layout))
-    call, shape = found
-    slots = host_indices(arrays[4], live)
-    if slots is not None:
-        check_slots(slots, shape, live.debug, "slot_mapping", operation)
-    call.run(operation, arrays)
+    check_known_slots(arrays[4], found.shape, live, operation)
+    found.call.run(operation, arrays)
+
+
+class SlotPlan(NamedTuple):
+    """A checked slot-mapped write: its launch, and the pools that slots are checked against."""
+
+    call: CopyCall
+    shape: PoolShape
+
+    def again(
+        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
+    ) -> tuple[None, tuple[int, ...]]:
+        """Check the slots, if the host knows them; as `ops.WritePlan.again`, without entries."""
+        check_known_slots(arrays["slot_mapping"], self.shape, live, operation)
+        return None, ()
 
 
 _SLOT_NAMES = ("k", "k_pool", "v", "v_pool", "slot_mapping", "k_scale", "v_scale")
@@ -203,9 +230,7 @@ def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
             raise ShapeError(f"{operation}: {name} is missing. An int8 pool needs its (N, bs, H) scales; pass both.")
 
 
-def plan_write_slots(
-    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], layout: str
-) -> tuple[CopyCall, PoolShape]:
+def plan_write_slots(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], layout: str) -> SlotPlan:
     """Check everything but the slots, which may change from call to call."""
     checks.option(layout, "layout", operation, tuple(LAYOUTS))
     names, written = _SLOT_NAMES[: len(arrays)], _SLOT_WRITTEN[: len(arrays)]
@@ -278,7 +303,7 @@ def plan_write_slots(
         first, last = streams[0], streams[-1]
         chosen = [2 * first, 2 * first + 1, 2 * last, 2 * last + 1, 4]
         chosen += [5 + first, 5 + last] if scales else [4, 4]
-    return CopyCall(live, names, written, None if nothing else bind, chosen), shape
+    return SlotPlan(CopyCall(live, names, written, None if nothing else bind, chosen), shape)
 
 
 def rows_shape(k: ArrayView, v: ArrayView, operation: str) -> tuple[int, int]:

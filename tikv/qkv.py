@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from tikv.ops import token_and_head_axes
 from tikv.pools import LAYOUTS as POOL_LAYOUTS
 from tikv.pools import (
     PoolShape,
-    check_slots,
+    check_known_slots,
     host_indices,
     index_array,
     pool_end,
@@ -374,6 +374,36 @@ class _Plan(NamedTuple):
     window: int | None
     pool: PoolShape | None
 
+    def again(
+        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
+    ) -> tuple[None, tuple[int, int]]:
+        """Check positions and slots, as far as the host knows them; as `ops.WritePlan.again`."""
+        start = rope = 0
+        position = numbers.get("position")
+        if self.pool is None and position is not None:
+            start = rope = checks.integer(position, "position", operation)
+            if self.window is not None:
+                checks.integer(position + self.tokens, "position + tokens", operation)
+                start = reduced_position(start, 0, self.window)
+            elif self.capacity:
+                checks.fits_linear(start, self.tokens, self.capacity, operation)
+        elif self.pool is not None:
+            check_known_slots(arrays["slot_mapping"], self.pool, live, operation)
+        if self.rope_limit and "rope_positions" in arrays:
+            rope, rows = 0, host_indices(arrays["rope_positions"], live)
+            if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.rope_limit:
+                token = int(np.argmax((rows < 0) | (rows >= self.rope_limit)))
+                raise PositionError(
+                    f"{operation}: rope_positions[{token}]={int(rows[token])} is outside the tables of "
+                    f"{self.rope_limit} positions. Pass longer cos and sin."
+                )
+        elif self.rope_limit and rope + self.tokens > self.rope_limit:
+            raise PositionError(
+                f"{operation}: position={rope} + {self.tokens} tokens > {self.rope_limit} positions of the tables. "
+                f"Pass longer cos and sin, or rope_positions."
+            )
+        return None, (rope, start)
+
 
 def write_qkv(
     qkv: Any,
@@ -519,39 +549,15 @@ def _run(
     plan: _Plan | None = live.plans.get(key)
     if plan is None:
         plan = keep_plan(live, key, plan_of(live, operation, how, {**named, **tables}, *options))
-    start = rope = 0
-    if plan.pool is None and position is not None:
-        start = rope = checks.integer(position, "position", operation)
-        if plan.window is not None:
-            checks.integer(position + plan.tokens, "position + tokens", operation)
-            start = reduced_position(start, 0, plan.window)
-        elif plan.capacity:
-            checks.fits_linear(start, plan.tokens, plan.capacity, operation)
-    elif plan.pool is not None:
-        slots = host_indices(named["slot_mapping"], live)
-        if slots is not None:
-            check_slots(slots, plan.pool, live.debug, "slot_mapping", operation)
-    unknown = False
-    if plan.rope_limit and "rope_positions" in named:
-        rope, rows = 0, host_indices(named["rope_positions"], live)
-        unknown = rows is None
-        if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < plan.rope_limit:
-            token = int(np.argmax((rows < 0) | (rows >= plan.rope_limit)))
-            raise PositionError(
-                f"{operation}: rope_positions[{token}]={int(rows[token])} is outside the tables of {plan.rope_limit} "
-                f"positions. Pass longer cos and sin."
-            )
-    elif plan.rope_limit and rope + plan.tokens > plan.rope_limit:
-        raise PositionError(
-            f"{operation}: position={rope} + {plan.tokens} tokens > {plan.rope_limit} positions of the tables. Pass "
-            f"longer cos and sin, or rope_positions."
-        )
+    _, entries = plan.again(live, operation, named, {} if position is None else {"position": position})
+    index = named.get("rope_positions") if plan.rope_limit else None
+    unknown = index is not None and not live.is_cpu and host_indices(index, live) is None  # rows may be skipped
     result = given["q"]
     if result is None:
         result = new_like(source, plan.q_shape, plan.q_dtype, live, zeroed=unknown)
     first, *others = named.items()
     arrays = [first[1], view(result, "q", operation), *[a for n, a in others if n != "q"], *tables.values()]
-    plan.call.run(operation, arrays, entry_of("src_position"), (rope, start))
+    plan.call.run(operation, arrays, entry_of("src_position"), entries)
     return result
 
 

@@ -87,6 +87,11 @@ class Layer:
         """Slots that have ever been written, from slot 0."""
         return min(self.length, self.slots)
 
+    @property
+    def trimmed_to(self) -> int:
+        """`valid_from` where trimming made it later than the ring alone does; else 0."""
+        return self.valid_from if self.ring and self.valid_from > max(0, self.length - self.ring) else 0
+
     def arrays(self) -> dict[str, ArrayView]:
         """The layer's memory by name: k, v, and for int8 k_scale and v_scale."""
         named = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
@@ -251,6 +256,7 @@ class KVCacheStore(draw.Drawn):
         self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
         self._appends: dict[Any, AppendPlan] = {}
         self._position = entry_of("dst_position")
+        self.allocations = 0  # how often memory was made: what is bound to it knows by that when it is gone
         self._allocate()
 
     def _windows(self, window: Any, operation: str) -> list[int | None]:
@@ -272,6 +278,7 @@ class KVCacheStore(draw.Drawn):
 
     def _allocate(self) -> None:
         """Place all layers in as few blocks as a launch can address."""
+        self.allocations += 1
         rows = [self.batch_size * self.num_kv_heads * layer.slots for layer in self._layers]
         widest = max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
         limit = BLOCK_BYTES[self.runtime.arch]
@@ -437,7 +444,7 @@ class KVCacheStore(draw.Drawn):
             bound.set_entry(plan.which, self._position, position)
             bound.launch()
             if self.runtime.is_spirv:
-                bound.release()
+                bound.release((0, 2))
                 plan.pointers = None
         for layer in layers:
             layer.grow(plan.tokens)
@@ -479,6 +486,30 @@ class KVCacheStore(draw.Drawn):
         for layer in self._layers:
             layer.grow(tokens)
 
+    def begin_step(self, operation: str, layers: Sequence[int], tokens: int) -> list[int]:
+        """Check that these layers, of one length, take so many tokens more; what each was trimmed to.
+
+        Raises:
+            CapacityError, PositionError: they do not.
+        """
+        chosen = [self._layers[i] for i in layers]
+        length = chosen[0].length
+        for layer in chosen:
+            if layer.length != length:
+                raise PositionError(
+                    f"{operation}: layer {layer.index} has {layer.length} tokens and layer {chosen[0].index} has "
+                    f"{length}. A step of several layers needs them equally long."
+                )
+        for layer in chosen:
+            if layer.ring == 0:
+                checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+        return [layer.trimmed_to for layer in chosen]
+
+    def end_step(self, layers: Sequence[int], tokens: int) -> None:
+        """Count the tokens of a step that was launched."""
+        for i in layers:
+            self._layers[i].grow(tokens)
+
     def _append_at(
         self,
         operation: str,
@@ -489,7 +520,7 @@ class KVCacheStore(draw.Drawn):
     ) -> None:
         """Append at positions that the launch reads; the host's counts stay as they are."""
         key = ("at", layers[0].index, stacked, given.key, layout)
-        plan = self._appends.get(key)
+        plan = None if launch.is_recording() else self._appends.get(key)
         if plan is None:
             k, v, positions = given
             rows, token_axis, head_axis, tokens = self._checked_rows(operation, layers, k, v, layout, stacked)
@@ -508,7 +539,7 @@ class KVCacheStore(draw.Drawn):
             stage = Staging(self.runtime, [*rows, positions], [False] * 3)
             *sources, index = stage.arrays
             plan = self._bind_append(operation, layers, sources, token_axis, head_axis, tokens, False, index)
-            if not self.runtime.is_cpu and "cpu" in (k.device, v.device, positions.device):
+            if launch.is_recording() or (not self.runtime.is_cpu and "cpu" in (k.device, v.device, positions.device)):
                 plan.bound.launch()
                 return
             if len(self._appends) >= MAX_PLANS:
@@ -523,7 +554,7 @@ class KVCacheStore(draw.Drawn):
                 plan.pointers = given.pointers
             bound.launch()
             if self.runtime.is_spirv:
-                bound.release()
+                bound.release((0, 2, 4))
                 plan.pointers = None
 
     @property
@@ -722,6 +753,7 @@ class KVCacheStore(draw.Drawn):
         impl: str = "auto",
         softcap: float | None = None,
         out: Any = None,
+        seq_lens: Any = None,
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
@@ -731,6 +763,8 @@ class KVCacheStore(draw.Drawn):
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D), float32, float16 or bfloat16; num_kv_heads divides Hq.
             scale, return_lse, impl, softcap, out: as in `tikv.decode_attention`.
+            seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
+                sequence, instead of `length`; what goes with `append` at ``positions``.
 
         Returns:
             As `tikv.decode_attention`.
@@ -751,6 +785,11 @@ class KVCacheStore(draw.Drawn):
         arrays = {"q": view(q, "q", operation), "k": found.k, "v": found.v}
         if found.k_scale is not None and found.v_scale is not None:
             arrays["k_scale"], arrays["v_scale"] = found.k_scale, found.v_scale
+        length, oldest = found.length, found.valid_from
+        if seq_lens is not None:
+            arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
+            checks.on_device([("seq_lens", lens)], self.runtime, operation)
+            length, oldest = 0, found.trimmed_to
         scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
         options = (scale, softcap, found.window, found.sinks)
         key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
@@ -760,7 +799,7 @@ class KVCacheStore(draw.Drawn):
             form = Form(self.runtime, operation, arrays, self._read(found), self.batch_size, question)
             keep_plan(self.runtime, key, form)
         checks.option(impl, "impl", operation, IMPLEMENTATIONS)
-        return form.attend(q, arrays, out, return_lse, impl, found.length, found.valid_from)
+        return form.attend(q, arrays, out, return_lse, impl, length, oldest)
 
     def _read(self, layer: Layer) -> Cache:
         """What attention reads of a layer."""
