@@ -138,6 +138,26 @@ def timed(benchmark, arch, roof, smoke, request):
     return run
 
 
+@pytest.fixture
+def by_turns(arch):
+    """Median microseconds of a call of each form, to its end and until it returns.
+
+    The forms take turns, so that what else the machine does slows all of them.
+    """
+
+    def run(forms, calls, rounds=15):
+        times, returns = ({name: [] for name in forms} for _ in range(2))
+        for _ in range(rounds):
+            for name, call in forms.items():
+                times[name].append(seconds(call, arch, calls, 1))
+                start = time.perf_counter()
+                call()
+                returns[name].append(time.perf_counter() - start)
+        return [{name: round(statistics.median(t) * 1e6, 3) for name, t in x.items()} for x in (times, returns)]
+
+    return run
+
+
 def _commit() -> str:
     child = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return child.stdout.strip() or "unknown"

@@ -74,8 +74,10 @@ def work(question, case) -> str:
 
 
 def tables(rows):
-    """Markdown: one table for the rows that are bandwidth, one for those that are a call."""
-    cases = {key: peers for key, peers in by_case(rows).items() if "tikv" in peers}
+    """Markdown: a table for the rows that are bandwidth, one for those that are a call, one for graphs of calls."""
+    graphs = [row for row in rows if "forms_us" in row]
+    cases = by_case([row for row in rows if "forms_us" not in row])
+    cases = {key: peers for key, peers in cases.items() if "tikv" in peers}
     bandwidth = [key for key in cases if is_bandwidth(cases[key])]
     calls = [key for key in cases if not is_bandwidth(cases[key])]
     if bandwidth:
@@ -102,11 +104,19 @@ def tables(rows):
             )
             yield f"| {key[0]} | {work(*key[1:])} | {' | '.join(cells)} |"
         yield ""
+    if graphs:
+        yield "| back end | decode step | calls us | graph us | captured us | until return: calls | graph | captured |"
+        yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+        for row in graphs:
+            times = [row[us].get(form) for us in ("forms_us", "return_us") for form in ("calls", "graph", "captured")]
+            cells = ["" if us is None else f"{us:.1f}" for us in times]
+            yield f"| {row['arch']} | {row['case']} | {' | '.join(cells)} |"
+        yield ""
 
 
 def is_copy(row) -> bool:
     """Whether a bench moves bytes and does little else, so that bytes a second say how well it does it."""
-    return row["op"] not in ("decode_attention", "generate")
+    return row["op"] not in ("decode_attention", "decode step", "generate")
 
 
 def is_decode(question) -> bool:
