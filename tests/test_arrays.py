@@ -128,6 +128,39 @@ def test_a_tensor_that_was_changed_in_place_is_seen_anew(arch, rng):
         tikv.copy(tensor, cache, position=1)
 
 
+@pytest.mark.parametrize("kind", [np.ndarray, np.matrix, np.memmap, np.ma.MaskedArray])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+def test_where_an_ndarray_lies(kind, dtype, tmp_path):
+    """What is read as a buffer is what NumPy says, for its subclasses and for views too."""
+    dtype = dtypes.parse(dtype, "test").numpy
+    if kind is np.memmap:
+        whole = np.memmap(tmp_path / "rows", dtype, "w+", shape=(4, 6))
+    else:
+        whole = np.zeros((4, 6), dtype).view(kind)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    for array in (whole, whole[1:], whole[2:, 3:], whole.T, whole[:0], fixed):
+        seen = arrays.view(array, "array", "test")
+        assert seen.ptr == array.ctypes.data
+        assert (seen.shape, seen.writable) == (array.shape, array.flags.writeable)
+        assert [s * seen.dtype.itemsize for s in seen.strides] == list(array.strides)
+
+
+def test_new_ndarrays_of_one_form(arch, rng):
+    """Each call brings an array of its own, as a model does, now and then aligned or laid out in another way."""
+    cache = oracle.random_bits(rng, (2, 6, 8), np.float32)
+    given, want = oracle.place(cache.copy(), arch), cache
+    for step in range(12):
+        row = oracle.random_bits(rng, (1, 2, 8), np.float32)
+        if step % 3 == 1:
+            row = np.concatenate([row.ravel()[:1], row.ravel()])[1:].reshape(row.shape)
+        elif step % 3 == 2:
+            row = row.transpose(1, 0, 2).copy().transpose(1, 0, 2)
+        tikv.copy(row, given, position=step, window=6)
+        want = reference.copy(row, want, position=step, window=6)
+        oracle.assert_same_bits(given, want, what=f"step {step}")
+
+
 @by_dtype
 @pytest.mark.archs("cpu", "vulkan", "metal")
 def test_dlpack(arch, write, dtype):

@@ -287,9 +287,23 @@ def _unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
     return DTypeError(f"{operation}: {name} has dtype {dtype}. Use one of {', '.join(row.name for row in dtypes.ALL)}.")
 
 
+def _numpy_address(array: Any) -> int:
+    # NumPy itself takes a microsecond to tell; as a buffer it is told in a third. ml_dtypes have no buffer.
+    if array.flags.carray and array.dtype.kind != "V":
+        try:
+            return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        except (TypeError, ValueError, BufferError):
+            pass  # an empty one
+    return int(array.ctypes.data)
+
+
+_numpy_forms: dict[tuple[Any, ...], ArrayView] = {}
+
+
 def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     # A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
-    held: Any = _numpy_views.get(id(array))
+    number = id(array)
+    held: Any = _numpy_views.get(number)
     if held is not None and held[0]() is array:
         seen: ArrayView = held[1]
         if (
@@ -298,6 +312,19 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
             and seen.writable == array.flags.writeable
         ):
             return seen
+    pointer = _numpy_address(array)
+    form = (array.shape, array.strides, array.dtype, array.flags.writeable, pointer % ALIGNMENT)
+    like = _numpy_forms.get(form)
+    if like is None:
+        if len(_numpy_forms) >= MAX_FORMS:
+            _numpy_forms.clear()
+        like = _numpy_forms[form] = _view_of_numpy(array, pointer, name, operation)
+    found = like.at(pointer)
+    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
+    return found
+
+
+def _view_of_numpy(array: Any, pointer: int, name: str, operation: str) -> ArrayView:
     dtype = dtypes.of_numpy(array.dtype)
     if dtype is None:
         raise _unknown_dtype(name, operation, array.dtype)
@@ -307,17 +334,8 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
             f"{operation}: {name} has byte strides {array.strides}, not multiples of its {itemsize}-byte elements. "
             f"Pass a copy: numpy.ascontiguousarray({name})."
         )
-    found = ArrayView(
-        array.ctypes.data,
-        array.shape,
-        tuple(s // itemsize for s in array.strides),
-        dtype,
-        "cpu",
-        writable=array.flags.writeable,
-    )
-    key = id(array)
-    _numpy_views[key] = (weakref.ref(array, lambda _: _numpy_views.pop(key, None)), found)
-    return found
+    strides = tuple(s // itemsize for s in array.strides)
+    return ArrayView(pointer, array.shape, strides, dtype, "cpu", writable=array.flags.writeable)
 
 
 _torch_forms: dict[tuple[Any, ...], ArrayView] = {}
