@@ -578,6 +578,24 @@ def _splits(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> i
     return max(1, min(-(-wanted // tasks) if tasks < wanted else 1, keys // LEAST_KEYS, 128))
 
 
+def _heads_together(asked: Queries, cache: Cache, splits: int, workers: int) -> tuple[int, int, bool]:
+    """On CPU: KV heads of a task, keys of a head that it reads before the next head's, whether these lie apart.
+
+    Memory is read in its order: where the heads of a token lie side by side, all of a chunk is loaded first, token by
+    token; where those of a page do, it is read page by page. Few sequences are cut into tasks of fewer heads, so that
+    each worker has one.
+    """
+    cpu = importlib.import_module("tikv.kernels.attention_cpu")
+    spread = cache.k.head < cache.k.step and cache.v.head < cache.v.step
+    if not spread and not (cache.place == "table" and cache.k.head < cache.k.block):
+        return 1, cpu.CHUNK, False
+    near = cpu.CHUNK if spread else min(cache.page + cache.page % 2, cpu.CHUNK)
+    rows = rows_of_task(asked.queries * (asked.heads // cache.heads))
+    most = cpu.heads_together(rows, cache.width, cache.width_v, cache.heads)
+    blocks = -(-workers // (asked.batch * splits))
+    return min(most, -(-cache.heads // blocks)), near, spread
+
+
 def rows_of_task(rows: int) -> int:
     """Query rows that one task computes, of those that share a KV head."""
     blocks = -(-rows // MOST_ROWS)
@@ -628,10 +646,13 @@ class Plan:
         self.own_lse = self.part_bytes + parts * 4  # where a log-sum-exp goes that nobody asked for
         self.work = -(-(self.own_lse + (0 if "lse" in arrays else self.rows) * 4) // ALIGNMENT) * ALIGNMENT
         self.scratch_bytes = self.work
+        self.together, self.near, self.spread, self.work_floats = 1, 0, False, 0
         if live.is_cpu:
-            rows = rows_of_task(asked.queries * (asked.heads // cache.heads))
-            each = importlib.import_module("tikv.kernels.attention_cpu").work_floats(rows, cache.width, cache.width_v)
-            self.scratch_bytes += workers * each * 4
+            cpu = importlib.import_module("tikv.kernels.attention_cpu")
+            shape = rows_of_task(asked.queries * (asked.heads // cache.heads)), cache.width, cache.width_v
+            self.together, self.near, self.spread = _heads_together(asked, cache, splits, workers)
+            self.work_floats = cpu.work_floats(*shape, self.together)
+            self.scratch_bytes += workers * self.work_floats * 4
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         self.bounds: list[tuple[launch.Bound, list[str]]] | None = None
         self.scratch: Memory | None = None
@@ -738,7 +759,7 @@ class Plan:
 
         row_blocks = -(-rows // block)
         numbers = common.Which(
-            tasks=asked.batch * cache.heads * row_blocks * self.splits,
+            tasks=asked.batch * -(-cache.heads // self.together) * row_blocks * self.splits,
             splits=self.splits,
             heads=cache.heads,
             queries=asked.queries,
@@ -754,9 +775,10 @@ class Plan:
             out_lse_first=first("lse", targets),
             part_first=first("out", targets),
             batch=asked.batch,
-            width=cache.width,
-            width_v=cache.width_v,
-            score_row=importlib.import_module("tikv.kernels.attention_cpu").ROW if live.is_cpu else 0,
+            heads_together=self.together,
+            near=self.near,
+            spread=int(self.spread),
+            work_floats=self.work_floats,
         )
         scale = 1 / math.sqrt(cache.width) if question.scale is None else question.scale
         log2e = common.LOG2E

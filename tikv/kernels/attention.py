@@ -105,9 +105,10 @@ class Which(NamedTuple):
     part_first: int = 0
     mass_first: int = 0
     batch: int = 1
-    width: int = 0  # on CPU
-    width_v: int = 0
-    score_row: int = 0  # floats between the scores of two query rows
+    heads_together: int = 1  # on CPU: KV heads of a task
+    near: int = 0  # keys of a head that are read before those of the next
+    spread: int = 0  # whether the keys of a head lie apart, with those of the other heads between them
+    work_floats: int = 0  # of a worker
 
 
 class Factors(NamedTuple):
@@ -174,6 +175,7 @@ def make_run(c):
 
     A slot of -1 means a page that does not exist; the keys of such a run are seen by nobody.
     """
+    unsigned = WORD[c.table_bits or 32]
 
     @ti.func
     def run(b, index, seen, table: ti.template(), where, which):
@@ -188,9 +190,10 @@ def make_run(c):
             p = ti.cast(slot, ti.u32)
             page = ti.cast(p // ti.u32(c.page), ti.i32)
             inside = ti.cast(p % ti.u32(c.page), ti.i32)
-            block = ti.cast(table[where[P.table_first] + b * where[P.table_batch] + page * where[P.table_step]], ti.i64)
+            block = table[where[P.table_first] + b * where[P.table_batch] + page * where[P.table_step]]
             slot = -1
-            if block >= 0 and block < which[N.blocks]:
+            # One comparison without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+            if ti.cast(block, unsigned) < ti.cast(which[N.blocks], unsigned):
                 slot = ti.cast(block, ti.i32) * c.page + inside
             n = c.page - inside
         if ti.static(c.sinks):
@@ -215,20 +218,44 @@ def make_place(c, step, block):
     return place
 
 
+def make_bounds(c):
+    """bounds(t, seen, which) -> what query t of a sequence sees, by the keys' indices, for `make_within`.
+
+    (low, high, fixed, upto): behind the `fixed` sinks above `low` up to `high`, and of the sinks up to `upto`.
+    """
+
+    @ti.func
+    def bounds(t, seen, which):
+        back = which[N.queries] - t  # the query is the back-th newest token
+        high = seen[S.sinks] + seen[S.body] - back
+        return ti.Vector([high - which[N.span], high, seen[S.sinks], seen[S.end] - back])
+
+    return bounds
+
+
+def make_within(c):
+    """within(index, low, high, fixed, upto): 1 if the key at this index is seen, else 0; without a branch."""
+
+    @ti.func
+    def within(index, low, high, fixed, upto):
+        found = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
+        if ti.static(c.sinks):
+            found = ti.select(index < fixed, ti.select(index <= upto, 1, 0), found)
+        return found
+
+    return within
+
+
 def make_visible(c):
     """visible(t, index, seen, which): whether query t of a sequence sees the key at this index."""
+    bounds, within = make_bounds(c), make_within(c)
 
     @ti.func
     def visible(t, index, seen, which):
         found = True
         if ti.static(c.masked):
-            back = which[N.queries] - t  # the query is the back-th newest token
-            newest = seen[S.body] - back  # of its own token, counted from the first key behind the sinks
-            behind = index - seen[S.sinks]
-            found = behind <= newest and behind > newest - which[N.span]
-            if ti.static(c.sinks):
-                if behind < 0:
-                    found = index <= seen[S.end] - back
+            sees = bounds(t, seen, which)
+            found = within(index, sees[0], sees[1], sees[2], sees[3]) > 0
         return found
 
     return visible
