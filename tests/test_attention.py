@@ -17,6 +17,12 @@ from tikv import reference
 
 TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
+PLACES = ("linear", "ring", "HND", "VLLM", "NHD")
+
+
+def group_of(place, dtype):
+    """Query heads of a KV head: over all, each number meets each dtype, and each way to lie."""
+    return (1, 2, 4, 8)[(PLACES.index(place) + list(DTYPES).index(dtype)) % 4]
 
 
 def random_rows(rng, shape, dtype):
@@ -33,7 +39,7 @@ class Case:
     """A batch of sequences in a contiguous cache or ring, and what attention over it must give."""
 
     def __init__(self, rng, *, dtype="float16", heads=2, group=2, width=16, width_v=None, capacity=40, lens=(40,),
-                 ring=None, sinks=0, queries=None, query_dtype="float32", guard=0):  # fmt: skip
+                 ring=None, sinks=0, queries=None, query_dtype="float32", guard=0, spoiled=None):  # fmt: skip
         width_v = width_v or width
         self.lens, self.group, self.ring, self.sinks = lens, group, ring, sinks
         batch = len(lens)
@@ -53,6 +59,8 @@ class Case:
                 where = reference.slots(0, length, slots, None if ring is None else ring, sinks)
                 for p, slot in enumerate(where):
                     cache[b, :, guard + slot] = rows[b, :, p]
+                if spoiled is not None and length >= -spoiled:
+                    cache[b, :, guard + where[spoiled]] = filler
             whole.append(cache[:, :, guard : guard + capacity])
         self.k, self.v, self.k_scale, self.v_scale = whole
         shape = (batch, heads * group, width) if queries is None else (batch, heads * group, queries, width)
@@ -79,11 +87,11 @@ class Case:
             )
         return out.reshape(*self.q.shape[:-1], -1), lse.reshape(self.q.shape[:-1])
 
-    def run(self, arch, **options):
-        """`decode_attention` of the case as float64: (out, lse)."""
+    def run(self, arch, lens=None, **options):
+        """`decode_attention` of the case, or with other lengths, as float64: (out, lse)."""
         ring = {"ring": True, "sinks": self.sinks, "window": self.ring} if self.ring else {}
         place = lambda a: oracle.place(a, arch)  # noqa: E731
-        lens = place(np.array(self.lens, np.int32))
+        lens = place(np.array(self.lens if lens is None else lens, np.int32))
         options = {**ring, **self.scales(arch), **options}
         arrays = [place(a) for a in (self.q, self.k, self.v)]
         got = tikv.decode_attention(*arrays, lens, return_lse=True, **options)
@@ -113,12 +121,6 @@ def assert_close(got, want, dtype):
         assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.2e}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_every_storage_and_grouping(arch, rng, dtype, group):
-    Case(rng, dtype=dtype, group=group, lens=(40, 1, 0, 23)).check(arch)
-
-
 def test_multi_query(arch, rng):
     Case(rng, heads=1, group=5, lens=(40, 7)).check(arch)
 
@@ -139,21 +141,12 @@ def test_window(arch, rng, window):
     case.check(arch, window=window, seen={"window": window})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [23, 24, 25, 24 * 7 + 5])
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_ring_positions(arch, rng, dtype, length, sinks):
-    """Around the first wrap and far past it; every length crosses or meets the window."""
-    Case(rng, dtype=dtype, ring=24, sinks=sinks, lens=(length, 4, length + 1)).check(arch)
-
-
 def test_sinks_of_a_linear_cache(arch, rng):
     case = Case(rng, capacity=100, lens=(100, 9, 3), sinks=4)
     case.check(arch, window=10, sinks=4, seen={"window": 10})
 
 
-@pytest.mark.parametrize("queries", [1, 2, 7, 64])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("queries", "causal"), [(7, True), (64, True), (2, False)])
 def test_several_queries_are_aligned_at_the_end(arch, rng, queries, causal):
     case = Case(rng, capacity=130, queries=queries, lens=(130, 64, 0))
     case.check(arch, causal=causal, seen={"causal": causal})
@@ -193,7 +186,7 @@ def test_split_counts_agree(arch, rng, splits, place):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_views_that_start_inside_an_array(arch, rng, dtype):
     """A cache that is a slice, with its own strides and a first element away from the buffer's."""
-    Case(rng, dtype=dtype, guard=3, lens=(40, 13)).check(arch)
+    Case(rng, dtype=dtype, group=group_of("linear", dtype), guard=3, lens=(40, 13)).check(arch)
 
 
 def test_one_key_gives_its_value(arch, rng):
@@ -215,9 +208,9 @@ class Pages:
     """Sequences in a page pool of shuffled blocks."""
 
     def __init__(self, rng, *, layout="NHD", dtype="float16", page=4, lens=(30, 5), heads=2, group=2, width=16,
-                 width_v=None, queries=None):  # fmt: skip
+                 width_v=None, **options):  # fmt: skip
         self.case = Case(rng, dtype=dtype, heads=heads, group=group, width=width, width_v=width_v, capacity=max(lens),
-                         lens=lens, queries=queries)  # fmt: skip
+                         lens=lens, **options)  # fmt: skip
         each = -(-max(lens) // page)
         blocks = len(lens) * each + 3
         free = rng.permutation(blocks)
@@ -249,25 +242,80 @@ class Pages:
         self.k, self.v, self.k_scale, self.v_scale = pools
         self.layout = layout
 
-    def run(self, arch, **options):
+    def run(self, arch, lens=None, **options):
         place = lambda a: oracle.place(a, arch)  # noqa: E731
+        lens = np.array(self.case.lens if lens is None else lens, np.int32)
         if self.k_scale is not None:
             options |= {"k_scale": place(self.k_scale), "v_scale": place(self.v_scale)}
         got = tikv.paged_decode_attention(
-            place(self.case.q), place(self.k), place(self.v), place(self.table), place(np.array(self.case.lens)),
-            layout=self.layout, return_lse=True, **options,
+            place(self.case.q), place(self.k), place(self.v), place(self.table), place(lens), layout=self.layout,
+            return_lse=True, **options,
         )  # fmt: skip
         return tuple(oracle.to_numpy(a).astype(np.float64) for a in got)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "VLLM"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pages(arch, rng, layout, dtype):
-    pages = Pages(rng, layout=layout, dtype=dtype)
-    assert_close(pages.run(arch), pages.case.expected(), "float32")
+@pytest.mark.parametrize("place", PLACES)
+def test_every_storage_and_grouping(arch, rng, place, dtype):
+    """Empty, short and full; each with a window that some exceed; rings around the first wrap and far past it."""
+    group = group_of(place, dtype)
+    if place == "ring":
+        sinks = 3 if dtype in ("float16", "int8") else 0
+        for length in (23, 24, 25, 24 * 7 + 5):
+            Case(rng, dtype=dtype, group=group, ring=24, sinks=sinks, lens=(length, 4, length + 1)).check(arch)
+        return
+    lens = (40, 1, 0, 23)
+    pages = Pages(rng, layout=place, dtype=dtype, group=group, lens=lens) if place != "linear" else None
+    case = pages.case if pages else Case(rng, dtype=dtype, group=group, lens=lens)
+    for window in (None, 7):
+        got = (pages or case).run(arch, window=window)
+        assert_close(got, case.expected(window=window), "float32")
 
 
-@pytest.mark.parametrize("page", [1, 3, 16, 64])
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        ("linear", "float32"), ("linear", "float16"), ("linear", "bfloat16"), ("linear", "int8"), ("ring", "float16"),
+        ("NHD", "int8"), ("HND", "bfloat16"), ("VLLM", "float32"),
+    ],
+)  # fmt: skip
+def test_what_a_query_does_not_see_may_be_nan(arch, rng, place, dtype):
+    """Of two queries, one sees the newest token, the other one more behind the window: each is NaN to the other."""
+    window = 9
+    for query, spoiled in ((0, -1), (1, -window - 1)):
+        options = {"dtype": dtype, "group": 1, "queries": 2, "lens": (40, 23), "spoiled": spoiled}
+        if place == "ring":
+            case, window = Case(rng, ring=24, **options), 24
+            got = case.run(arch)
+        elif place == "linear":
+            case = Case(rng, **options)
+            got = case.run(arch, window=window)
+        else:
+            pages = Pages(rng, layout=place, **options)
+            case, got = pages.case, pages.run(arch, window=window)
+        want = case.expected(window=window)
+        assert_close([a[:, :, query] for a in got], [a[:, :, query] for a in want], "float32")
+        if place == "ring":
+            break  # both see all that the ring still holds
+
+
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, place):
+    """Too long is as long as there is room, less than nothing is nothing, and a page that is none is not seen."""
+    monkeypatch.setattr("tikv.attention.host_indices", lambda array, live: None)
+    if place == "linear":
+        case = Case(rng, guard=3, lens=(40, 40, 40))
+        case.lens = (40, 0, 40)
+        assert_close(case.run(arch, lens=(2**31 - 1, -5, 41)), case.expected(), "float32")
+        return
+    pages = Pages(rng, lens=(20, 20, 20))
+    pages.table = pages.table[:, :5].copy()
+    pages.table[0, 4], pages.table[2, 4] = len(pages.k), -(2**31)
+    pages.case.lens = (16, 0, 16)
+    assert_close(pages.run(arch, lens=(2**31 - 1, -5, 21)), pages.case.expected(), "float32")
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
 def test_page_sizes(arch, rng, page):
     pages = Pages(rng, page=page, lens=(70, 64, 0, 1))
     assert_close(pages.run(arch), pages.case.expected(), "float32")
@@ -279,8 +327,9 @@ def test_pages_with_a_window_queries_and_splits(arch, rng, splits):
     assert_close(pages.run(arch, window=20, num_splits=splits), pages.case.expected(window=20), "float32")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8"])
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(
+    ("dtype", "window"), [("float32", None), ("float16", 12), ("bfloat16", None), ("int8", 12), ("float16", None)]
+)
 def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
     """Token by token past the window, then trimmed."""
     store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=16, capacity=40, dtype=dtype, window=window,
@@ -417,9 +466,9 @@ def test_equal_states_average_and_gain_one_bit(arch, rng):
     np.testing.assert_allclose(oracle.to_numpy(got), 3.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-@pytest.mark.parametrize("queries", [None, 3])
-@pytest.mark.parametrize("ring", [None, 24])
+@pytest.mark.parametrize(
+    ("dtype", "queries", "ring"), [("float16", None, None), ("float16", 3, 24), ("int8", 3, None), ("int8", None, 24)]
+)
 def test_mass_of_each_slot(arch, rng, dtype, queries, ring):
     """Against the weights of the plain softmax, put where the slots are; the mass of a query row is 1 in all."""
     case = Case(rng, dtype=dtype, ring=ring, sinks=2 if ring else 0, lens=(40, 9, 24), queries=queries, group=3)

@@ -138,7 +138,11 @@ def make_attend_block(style, parts, c):
             if ti.static(c.scale != ""):
                 ti.simt.block.sync()
                 for g in ti.static(range(R)):
-                    sc[g * BLOCK + thread] = sc[g * BLOCK + thread] * v_factor
+                    p = sc[g * BLOCK + thread]
+                    y = p * v_factor
+                    if ti.static(c.masked):
+                        y = ti.select(p > ti.f32(0.0), y, ti.f32(0.0))
+                    sc[g * BLOCK + thread] = y
                 ti.simt.block.sync()
             for j in range(ti.min(BLOCK, end - begin - chunk * BLOCK)):
                 at = v_rows[j]
@@ -148,8 +152,12 @@ def make_attend_block(style, parts, c):
                         if u < units_v:
                             x = load(v, at + v_inner(u))
                             for g in ti.static(range(R)):
+                                p = sc[g * BLOCK + j]
                                 for e in ti.static(range(U)):
-                                    acc[(g * turns + turn) * U + e] += sc[g * BLOCK + j] * x[e]
+                                    y = p * x[e]
+                                    if ti.static(c.masked):  # what a query does not see may be NaN
+                                        y = ti.select(p > ti.f32(0.0), y, ti.f32(0.0))
+                                    acc[(g * turns + turn) * U + e] += y
             ti.simt.block.sync()
         for g in ti.static(range(R)):
             r = row0 + g
