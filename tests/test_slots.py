@@ -358,9 +358,10 @@ def test_a_gather_that_is_refused(arch, rng, table, length, match):
 
 
 @pytest.mark.archs("vulkan", "cuda", "metal")
-def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng, monkeypatch):
+@pytest.mark.parametrize("outside", [np.array([2**33, -1]), np.array([-(2**30), -(2**31)], np.int32)])
+def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng, monkeypatch, outside):
     case = Case(rng, arch)
-    table = on_device(np.array([2, 2**33, -1, 1]), arch)
+    table = on_device(np.array([2, *outside, 1], outside.dtype), arch)
     length = 4 * PAGE
     rows = reference.pool_rows(case.before[0])
     want = np.zeros((length, HEADS, 16), np.float32)

@@ -119,7 +119,8 @@ def make_place(kind, page, position, limit, first):
             p = which[position] + t
             entry = g * which[W.index_group] + (p // page) * which[W.index_step] + which[first]
             block = ti.cast(index[entry], ti.i64)
-            if block >= 0 and block < which[limit]:
+            # Without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+            if ti.cast(block, ti.u64) < ti.cast(which[limit], ti.u64):
                 slot = ti.cast(block, ti.i32) * page + p % page
         return slot
 
