@@ -107,29 +107,23 @@ def values_known(index: ArrayView, live: runtime.Runtime) -> bool:
 
 def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any] | None:
     """The values of an index array, if they are known; None when only the device knows them."""
-    known = getattr(index.owner, "on_host", None) if index.owner is not None else None
-    if isinstance(known, np.ndarray):
-        return known
-    index = index if known is None else known
+    if index.owner is not None and (known := getattr(index.owner, "on_host", None)) is not None:
+        if isinstance(known, np.ndarray):
+            return known
+        index = known
     if index.device == "cpu":
         return as_numpy(index)
     return read_host(index, live) if live.debug else None
 
 
-def check_known_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str) -> None:
-    """`check_slots` of a slot mapping whose values are known."""
-    slots = host_indices(index, live)
-    if slots is not None:
-        check_slots(slots, shape, live.debug, "slot_mapping", operation)
-
-
-def check_slots(slots: np.ndarray[Any, Any], shape: PoolShape, debug: bool, name: str, operation: str) -> None:
-    """No slot lies beyond the pool; in debug mode, no two tokens go to one slot.
+def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str) -> None:
+    """Of slots whose values are known none lies beyond the pool; in debug mode, no two tokens go to one slot.
 
     Raises:
         PositionError: one does, or two do.
     """
-    if slots.size == 0:
+    name, slots = "slot_mapping", host_indices(index, live)
+    if slots is None or slots.size == 0:
         return
     if int(slots.max()) >= shape.slots:
         token = int(np.argmax(slots >= shape.slots))
@@ -137,7 +131,7 @@ def check_slots(slots: np.ndarray[Any, Any], shape: PoolShape, debug: bool, name
             f"{operation}: {name}[{token}]={int(slots[token])} is beyond the pool of {shape.slots} slots "
             f"({shape.blocks} blocks of {shape.page}). Use a slot below that, or a negative one to skip the token."
         )
-    if debug:
+    if live.debug:
         _unique(slots[slots >= 0], name, operation)
 
 
@@ -202,7 +196,7 @@ def write_slots(
     found = live.plans.get(key)
     if found is None:
         found = keep_plan(live, key, plan_write_slots(live, operation, arrays, layout))
-    check_known_slots(arrays[4], found.shape, live, operation)
+    check_slots(arrays[4], found.shape, live, operation)
     found.call.run(operation, arrays)
 
 
@@ -216,7 +210,7 @@ class SlotPlan(NamedTuple):
         self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
     ) -> tuple[None, tuple[int, ...]]:
         """Check the slots, if the host knows them; as `ops.WritePlan.again`, without entries."""
-        check_known_slots(arrays["slot_mapping"], self.shape, live, operation)
+        check_slots(arrays["slot_mapping"], self.shape, live, operation)
         return None, ()
 
 

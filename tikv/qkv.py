@@ -34,7 +34,7 @@ from tikv.ops import token_and_head_axes
 from tikv.pools import LAYOUTS as POOL_LAYOUTS
 from tikv.pools import (
     PoolShape,
-    check_known_slots,
+    check_slots,
     host_indices,
     index_array,
     pool_end,
@@ -388,7 +388,7 @@ class _Plan(NamedTuple):
             elif self.capacity:
                 checks.fits_linear(start, self.tokens, self.capacity, operation)
         elif self.pool is not None:
-            check_known_slots(arrays["slot_mapping"], self.pool, live, operation)
+            check_slots(arrays["slot_mapping"], self.pool, live, operation)
         if self.rope_limit and "rope_positions" in arrays:
             rope, rows = 0, host_indices(arrays["rope_positions"], live)
             if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.rope_limit:
