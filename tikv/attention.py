@@ -578,22 +578,26 @@ def _splits(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> i
     return max(1, min(-(-wanted // tasks) if tasks < wanted else 1, keys // LEAST_KEYS, 128))
 
 
-def _heads_together(asked: Queries, cache: Cache, splits: int, workers: int) -> tuple[int, int, bool]:
-    """On CPU: KV heads of a task, keys of a head that it reads before the next head's, whether these lie apart.
+def _heads_together(asked: Queries, cache: Cache, splits: int, workers: int) -> tuple[int, int, int]:
+    """On CPU: KV heads of a task, keys of a head that it reads before the next head's, whose heads lie side by side.
 
-    Memory is read in its order: where the heads of a token lie side by side, all of a chunk is loaded first, token by
-    token; where those of a page do, it is read page by page. Few sequences are cut into tasks of fewer heads, so that
-    each worker has one.
+    Where those of a token or of a page do, a chunk of all is loaded in the order of memory before it is computed with.
+    Few sequences are cut into tasks of fewer heads, so that each worker has one.
     """
     cpu = importlib.import_module("tikv.kernels.attention_cpu")
-    spread = cache.k.head < cache.k.step and cache.v.head < cache.v.step
-    if not spread and not (cache.place == "table" and cache.k.head < cache.k.block):
-        return 1, cpu.CHUNK, False
-    near = cpu.CHUNK if spread else min(cache.page + cache.page % 2, cpu.CHUNK)
+    near, side = cpu.CHUNK, 0
+    if cache.k.head < cache.k.step and cache.v.head < cache.v.step:
+        side = cpu.BY_TOKENS
+    elif cache.place == "table" and cache.k.head < cache.k.block:
+        near, side = min(cache.page + cache.page % 2, cpu.CHUNK), cpu.BY_PAGES
+    else:
+        return 1, near, side
+    if cache.k.inner[0] or cache.v.inner[0]:
+        side = 0  # rows in pieces are not loaded ahead
     rows = rows_of_task(asked.queries * (asked.heads // cache.heads))
     most = cpu.heads_together(rows, cache.width, cache.width_v, cache.heads)
     blocks = -(-workers // (asked.batch * splits))
-    return min(most, -(-cache.heads // blocks)), near, spread
+    return min(most, -(-cache.heads // blocks)), near, side
 
 
 def rows_of_task(rows: int) -> int:
@@ -646,11 +650,11 @@ class Plan:
         self.own_lse = self.part_bytes + parts * 4  # where a log-sum-exp goes that nobody asked for
         self.work = -(-(self.own_lse + (0 if "lse" in arrays else self.rows) * 4) // ALIGNMENT) * ALIGNMENT
         self.scratch_bytes = self.work
-        self.together, self.near, self.spread, self.work_floats = 1, 0, False, 0
+        self.together, self.near, self.side, self.work_floats = 1, 0, 0, 0
         if live.is_cpu:
             cpu = importlib.import_module("tikv.kernels.attention_cpu")
             shape = rows_of_task(asked.queries * (asked.heads // cache.heads)), cache.width, cache.width_v
-            self.together, self.near, self.spread = _heads_together(asked, cache, splits, workers)
+            self.together, self.near, self.side = _heads_together(asked, cache, splits, workers)
             self.work_floats = cpu.work_floats(*shape, self.together)
             self.scratch_bytes += workers * self.work_floats * 4
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
@@ -777,7 +781,7 @@ class Plan:
             batch=asked.batch,
             heads_together=self.together,
             near=self.near,
-            spread=int(self.spread),
+            side=self.side,
             work_floats=self.work_floats,
         )
         scale = 1 / math.sqrt(cache.width) if question.scale is None else question.scale

@@ -107,7 +107,7 @@ class Which(NamedTuple):
     batch: int = 1
     heads_together: int = 1  # on CPU: KV heads of a task
     near: int = 0  # keys of a head that are read before those of the next
-    spread: int = 0  # whether the keys of a head lie apart, with those of the other heads between them
+    side: int = 0  # `attention_cpu.BY_TOKENS`, `BY_PAGES` or 0
     work_floats: int = 0  # of a worker
 
 

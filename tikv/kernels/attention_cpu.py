@@ -38,6 +38,7 @@ from tikv.runtime import ti
 CHUNK = 64  # keys whose scores are held at once
 ROW = CHUNK + 16  # floats between two rows of numbers of a chunk's keys: pairs may write one more
 LISTS = 6  # such rows of a worker: where K, V and scales lie, the keys' indices, and the scales of K and V
+BY_TOKENS, BY_PAGES = 1, 2  # whose heads lie side by side; 0: those of all keys apart
 LINE_BYTES = 64  # of a cache line
 LINE = LINE_BYTES // 4  # its floats
 MOST_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
@@ -103,6 +104,8 @@ def make_attend_cpu(workers, parts, c):
     load_q = make_load(c.query, 1, SIZE[c.query] * 8)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cpu")
     D, DV = c.width, c.width_v
+    NEAR = min(c.page or CHUNK, CHUNK)
+    PER_LINE = LINE_BYTES // SIZE[c.cache]
     B = band_of(c.rows)
     bands = -(-c.rows // B)
     R = bands * B
@@ -117,13 +120,20 @@ def make_attend_cpu(workers, parts, c):
             work[to + j] = ti.bit_cast(first + j * step, ti.f32)
 
     @ti.real_func
-    def touch(rows: KV, work: WORK, lie: ti.i32, first: ti.i32, n: ti.i32, span: ti.i32, to: ti.i32, number: ti.i32):
-        """Load a number of each cache line of the keys' heads, in the order of memory, which is how it is fast."""
-        for j in range(n):
-            total = ti.f32(0.0)
-            for line in range((span + LINE_BYTES // SIZE[c.cache] - 1) // (LINE_BYTES // SIZE[c.cache])):
-                total += value(rows[ti.bit_cast(work[lie + j], ti.i32) + first + line * (LINE_BYTES // SIZE[c.cache])])
-            work[to + j] = total
+    def touch(rows: KV, work: WORK, lie: ti.i32, first: ti.i32, head: ti.i32, heads: ti.i32, span: ti.i32, n: ti.i32,
+              to: ti.i32, number: ti.i32):  # fmt: skip
+        """Load a number of each cache line of the listed keys, in the order of memory, several pages at a time.
+
+        Memory is slow to answer, and a core fetches ahead only what lies in order: pages are waited for together.
+        """
+        for h in range(heads):
+            for j in range(ti.min(NEAR, n)):
+                total = ti.f32(0.0)
+                for line in range((span + PER_LINE - 1) // PER_LINE):
+                    for page in range((n - j + NEAR - 1) // NEAR):
+                        at = ti.bit_cast(work[lie + page * NEAR + j], ti.i32) + first + h * head
+                        total += value(rows[at + line * PER_LINE])
+                work[to + j] = total
 
     @ti.real_func
     def dots(k: KV, work: WORK, lie: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, near: ti.i32, heads: ti.i32,
@@ -316,9 +326,10 @@ def make_attend_cpu(workers, parts, c):
                     if n > 0:
                         work[lists + n] = work[lists + n - 1]
                         work[lists + ROW + n] = work[lists + ROW + n - 1]
-                        if which[N.spread]:
-                            span = (heads - 1) * where[P.k_head] + D
-                            touch(k, work, lists, k_first, n, span, sc, uid)
+                        if which[N.side] == BY_TOKENS:
+                            touch(k, work, lists, k_first, 0, 1, (heads - 1) * where[P.k_head] + D, n, sc, uid)
+                        elif which[N.side] == BY_PAGES:
+                            touch(k, work, lists, k_first, where[P.k_head], heads, D, n, sc, uid)
                         dots(k, work, lists, k_first, where[P.k_head], n, which[N.near], heads, qs, sc, uid)
                         hidden = 0
                         for h in range(heads):
@@ -345,9 +356,11 @@ def make_attend_cpu(workers, parts, c):
                                 if ti.static(c.scale != ""):
                                     times(work, sc + z * ROW, n, v_scales, uid)
                                 work[sc + z * ROW + n] = 0.0
-                        if which[N.spread]:
+                        if which[N.side] == BY_TOKENS:
                             span = (heads - 1) * where[P.v_head] + DV
-                            touch(v, work, lists + ROW, v_first, n, span, k_scales, uid)
+                            touch(v, work, lists + ROW, v_first, 0, 1, span, n, k_scales, uid)
+                        elif which[N.side] == BY_PAGES:
+                            touch(v, work, lists + ROW, v_first, where[P.v_head], heads, DV, n, k_scales, uid)
                         if hidden == 0:
                             add(v, work, lists + ROW, v_first, where[P.v_head], n, which[N.near], heads, sc, acc, uid)
                         elif ti.static(c.masked):
