@@ -481,7 +481,6 @@ class _Replaced(NamedTuple):
     argument: int
     name: str
     jump: int
-    form: ArrayView  # without memory
 
 
 class _Launch:
@@ -500,7 +499,7 @@ class _Launch:
             if isinstance(argument.owner, _Named):
                 a = argument.owner.array
                 jump = argument.ptr + argument.offset - a.ptr - a.offset
-                self.replaced.append(_Replaced(i, argument.owner.name, jump, argument.bare()))
+                self.replaced.append(_Replaced(i, argument.owner.name, jump))
             else:
                 assert not any(_inside(argument, a) for a in views.values()), "an operation hid where an array is from"
                 self.kept.append(argument)
@@ -617,9 +616,12 @@ class _Plan:
         places = [a.ptr for a in given.values()]
         if places != self.places:
             for bound, x in zip(self.bound, self.launches, strict=True):
-                for i, name, jump, form in x.replaced:
+                for i, name, jump in x.replaced:
                     a = given[name]
-                    bound.set_array(i, form.at(a.ptr + jump) if a.ptr else a)
+                    if a.ptr:
+                        bound.set_pointer(i, a.ptr + jump)
+                    else:
+                        bound.set_array(i, a)
             self.places = places
         for (*_, launches), values in zip(self.followed, entries, strict=True):
             for n in launches if values else ():
