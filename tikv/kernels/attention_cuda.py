@@ -223,6 +223,8 @@ def make_attend_lanes(shape, parts, c):
                 p = ti.select(scores[u] > ti.f32(SEEN), exp2(scores[u] - m), ti.f32(0.0))
                 l = l + p
                 weight = p * v_factor[u]
+                if ti.static(c.scale != ""):  # nor may the scale of what it does not see count
+                    weight = ti.select(p > ti.f32(0.0), weight, ti.f32(0.0))
                 weights = [weight for _ in range(R)]
                 for g in ti.static(range(1, R)):
                     weights[g] = across_lanes(weight, ti.static(owner[g]))
