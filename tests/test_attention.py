@@ -6,6 +6,7 @@ one rounding to the dtype of q: 2**-11 for float16, 2**-8 for bfloat16.
 """
 
 import itertools
+import math
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import reference
+from tikv import attention, reference
 
 TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
@@ -172,6 +173,20 @@ def test_lse_in_base_2(arch, rng):
     case = Case(rng, lens=(40, 0))
     (out, lse), (want, natural) = case.run(arch, lse_base2=True), case.expected()
     assert_close((out, lse * np.log(2)), (want, natural), "float32")
+
+
+@pytest.mark.parametrize("multiprocessors", [46, 108, 132])
+@pytest.mark.parametrize("tasks", [1, 8, 100, 256, 512, 1024, 5000])
+def test_splits_make_whole_waves_where_keys_allow_it(tasks, multiprocessors):
+    least = -(-1056 // tasks)
+    for most in (least, least + 1, 128, 1000):
+        splits = attention._whole_waves(tasks, min(least, most), most, multiprocessors)
+        assert min(least, most) <= splits <= max(min(least, most), most)
+        if tasks >= 64 and most == 1000:
+            waves = [tasks * splits / (multiprocessors * n) for n in attention.RESIDENT]
+            assert min(n / math.ceil(n) for n in waves) >= 0.9
+    assert attention._whole_waves(256, 5, 32, 132) == 12
+    assert attention._whole_waves(256, 5, 5, 132) == 5
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 8, 32])

@@ -7,6 +7,7 @@ does the same for results that the caller has.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -33,6 +34,8 @@ MAX_PLANS_OF_FORM = 64  # of the results' alignments and the splits that lengths
 LEAST_KEYS = 256  # of a split that nobody asked for
 SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256}  # thread blocks that fill a device
+RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
+BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
 
 
 class Cache(NamedTuple):
@@ -575,7 +578,27 @@ def _splits(live: runtime.Runtime, asked: Queries, cache: Cache, keys: int) -> i
     group = asked.heads // cache.heads
     tasks = asked.batch * cache.heads * -(-asked.queries * group // rows_of_task(asked.queries * group))
     wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
-    return max(1, min(-(-wanted // tasks) if tasks < wanted else 1, keys // LEAST_KEYS, 128))
+    most = max(1, min(keys // LEAST_KEYS, 128))
+    least = min(-(-wanted // tasks) if tasks < wanted else 1, most)
+    return _whole_waves(tasks, least, most, launch.multiprocessors(live)) if live.is_cuda else least
+
+
+@functools.cache
+def _whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
+    """Parts, `least` or some more, for which the last wave of blocks leaves few multiprocessors idle.
+
+    It does so for any number of blocks that a multiprocessor may hold. 256 tasks in 5 parts keep 132 multiprocessors of
+    4 blocks busy for 2.4 waves of 3, and reach 0.81 of their speed; in 12 parts for 5.8 of 6.
+    """
+    found, best = least, 0.0
+    for splits in range(least, min(most, 4 * least) + 1):
+        waves = [tasks * splits / (multiprocessors * n) for n in RESIDENT]
+        busy = min(n / math.ceil(n) for n in waves)
+        if busy >= BUSY:
+            return splits
+        if busy > best:
+            found, best = splits, busy
+    return found
 
 
 def _heads_together(asked: Queries, cache: Cache, splits: int, workers: int) -> tuple[int, int, int]:

@@ -86,6 +86,11 @@ def _launcher(live: runtime.Runtime) -> tuple[str, str]:
     return "direct", str(_unavailable)
 
 
+def multiprocessors(live: runtime.Runtime) -> int:
+    """Of the CUDA device; of an H200 where only Taichi's launcher is there, which does not tell."""
+    return driver.device().multiprocessors if _launcher(live)[0] == "native" else 132
+
+
 def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
     """Which launcher kernels of a runtime get, why, and which kernels it could not take.
 
