@@ -446,8 +446,10 @@ class KVCacheStore(draw.Drawn):
             if self.runtime.is_spirv:
                 bound.release((0, 2))
                 plan.pointers = None
-        for layer in layers:
-            layer.grow(plan.tokens)
+        for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
+            layer.length = after
+            if layer.ring and after - layer.ring > layer.valid_from:
+                layer.valid_from = after - layer.ring
 
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
