@@ -517,9 +517,7 @@ def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tupl
     return offsets, -(-at // 8) * 8
 
 
-BLOCKS_PER_MULTIPROCESSOR = (
-    4096  # a share each, short of what a grid could hold: fewer blocks reach less of the bandwidth
-)
+BLOCKS_PER_MULTIPROCESSOR = 4096  # far more than it holds: fewer blocks, with more work each, move fewer bytes a second
 
 
 def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
