@@ -310,6 +310,23 @@ def test_what_a_query_does_not_see_may_be_nan(arch, rng, place, dtype):
 
 
 @pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_an_infinity_that_is_seen_stays_one(arch, rng, place):
+    """It is the last key's, of an even and of an odd number."""
+    lens = (8, 13)
+    pages = Pages(rng, dtype="float32", layout=place, lens=lens) if place != "linear" else None
+    case = pages.case if pages else Case(rng, dtype="float32", lens=lens)
+    for b, length in enumerate(lens):
+        if pages:
+            block, slot = pages.table[b, (length - 1) // 4], (length - 1) % 4
+            pages.v[block, slot, :, 3] = np.inf
+        else:
+            case.v[b, :, length - 1, 3] = np.inf
+    out = (pages or case).run(arch)[0]
+    assert (out[..., 3] == np.inf).all()
+    assert np.isfinite(np.delete(out, 3, axis=-1)).all()
+
+
+@pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, place):
     """Too long is as long as there is room, less than nothing is nothing, and a page that is none is not seen."""
     monkeypatch.setattr("tikv.attention.host_indices", lambda array, live: None)

@@ -355,7 +355,10 @@ def make_attend_cpu(workers, parts, c):
                                 work[sums + z] = work[sums + z] + found
                                 if ti.static(c.scale != ""):
                                     times(work, sc + z * ROW, n, v_scales, uid)
-                                work[sc + z * ROW + n] = 0.0
+                                if n % 2 == 1:  # the last key is added twice, by half each: 0 times infinity is NaN
+                                    half = work[sc + z * ROW + n - 1] * 0.5
+                                    work[sc + z * ROW + n - 1] = half
+                                    work[sc + z * ROW + n] = half
                         if which[N.side] == BY_TOKENS:
                             span = (heads - 1) * where[P.v_head] + DV
                             touch(v, work, lists + ROW, v_first, 0, 1, span, n, k_scales, uid)

@@ -144,8 +144,8 @@ def make_attend_lanes(shape, parts, c):
             v_row = v_head + v_place(slot, where)
             for w in ti.static(range(VW)):
                 vw[u * VW + w] = v[v_row + ti.min(w * L + lane, v_words - 1)]
-                if ti.static(c.place == "table"):  # another sequence's page, where there is none
-                    vw[u * VW + w] = ti.select(alive[u] != 0, vw[u * VW + w], ti.u64(0))
+                # What does not count may be infinite: the last key's again, or another sequence's page.
+                vw[u * VW + w] = ti.select(alive[u] != 0, vw[u * VW + w], ti.u64(0))
 
     @ti.func
     def work(thread, task, q: ti.template(), k: ti.template(), v: ti.template(), lens: ti.template(),
