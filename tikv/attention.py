@@ -114,7 +114,8 @@ def decode_attention(
             the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0.
         lse_base2: the log-sum-exp in base 2 rather than e.
         first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed.
-        impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto".
+        impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto". By
+            torch's a NaN in a key that only the newer of several queries see reaches all of them.
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
