@@ -352,6 +352,31 @@ def row_address(b, h, r, group, queries, first, batch, head, query):
 
 
 @ti.func
+def in_result(bh, r, group, lse_first, where, which):
+    """(of its first element, of its log-sum-exp): where query row r of a sequence's KV head lies in the result."""
+    b, h = bh // which[N.heads], bh % which[N.heads]
+    at = row_address(b, h, r, group, which[N.queries], where[P.out_first], where[P.out_batch], where[P.out_head],
+                     where[P.out_query])  # fmt: skip
+    return at, lse_first + (bh * group + r % group) * which[N.queries] + r // group
+
+
+def make_target(parts, c):
+    """target(bh, r, split, where, which): as `in_result`, of the row in its split's part where there are parts."""
+
+    @ti.func
+    def target(bh, r, split, where, which):
+        at, lse_at = 0, 0
+        if ti.static(parts):
+            part = (bh * (which[N.queries] * c.group) + r) * which[N.splits] + split
+            at, lse_at = which[N.part_first] + part * c.width_v, which[N.lse_first] + part
+        else:
+            at, lse_at = in_result(bh, r, c.group, which[N.lse_first], where, which)
+        return at, lse_at
+
+    return target
+
+
+@ti.func
 def part_score(bits):
     """The base-2 log-sum-exp of a part, from its bits; `MASKED`, a finite number, where it saw nothing."""
     return ti.bit_cast(ti.select(bits == ti.u32(MINUS_INFINITY), ti.bit_cast(ti.f32(MASKED), ti.u32), bits), ti.f32)
@@ -378,11 +403,7 @@ def make_merge(style, serial, c):
     def address(row, where, which):
         """(of the row's first element, of its log-sum-exp) in the result."""
         rows = which[N.queries] * c.group
-        r, bh = row % rows, row // rows
-        b, h = bh // which[N.heads], bh % which[N.heads]
-        at = row_address(b, h, r, c.group, which[N.queries], where[P.out_first], where[P.out_batch], where[P.out_head],
-                         where[P.out_query])  # fmt: skip
-        return at, which[N.out_lse_first] + (bh * c.group + r % c.group) * which[N.queries] + r // c.group
+        return in_result(row // rows, row % rows, c.group, which[N.out_lse_first], where, which)
 
     @ti.func
     def item(i, parts: ti.template(), part_lse: ti.template(), out: ti.template(), lse: ti.template(), where, which,

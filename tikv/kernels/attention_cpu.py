@@ -27,6 +27,7 @@ from tikv.kernels.attention import (
     make_run,
     make_score,
     make_seen,
+    make_target,
     make_value,
     make_within,
     row_address,
@@ -94,7 +95,7 @@ def make_attend_cpu(workers, parts, c):
     TABLE = ti.types.ndarray(dtype=INDEX[c.table_bits], ndim=1)
     SC = ti.types.ndarray(dtype=ELEMENT[c.scale or "f32"], ndim=1)
     WORK = ti.types.ndarray(dtype=ti.f32, ndim=1)
-    seen_by, run, put_lse = make_seen(c), make_run(c), make_put_lse(parts)
+    seen_by, run, target, put_lse = make_seen(c), make_run(c), make_target(parts, c), make_put_lse(parts)
     bounds, within = make_bounds(c), make_within(c)
     score = make_score(c)
     k_place, v_place = make_place(c, P.k_step, P.k_block), make_place(c, P.v_step, P.v_block)
@@ -376,14 +377,7 @@ def make_attend_cpu(workers, parts, c):
                         if work[sums + z] > 0.0:
                             inverse = ti.f32(1.0) / work[sums + z]
                         bh = b * which[N.heads] + h0 + z // R
-                        at, lse_at = 0, 0
-                        if ti.static(parts):
-                            lse_at = (bh * rows + r) * which[N.splits] + split
-                            at = lse_at * DV
-                        else:
-                            at = row_address(b, h0 + z // R, r, c.group, which[N.queries], where[P.out_first],
-                                             where[P.out_batch], where[P.out_head], where[P.out_query])  # fmt: skip
-                            lse_at = (bh * c.group + r % c.group) * which[N.queries] + r // c.group
+                        at, lse_at = target(bh, r, split, where, which)
                         finish(out, work, acc + z * DV, at, inverse, uid)
                         put_lse(lse, lse_at, work[maxima + z], work[sums + z], factors)
 

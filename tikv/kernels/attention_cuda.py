@@ -26,6 +26,7 @@ from tikv.kernels.attention import (
     make_run,
     make_score,
     make_seen,
+    make_target,
     make_visible,
     row_address,
 )
@@ -86,7 +87,7 @@ def make_attend_lanes(shape, parts, c):
     TABLE = ti.types.ndarray(dtype=INDEX[c.table_bits], ndim=1)
     SC = ti.types.ndarray(dtype=ti.u16 if c.scale == "f16" else ti.u32, ndim=1)
     seen_by, run, visible = make_seen(c), make_run(c), make_visible(c)
-    score, put_lse = make_score(c), make_put_lse(parts)
+    score, target, put_lse = make_score(c), make_target(parts, c), make_put_lse(parts)
     k_place, v_place = make_place(c, P.k_step, P.k_block), make_place(c, P.v_step, P.v_block)
     scale_place = make_place(c, P.scale_step, P.scale_block)
     k_inner = make_inner(*c.k_inner)
@@ -252,16 +253,7 @@ def make_attend_lanes(shape, parts, c):
         ti.simt.block.sync()
         for g in range(ti.min(c.rows, rows - row0)):
             r = row0 + g
-            at, lse_at = 0, 0
-            if ti.static(parts):
-                lse_at = (bh * rows + r) * which[N.splits] + split
-                at = which[N.part_first] + lse_at * DV
-                lse_at = which[N.lse_first] + lse_at
-            else:
-                at = row_address(b, h, r, c.group, which[N.queries], where[P.out_first], where[P.out_batch],
-                                 where[P.out_head], where[P.out_query])  # fmt: skip
-                lse_at = (bh * c.group + r % c.group) * which[N.queries] + r // c.group
-                lse_at = which[N.lse_first] + lse_at
+            at, lse_at = target(bh, r, split, where, which)
             top, total = ti.f32(MASKED), ti.f32(0.0)
             for j in range(groups):
                 top = ti.max(top, tops[g * groups + j])
