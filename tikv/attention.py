@@ -1,6 +1,6 @@
 """Decode attention over what a cache holds, where it lies: contiguous caches, rings behind sinks, page pools.
 
-`decode_attention` and `paged_decode_attention` describe their arrays as a `Cache`; `attend` checks the queries against
+`decode_attention` and `paged_decode_attention` describe their arrays as a `Cache`; a `Form` checks the queries against
 it, chooses splits and kernel, and launches. Several splits leave parts that a second launch merges; `merge_states`
 does the same for results that the caller has.
 """
@@ -150,7 +150,7 @@ def decode_attention(
         _add_scales(arrays, k_scale, v_scale, operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
-    key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+    key = form_key(operation, arrays, options)
     form = live.plans.get(key)
     if form is None:
         cache = _contiguous(arrays, window, ring, sinks, live, operation)
@@ -177,7 +177,7 @@ def _contiguous(
     detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
     for axis, what in enumerate(("batch", "number of heads", "capacity")):
         checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
-    _, heads, capacity, width = k.shape
+    capacity = k.shape[2]
     window = checks.window_of(window, capacity, operation) if ring else _window(window, operation)
     sinks = checks.integer(sinks, "sinks", operation)
     slots = capacity if window is None else window
@@ -187,16 +187,24 @@ def _contiguous(
     for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
         if a.shape != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
+    ringed = ring or window is not None
+    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=slots - sinks if ring else 0)
+
+
+def contiguous_cache(
+    k: ArrayView, v: ArrayView, scales: tuple[ArrayView, ...], *, sinks: int = 0, ring: int = 0
+) -> Cache:
+    """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none."""
     return Cache(
         k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
         v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
-        heads=heads,
-        width=width,
+        heads=k.shape[1],
+        width=k.shape[3],
         width_v=v.shape[3],
         place="ring" if ring else "linear",
-        capacity=capacity,
-        sinks=sinks if ring or window is not None else 0,
-        ring=slots - sinks if ring else 0,
+        capacity=k.shape[2],
+        sinks=sinks,
+        ring=ring,
         scales=scales,
         scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
     )
@@ -273,7 +281,7 @@ def paged_decode_attention(
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
-    key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+    key = form_key(operation, arrays, options)
     form = live.plans.get(key)
     if form is None:
         cache = _pages(arrays, layout, live, operation)
@@ -364,6 +372,11 @@ def _queries(a: ArrayView, name: str, operation: str) -> Queries:
     checks.readable(a, name, operation)
     tokens, step = (a.shape[2], a.strides[2]) if a.ndim == 4 else (1, 0)
     return Queries(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
+
+
+def form_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call's `Form` is kept by; True is no 1 among the options."""
+    return (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
 
 
 class Form:

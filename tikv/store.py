@@ -26,7 +26,7 @@ from tikv.arrays import (
     view,
     view_all,
 )
-from tikv.attention import IMPLEMENTATIONS, Cache, Form, Question, real
+from tikv.attention import IMPLEMENTATIONS, Form, Question, contiguous_cache, form_key, real
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.launch import Bound
@@ -794,33 +794,16 @@ class KVCacheStore(draw.Drawn):
             length, oldest = 0, found.trimmed_to
         scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
         options = (scale, softcap, found.window, found.sinks)
-        key = (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+        key = form_key(operation, arrays, options)
         form = self.runtime.plans.get(key)
         if form is None:
             question = Question(scale, True, found.ring or None, softcap, None, False)
-            form = Form(self.runtime, operation, arrays, self._read(found), self.batch_size, question)
+            scales = tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
+            cache = contiguous_cache(found.k, found.v, scales, sinks=found.sinks, ring=found.ring)
+            form = Form(self.runtime, operation, arrays, cache, self.batch_size, question)
             keep_plan(self.runtime, key, form)
         checks.option(impl, "impl", operation, IMPLEMENTATIONS)
         return form.attend(q, arrays, out, return_lse, impl, length, oldest)
-
-    def _read(self, layer: Layer) -> Cache:
-        """What attention reads of a layer."""
-        k, v = layer.k, layer.v
-        scales = () if layer.k_scale is None or layer.v_scale is None else (layer.k_scale, layer.v_scale)
-        strides = (scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0)
-        return Cache(
-            k=End(k, group=k.strides[0], head=k.strides[1], step=k.strides[2]),
-            v=End(v, group=v.strides[0], head=v.strides[1], step=v.strides[2]),
-            heads=self.num_kv_heads,
-            width=self.head_dim,
-            width_v=self.head_dim_v,
-            place="linear" if layer.window is None else "ring",
-            capacity=layer.slots,
-            sinks=layer.sinks,
-            ring=layer.ring,
-            scales=scales,
-            scale_strides=strides,
-        )
 
     def _gather(
         self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
