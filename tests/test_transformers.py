@@ -319,6 +319,86 @@ def test_a_soft_cap_is_applied(arch):
     torch.testing.assert_close(text["tikv"], text["eager"], rtol=1e-4, atol=1e-4)
 
 
+def steps(model, compiled, cache, inputs, count):
+    """Tokens of a prompt that `model` reads and `count` more that `compiled` does, and the last logits."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    text, forward = [], model
+    with torch.no_grad():
+        for _ in range(count + 1):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            logits = forward(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            ids, forward = logits[:, -1:].argmax(-1), compiled
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+            text.append(ids)
+    return torch.cat(text, 1), logits
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "lengths", "backend"),
+    [("llama", "int8", (4, 9), "aot_eager"), ("gemma3", "float16", (4, 9), "eager"), ("mistral", None, (9,), "eager")],
+)
+def test_torch_compile_keeps_the_cache_in_its_graph(arch, name, dtype, lengths, backend, tight):
+    """Without a graph break, while tokens of a window move, too; and the cache goes on outside."""
+    model = build(name, num_hidden_layers=2, **({"layer_types": HYBRID["layer_types"][:2]} if name == "gemma3" else {}))
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend=backend)
+    caches = [TikvCache(model.config, 23, dtype=dtype) for _ in range(2)]
+    want, got = (
+        steps(model, forward, cache, prompts(*lengths), 12)
+        for forward, cache in zip((model, compiled), caches, strict=True)
+    )
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=0, atol=1e-5)
+    for a, b in zip(*(cache.layers for cache in caches), strict=True):
+        assert a.get_seq_length() == b.get_seq_length() == lengths[-1] + 12
+        torch.testing.assert_close(a.keys, b.keys, rtol=0, atol=1e-5)
+        assert b.store.origin == a.store.origin
+        assert (b.store.origin > 0) == a.is_sliding
+    for cache in caches:
+        cache.crop(-1)
+        cache.batch_select_indices(torch.tensor([0]))
+    for ids in ([[5, 6]], [[7]]):
+        with torch.no_grad():
+            a, b = (model(torch.tensor(ids), past_key_values=cache).logits for cache in caches)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    for cache in caches:
+        with pytest.raises(tikv.CapacityError, match=r"23 cached \+ 1 new tokens > max_cache_len=23"):
+            model(torch.tensor([[8]]), past_key_values=cache)
+
+
+def test_torch_compile_takes_a_prompt_into_memory_that_is_there(arch):
+    model = build("llama", num_hidden_layers=2)
+    cache, ids = TikvCache(model.config, 20), prompts(9)["input_ids"]
+    cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(model.forward, fullgraph=True, backend="eager")(ids, past_key_values=cache).logits
+        torch.testing.assert_close(got, model(ids).logits, rtol=0, atol=1e-5)
+    assert cache.get_seq_length() == 9
+
+
+def test_torch_compile_leaves_its_graph_to_make_memory_or_to_refuse(arch, tight):
+    model = build("llama", num_hidden_layers=2)
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward, backend="eager")
+    want, got = (steps(forward, forward, TikvCache(model.config), prompts(3), 9) for forward in (model, compiled))
+    assert torch.equal(got[0], want[0])
+    full = TikvCache(model.config, 5)
+    with pytest.raises(tikv.CapacityError, match=r"5 cached \+ 1 new tokens > max_cache_len=5"):
+        steps(model, compiled, full, prompts(4), 2)
+    assert full.get_seq_length() == 5
+
+
+def test_torch_compile_with_attention_by_name(arch):
+    model = build("llama", num_hidden_layers=2)
+    want = steps(model, model, TikvCache(model.config, 20), prompts(9), 4)
+    model.set_attn_implementation("tikv")
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    got = steps(model, compiled, TikvCache(model.config, 20, dtype="float32"), prompts(9), 4)
+    assert torch.equal(got[0], want[0])
+
+
 def filled(rng, window=None, batch=3, tokens=6):
     layer = layer_of(window)
     k, v = rows(rng, tokens, batch)

@@ -174,6 +174,11 @@ class LayerStore(KVCacheStore):
         layer.length = keep
         self.origin += drop
 
+    def recount(self, *, length: int, origin: int) -> None:
+        """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
+        self._layers[0].length = length
+        self.origin = origin
+
     def _arrays(self) -> list[ArrayView]:
         layer = self._layers[0]
         return [a for a in (layer.k, layer.v, layer.k_scale, layer.v_scale) if a is not None]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv import dtypes, runtime
+from tikv import dtypes, runtime, torch_ops
 from tikv.attention import decode_attention
 from tikv.errors import ArchError, CapacityError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
@@ -131,10 +132,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.max_batch_size = self.batch_size
         self._v_width = self._v.shape[3]
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
-        self._quantised = store.dtype is dtypes.int8
+        self._scales = [a.torch() for a in store.scales(0)] if store.dtype is dtypes.int8 else None
         self._as_stored = self._k.dtype is self.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
-        self._bound = store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
+        self._bound = self._bound_of(store)
+
+    def _bound_of(self, store: LayerStore) -> int:
+        """Tokens that may be held as things are: that there are slots for, and that `limit` allows."""
+        return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
@@ -151,6 +156,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
             CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
         """
+        if _is_traced():
+            return self._traced_update(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
         if self.store is None:
@@ -181,6 +188,55 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return self._stored(first, end)
         return self._read(first, end)
 
+    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
+        store = self.store
+        graded = torch.is_grad_enabled() and key_states.requires_grad
+        if store is None or self._staged or graded or not self._takes(key_states, value_states):
+            return _update_outside_the_graph(self, key_states, value_states)
+        tokens = key_states.shape[2]
+        drop = self._left_behind() if store.length + tokens > store.capacity else 0
+        keep = store.length - drop
+        end = keep + tokens
+        if end > store.capacity or (self.limit is not None and store.end + tokens > self.limit):
+            return _update_outside_the_graph(self, key_states, value_states)
+        if drop:
+            for a in (self._k, self._v, *(self._scales or ())):
+                a[:, :, :keep] = a[:, :, drop : store.length].clone()
+            store.recount(length=keep, origin=store.origin + drop)
+            self._bound = self._bound_of(store)
+        # Each head of each sequence is a page of a pool with one head.
+        pages = torch.arange(self.batch_size * self.num_heads, device=self.device)
+        slots = pages[:, None] * store.capacity + torch.arange(keep, end, device=self.device)
+        k, v = (a.flatten(0, 2)[:, None] for a in (key_states, value_states))
+        k_pool, v_pool = (a.flatten(0, 1)[:, :, None] for a in (self._k, self._v))
+        k_scale, v_scale = [a.flatten(0, 1)[:, :, None] for a in self._scales or ()] or (None, None)
+        torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
+        store.recount(length=end, origin=store.origin)
+        first = max(0, end - tokens - self._past) if self.is_sliding else 0
+        k, v = (a[:, :, first:end].to(self.dtype) for a in (self._k, self._v))
+        if self._scales is not None:
+            k, v = (a * scale[:, :, first:end, None] for a, scale in zip((k, v), self._scales, strict=True))
+        return k, v
+
+    def _takes(self, key_states: Any, value_states: Any) -> bool:
+        """Whether tokens are of the form that the cache has."""
+        if key_states.shape[2] != value_states.shape[2]:
+            return False
+        return all(
+            (*new.shape[:2], new.shape[3]) == (*cache.shape[:2], cache.shape[3])
+            and (new.dtype, new.device) == (self.dtype, self.device)
+            for new, cache in ((key_states, self._k), (value_states, self._v))
+        )
+
+    def _left_behind(self) -> int:
+        """Oldest tokens held that no query and no rollback will ask for."""
+        store = self.store
+        if store is None or not self.is_sliding:
+            return 0
+        settled = self._settled if self.record_past else store.end - ROLLBACK
+        return max(0, settled - self._past - store.origin)
+
     def _make_room(self, tokens: int) -> None:
         """Let go of what the window has left behind, and grow where that is not enough."""
         store = self.store
@@ -190,10 +246,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"{self._name}: {store.end} cached + {tokens} new tokens > max_cache_len={self.limit}. Nothing was "
                 f"written. Use a larger max_cache_len, or none to let the cache grow."
             )
-        drop = 0
-        if self.is_sliding:
-            settled = self._settled if self.record_past else store.end - ROLLBACK
-            drop = max(0, settled - self._past - store.origin)
+        drop = self._left_behind()
         needed = store.length - drop + tokens
         capacity = self._room_for(needed)
         if self.is_sliding and capacity > needed and store.capacity >= needed and capacity > store.capacity:
@@ -224,7 +277,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _read(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end in the model's dtype: a view where that is what is stored."""
-        if self._quantised:
+        if self._scales is not None:
             assert self.store is not None
             k, v = (a.torch() for a in self.store.decoded(first))
             return k.to(self.dtype), v.to(self.dtype)
@@ -245,11 +298,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _stored(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
-        assert self.store is not None
         k, v = self._slices(first, end)
-        scales = (
-            [a.torch().narrow(2, first, end - first) for a in self.store.scales(0)] if self._quantised else [None] * 2
-        )
+        scales = [a.narrow(2, first, end - first) for a in self._scales] if self._scales else [None] * 2
         k.tikv_stored = (self, first, end, *scales)
         return k, v
 
@@ -415,6 +465,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 
+def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    """`TikvLayer.update` outside of what torch compiles: where memory is made, or tokens are refused."""
+    return layer.update(key_states, value_states)
+
+
+_update_outside_the_graph = torch.compiler.disable(_update_outside_the_graph)
+
+
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     """A transformers cache whose layers are written in place: no concatenation, no roll, no copy to read them.
 
@@ -429,6 +487,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
     to the front rarely, and can be taken back. Gradients do not flow through the cache.
+
+    `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
+    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -515,7 +576,8 @@ def attend(
 ) -> tuple[Any, None]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
-    Torch's `scaled_dot_product_attention` takes prompts, padded batches and training; with a soft cap plain torch does.
+    Torch's `scaled_dot_product_attention` takes prompts, padded batches, training and what `torch.compile` traces; with
+    a soft cap plain torch does.
 
     Args:
         module: the attention module.
@@ -539,7 +601,7 @@ def attend(
         )
     stored = getattr(key, "tikv_stored", None)
     trained = torch.is_grad_enabled() and query.requires_grad
-    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout:
+    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
         out = decode_attention(
@@ -574,9 +636,9 @@ def _with_softcap(
 def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     """The mask that torch's attention would get; None also where a single query sees every key, as behind a window."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
-    if mask is not None and mask.shape[-2] == 1 and mask.dtype == torch.bool and bool(mask.all()):
-        return None
-    return mask
+    if mask is None or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
+        return mask
+    return None if bool(mask.all()) else mask
 
 
 AttentionInterface.register(ATTENTION, attend)
