@@ -16,7 +16,7 @@ RANKS = [
     ["cuda", "cuda_launch", "launch", "moves", "graphs"],
     ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
     ["files", "blocks", "draw", "store", "paged", "layers", "kv_layer"],
-    ["integrations", "compat", "torch_ops"],
+    ["torch_ops", "integrations", "compat"],
     ["timing", "doctor", "trials", "__main__"],
 ]
 PLACE = {name: (rank, index) for rank, names in enumerate(RANKS) for index, name in enumerate(names)}
