@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import numpy as np
@@ -473,6 +474,17 @@ def test_crop_has_the_meaning_of_this_version(arch, rng):
     assert layer.get_seq_length() == 0
 
 
+def test_a_crop_that_one_layer_refuses_changes_none(arch, tight):
+    config = transformers.Gemma3TextConfig(**{**BASE, **HYBRID, "layer_types": HYBRID["layer_types"][::-1]})
+    cache, model = TikvCache(config), transformers.Gemma3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for _ in range(4):
+            model(prompts(20)["input_ids"], past_key_values=cache)
+    with pytest.raises(tikv.PositionError, match="layer 1: cannot go back from 80 to 50 tokens"):
+        cache.crop(-30)
+    assert [layer.get_seq_length() for layer in cache.layers] == [80] * 4
+
+
 def test_crop_is_what_transformers_own_does(arch, rng):
     own, ours = DynamicCache(), layer_of()
     k, v = rows(rng, 9)
@@ -517,12 +529,61 @@ def test_reset_and_copies(arch, model):
     assert_same_text(model, cache, prompts(7, 4))
 
 
+def test_a_copy_has_what_was_set_so_far(arch, rng):
+    layer, k, v = filled(rng)
+    layer.keys = k[:, :, :2]
+    twin = copy.deepcopy(layer)
+    for one in (twin, layer):
+        one.values = v[:, :, :2]
+        oracle.assert_same_bits(one.keys.numpy(), k[:, :, :2].numpy())
+        oracle.assert_same_bits(one.values.numpy(), v[:, :, :2].numpy())
+
+
+@pytest.mark.parametrize("keep", [pickle.dumps, copy.copy])
+def test_what_would_share_or_lose_the_memory_is_refused(arch, rng, keep):
+    layer, *_ = filled(rng)
+    with pytest.raises(tikv.OptionError, match=r"layer 0: a cache is not pickled.*Use copy\.deepcopy\(\)"):
+        keep(layer)
+
+
+def test_gradients_are_refused_where_they_would_be_wrong(arch):
+    model, inputs = build("llama", num_hidden_layers=1), prompts(5)
+    want = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    for name in ("sdpa", "tikv"):
+        model.set_attn_implementation(name)
+        got = model(**inputs, past_key_values=TikvCache(model.config)).logits
+        assert torch.equal(got, want)
+        with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
+            got.sum().backward()
+    cache = TikvCache(model.config, dtype="int8")
+    for _ in range(2):
+        got = model(torch.tensor([[7]]), past_key_values=cache).logits
+    with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
+        got.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("model_dtype", "dtype"), [("float16", "bfloat16"), ("bfloat16", "float32"), ("float32", "int32")]
+)
+def test_a_storage_that_does_not_fit_the_model_is_refused(arch, model_dtype, dtype):
+    model = build("llama", num_hidden_layers=1).to(getattr(torch, model_dtype))
+    with pytest.raises(tikv.DTypeError, match=rf"{dtype}.*Use "):
+        generate(model, TikvCache(model.config, dtype=dtype), prompts(5), 2)
+
+
+@pytest.mark.parametrize("config", [None, "llama", torch.nn.Linear(1, 1)])
+def test_what_is_no_configuration_is_refused(arch, config):
+    with pytest.raises(tikv.OptionError, match=r"no configuration of a model. Use model\.config"):
+        TikvCache(config)
+
+
 def test_capacity_getters(arch):
     gemma = build("gemma3").config
     assert [layer.get_max_length() for layer in TikvCache(gemma).layers] == [WINDOW, -1] * 2
     assert [layer.get_max_cache_shape() for layer in TikvCache(gemma, 20).layers] == [WINDOW, 20] * 2
     assert TikvCache(gemma).get_max_cache_shape() == -1
     assert TikvCache(gemma, 20).get_max_length() == 20
+    assert [TikvCache(gemma, 20).get_max_length(i) for i in (0, 1, 99)] == [WINDOW, 20, -1]
     assert TikvCache(gemma).is_sliding == [True, False] * 2
     assert not TikvCache(gemma).is_compileable
     shared = TikvCache(build("gemma3n").config)
@@ -652,7 +713,7 @@ def test_a_model_with_more_layers_is_refused(arch):
         generate(large, TikvCache(small.config), prompts(5), 2)
 
 
-@pytest.mark.parametrize("max_cache_len", [0, -3, True])
+@pytest.mark.parametrize("max_cache_len", [0, -3, True, "12", 12.5])
 def test_a_capacity_that_is_none_is_refused(arch, max_cache_len):
     with pytest.raises(tikv.OptionError, match="max_cache_len"):
         TikvCache(build("llama").config, max_cache_len=max_cache_len)

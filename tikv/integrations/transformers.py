@@ -6,6 +6,8 @@ model.generate(**inputs, past_key_values=TikvCache(model.config))
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tikv import dtypes, runtime, torch_ops
 from tikv.attention import decode_attention
-from tikv.errors import ArchError, CapacityError, OptionError, PositionError, ShapeError
+from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.layers import LayerStore
+from tikv.store import SOURCES
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
@@ -86,6 +89,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         _share_memory_with(self.device)
         batch, heads, _, width = key_states.shape
+        self._check_storage(key_states)
         self.store = LayerStore(
             num_kv_heads=heads,
             head_dim=width,
@@ -97,6 +101,15 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self._settled = 0
         self._attach()
+
+    def _check_storage(self, key_states: Any) -> None:
+        model = dtypes.parse(key_states.dtype, self._name)
+        if self.storage is not None and model.name not in SOURCES.get(self.storage.name, ()):
+            fit = [name for name, sources in SOURCES.items() if model.name in sources]
+            raise DTypeError(
+                f"{self._name}: keys of {model.name} are not stored as {self.storage.name}. Use dtype=None, or one of "
+                f"{', '.join(fit)}."
+            )
 
     def _tokens_of(self, key_states: Any) -> int:
         if key_states.ndim != 4:
@@ -158,6 +171,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """
         if _is_traced():
             return self._traced_update(key_states, value_states)
+        if key_states.requires_grad and torch.is_grad_enabled():
+            keys, values = self.update(key_states.detach(), value_states.detach())
+            if hasattr(keys, "tikv_stored"):
+                keys, values = self._read(*keys.tikv_stored[1:3])
+            return _Ungraded.apply(keys, key_states), _Ungraded.apply(values, value_states)
         if self._staged:
             self._refuse_half_set()
         if self.store is None:
@@ -408,6 +426,13 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             OptionError: a positive number, since transformers 5.16.
             PositionError: the tokens before are no longer held, since the window has moved on. Nothing is changed.
         """
+        target = self._cropped_to(tokens_to_remove)
+        if self.store is not None:
+            self.store.trim(self.get_seq_length() - target)
+            self._settled = target
+
+    def _cropped_to(self, tokens_to_remove: int) -> int:
+        """The length that `crop` leaves; raises where it cannot."""
         length = self.get_seq_length()
         target = shim.tokens_after_crop(int(tokens_to_remove), length)
         if target is None:
@@ -416,17 +441,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 f"to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
             )
         store = self.store
-        if store is None:
-            return
-        if store.origin > max(0, target - self._past):
+        if store is not None and store.origin > max(0, target - self._past):
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
                 f"{self.sliding_window} needs positions from {max(0, target - self._past)}, held are "
                 f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be "
                 f"dropped, or reset()."
             )
-        store.trim(length - target)
-        self._settled = target
+        return target
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Let sequence b go on from what sequence ``beam_idx[b]`` holds."""
@@ -457,12 +479,34 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             found.store = self.store.twin()
             found.is_initialized = True
             found._attach()
+        found._staged = copy.deepcopy(self._staged, memo)
         memo[id(self)] = found
         return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptionError(
+            f"{self._name}: a cache is not pickled, nor copied by copy.copy(), which would share its memory. Use "
+            f"copy.deepcopy(); to keep tokens in a file, append keys and values to a tikv.KVCacheStore and save() it."
+        )
 
     def __repr__(self) -> str:
         kind = f"window {self.sliding_window}" if self.is_sliding else "full"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+class _Ungraded(torch.autograd.Function):  # type: ignore[misc]
+    """What the cache returns for tokens with a gradient, which it cannot carry on: going back through it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, cached: Any, new: Any) -> Any:
+        return cached.view_as(cached)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OptionError(
+            f"{OPERATION}: gradients do not flow through the cache, and without them those of keys and values would be "
+            f"wrong. Train without a cache (use_cache=False), or call the model in torch.no_grad()."
+        )
 
 
 def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
@@ -471,6 +515,18 @@ def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: A
 
 
 _update_outside_the_graph = torch.compiler.disable(_update_outside_the_graph)
+
+
+def _capacity(max_cache_len: Any) -> int:
+    try:
+        found = 0 if isinstance(max_cache_len, bool) else operator.index(max_cache_len)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise OptionError(
+            f"{OPERATION}: max_cache_len={max_cache_len!r}. Use an integer of at least 1, or None to let it grow."
+        )
+    return found
 
 
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
@@ -486,7 +542,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
-    to the front rarely, and can be taken back. Gradients do not flow through the cache.
+    to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
@@ -506,16 +562,16 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __init__(self, config: Any, max_cache_len: int | None = None, dtype: Any = None) -> None:
         name = type(config).__name__
+        if not hasattr(config, "get_text_config"):
+            raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
         if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
             raise OptionError(
                 f"{OPERATION}: {name} is an encoder-decoder, whose cross-attention cache is not offered. Use "
                 f"transformers' own."
             )
-        if max_cache_len is not None and (isinstance(max_cache_len, bool) or int(max_cache_len) < 1):
-            raise OptionError(f"{OPERATION}: max_cache_len={max_cache_len!r}. Use at least 1, or None to let it grow.")
+        limit = None if max_cache_len is None else _capacity(max_cache_len)
         storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
-        limit = None if max_cache_len is None else int(max_cache_len)
         layers: list[Any] = []
         for i, (kind, window) in enumerate(shim.layer_kinds(text)):
             if kind == "none":
@@ -545,10 +601,17 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Tokens that a layer, or the layer with the most room, holds at most; -1: any number."""
         lengths = [getattr(layer, "get_max_length", lambda: -1)() for layer in self.layers]
         if layer_idx is not None:
-            return int(lengths[layer_idx])
+            return int(lengths[layer_idx]) if layer_idx < len(lengths) else -1
         return -1 if -1 in lengths else int(max(lengths))
 
     get_max_length = get_max_cache_shape
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """`TikvLayer.crop` of all layers, or of none where one of them raises."""
+        for layer in self.layers:
+            if isinstance(layer, TikvLayer):
+                layer._cropped_to(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Keep what a later `crop` may return to, until it is called."""
