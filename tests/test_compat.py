@@ -79,8 +79,18 @@ def test_vllm_blocks(arch, rng):
     oracle.assert_same_bits(dst[1:], before[1][1:])
     vllm.swap_blocks(src, dst, np.array([[1, 3]]))
     oracle.assert_same_bits(dst[3], src[1])
+    vllm.swap_blocks(src, dst, block_mapping=np.array([[0, 2]]))
+    oracle.assert_same_bits(dst[2], src[0])
     with pytest.raises(tikv.TikvError, match="block_size_in_bytes=65"):
         vllm.swap_blocks(src, dst, 65, np.array([[2, 0]]))
+    with pytest.raises(tikv.ShapeError, match="block_mapping is missing"):
+        vllm.swap_blocks(src, dst)
+    for wrong in ((caches[:2], caches[2:3]), (caches[:2], [caches[2], caches[3][:2]])):
+        kept = [oracle.to_numpy(cache).copy() for cache in caches]
+        with pytest.raises(tikv.ShapeError, match=r"copy_blocks: 2 key caches and . value caches"):
+            vllm.copy_blocks(*wrong, [(0, 1)])
+        for cache, old in zip(caches, kept, strict=True):
+            oracle.assert_same_bits(cache, old)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -117,6 +127,27 @@ def test_flashinfer_append(arch, rng, layout, packed):
     oracle.assert_same_bits(cache, want)
     with pytest.raises(tikv.TikvError, match="kv_layout='XYZ'"):
         flashinfer.append_paged_kv_cache(*rows, index[0], index[1], given, *index[2:], kv_layout="XYZ")
+
+
+@pytest.mark.parametrize(
+    ("batch", "position", "pages", "why"),
+    [
+        ([0, 5], [3, 0], [2, 1, 3], r"batch_indices\[1\] names request 5 of 2"),
+        ([0, 1], [4, 0], [2, 1, 3], r"positions\[0\]=4 has no page in kv_indices of request 0"),
+        ([0, 1], [0, 8], [2, 1, 3], r"positions\[1\]=8 has no page"),
+        ([0, 1], [0, 1], [-1, 1, 3], r"positions\[0\]=0 has no page"),
+        ([0, 1], [0, 1], [9, 1, 3], "beyond the pool"),
+        ([0, 1], [0, 1], [], r"positions\[0\]=0 has no page"),
+    ],
+)
+def test_flashinfer_refuses_tokens_without_a_page(arch, rng, batch, position, pages, why):
+    before = oracle.random_bits(rng, (4, 2, 4, 1, 8), np.float32)
+    cache = oracle.place(before.copy(), arch)
+    rows = [oracle.place(oracle.random_bits(rng, (2, 1, 8), np.float32), arch) for _ in "kv"]
+    table = np.array(pages, np.int32), np.array([0, 1, 3]), np.array([4, 4])
+    with pytest.raises(tikv.PositionError, match=why):
+        flashinfer.append_paged_kv_cache(*rows, np.array(batch), np.array(position), cache, *table)
+    oracle.assert_same_bits(cache, before)
 
 
 def test_flashinfer_merge_state(arch, rng):
@@ -232,6 +263,50 @@ def test_flash_attn_refuses_what_is_not_offered(arch, rng):
     }.items():
         with pytest.raises(tikv.TikvError, match=name):
             flash_attn.flash_attn_with_kvcache(q, cache, cache, **options)
+
+
+WRONG = {
+    "k and v must both": {"k": 1},
+    "rotary_cos and rotary_sin must both": {"k": 2, "v": 2, "rotary_sin": (24, 4)},
+    r"rotary_cos is \(9, 4\)": {"k": 2, "v": 2, "rotary_cos": (9, 4), "rotary_sin": (9, 4)},
+    r"rotary_cos is \(24, 20\)": {"k": 2, "v": 2, "rotary_cos": (24, 20), "rotary_sin": (24, 20)},
+    r"k \(1, 1, 2, 16\)": {"k": 1, "v": 1},
+    r"cache_seqlens\[1\]=24 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [3, 24]},
+    r"cache_seqlens\[0\]=-1 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [-1, 4]},
+    "3 causal queries": {"k": 2, "v": 2, "cache_seqlens": [1, 4], "causal": True},
+    "reaches -1, which is no row": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
+    "softcap=-1.0": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "softcap": -1.0},
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_flash_attn_refuses_what_is_wrong_before_it_writes(arch, rng, why):
+    given = {"cache_seqlens": [3, 4], **WRONG[why]}
+    q = oracle.place(rng.standard_normal((2, 3, 4, 16)).astype(np.float32), arch)
+    before = rng.standard_normal((2, 24, 2, 16)).astype(np.float32)
+    caches = [oracle.place(before.copy(), arch) for _ in "kv"]
+    for name in given:
+        if name in ("k", "v"):
+            given[name] = oracle.place(np.ones((given[name], 1, 2, 16), np.float32), arch)
+        elif name.startswith("rotary"):
+            given[name] = oracle.place(np.ones(given[name], np.float32), arch)
+        elif name.startswith("cache_"):
+            given[name] = np.array(given[name], np.int32)
+    with pytest.raises(tikv.TikvError, match=why):
+        flash_attn.flash_attn_with_kvcache(q, *caches, **given)
+    for cache in caches:
+        oracle.assert_same_bits(cache, before)
+
+
+def test_flash_attn_pages_that_are_missing_are_refused_before_the_append(arch, rng):
+    q, new = (oracle.place(np.ones((1, 1, heads, 16), np.float32), arch) for heads in (4, 2))
+    before = rng.standard_normal((3, 8, 2, 16)).astype(np.float32)
+    caches = [oracle.place(before.copy(), arch) for _ in "kv"]
+    table = {"block_table": np.array([[1, -1]], np.int32), "cache_seqlens": np.int64(8)}
+    with pytest.raises(tikv.PositionError, match="sequence 0 of 9 tokens reaches -1"):
+        flash_attn.flash_attn_with_kvcache(q, *caches, new, new, **table)
+    for cache in caches:
+        oracle.assert_same_bits(cache, before)
 
 
 class MlxRotating:

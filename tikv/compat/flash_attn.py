@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
 
 from tikv import attention, pools
-from tikv.compat.indices import as_index, library_of, refuse_option
+from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
 from tikv.errors import ShapeError
 
 OPERATION = "flash_attn_with_kvcache"
@@ -37,12 +38,13 @@ def flash_attn_with_kvcache(
     """Append new keys and values in place, and attend over the cache: flash-attention's function of that name.
 
     Args:
-        q: (B, Sq, Hq, D), up to 64 tokens.
+        q: (B, Sq, Hq, D).
         k_cache, v_cache: (B_cache, S, H, D); or with ``block_table`` (N, page, H, D), any page size.
         k, v: (B, S_new, H, D) to append at ``cache_seqlens``; None to read only.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), for ``k`` and ``q``.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), for ``k`` and ``q``; a position for each slot of a row.
         cache_seqlens: an int or (B,) int32: tokens in the cache before the append. None: the whole cache.
-        cache_batch_idx: (B,) int32: which row of the cache each sequence is; None for the first B.
+        cache_batch_idx: (B,) int32: which row of the cache each sequence is, different ones with ``k``; None for the
+            first B.
         cache_leftpad: (B,) int32: where each sequence starts in its row.
         block_table: (B, pages) int32.
         softmax_scale: None for ``1 / sqrt(D)``.
@@ -60,7 +62,8 @@ def flash_attn_with_kvcache(
     Raises:
         OptionError: ALiBi slopes, a right window of more than 0, a window that is not causal, or left padding with
             pages or rotation.
-        ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
+        ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`; lengths, rows
+            and pages are checked before the append where they lie on the host.
 
     Exactness: appended bits are kept; attention as `tikv.decode_attention`. Cost: an append, and an attention over
     pages of a whole row each, without a copy of the cache.
@@ -75,9 +78,17 @@ def flash_attn_with_kvcache(
         refuse_option(OPERATION, window_size=(window_size, "causal=True or a right window of 0 with a left one"))
     if cache_leftpad is not None and (block_table is not None or rotary_cos is not None):
         refuse_option(OPERATION, cache_leftpad=("given", "None with block_table or rotary_cos"))
-    if (k is None) != (v is None):
-        raise ShapeError(f"{OPERATION}: k and v must both be given, or neither.")
+    if softcap < 0:
+        refuse_option(OPERATION, softcap=(softcap, "0 for none, or a positive number"))
+    for one, other, names in ((k, v, "k and v"), (rotary_cos, rotary_sin, "rotary_cos and rotary_sin")):
+        if (one is None) != (other is None):
+            raise ShapeError(f"{OPERATION}: {names} must both be given, or neither.")
     batch, block_size = q.shape[0], k_cache.shape[1]
+    if k is not None and (k.shape[0], *v.shape[:2]) != (batch, batch, k.shape[1]):
+        raise ShapeError(
+            f"{OPERATION}: q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; k and v must be "
+            f"({batch}, S_new, H, D)."
+        )
     library = library_of(q, k_cache)
     before = _per_sequence(cache_seqlens, batch, block_size, q, block_table)
     if block_table is None:
@@ -88,9 +99,12 @@ def flash_attn_with_kvcache(
             refuse_option(OPERATION, cache_batch_idx=("given", "None with block_table"))
         table = as_index(block_table, q)
     new = 0 if k is None else k.shape[1]
+    if new:
+        _check_lengths(before, new, q.shape[1] if causal else 0, table, k_cache.shape[0], block_size, library)
     if rotary_cos is not None:
         if k is None:
             refuse_option(OPERATION, rotary_cos=("given", "k and v with it"))
+        _check_rotation(rotary_cos, rotary_sin, table.shape[1] * block_size, q.shape[3])
         steps = (
             _arange(q.shape[1], q)[None] if causal or left >= 0 else library.zeros_like(_arange(q.shape[1], q))[None]
         )
@@ -101,8 +115,6 @@ def flash_attn_with_kvcache(
         page = library.clip(position // block_size, None, table.shape[1] - 1)
         blocks = library.take_along_dim(table, page, 1) if library is not np else np.take_along_axis(table, page, 1)
         slots = blocks * block_size + position % block_size
-        beyond = position >= table.shape[1] * block_size
-        _refuse_beyond(beyond, library, table.shape[1] * block_size)
         flat_k, flat_v = (x.reshape(batch * new, *x.shape[2:]) for x in (k, v))
         pools.write_slots(flat_k, flat_v, k_cache, v_cache, slots.reshape(-1))
     options: dict[str, Any] = {
@@ -139,19 +151,44 @@ def _padded(
     return join(outs), join(lses)
 
 
-def _refuse_beyond(beyond: Any, library: Any, capacity: int) -> None:
-    on_host = library is np or beyond.device.type == "cpu"
-    if on_host and bool(beyond.any()):
+def _check_lengths(
+    before: Any, new: int, causal_queries: int, table: Any, blocks: int, block_size: int, library: Any
+) -> None:
+    """What attention would refuse after the append: lengths, and the pages that they reach."""
+    capacity, lens = table.shape[1] * block_size, before + new
+    refuse_where(
+        (before < 0) | (lens > capacity) | (lens < causal_queries),
+        OPERATION,
+        lambda b: (
+            f"cache_seqlens{[*b]}={int(before[b])} and {new} new tokens: a row has 0..{capacity} slots, and "
+            f"{causal_queries} causal queries are as many of its last tokens."
+        ),
+    )
+    starts = _arange(table.shape[1], before)[None] * block_size
+    refuse_where(
+        ((table < 0) | (table >= blocks)) & (starts < lens[:, None]),
+        OPERATION,
+        lambda at: (
+            f"sequence {at[0]} of {int(lens[at[0]])} tokens reaches {int(table[at])}, which is no row or page of "
+            f"the {blocks} of the cache."
+        ),
+    )
+
+
+def _check_rotation(cos: Any, sin: Any, capacity: int, width: int) -> None:
+    fits = len(cos.shape) == 2 and cos.shape[0] >= capacity and 0 < 2 * cos.shape[1] <= width
+    if not fits or tuple(cos.shape) != tuple(sin.shape):
         raise ShapeError(
-            f"{OPERATION}: cache_seqlens plus the new tokens pass the {capacity} slots of a row. Use a larger cache."
+            f"{OPERATION}: rotary_cos is {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}; both must be (at least "
+            f"{capacity} positions, at most {width // 2} pairs)."
         )
 
 
 def _per_sequence(cache_seqlens: Any, batch: int, block_size: int, like: Any, block_table: Any) -> Any:
     if cache_seqlens is None:
         cache_seqlens = block_size * (1 if block_table is None else block_table.shape[1])
-    if isinstance(cache_seqlens, int):
-        return _arange(batch, like) * 0 + cache_seqlens
+    if isinstance(cache_seqlens, numbers.Integral):
+        return _arange(batch, like) * 0 + int(cache_seqlens)
     return as_index(cache_seqlens, like)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tikv import attention, pools
-from tikv.compat.indices import as_index, library_of, refuse_option
+from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
 
 
 def append_paged_kv_cache(
@@ -37,7 +37,8 @@ def append_paged_kv_cache(
 
     Raises:
         OptionError: another layout.
-        PositionError: a page outside the cache, where indices lie on the host.
+        PositionError: a page outside the cache, a request that there is not, or a position behind a request's pages,
+            where indices lie on the host; on a device such a token is skipped.
 
     Exactness: bit-exact. Cost: one launch, and index arithmetic where the indices lie.
 
@@ -62,15 +63,27 @@ def append_paged_kv_cache(
     library = library_of(batch_indices, positions, kv_indices, kv_indptr)
     batch, position = as_index(batch_indices), as_index(positions, batch_indices)
     pages, starts = as_index(kv_indices, batch_indices), as_index(kv_indptr, batch_indices)
+    requests = starts.shape[0] - 1
     skipped = (batch < 0) | (position < 0)
+    unknown = ~skipped & (batch >= requests)
+    refuse_where(unknown, operation, lambda t: f"batch_indices{[*t]} names request {int(batch[t])} of {requests}.")
     zero = library.zeros_like(batch)
-    batch, position = library.where(skipped, zero, batch), library.where(skipped, zero, position)
-    if not pages.shape[0]:
-        slots = zero - 1
-    else:
+    left_out = skipped | unknown
+    batch, position = library.where(left_out, zero, batch), library.where(left_out, zero, position)
+    slots, beyond = zero - 1, ~left_out
+    if pages.shape[0]:
         page = starts[batch] + position // block_size
-        slots = pages[library.where(page < pages.shape[0], page, zero)] * block_size + position % block_size
-        slots = library.where(skipped | (page >= starts[batch + 1]), zero - 1, slots)
+        block = pages[library.where(page < pages.shape[0], page, zero)]
+        beyond = ~left_out & ((page >= starts[batch + 1]) | (block < 0))
+        slots = library.where(left_out | beyond, slots, block * block_size + position % block_size)
+    refuse_where(
+        beyond,
+        operation,
+        lambda t: (
+            f"positions{[*t]}={int(position[t])} has no page in kv_indices of request {int(batch[t])}. The page "
+            f"table must count the new tokens already; -1 skips one."
+        ),
+    )
     pools.write_slots(append_key, append_value, k_pool, v_pool, slots, layout=kv_layout)
 
 

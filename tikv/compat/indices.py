@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tikv.errors import OptionError
+from tikv.errors import OptionError, PositionError
 
 
 def library_of(*arrays: Any) -> Any:
@@ -26,6 +27,18 @@ def as_index(array: Any, like: Any = None) -> Any:
         return np.asarray(array, np.int64)
     device = like.device if like is not None and library_of(like) is library else getattr(array, "device", None)
     return library.as_tensor(array, device=device).to(library.int64)
+
+
+def refuse_where(wrong: Any, operation: str, reason: Callable[[tuple[int, ...]], str]) -> None:
+    """Raise for the first place where `wrong` is true, if its values are on the host; a device is not waited for.
+
+    Raises:
+        PositionError: with the reason, which is asked for with the place.
+    """
+    if isinstance(wrong, np.ndarray) or wrong.device.type == "cpu":
+        places = np.argwhere(np.asarray(wrong))
+        if len(places):
+            raise PositionError(f"{operation}: {reason(tuple(int(i) for i in places[0]))}")
 
 
 def refuse_option(operation: str, **options: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tikv import pools
 from tikv.compat.indices import refuse_option
+from tikv.errors import ShapeError
 
 DTYPES = ("auto", "int8")
 
@@ -19,7 +20,7 @@ def _check_dtype(kv_cache_dtype: str, operation: str) -> None:
 def _write(operation: str, layout: str, *arguments: Any) -> None:
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale = arguments
     _check_dtype(kv_cache_dtype, operation)
-    tokens = slot_mapping.shape[0]  # rows behind these are padding
+    tokens = len(slot_mapping)  # rows behind these are padding
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
     pools.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
 
@@ -40,7 +41,8 @@ def reshape_and_cache_flash(
         key, value: (T, H, D), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
         key_cache, value_cache: (N, bs, H, D), contiguous or a transposed view of (N, H, bs, D).
         slot_mapping: integers; below 0 skips.
-        kv_cache_dtype: "auto", which stores the bits; or "int8", which writes the scales.
+        kv_cache_dtype: "auto", which stores the bits, or rounds float32 to a narrower cache; or "int8", which writes
+            the scales.
         k_scale, v_scale: not read for "auto"; for "int8" (N, bs, H), written.
 
     Raises:
@@ -85,28 +87,37 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         block_mapping: (P, 2) integers: from, to.
 
     Raises:
-        ShapeError: the lists have different lengths.
-        PositionError: a block outside a pool.
+        ShapeError: the lists have different lengths, or the pools different numbers of blocks.
+        PositionError: a block outside the pools, or of one pair the source and of another the destination.
 
     Cost: one launch a layer.
     """
+    blocks = [cache.shape[0] for cache in (*key_caches, *value_caches)]
+    if len(key_caches) != len(value_caches) or len(set(blocks)) > 1:
+        raise ShapeError(
+            f"vllm.copy_blocks: {len(key_caches)} key caches and {len(value_caches)} value caches of {blocks} blocks. "
+            f"Pass one of each a layer, all of as many blocks."
+        )
     for k_cache, v_cache in zip(key_caches, value_caches, strict=True):
         pools.copy_blocks(k_cache, v_cache, block_mapping)
 
 
-def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any, block_mapping: Any = None) -> None:
+def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mapping: Any = None) -> None:
     """Copy blocks from one pool to another, on the same device or between device and host.
 
     Args:
         src, dst: pools of one shape behind the first axis.
-        block_size_in_bytes: of a block, checked; or the mapping itself, as older versions take it.
+        block_size_in_bytes: of a block, checked; or the mapping itself, as older versions take it third.
         block_mapping: (P, 2) integers: from, to.
 
     Raises:
         OptionError: the size is not that of a block of these pools.
+        ShapeError: there is no mapping; or as `tikv.swap_blocks`, like all else.
     """
     operation = "vllm.swap_blocks"
     if block_mapping is None:
+        if block_size_in_bytes is None:
+            raise ShapeError(f"{operation}: block_mapping is missing. Pass (P, 2) pairs of blocks: from, to.")
         block_size_in_bytes, block_mapping = None, block_size_in_bytes
     if block_size_in_bytes is not None:
         itemsize = src.dtype.itemsize
