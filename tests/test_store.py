@@ -630,6 +630,20 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
         row.make()
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("row", [ROWS[0], ROWS[2], ROWS[5], FLOAT64], ids=lambda row: row.name)
+def test_keys_and_values_are_one_array_to_a_launch_or_two(arch, rng, monkeypatch, row):
+    """One where it can address all of it, two where not: the same is kept, layer by layer and all at once."""
+    for joint_bytes, arrays_given in ((store.JOINT_BYTES, 3), (64, 4)):
+        monkeypatch.setattr(store, "JOINT_BYTES", joint_bytes)
+        kept, model = row.make(), Model(row)
+        for together in (False, True, False):
+            append_everywhere(rng, arch, kept, model, 2, together=together)
+        bound = [plan.bound for plan in kept._appends.values()]
+        assert [sum(map(bool, b.kernel.words)) - 1 for b in bound] == [arrays_given] * len(bound)
+        expect(kept, model)
+
+
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 2, 2**40 + 1])
 @pytest.mark.parametrize("row", [ROWS[2], ROWS[4]], ids=lambda row: row.name)
 def test_a_sequence_without_end(arch, rng, row, start):

@@ -660,6 +660,20 @@ def test_tokens_like_those_before_still_meet_the_limits(arch, rng):
     layer.update(k, v)
 
 
+def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch):
+    """As after ti.reset(), which takes the program from Taichi's runtime."""
+    layer, (k, v) = layer_of(), rows(rng, 1)
+    for _ in range(4):
+        layer.update(k, v)
+    with monkeypatch.context() as ended:
+        ended.setattr(layer.store.runtime.front, "prog", None)
+        with pytest.raises(tikv.StaleRuntimeError, match=r"^KVCacheStore\.append: made in"):
+            layer.update(k, v)
+    keys, _ = layer.update(k, v)
+    assert layer.get_seq_length() == 5
+    oracle.assert_same_bits(keys.numpy(), k.expand(-1, -1, 5, -1).numpy())
+
+
 def test_a_cache_goes_with_its_last_reference(arch, rng):
     layer, (k, v) = layer_of(), rows(rng, 1)
     for _ in range(5):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import struct
 import threading
@@ -166,7 +167,10 @@ class Kernel:
         return f"{self.factory.__name__.removeprefix('make_')}({', '.join(map(str, self.choices))})"
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
-        """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number."""
+        """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number.
+
+        On CPU a tuple may be given for an array of i32 too: these numbers then lie in memory of the launch's own.
+        """
         recorder = _recording.launches
         if recorder is not None:
             return _RecordedBound(self, iterations, arguments, recorder)
@@ -210,9 +214,11 @@ class Bound:
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
         self.kernel = kernel
         self.iterations = iterations
-        self.arguments: list[Any] = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
+        self.arguments: list[Any] = list(arguments)
         for i, value in enumerate(arguments):
-            if kernel.words[i]:
+            if isinstance(value, tuple):
+                self.arguments[i] = np.array(value, np.int32).data if kernel.words[i] else list(value)
+            elif kernel.words[i]:
                 Bound.set_array(self, i, value)
         self.lock = threading.RLock()
 
@@ -228,9 +234,18 @@ class Bound:
         """Let entry `j` of vector argument `i` be `value`."""
         self.arguments[i][j] = value
 
+    def setter(self, i: int) -> Callable[[int, int], None]:
+        """`set_entry` of vector argument `i`, by the cheapest call."""
+        numbers = self.arguments[i]
+        return numbers.__setitem__ if isinstance(numbers, memoryview) else functools.partial(self.set_entry, i)
+
     def launch(self) -> None:
         """Run the kernel; returns before the device is done, except on CPU."""
         raise AssertionError("a Bound is made by Kernel.bind")
+
+    def launcher(self) -> Callable[[], None]:
+        """`launch`, by the cheapest call."""
+        return self.launch
 
     def release(self, which: Sequence[int] | None = None) -> None:
         """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch.
@@ -239,7 +254,7 @@ class Bound:
         """
         for i in range(len(self.arguments)) if which is None else which:
             value = self.arguments[i]
-            if self.kernel.words[i] and value is not None and value.handle is not None:
+            if isinstance(value, ArrayView) and value.handle is not None:
                 self.arguments[i] = None
 
 
@@ -288,7 +303,7 @@ class _RecordedBound(Bound):
 
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]) -> None:
         super().__init__(kernel, iterations, arguments)
-        self.arguments = [list(v) if kernel.lengths[i] else v for i, v in enumerate(arguments)]
+        self.arguments = [list(v) if isinstance(v, tuple) else v for v in arguments]
         self._entries: list[tuple[int, int]] = []
         self._launches = launches
 
@@ -300,7 +315,7 @@ class _RecordedBound(Bound):
         self._entries.append((i, j))
 
     def launch(self) -> None:
-        arguments = tuple(tuple(v) if self.kernel.lengths[i] else v for i, v in enumerate(self.arguments))
+        arguments = tuple(tuple(v) if isinstance(v, list) else v for v in self.arguments)
         self._launches.append(Recorded(self.kernel, self.iterations, arguments, tuple(self._entries)))
         self.arguments, self._launches = [], []  # who keeps the operation's plan does not keep its arrays
 
@@ -358,7 +373,7 @@ class _KeptBound(Bound):
         self._set_entry = self.context.set_struct_arg_int
         self._launch = kernel.runtime.program.launch_kernel
         self._compiled = kernel.compiled
-        self._pointers = [value.ptr if kernel.words[i] else 0 for i, value in enumerate(arguments)]
+        self._pointers = [value.ptr if isinstance(value, ArrayView) else 0 for value in arguments]
 
     def set_array(self, i: int, array: ArrayView) -> None:
         self.set_pointer(i, array.ptr)
@@ -372,10 +387,14 @@ class _KeptBound(Bound):
         entries = self.arguments[i]
         if entries[j] != value:
             entries[j] = value
-            self._set_entry((i, j), value)
+            if not self.kernel.words[i]:
+                self._set_entry((i, j), value)
 
     def launch(self) -> None:
         self._launch(self._compiled, self.context)
+
+    def launcher(self) -> Callable[[], None]:
+        return functools.partial(self._launch, self._compiled, self.context)
 
 
 class _FreshBound(Bound):
@@ -418,6 +437,8 @@ class _PublicBound(Bound):
                     if kernel.lengths[i]
                     else value
                 )
+            elif isinstance(value, memoryview):
+                values.append(np.asarray(value))
             elif value.handle is not None:
                 values.append(_retyped(value.handle, word))
             else:
@@ -597,7 +618,11 @@ def _filled_context(bound: Bound) -> Any:
     context = kernel.taichi_kernel.make_launch_context()
     for i, value in enumerate(bound.arguments):
         if kernel.words[i]:
-            if value.handle is not None:
+            if isinstance(value, memoryview):
+                context.set_arg_external_array_with_shape(
+                    [i], np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
+                )
+            elif value.handle is not None:
                 context.set_arg_ndarray([i], value.handle.arr)
             else:
                 extent = bound.iterations if i == 0 else 1

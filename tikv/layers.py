@@ -108,22 +108,23 @@ class LayerStore(KVCacheStore):
         if plan is None:
             return _other
         layer, tokens, slots, live = self._layers[0], plan.tokens, self.capacity, self.runtime
-        lock, set_entry, launch = plan.bound.lock, plan.bound.set_entry, plan.bound.launch
-        which, position = plan.which, self._position
+        lock, put, launch = plan.bound.lock, plan.put, plan.bound.launcher()
+        position, front, program = self._position, live.front, live.program
 
         def again(k: Any, v: Any, room: int) -> int:
             length = layer.length
             end = length + tokens
             if not same(k, v) or end > room or end > slots:
                 return 0
-            require_alive(live, operation)
+            if front.prog is not program:  # `require_alive`, whose call takes its time
+                require_alive(live, operation)
             pointers = (address(k), address(v))
             with lock:
                 if pointers != plan.pointers:
                     if not plan.is_aligned(pointers):
                         return 0
                     plan.rebind(operation, pointers)
-                set_entry(which, position, length)
+                put(position, length)
                 launch()
                 layer.length = end
             return end

@@ -125,7 +125,7 @@ def bind_copy(
     Args:
         live: the runtime.
         operation: for messages.
-        src, dst: an `End` each for K, or for K and V.
+        src, dst: an `End` each for K, or for K and V. On CPU a launch is cheaper whose two ends `dst` are of one array.
         widths: elements in a row of each stream.
         heads, tokens, groups: extents; none is zero.
         src_place, dst_place: placements of the two ends.
@@ -164,6 +164,9 @@ def bind_copy(
             (dst_place, (dst[0], dst[-1]), (streams[0].codec.dst_bits, streams[-1].codec.dst_bits)),
         )
     ]
+    plain = index is None and not scale_code
+    joint = cpu and plain and len(dst) == 2 and dst[0].array is dst[1].array
+    joint = joint and streams[0].codec.dst_bits == streams[1].codec.dst_bits
     kernel = launch.kernel(
         live,
         copy.make_copy,
@@ -176,9 +179,10 @@ def bind_copy(
         lanes,
         0 if index is None else index.dtype.itemsize * 8,
         scale_code,
+        joint,
     )
-    arrays = [src[0].array, dst[0].array, src[-1].array, dst[-1].array]
-    if index is not None or scale_code:
+    arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
+    if not plain:
         filler = index if index is not None else scales[0]
         arrays += [filler, scales[0] if scales else filler, scales[-1] if scales else filler]
         for position, place in (("src_index", src_place), ("dst_index", dst_place)):
@@ -188,7 +192,8 @@ def bind_copy(
             which[name] = which.get(name, 0) + array.offset // array.dtype.itemsize
     which.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.Which(iterations=iterations, groups=groups, tokens=tokens, **which)
-    return kernel.bind(iterations, *arrays, tuple(n for where in wheres for n in where), tuple(numbers))
+    strides = tuple(n for where in wheres for n in where)
+    return kernel.bind(iterations, *arrays, *([(*numbers, *strides)] if cpu else [strides, tuple(numbers)]))
 
 
 def words_of(end: End, word_bytes: int) -> tuple[int, ...]:
@@ -289,7 +294,7 @@ class CopyCall:
         chosen: which of the arrays each array argument of the kernel is.
     """
 
-    __slots__ = ("bind", "bound", "chosen", "live", "names", "pointers", "written")
+    __slots__ = ("bind", "bound", "chosen", "live", "names", "pointers", "put", "written")
 
     def __init__(
         self,
@@ -305,6 +310,7 @@ class CopyCall:
         self.bind = bind
         self.chosen = chosen
         self.bound: launch.Bound | None = None
+        self.put: Callable[[int, int], None]  # into the vector of placements of `bound`
         self.pointers: tuple[int, ...] | None = None
 
     def run(self, operation: str, arrays: Sequence[ArrayView], entry: int = 0, value: Any = 0) -> None:
@@ -328,6 +334,7 @@ class CopyCall:
                     self._disjoint(operation, arrays)
                     bound = self.bind(arrays)
                     self.pointers = pointers
+                    self.put = bound.setter(len(bound.arguments) - 1)
                     self.bound = bound
         with bound.lock:
             if pointers != self.pointers:
@@ -336,7 +343,7 @@ class CopyCall:
                     bound.set_array(i, arrays[j])
                 self.pointers = pointers
             if entry:
-                self._enter(bound, entry, value)
+                self._enter(self.put, entry, value)
             bound.launch()
             if self.live.is_spirv and 0 in pointers:
                 bound.release()
@@ -347,13 +354,13 @@ class CopyCall:
         stage = Staging(self.live, arrays, self.written)
         bound = self.bind(stage.arrays)
         if entry:
-            self._enter(bound, entry, value)
+            self._enter(bound.setter(len(bound.arguments) - 1), entry, value)
         bound.launch()
         stage.finish()
 
-    def _enter(self, bound: launch.Bound, entry: int, value: Any) -> None:
+    def _enter(self, put: Callable[[int, int], None], entry: int, value: Any) -> None:
         """Put what a run brings into the vector of placements."""
-        bound.set_entry(len(bound.arguments) - 1, entry, value)
+        put(entry, value)
 
     def _disjoint(self, operation: str, arrays: Sequence[ArrayView]) -> None:
         checks.disjoint(list(zip(self.names, arrays, self.written, strict=True)), operation)

@@ -346,10 +346,9 @@ class _FusedCall(CopyCall):
         self.new_q = new_q
         self.checked: list[int] | None = None
 
-    def _enter(self, bound: launch.Bound, entry: int, value: Any) -> None:
-        vector = len(bound.arguments) - 1
-        bound.set_entry(vector, entry, value[0])
-        bound.set_entry(vector, entry + 1, value[1])
+    def _enter(self, put: Callable[[int, int], None], entry: int, value: Any) -> None:
+        put(entry, value[0])
+        put(entry + 1, value[1])
 
     def _disjoint(self, operation: str, arrays: Sequence[ArrayView]) -> None:
         if not self.new_q:

@@ -79,6 +79,7 @@ class Runtime:
 
     def __init__(self, program: Any) -> None:
         self.program = program
+        self.front = _impl.get_runtime()  # Taichi's own runtime, which lets go of the program when it ends
         self.epoch = next(_epochs)
         config = program.config()
         arch = _taichi.lang.misc._ti_core.arch_name(config.arch)

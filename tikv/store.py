@@ -1,7 +1,8 @@
 """KVCacheStore: owns the keys and values of all layers, and knows how many tokens each layer holds.
 
 Memory is head-major, (num_layers, batch, num_kv_heads, slots, head_dim), one block for K and one for V, split by layers
-only where a block would be larger than a launch can address. A layer with a window is a ring behind its sinks.
+only where a block would be larger than a launch can address. On CPU the two lie in one piece of memory up to
+`JOINT_BYTES`. A layer with a window is a ring behind its sinks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tikv.moves import MAX_PLANS, End, Placement, Staging, bind_copy, entry_of, 
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, "vulkan": 2**32 - 64, "metal": 2**32 - 64}
+JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
 SOURCES = {
     "float32": ("float32",),
     "float16": ("float32", "float16"),
@@ -112,8 +114,8 @@ class AppendPlan:
     """A bound append: the launch, the layers it writes, the tokens it adds and how its position is counted."""
 
     __slots__ = (
-        "alignments", "bound", "forms", "layers", "mixed", "near", "pointers", "room", "sources", "table", "tokens",
-        "which",
+        "alignments", "bound", "forms", "layers", "mixed", "near", "pointers", "put", "room", "sources", "table",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -129,7 +131,7 @@ class AppendPlan:
         self.layers = layers
         self.tokens = tokens
         self.mixed = mixed  # rings of different lengths: the position stays absolute
-        self.which = len(bound.arguments) - 1  # the vector of placements
+        self.put = bound.setter(len(bound.arguments) - 1)  # into the vector of placements
         self.sources = sources
         self.forms = [a.bare() for a in sources if a.handle is None]  # of K and V, without a hold on them
         self.alignments = [a.ptr % ALIGNMENT for a in self.forms]
@@ -300,15 +302,19 @@ class KVCacheStore(draw.Drawn):
     def _place(self, group: list[Layer], rows: list[int]) -> None:
         total = sum(rows[layer.index] for layer in group)
         quantised = self.dtype is dtypes.int8
-        k_block = Memory(total * self.head_dim * self.dtype.itemsize, self.runtime)
-        v_block = Memory(total * self.head_dim_v * self.dtype.itemsize, self.runtime)
+        k_bytes, v_bytes = (total * width * self.dtype.itemsize for width in (self.head_dim, self.head_dim_v))
+        v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
+        if self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
+            k_block = v_block = Memory(v_first + v_bytes, self.runtime)
+        else:
+            k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
         scales = [Memory(total * self.scale_dtype.itemsize, self.runtime) if quantised else None for _ in range(2)]
         first = 0
         for layer in group:
             shape = (self.batch_size, self.num_kv_heads, layer.slots)
             size = self.dtype.itemsize
             layer.k = k_block.array((*shape, self.head_dim), self.dtype, first * self.head_dim * size)
-            layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, first * self.head_dim_v * size)
+            layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, v_first + first * self.head_dim_v * size)
             if quantised:
                 offset = first * self.scale_dtype.itemsize
                 layer.k_scale, layer.v_scale = (
@@ -441,7 +447,7 @@ class KVCacheStore(draw.Drawn):
         with bound.lock:
             if rows.pointers != plan.pointers:
                 plan.rebind(operation, rows.pointers, rows)
-            bound.set_entry(plan.which, self._position, position)
+            plan.put(self._position, position)
             bound.launch()
             if self.runtime.is_spirv:
                 bound.release((0, 2))
@@ -661,8 +667,8 @@ class KVCacheStore(draw.Drawn):
         positions: ArrayView | None = None,
     ) -> AppendPlan:
         first = part[0]
-        batch, size = self.batch_size, len(part)
-        if size > 1 and batch > 1 and any(a.strides[0] != batch * a.strides[1] for a in sources):
+        batch, many = self.batch_size, len(part)
+        if many > 1 and batch > 1 and any(a.strides[0] != batch * a.strides[1] for a in sources):
             raise ShapeError(
                 f"{operation}: layers and batch of a stacked source must lie evenly "
                 f"({[describe(a) for a in sources]}). Pass a copy."
@@ -684,9 +690,14 @@ class KVCacheStore(draw.Drawn):
             dst = [End(a, step=a.shape[3]) for a in (first.k, first.v)]
         else:
             slots = first.slots
+            ends = [(first.k, 0), (first.v, 0)]
+            if first.k.owner is first.v.owner:  # one array to the launch
+                size, last = self.dtype.itemsize, part[-1].v
+                both = first.k.moved(((last.ptr + last.span - first.k.ptr) // size,), (1,))
+                ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
             dst = [
-                End(a, group=self.num_kv_heads * slots * a.shape[3], step=a.shape[3], head=slots * a.shape[3])
-                for a in (first.k, first.v)
+                End(a, group=self.num_kv_heads * slots * n, step=n, head=slots * n, first=start)
+                for (a, start), n in zip(ends, (self.head_dim, self.head_dim_v), strict=True)
             ]
             which = {"dst_limit": slots, "index_group": int(batch > 1)} if positions is not None else {}
             which |= {
@@ -708,7 +719,7 @@ class KVCacheStore(draw.Drawn):
             widths=(self.head_dim, self.head_dim_v),
             heads=self.num_kv_heads,
             tokens=tokens,
-            groups=size * batch,
+            groups=many * batch,
             dst_place=place,
             index=index,
             scales=scales,

@@ -183,7 +183,13 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store: Any = self.store
         end = store.again(key_states, value_states, self._bound)
         if end:
-            return self._slices(0, end) if self._whole else self._seen(key_states, end)
+            if not self._whole:
+                return self._seen(key_states, end)
+            batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
+            return (
+                _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
+                _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
+            )
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
             self._refit(key_states, value_states, None)

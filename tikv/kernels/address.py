@@ -4,7 +4,8 @@ A placement answers "which slot does token t of group g go to", or -1 for none. 
 sequence. Positions reach a kernel either as a scalar that the host has reduced (see `moves.reduced_position`), or as
 absolute values in device memory, which are bounds-checked here.
 
-The numbers a kernel needs travel as two vectors of 32-bit integers: `where` holds strides, `which` placements.
+The numbers a kernel needs travel as two vectors of 32-bit integers: `where` holds strides, `which` placements. On CPU
+the copy finds both in one array.
 """
 
 import functools
@@ -55,6 +56,7 @@ K_SRC, K_DST, V_SRC, V_DST = (len(Where._fields) * i for i in range(4))
 W = Which(*range(len(Which._fields)))  # W.ring is the place of `ring` in a kernel's vector
 WHERE_VECTOR = ti.types.vector(4 * len(Where._fields), ti.i32)
 WHICH_VECTOR = ti.types.vector(len(Which._fields), ti.i32)
+NUMBERS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `which`, and `where` behind it
 
 
 @ti.func

@@ -13,11 +13,13 @@ from typing import NamedTuple
 from tikv.kernels.address import (
     K_DST,
     K_SRC,
+    NUMBERS_ARRAY,
     V_DST,
     V_SRC,
     WHERE_VECTOR,
     WHICH_VECTOR,
     W,
+    Where,
     make_inner,
     make_place,
     make_row,
@@ -54,7 +56,7 @@ class Stream(NamedTuple):
     codec: Codec
 
 
-def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bits, scale):
+def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bits, scale, joint):
     """The copy for one set of compile-time choices. Not cached: on CPU its row functions belong to one Taichi program.
 
     Args:
@@ -67,6 +69,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         lanes: threads that share a row; 1 on CPU.
         index_bits: 0 without an index array, else 32 or 64.
         scale: dtype code of the int8 scales, or "" without.
+        joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
     """
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
@@ -157,6 +160,35 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
                 write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
             else:
                 write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+
+    if style == "cpu":
+        placed, strides = len(W), 4 * len(Where._fields)
+
+        @ti.func
+        def step_cpu(i, arrays: ti.template(), numbers: ti.template()):
+            """`step`, its numbers in memory of the host's, where it changes one without a call of Taichi's."""
+            which = ti.Vector([numbers[n] for n in range(placed)])
+            where = ti.Vector([numbers[placed + n] for n in range(strides)])
+            step(i, *arrays, where, which)
+
+        share = make_loop(style, serial, step_cpu, W.iterations)
+
+        @ti.kernel
+        def copy_cpu(ks: KS, kd: KD, vs: VS, vd: VD, numbers: NUMBERS_ARRAY):
+            """As `copy_plain`."""
+            share(ks, numbers, ((ks, kd, vs, vd, ks, ks, ks), numbers))
+
+        @ti.kernel
+        def copy_joint(ks: KS, d: KD, vs: VS, numbers: NUMBERS_ARRAY):
+            """The same, K and V to one array."""
+            share(ks, numbers, ((ks, d, vs, d, ks, ks, ks), numbers))
+
+        @ti.kernel
+        def copy_full_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC, numbers: NUMBERS_ARRAY):
+            """As `copy_full`."""
+            share(ks, numbers, ((ks, kd, vs, vd, index, k_scale, v_scale), numbers))
+
+        return copy_joint if joint else copy_cpu if plain else copy_full_cpu
 
     loop = make_loop(style, serial, step, W.iterations)
 
