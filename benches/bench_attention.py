@@ -127,9 +127,10 @@ def bench_attend(arch, rng, smoke, peer, dtype, width, group, timed):
 
 
 @pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)
-def bench_attend_one_sequence(arch, rng, smoke, peer, timed):
+@pytest.mark.parametrize("group", [1, 4])
+def bench_attend_one_sequence(arch, rng, smoke, peer, group, timed):
     """One sequence of 32,768 tokens, which split-K has to spread over the device."""
-    measure(Work(arch, rng, smoke, dtype="float16", width=128, group=4, batch=1), peer, timed)
+    measure(Work(arch, rng, smoke, dtype="float16", width=128, group=group, batch=1), peer, timed)
 
 
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
