@@ -138,3 +138,9 @@ def test_history_agrees_with_the_ring(rng):
 def test_the_oracle_does_not_load_taichi():
     script = "import sys, tikv.reference; sys.exit('taichi' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 9, 31, 64, 80, 128, 129, 256, 1000])
+def test_squares_are_all_added_once(rng, width):
+    rows = rng.integers(-50, 50, (7, width)).astype(np.float32)  # integers, which any order adds up without rounding
+    np.testing.assert_array_equal(reference.sum_of_squares(rows), np.square(rows).sum(axis=-1))

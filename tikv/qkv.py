@@ -67,7 +67,9 @@ class NormRope:
 
     In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
     ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
-    normalised but not rotated.
+    normalised but not rotated. Each product, sum, quotient and root is rounded by itself, and squares are added in one
+    order (`tikv.reference.sum_of_squares`): the same bits on every back end, by every launcher. Squares below 1e-38
+    count as zero where a device flushes subnormals, which shows where ``eps`` is hardly more.
 
     Args:
         mode: "none"; "half" rotates pairs (i, i + rope_dim / 2), "interleaved" pairs (2i, 2i + 1); "norm_half" and
@@ -272,7 +274,7 @@ def _bind(
         checks.integer(tokens * (3 if kv_heads else 1), "work items (tokens x streams)", operation, high=most)
         iterations = 1 if serial else workers * lanes.LEAST_ITERATIONS
     else:
-        iterations = tokens * (q_heads + 2 * kv_heads) * fused.lanes_of(style, width)
+        iterations = tokens * (q_heads + 2 * kv_heads) * fused.lanes_of(width)
         iterations = -(-iterations // lanes.BLOCK) * lanes.BLOCK
     checks.integer(iterations, "work items (tokens x heads x lanes)", operation, high=2**31 - 1)
     k_end, v_end = (streams[1][1], streams[2][1]) if kv_heads else (streams[0][1], streams[0][1])

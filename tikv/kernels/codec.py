@@ -7,6 +7,7 @@ dtypes move words and never look inside, so NaN payloads, -0 and subnormals stay
 import functools
 from typing import NamedTuple
 
+from tikv.kernels.exact import ONE, quotient
 from tikv.runtime import ti
 
 WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
@@ -261,65 +262,23 @@ def make_store(code, elements, bits, style):
     return store
 
 
-@ti.func
-def divide_by_127(bits):
-    """The bits of the float32 nearest to a magnitude / 127, 0 where that is subnormal.
-
-    In integers, for back ends whose division is not rounded correctly. 127 is odd, so there are no ties.
-    """
-    m = (bits & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
-    exponent = ti.cast(bits >> ti.u32(23), ti.i32) - 7
-    n = m << ti.u32(7)
-    if n // ti.u32(127) >= ti.u32(1 << 24):
-        n = m << ti.u32(6)
-        exponent = exponent + 1
-    q = n // ti.u32(127)
-    if n - q * ti.u32(127) > ti.u32(63):
-        q = q + ti.u32(1)
-    found = ti.u32(0)
-    if exponent > 0:
-        found = (ti.cast(exponent, ti.u32) << ti.u32(23)) + (q - ti.u32(0x800000))
-    return found
-
-
-@ti.func
-def reciprocal_in_integers(value):
-    """The float32 nearest to 1 / value, for a normal value below 2**126, on back ends that round division otherwise."""
-    bits = ti.bit_cast(value, ti.u32)
-    exponent = bits >> ti.u32(23)
-    m = ti.cast((bits & ti.u32(0x7FFFFF)) | ti.u32(0x800000), ti.u64)
-    whole = ti.u64(1 << 47)
-    q = whole // m
-    if (whole - q * m) * ti.u64(2) > m:
-        q = q + ti.u64(1)
-    return ti.bit_cast(((ti.u32(253) - exponent) << ti.u32(23)) + ti.cast(q - ti.u64(0x800000), ti.u32), ti.f32)
-
-
 @functools.cache
 def make_reciprocal(style):
-    """reciprocal(value): 1 / value, correctly rounded, which the division of a GPU is not.
-
-    On CUDA two Newton steps in float64 refine it; a float64 division would be narrowed to float32 by the compiler.
-    """
+    """reciprocal(value): 1 / value, correctly rounded, for a normal value below 2**126."""
 
     @ti.func
     def reciprocal(value):
         found = ti.f32(0.0)
-        if ti.static(style == "cuda"):
-            v = ti.cast(value, ti.f64)
-            r = ti.cast(ti.f32(1.0) / value, ti.f64)
-            r = r + r * (ti.f64(1.0) - r * v)
-            r = r + r * (ti.f64(1.0) - r * v)
-            found = ti.cast(r, ti.f32)
-        elif ti.static(style == "spirv"):
-            found = reciprocal_in_integers(value)
-        else:
+        if ti.static(style == "cpu"):
             found = ti.f32(1.0) / value
+        else:
+            found = ti.bit_cast(quotient(ti.u32(ONE), ti.bit_cast(value, ti.u32)), ti.f32)
         return found
 
     return reciprocal
 
 
+BITS_OF_127 = 0x42FE0000
 SCALE_LIMITS = {"f16": (6.103515625e-05, 65504.0), "f32": (1.1754943508222875e-38, 3.4028234663852886e38)}
 
 
@@ -338,7 +297,7 @@ def make_scale(code, style):
         if ti.static(style == "cpu"):
             exact = ti.bit_cast(magnitude_bits, ti.f32) / ti.f32(127.0)
         else:
-            exact = ti.bit_cast(divide_by_127(magnitude_bits), ti.f32)
+            exact = ti.bit_cast(quotient(magnitude_bits, ti.u32(BITS_OF_127)), ti.f32)
         return encode(ti.min(ti.max(exact, ti.f32(low)), ti.f32(high)))
 
     return scale_bits

@@ -4,8 +4,8 @@
 
 One top-level loop, one task, one launch. On CPU an iteration is the heads of Q, K or V of a token; on a GPU it is a
 lane of a row, and all lanes of a block meet wherever a row's lanes agree on a number. Rows that are not rotated are
-the copy's own rows. Arithmetic is float32; the order of a norm's sum depends on nothing but the arch and the head
-width, so that every use of this kernel gives the same bits.
+the copy's own rows. Arithmetic is float32; the order of a norm's sum depends on nothing but the head width,
+so that every use of this kernel gives the same bits on every back end.
 """
 
 import zlib
@@ -22,7 +22,8 @@ from tikv.kernels.codec import (
     make_store,
 )
 from tikv.kernels.copy import make_rows, make_unit
-from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop, make_row_max, make_row_sum
+from tikv.kernels.exact import make_divide_by, make_product, make_reciprocal_root
+from tikv.kernels.lanes import LEAST_ITERATIONS, halves, make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
 
@@ -54,16 +55,24 @@ Q_SRC, Q_DST = 4 * len(Where._fields), 5 * len(Where._fields)
 T = Turn(*range(len(Turn._fields)))
 FUSED_WHERE_VECTOR = ti.types.vector(6 * len(Where._fields), ti.i32)
 TURN_VECTOR = ti.types.vector(len(Turn._fields), ti.i32)
-SUM_CHUNK = 4  # neighbouring elements that a GPU lane adds up in a norm's sum
-CPU_SUMS = 16  # running sums of a norm on CPU: two registers of them hide the time of an addition
+SUM_CHUNK = 4  # neighbouring elements that a GPU lane takes for a norm's sum
 CPU_TERMS = 32  # most terms of a running sum that are written out one by one
 CPU_HEADS = 8  # most heads whose norms are found before the first of them is turned
 CPU_PAIRS = 64  # most pairs of a row that are on the stack at once: more compile longer, fewer run slower
 
 
-def lanes_of(style, width):
-    """Threads that share a row of `width` elements: part of the order of a norm's sum, so no other choice enters."""
-    return 1 if style == "cpu" else min(32, 1 << (-(-width // 8) - 1).bit_length())
+def lanes_of(width):
+    """GPU threads that share a row of `width` elements: part of the order of a norm's sum, so nothing else enters."""
+    return min(32, 1 << (-(-width // 8) - 1).bit_length())
+
+
+def far_and_near(lanes):
+    """The steps of a norm's sum over lanes: those before the sums of a chunk's elements are joined, and those after.
+
+    On CPU a vector register holds what is left after the first ones.
+    """
+    steps = halves(lanes)
+    return tuple(n for n in steps if n >= 4), tuple(n for n in steps if n < 4)
 
 
 def largest_divisor(n, most):
@@ -87,7 +96,7 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
     q, k, v = streams
     heads = q_heads + 2 * kv_heads
     kinds = 3 if kv_heads else 1
-    lanes, float_width = lanes_of(style, width), float(width)
+    lanes = lanes_of(width)
     choices = (style, serial, q_heads, kv_heads, width, streams, dst, changes, index_bits, rope_bits, scale)
     uid = zlib.crc32(repr(choices).encode()) >> 2
     QS, QD, KS, KD, VS, VD = (
@@ -116,7 +125,9 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
         )
         q_squares = make_squares(style, width, q.codec) if normed else None
         k_squares = make_squares(style, width, k.codec) if normed else None
-        row_sum, row_max = make_row_sum(style, lanes), make_row_max(style, lanes)
+        norm_of = make_norm(style, width, eps) if normed else None
+        far_sum, near_sum = (make_row_sum(style, steps) for steps in far_and_near(lanes))
+        row_max = make_row_max(style, lanes)
         scale_bits = make_scale(scale, style) if scale else None
         reciprocal = make_reciprocal(style)
         scale_value = make_bits_to_f32(scale) if scale else None
@@ -191,14 +202,15 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
         g = ti.select(g >= kv_heads, g - kv_heads, g)
         norm = ti.f32(1.0)
         if ti.static(normed):
-            total = ti.f32(0.0)
+            sums = ti.Vector([ti.f32(0.0) for _ in range(SUM_CHUNK)])
             if is_q:
-                total = q_squares(qs, q_src(0, t, h, where), lane)
+                sums = q_squares(qs, q_src(0, t, h, where), lane)
             if ti.static(kv_heads > 0):
                 if is_k:
-                    total = k_squares(ks, k_src(0, t, g, where), lane)
-            total = row_sum(i, total)
-            norm = ti.f32(1.0) / ti.sqrt(total / ti.f32(float_width) + ti.f32(eps))
+                    sums = k_squares(ks, k_src(0, t, g, where), lane)
+            for e in ti.static(range(SUM_CHUNK)):
+                sums[e] = far_sum(i, sums[e])
+            norm = norm_of(near_sum(i, (sums[0] + sums[1]) + (sums[2] + sums[3])))
         if is_q:
             a, b = q_src(0, t, h, where), q_dst(0, t, h, where)
             for m in ti.static(range(q_rounds)):
@@ -279,27 +291,41 @@ def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, i
     return fused_plain if plain else fused_full
 
 
-def make_squares(style, width, codec):
-    """squares(array, row, lane): a GPU lane's share of the sum of a row's squares.
+def make_norm(style, width, eps):
+    """norm_of(total): 1 / sqrt(total / width + eps), each step rounded correctly."""
+    mean, reciprocal_root = make_divide_by(style, float(width)), make_reciprocal_root(style, eps)
 
-    A lane takes every lanes-th chunk of `SUM_CHUNK` elements, in order, whatever words hold them.
+    @ti.func
+    def norm_of(total):
+        return reciprocal_root(mean(total) + ti.f32(eps))
+
+    return norm_of
+
+
+def make_squares(style, width, codec):
+    """squares(array, row, lane): the running sums of squares that a GPU lane has of a row.
+
+    It takes every lanes-th chunk of `SUM_CHUNK` elements, whatever words hold them; each of a chunk has its own sum.
     """
-    lanes = lanes_of(style, width)
+    lanes = lanes_of(width)
     load = make_load(codec.src, codec.elements, codec.src_bits)
     units, words, each = width // codec.elements, codec.src_words, SUM_CHUNK // codec.elements
     rounds = -(-width // (SUM_CHUNK * lanes))
+    # An element of 16 bits has a square without rounding: whether that is fused with the sum does not matter.
+    product = make_product(style if codec.src == "f32" else "cpu")
 
     @ti.func
     def squares(a: ti.template(), row, lane):
-        total = ti.f32(0.0)
+        sums = ti.Vector([ti.f32(0.0) for _ in range(SUM_CHUNK)])
         for n in ti.static(range(rounds)):
             for w in ti.static(range(each)):
                 u = (lane + n * lanes) * each + w
                 if u < units:
                     x = load(a, row + u * words)
                     for e in ti.static(range(codec.elements)):
-                        total = total + x[e] * x[e]
-        return total
+                        m = ti.static(w * codec.elements + e)
+                        sums[m] = sums[m] + product(x[e], x[e], row)
+        return sums
 
     return squares
 
@@ -328,10 +354,13 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if quantising else None
     scale_word = ti.u16 if scale == "f16" else ti.u32
-    sums_of_row = next(n for n in (CPU_SUMS, 8, 4, 2, 1) if width % n == 0)
-    terms = largest_divisor(width // sums_of_row, CPU_TERMS)
+    lanes = lanes_of(width)
+    running = SUM_CHUNK * lanes
+    far, near = (len(steps) for steps in far_and_near(lanes))
+    terms, left = largest_divisor(width // running, CPU_TERMS), width % running
     together, held = largest_divisor(heads, CPU_HEADS), largest_divisor(half, CPU_PAIRS)
-    F, float_width = ti.types.ndarray(dtype=ti.f32, ndim=1), float(width)
+    norm_of = make_norm("cpu", width, change.eps) if normed else None
+    F = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
     @ti.func
     def scaled(value, norm, weight: ti.template(), at):
@@ -357,7 +386,8 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     def turn(a: SRC, b: DST, scales: SCALE, cos: F, sin: F, weight: F, src_row: ti.i32, dst_row: ti.i32,
              scale_at: ti.i32, cos_row: ti.i32, sin_row: ti.i32, weight_at: ti.i32, src_head: ti.i32, dst_head: ti.i32,
              scale_head: ti.i32, number: ti.i32):  # fmt: skip
-        sums = ti.Vector([ti.f32(0.0) for _ in range(sums_of_row)])
+        sums = ti.Vector([ti.f32(0.0) for _ in range(running)])
+        fours = ti.Vector([ti.f32(0.0) for _ in range(1 << near)])
         norms = ti.Vector([ti.f32(1.0) for _ in range(together)])
         x = ti.Vector([ti.f32(0.0) for _ in range(held)])
         y = ti.Vector([ti.f32(0.0) for _ in range(held)])
@@ -366,20 +396,29 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
                 # The norms of many heads first: the root of one is found while the next is summed up.
                 for h in range(together):
                     s = src_row + (some * together + h) * src_head
-                    for e in range(sums_of_row):
+                    for e in range(running):
                         sums[e] = 0.0
-                    for n in range(width // (sums_of_row * terms)):
-                        first = s + n * (sums_of_row * terms)
-                        for e in range(sums_of_row):
+                    for n in range(width // (running * terms)):
+                        first = s + n * (running * terms)
+                        for e in range(running):
                             total = sums[e]
                             for m in ti.static(range(terms)):
-                                value = decode(a[first + m * sums_of_row + e])
+                                value = decode(a[first + m * running + e])
                                 total = total + value * value
                             sums[e] = total
-                    for n in ti.static(range(1, sums_of_row.bit_length())):
-                        for e in ti.static(range(sums_of_row >> n)):
-                            sums[e] = sums[e] + sums[e + (sums_of_row >> n)]
-                    norms[h] = ti.f32(1.0) / ti.sqrt(sums[0] / ti.f32(float_width) + ti.f32(change.eps))
+                    if ti.static(left > 0):
+                        for e in range(left):
+                            value = decode(a[s + (width - left) + e])
+                            sums[e] = sums[e] + value * value
+                    for n in ti.static(range(1, far + 1)):
+                        for e in range(ti.static(running >> n)):
+                            sums[e] = sums[e] + sums[e + (running >> n)]
+                    for e in ti.static(range(1 << near)):
+                        fours[e] = (sums[4 * e] + sums[4 * e + 1]) + (sums[4 * e + 2] + sums[4 * e + 3])
+                    for n in ti.static(range(near)):
+                        for e in ti.static(range(1 << (near - 1 - n))):
+                            fours[e] = fours[e] + fours[e + (1 << (near - 1 - n))]
+                    norms[h] = norm_of(fours[0])
             for h in range(together):
                 head = some * together + h
                 s, d, at = src_row + head * src_head, dst_row + head * dst_head, scale_at + head * scale_head
@@ -454,6 +493,7 @@ def make_values(style, codec, change):
     half_units = change.rope_dim // 2 // elements
     interleaved = change.pairs == "interleaved"
     normed, weighted = change.eps is not None, change.weighted
+    product = make_product(style)
 
     @ti.func
     def scaled(x, element, norm, weight: ti.template(), weight_at):
@@ -464,15 +504,6 @@ def make_values(style, codec, change):
                     found[e] = x[e] * (norm * weight[weight_at + element + e])
                 else:
                     found[e] = x[e] * norm
-        return found
-
-    @ti.func
-    def product(x, y, row):
-        """A rounded product. Taichi's CUDA code makes one rounding of product and sum, but not across integers."""
-        found = x * y
-        if ti.static(style == "cuda"):
-            nothing = ti.bit_cast(row, ti.u32) >> 31  # no row begins below 0, which the compiler does not know
-            found = ti.bit_cast(ti.bit_cast(found, ti.u32) ^ nothing, ti.f32)
         return found
 
     @ti.func

@@ -48,13 +48,13 @@ def make_row_max(style, lanes):
     def row_max(thread, value):
         found = value
         if ti.static(lanes > 1 and style == "cuda"):
-            for step in ti.static(_halves(lanes)):
+            for step in ti.static(halves(lanes)):
                 other = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(found, ti.i32), step)
                 found = ti.max(found, ti.bit_cast(other, ti.u32))
         elif ti.static(lanes > 1):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.u32)
             place = thread % BLOCK
-            for step in ti.static(_halves(lanes)):
+            for step in ti.static(halves(lanes)):
                 ti.simt.block.sync()
                 shared[place] = found
                 ti.simt.block.sync()
@@ -65,20 +65,20 @@ def make_row_max(style, lanes):
 
 
 @functools.cache
-def make_row_sum(style, lanes):
-    """row_sum(thread, value): the float32 sum over the lanes of a row, the same bits for each of them."""
+def make_row_sum(style, steps):
+    """row_sum(thread, value): the float32 sum over the lanes of a row that these steps join, the same bits for each."""
 
     @ti.func
     def row_sum(thread, value):
         found = value
-        if ti.static(lanes > 1 and style == "cuda"):
-            for step in ti.static(_halves(lanes)):
+        if ti.static(len(steps) > 0 and style == "cuda"):
+            for step in ti.static(steps):
                 other = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(found, ti.i32), step)
                 found = found + ti.bit_cast(other, ti.f32)
-        elif ti.static(lanes > 1):
+        elif ti.static(len(steps) > 0):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.f32)
             place = thread % BLOCK
-            for step in ti.static(_halves(lanes)):
+            for step in ti.static(steps):
                 ti.simt.block.sync()
                 shared[place] = found
                 ti.simt.block.sync()
@@ -88,5 +88,11 @@ def make_row_sum(style, lanes):
     return row_sum
 
 
-def _halves(lanes):
+def halves(lanes):
+    """The steps by which lanes meet each other, pair by pair: half of them first.
+
+    Example:
+        >>> halves(8)
+        [4, 2, 1]
+    """
     return [lanes >> n for n in range(1, lanes.bit_length())]
