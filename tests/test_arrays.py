@@ -365,6 +365,20 @@ def test_write_protection_that_comes_later_is_seen(arch):
 
 
 @pytest.mark.archs("cpu", "vulkan", "metal")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "value"), [("shape", (2, 1, 8)), ("dtype", np.int32)])
+def test_a_form_that_changes_in_place_is_seen(arch, name, value):
+    src, cache = np.ones((1, 2, 8), np.float32), np.zeros((2, 5, 8), np.float32)
+    for position in range(3):
+        tikv.copy(src, cache, position=position)
+    setattr(src, name, value)
+    before = cache.copy()
+    with pytest.raises((tikv.ShapeError, tikv.DTypeError)):
+        tikv.copy(src, cache, position=3)
+    oracle.assert_same_bits(cache, before)
+
+
+@pytest.mark.archs("cpu", "vulkan", "metal")
 def test_overlap_is_refused_exactly(arch, rng):
     """Arrays that share an element are refused; those that only interleave are not."""
     memory = oracle.random_bits(rng, (2, 5, 16), np.float32)

@@ -201,8 +201,22 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
             if moved is not None:
                 recent.views = moved
                 return moved
+        # The same NumPy arrays, and unchanged, as `_of_numpy` finds them one by one.
+        for array, seen in zip(arrays, recent.views, strict=True):
+            held: Any = _numpy_views.get(id(array))
+            if (
+                held is None
+                or held[1] is not seen
+                or held[0]() is not array
+                or seen.shape != array.shape
+                or seen.dtype.numpy is not array.dtype
+                or seen.writable is not array.flags.writeable
+            ):
+                break
+        else:
+            return recent.views
         views = [view(a, name, operation) for a, name in zip(arrays, names, strict=True)]
-        if views == recent.views:  # the same NumPy arrays, and unchanged: their views are kept
+        if views == recent.views:
             return recent.views
     else:
         recent = None
