@@ -54,6 +54,7 @@ def test_help_names_what_people_look_for():
         ("bench", "--arch", "abacus"),
         ("bench", "--seconds", "0"),
         ("bench", "--plot", "out.png"),
+        ("bench", "--plot", "no/such/folder/out.svg"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_why(arguments):
@@ -78,6 +79,20 @@ def test_variants_lists_all_twelve():
     assert [row["name"] for row in found] == list(spec.VARIANTS)
     plain = run("variants").stdout
     assert all(name in plain for name in spec.VARIANTS)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m tikv variants --json | head -c 10; echo ${{PIPESTATUS[0]}}"
+    child = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+    )
+    assert child.stderr == ""
+    assert child.stdout.split()[-1] == "141"
 
 
 def test_doctor_passes_on_the_cpu_and_names_what_is_absent():

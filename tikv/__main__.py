@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -225,6 +226,8 @@ def svg(text: str) -> str:
     """An argument that is a picture to write; known to be wrong before anything is timed."""
     if not text.endswith(".svg"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg")
+    if not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r} lies in no folder that is there")
     return text
 
 
@@ -269,7 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     times.set_defaults(run=run_bench)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as when `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except TikvError as error:
         print(f"tikv: {error}", file=sys.stderr)
         return 1
