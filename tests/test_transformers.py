@@ -555,11 +555,13 @@ def test_gradients_are_refused_where_they_would_be_wrong(arch):
         assert torch.equal(got, want)
         with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
             got.sum().backward()
-    cache = TikvCache(model.config, dtype="int8")
-    for _ in range(2):
-        got = model(torch.tensor([[7]]), past_key_values=cache).logits
-    with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
-        got.sum().backward()
+    for dtype in (None, "int8"):
+        cache = TikvCache(model.config, dtype=dtype)
+        for steps in (torch.no_grad, torch.no_grad, torch.no_grad, torch.enable_grad, torch.enable_grad):
+            with steps():
+                got = model(torch.tensor([[7]]), past_key_values=cache).logits
+        with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
+            got.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """
         if _is_traced():
             return self._traced_update(key_states, value_states)
-        if key_states.requires_grad and torch.is_grad_enabled():
-            keys, values = self.update(key_states.detach(), value_states.detach())
-            if hasattr(keys, "tikv_stored"):
-                keys, values = self._read(*keys.tikv_stored[1:3])
-            return _Ungraded.apply(keys, key_states), _Ungraded.apply(values, value_states)
         if self._staged:
             self._refuse_half_set()
         if self.store is None:
@@ -190,6 +185,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
                 _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
             )
+        if key_states.requires_grad and torch.is_grad_enabled():  # `again` takes no such tokens
+            return self._ungraded(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
             self._refit(key_states, value_states, None)
@@ -203,6 +200,13 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._refit(key_states, value_states, error)
             return self.update(key_states, value_states)
         return self._seen(key_states, held + tokens)
+
+    def _ungraded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` of tokens with a gradient, which ends here."""
+        keys, values = self.update(key_states.detach(), value_states.detach())
+        if hasattr(keys, "tikv_stored"):
+            keys, values = self._read(*keys.tikv_stored[1:3])
+        return _Ungraded.apply(keys, key_states), _Ungraded.apply(values, value_states)
 
     def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
         """What new tokens see, when their keys are in the slots before `end`."""
