@@ -562,6 +562,10 @@ def test_gradients_are_refused_where_they_would_be_wrong(arch):
                 got = model(torch.tensor([[7]]), past_key_values=cache).logits
         with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
             got.sum().backward()
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.v_proj.requires_grad_(True)
+    with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
+        model(**inputs, past_key_values=TikvCache(model.config)).logits.sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
                 _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
             )
-        if key_states.requires_grad and torch.is_grad_enabled():  # `again` takes no such tokens
+        if _has_gradient(key_states, value_states):  # `again` takes no such tokens
             return self._ungraded(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
@@ -219,8 +219,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
         store = self.store
-        graded = torch.is_grad_enabled() and key_states.requires_grad
-        if store is None or self._staged or graded or not self._takes(key_states, value_states):
+        if (
+            store is None
+            or self._staged
+            or _has_gradient(key_states, value_states)
+            or not self._takes(key_states, value_states)
+        ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
         drop = self._left_behind() if store.length + tokens > store.capacity else 0
@@ -502,6 +506,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __repr__(self) -> str:
         kind = f"window {self.sliding_window}" if self.is_sliding else "full"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+def _has_gradient(key_states: Any, value_states: Any) -> bool:
+    return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
 
 
 class _Ungraded(torch.autograd.Function):  # type: ignore[misc]
