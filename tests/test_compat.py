@@ -367,6 +367,30 @@ def test_mlx_files_both_ways(arch, rng, tmp_path, tokens):
             oracle.assert_same_bits(file.get_tensor(name), np.ascontiguousarray(a), what=name)
 
 
+@pytest.mark.parametrize(
+    ("shape", "state"),
+    [
+        ((2, 6, 4), (2, 6, 9, 5)),
+        ((1, 2, 6, 4), (2, 6, 9, 99)),
+        ((1, 2, 6, 4), (2, 6, 9, -3)),
+        ((1, 2, 6, 4), (0, 0, 9, 5)),
+        ((1, 2, 6, 4), (6, 6, 9, 6)),
+        ((1, 2, 6, 4), (2, 6, 3, 5)),
+        ((1, 2, 3, 4), (2, 6, 50, 3)),
+        ((1, 2, 6, 4), (2, 6, "x", 5)),
+        ((1, 2, 6, 4), (2, 6, 9)),
+    ],
+)
+def test_mlx_files_whose_state_cannot_be_are_refused(arch, tmp_path, shape, state):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "cache.safetensors"
+    facts = {f"0.0.{j}": str(x) for j, x in enumerate(state)} | {"2.0": "RotatingKVCache"}
+    save_file({name: np.ones(shape, np.float32) for name in ("0.0", "0.1")}, path, facts)
+    with pytest.raises(tikv.CacheFileError, match="damaged: layer 0 has no"):
+        mlx.load_prompt_cache(path)
+
+
 def test_mlx_refusals(arch, rng, tmp_path):
     from safetensors.numpy import save_file
 
@@ -374,6 +398,10 @@ def test_mlx_refusals(arch, rng, tmp_path):
     save_file({"0.0": np.ones((1, 1, 2, 4), np.float32)}, path, {"0.0": "", "2.0": "QuantizedKVCache"})
     with pytest.raises(tikv.TikvError, match="QuantizedKVCache"):
         mlx.load_prompt_cache(path)
+    save_file({name: np.ones((1, 1, 2, 4), np.float32) for name in ("0.0", "0.1")}, path, {"0.0": "", "2.0": "KVCache"})
+    for capacity in (0, 1):
+        with pytest.raises(tikv.TikvError, match=r"mlx\.load_prompt_cache|capacity=0"):
+            mlx.load_prompt_cache(path, capacity=capacity)
     save_file({"a": np.ones(2, np.float32)}, path)
     with pytest.raises(tikv.CacheFileError, match="no prompt cache"):
         mlx.load_prompt_cache(path)

@@ -91,12 +91,19 @@ def load_prompt_cache(
             )
         try:
             k, v = tensors[f"{i}.0"], tensors[f"{i}.1"]
+            if k.ndim != 4 or v.ndim != 4:
+                raise ValueError(f"(batch, heads, tokens, width): keys are {k.shape} and values {v.shape}")
             if classes[i] == "KVCache":
                 windows.append(None)
                 counts.append((k.shape[2], 0))
                 arrays.append([k, v])
                 continue
             keep, window, length, index = (int(facts[f"0.{i}.{j}"]) for j in range(4))
+            held = k.shape[2]
+            if not (0 <= keep < window and 0 <= index <= held and min(length, window) <= held <= length):
+                raise ValueError(
+                    f"state of {held} tokens: keep={keep}, max_size={window}, offset={length}, idx={index}"
+                )
         except (KeyError, ValueError, IndexError) as error:
             raise CacheFileError(f"{operation}: {str(file_name)!r} is damaged: layer {i} has no {error}.") from error
         sinks.add(keep)
@@ -113,7 +120,7 @@ def load_prompt_cache(
         num_kv_heads=k.shape[1],
         head_dim=k.shape[3],
         head_dim_v=v.shape[3],
-        capacity=capacity or max(2 * longest, longest + 256, widest),
+        capacity=max(2 * longest, longest + 256, widest) if capacity is None else capacity,
         batch_size=k.shape[0],
         dtype=k.dtype,
         window=windows,
