@@ -568,6 +568,21 @@ def test_gradients_are_refused_where_they_would_be_wrong(arch):
         model(**inputs, past_key_values=TikvCache(model.config)).logits.sum().backward()
 
 
+def test_a_gradient_is_seen_behind_tokens_without(arch, rng):
+    """Tokens like the last ones skip the checks; those with a gradient are not like them."""
+    layer, (k, v) = layer_of(), rows(rng, 1)
+    for graded in (False, False, False, True, True, False, True):
+        with torch.enable_grad():
+            keys, _ = layer.update(k.clone().requires_grad_(graded), v)
+            assert keys.requires_grad == graded
+            if graded:
+                with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
+                    keys.sum().backward()
+    with torch.no_grad():
+        assert not layer.update(k.clone().requires_grad_(), v)[0].requires_grad
+    assert layer.get_seq_length() == 8
+
+
 @pytest.mark.parametrize(
     ("model_dtype", "dtype"), [("float16", "bfloat16"), ("bfloat16", "float32"), ("float32", "int32")]
 )

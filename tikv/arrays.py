@@ -408,19 +408,21 @@ def _find_torch_guards(torch: Any) -> Any:
     """Torch's guards, if they are there and tell apart what they must; they are no public part of torch."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards
-        base = torch.zeros(2, 3)
-        same = guards(base, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
-        others = (
-            torch.zeros(3, 2),
-            torch.zeros(2, 3, 1),
-            torch.zeros(3, 2).t(),
-            torch.zeros(2, 3, dtype=torch.float64),
-            torch.empty(2, 3, device="meta"),
-            torch.zeros(2, 3).to_sparse(),
-            torch._neg_view(torch.zeros(2, 3)),
-            np.zeros((2, 3), np.float32),
-        )
-        works = same(torch.ones(2, 3)) and not any(same(other) for other in others)
+        with torch.inference_mode(False), torch.enable_grad():
+            base = torch.zeros(2, 3)
+            same = guards(base, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+            others = (
+                torch.zeros(3, 2),
+                torch.zeros(2, 3, 1),
+                torch.zeros(3, 2).t(),
+                torch.zeros(2, 3, dtype=torch.float64),
+                torch.empty(2, 3, device="meta"),
+                torch.zeros(2, 3).to_sparse(),
+                torch._neg_view(torch.zeros(2, 3)),
+                torch.zeros(2, 3, requires_grad=True),
+                np.zeros((2, 3), np.float32),
+            )
+            works = same(torch.ones(2, 3)) and not any(same(other) for other in others)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
     return guards if works else None
