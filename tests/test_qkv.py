@@ -209,6 +209,43 @@ def test_norms_of_zeros_infinities_and_nan(arch, rng, eps):
     oracle.assert_same_bits(got, q, what="q", any_nan=True)
 
 
+def test_two_epsilons_are_two_norms(arch, rng):
+    case = Case(rng, arch, "norm_half")
+    for eps in (1e-6, 0.5):
+        got = qkv.norm_rope(oracle.place(case.rows.reshape(5, -1, D), arch), case.norm_rope(eps=eps), position=0)
+        want = reference.norm_rope(
+            case.rows.reshape(5, -1, D), range(5), mode="norm_half", cos=case.cos, sin=case.sin,
+            weight=case.weights[0], eps=eps,
+        )  # fmt: skip
+        oracle.assert_same_bits(got, want, what=f"eps={eps}")
+
+
+def test_each_table_may_have_strides_of_its_own(arch, rng):
+    case = Case(rng, arch, "half")
+    k, v = case.pools(np.float32, "NHD")
+    slots, positions = np.array([7, 0, 11, 3, -1]), np.array([5, 23, 6, 0, 1])
+    tables = {"cos": np.zeros((TABLE, D), np.float32), "sin": np.zeros((TABLE, 3 * D), np.float32)}
+    for name, wide in tables.items():
+        wide[:, : D // 2] = getattr(case, name)
+        tables[name] = oracle.place(wide, arch)[:, : D // 2]
+    got = tikv.write_qkv(
+        case.qkv, k, v, num_q_heads=HQ, norm_rope=case.norm_rope(**tables), layout="NHD",
+        slot_mapping=slots, rope_positions=positions,
+    )  # fmt: skip
+    q, *new = case.parts(positions)
+    oracle.assert_same_bits(got, q, what="q")
+    case.check(*(reference.write_slots(r, b, slots) for r, b in zip(new, case.before, strict=True)))
+
+
+def test_the_tables_are_used_to_their_last_row(arch, rng):
+    case = Case(rng, arch, "half")
+    k, v = case.caches(np.float32)
+    got = tikv.write_qkv(case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, position=TABLE - 5, window=9)
+    q, *new = case.parts(range(TABLE - 5, TABLE))
+    oracle.assert_same_bits(got, q, what="q")
+    case.check(*(to_caches(r, b, position=TABLE - 5, window=9) for r, b in zip(new, case.before, strict=True)))
+
+
 def test_weights_may_be_left_out(arch, rng):
     case = Case(rng, arch, "norm_half")
     ones = oracle.place(np.ones(D, np.float32), arch)
@@ -587,6 +624,18 @@ def test_pools_refuse_before_any_write(arch, rng, why):
     case.unchanged()
 
 
+def test_scales_of_two_memory_layouts_are_refused(arch, rng):
+    case = Case(rng, arch, "half")
+    k, v = case.pools(np.int8, "NHD")
+    k_scale, wide = case.destination((4, 3, H), np.float32), case.destination((4, 3, 2 * H), np.float32)
+    with pytest.raises(tikv.ShapeError, match="other strides"):
+        tikv.write_qkv(
+            case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, layout="NHD", slot_mapping=range(5),
+            rope_positions=range(5), k_scale=k_scale, v_scale=wide[:, :, :H],
+        )  # fmt: skip
+    case.unchanged()
+
+
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "none"])
 def test_odd_widths_are_refused_where_pairs_are_rotated(arch, rng, mode):
     case = Case(rng, arch, mode, width=5)
@@ -635,6 +684,7 @@ def test_a_norm_rope_that_cannot_be(options, error, message):
         ({"rope_dim": 18}, "rope_dim=18 > head_dim=16"),
         ({"rope_dim": 8}, "columns of cos and sin"),
         ({"q_weight": np.ones(8, np.float32)}, "length of q_weight"),
+        ({"k_weight": np.ones(8, np.float32)}, "length of k_weight"),
     ],
 )
 def test_a_norm_rope_that_does_not_fit_the_head(arch, rng, changes, message):
