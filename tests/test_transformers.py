@@ -307,6 +307,21 @@ def test_attention_by_name_takes_padded_batches_and_beams(arch):
         assert torch.equal(got.sequences, want.sequences)
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_attention_by_name_with_latent_vectors(arch, dtype):
+    """Some versions cache what keys and values are computed from: no attention can read that in place."""
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    options = {**BASE, **latent, **experts, "moe_intermediate_size": 16, "num_key_value_heads": 4}
+    options = {name: value for name, value in options.items() if name != "head_dim"}
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**options)).eval()
+    want = generate(model, TikvCache(model.config, dtype=dtype), prompts(4, 11), 12)
+    model.set_attn_implementation("tikv")
+    got = generate(model, TikvCache(model.config, dtype=dtype), prompts(4, 11), 12)
+    assert torch.equal(got.sequences, want.sequences)
+
+
 def test_a_soft_cap_is_applied(arch):
     options = {**BASE, "sliding_window": WINDOW, "attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 8}
     torch.manual_seed(0)
@@ -621,6 +636,7 @@ def test_chunked_layers_are_windows(arch, rng):
 
 REFUSED = [
     ("MambaConfig", {}, "state|linear_attention"),
+    ("xLSTMConfig", {}, "state"),
     ("JambaConfig", {}, "state|linear_attention"),
     ("BambaConfig", {}, "state|linear_attention"),
     ("RecurrentGemmaConfig", {}, "state|linear_attention"),

@@ -31,6 +31,7 @@ _STATE_FIELDS = (
     "linear_conv_kernel_dim",
     "rescale_every",
     "attn_layers",
+    "inference_state_dtype",
 )  # fields of configurations whose layers keep another state than keys and values, in versions that do not say so
 _STATE_PREFIXES = ("mamba_", "ssm_")
 
@@ -81,6 +82,11 @@ def _foreign_state(config: Any) -> str | None:
         if getattr(config, name, None) is not None:
             return f"state ({name})"
     return next((f"state ({name})" for name in vars(config) if name.startswith(_STATE_PREFIXES)), None)
+
+
+def expands_what_is_cached(config: Any) -> bool:
+    """Whether the model may compute keys and values from what `update` returns: from latent vectors, as 5.x caches."""
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def layer_without_keys() -> Any:

@@ -77,6 +77,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.config = config
         self.record_past = False
         self.is_initialized = False
+        self._compressed = shim.expands_what_is_cached(config)
         self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
         self._settled = 0  # no rollback goes behind this position
         if max_cache_len is not None:
@@ -212,7 +213,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """What new tokens see, when their keys are in the slots before `end`."""
         tokens = key_states.shape[2]
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        if tokens == 1 and not self._as_stored and self.config._attn_implementation == ATTENTION:
+        in_place = tokens == 1 and not self._as_stored and not self._compressed
+        if in_place and self.config._attn_implementation == ATTENTION:
             return self._stored(first, end)
         return self._read(first, end)
 
