@@ -14,7 +14,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import attention, reference
+from tikv import attention, launch, reference, runtime
 
 TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
@@ -346,6 +346,27 @@ def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, mo
 def test_page_sizes(arch, rng, page):
     pages = Pages(rng, page=page, lens=(70, 64, 0, 1))
     assert_close(pages.run(arch), pages.case.expected(), "float32")
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("int8", 128), ("float16", 256), ("float32", 256)])
+def test_the_longest_kernels(arch, rng, dtype, width):
+    """Many query rows that see different keys of pages, with a soft cap: on CUDA all of it has to stay one function."""
+    pages = Pages(rng, dtype=dtype, width=width, lens=(150, 9), queries=4, page=16)
+    options = {"window": 60, "softcap": 5.0}
+    assert_close(pages.run(arch, **options), pages.case.expected(**options), "float32")
+    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("steep", [1.0, 4.0, 40.0])
+def test_maxima_that_grow_along_a_sequence(arch, rng, group, steep):
+    """A result is rescaled when its maximum grows, or later: by little, by much, and not at all."""
+    case = Case(rng, dtype="float32", group=group, capacity=700, lens=(700,))
+    ramp = (steep * np.linspace(-1, 1, 700, dtype=np.float32))[:, None]
+    case.k[...] = case.k + ramp
+    case.k_real = case.k.astype(np.float64)
+    case.q = np.abs(case.q)
+    case.check(arch, num_splits=1)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 32])

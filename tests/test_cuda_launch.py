@@ -637,14 +637,16 @@ def test_a_child_that_cannot_start_says_why(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32], ids=["int8", "float16", "float32"])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rows", range(1, 9))
-def test_a_block_of_attention_has_room_for_its_results(rows, bits):
+def test_a_block_of_attention_has_room_for_its_results(rows, masked, bits):
     """A block may have 48 KiB of shared memory, and the rows of a task halve down to one among the lanes of a key."""
     from tikv.kernels import attention_cuda as lanes
 
     for width in range(8, lanes.WIDEST + 1, 8):
-        shape = lanes.shape_of(width, lanes.BITS // bits, rows)
+        shape = lanes.shape_of(width, lanes.BITS // bits, rows, masked)
         kept, groups = lanes.rows_kept(rows), lanes.BLOCK // shape.lanes
         assert 4 * kept * groups * (width + 2) <= 48 << 10, (width, shape)
         assert kept <= shape.lanes <= 32, (width, shape)
+        assert shape.keys in (2, 4, 8), (width, shape)  # they halve among the lanes of a row
         assert shape.resident * 4 * kept * groups * (width + 2) <= 220 << 10, (width, shape)

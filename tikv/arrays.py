@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import math
 import sys
@@ -675,8 +674,7 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
     if isinstance(like, np.ndarray):
         return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
     if hasattr(like, "new_empty"):
-        torch = importlib.import_module("torch")
-        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=getattr(torch, dtype.name))
+        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
     return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)
 
 

@@ -410,6 +410,7 @@ class Form:
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = _why_not_torch(live, arrays, cache, question)
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.last_shares = (-1, (0, 0))  # the longest sequence they were found for
 
     def attend(
         self,
@@ -491,9 +492,13 @@ class Form:
 
     def _shares(self, longest: int) -> tuple[int, int]:
         """(splits, threads) for sequences of at most so many tokens."""
-        live, asked, cache = self.live, self.asked, self.cache
-        keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
-        return self.question.splits or _splits(live, asked, cache, keys), _workers(live, asked, cache, keys)
+        known, shares = self.last_shares
+        if known != longest:
+            live, asked, cache = self.live, self.asked, self.cache
+            keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+            shares = self.question.splits or _splits(live, asked, cache, keys), _workers(live, asked, cache, keys)
+            self.last_shares = longest, shares
+        return shares
 
     def again(
         self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
@@ -832,7 +837,7 @@ class Plan:
         given = _queries(to, "out", self.operation).strides
         names = ["q", "k", "v", "lens", "table", "k_scale", "v_scale"]
         filled = [arrays.get(n, q) for n in names]
-        factory, extra = self._factory(style, bits, block)
+        factory, extra = self._factory(style, bits, block, choices.masked)
         kernel = launch.kernel(live, factory, *extra, split, choices)
         tasks = numbers.tasks * (1 if style == "cpu" else importlib.import_module("tikv.kernels.lanes").BLOCK)
         own = [scratch.array((1,), dtypes.float32, self.work)] if style == "cpu" else []
@@ -877,14 +882,16 @@ class Plan:
     def _lanes(self) -> Any:
         return importlib.import_module("tikv.kernels.attention_cuda")
 
-    def _factory(self, style: str, bits: int, rows: int) -> tuple[Any, tuple[Any, ...]]:
+    def _factory(self, style: str, bits: int, rows: int, masked: bool) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
             return importlib.import_module("tikv.kernels.attention_cpu").make_attend_cpu, (self.workers,)
         if style == "cuda" and bits == self._lanes().BITS:
             lanes = self._lanes()
             unit = bits // (self.cache.k.array.dtype.itemsize * 8)
-            return lanes.make_attend_lanes, (lanes.shape_of(max(self.cache.width, self.cache.width_v), unit, rows),)
+            return lanes.make_attend_lanes, (
+                lanes.shape_of(max(self.cache.width, self.cache.width_v), unit, rows, masked),
+            )
         return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style,)
 
 

@@ -5,6 +5,8 @@ bfloat16 is carried as 16-bit words everywhere, since Taichi has no such type. N
 
 from __future__ import annotations
 
+import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,12 @@ def of_dlpack(code: int, bits: int) -> DType | None:
 def of_torch(dtype: Any) -> DType | None:
     """The row of a torch dtype, found by its name, so that torch need not be imported."""
     return _BY_NAME.get(str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def to_torch(name: str) -> Any:
+    """The torch dtype of a row's name, once a caller has brought torch."""
+    return getattr(sys.modules["torch"], name)
 
 
 def parse(dtype: Any, operation: str) -> DType:

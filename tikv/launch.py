@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import runtime
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CudaBytes, Memory, host_bytes
 from tikv.cuda import compiler, driver, ptx
 from tikv.cuda.driver import use_stream
@@ -651,7 +651,7 @@ def _words(array: ArrayView, word: str, extent: int | None) -> Any:
             "launch: TIKV_LAUNCHER=public on CUDA needs torch. Install taichi-kv[torch] or unset it."
         ) from error
     found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
-    return found.view(getattr(torch, dtype.name))
+    return found.view(dtypes.to_torch(dtype.name))
 
 
 def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
