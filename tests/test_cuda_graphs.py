@@ -140,8 +140,8 @@ def capture(call):
         call()
 
 
-def copies(rng, arch):
-    """One call of each form of the copy: what it wrote."""
+def writes(rng, arch):
+    """One call of each form of the copy, and of the fused write: what they wrote."""
     f32, f16, bf16 = np.float32, np.float16, ml_dtypes.bfloat16
     wrote = []
     for src, dst, width in ((f32, f32, 128), (f32, f16, 128), (f32, bf16, 128), (bf16, f32, 64), (f16, f16, 7)):
@@ -161,6 +161,14 @@ def copies(rng, arch):
     rows = [place(numbers(rng, (5, 2, 64), f32), arch) for _ in "kv"]
     slots = place(np.array([63, -1, 0, 17, 5]), arch)
     tikv.write_slots(*rows, *pools, slots, k_scale=scales[0], v_scale=scales[1])
+    for mode, src, width in (("norm_half", f32, 128), ("norm_interleaved", f32, 80), ("norm_half", bf16, 64)):
+        angle = rng.uniform(-3, 3, (9, width // 2))
+        tables = {"cos": np.cos(angle), "sin": np.sin(angle)}
+        weights = {name: numbers(rng, (width,), f32) for name in ("q_weight", "k_weight")}
+        how = tikv.NormRope(mode=mode, **{n: place(a.astype(f32), arch) for n, a in (tables | weights).items()})
+        caches = [place(random_bits(rng, (2, 8, width), src), arch) for _ in "kv"]
+        qkv = place(numbers(rng, (7, 8 * width), src), arch)
+        wrote += [tikv.write_qkv(qkv, *caches, num_q_heads=4, norm_rope=how, position=1), *caches]
     return [to_numpy(a) for a in wrote + pools + scales]
 
 
@@ -170,7 +178,7 @@ def test_both_launchers_give_the_same_bits(arch):
     for name in ("native", "direct"):
         launch.choose_launcher(name)
         tikv.runtime.current().plans.clear()
-        found[name] = copies(np.random.default_rng(1), arch)
+        found[name] = writes(np.random.default_rng(1), arch)
     launch.choose_launcher(None)
     tikv.runtime.current().plans.clear()
     for i, (a, b) in enumerate(zip(found["native"], found["direct"], strict=True)):
