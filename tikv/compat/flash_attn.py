@@ -90,17 +90,16 @@ def flash_attn_with_kvcache(
             f"({batch}, S_new, H, D)."
         )
     library = library_of(q, k_cache)
-    before = _per_sequence(cache_seqlens, batch, block_size, q, block_table)
-    if block_table is None:
-        rows = _arange(batch, q) if cache_batch_idx is None else as_index(cache_batch_idx, q)
-        table = rows[:, None]
-    else:
-        if cache_batch_idx is not None:
-            refuse_option(OPERATION, cache_batch_idx=("given", "None with block_table"))
-        table = as_index(block_table, q)
+    if block_table is not None and cache_batch_idx is not None:
+        refuse_option(OPERATION, cache_batch_idx=("given", "None with block_table"))
+    given = cache_seqlens, cache_batch_idx, block_table
+    before, table = _lengths_and_table(*given, batch, block_size, q)
     new = 0 if k is None else k.shape[1]
     if new:
-        _check_lengths(before, new, q.shape[1] if causal else 0, table, k_cache.shape[0], block_size, library)
+        known = before, table
+        if all(map(_on_host, given)):  # as it was before a copy went to q's device
+            known = _lengths_and_table(*map(_as_numpy, given), batch, block_size, np.empty(0))
+        _check_lengths(*known, new, q.shape[1] if causal else 0, k_cache.shape[0], block_size)
     if rotary_cos is not None:
         if k is None:
             refuse_option(OPERATION, rotary_cos=("given", "k and v with it"))
@@ -151,9 +150,7 @@ def _padded(
     return join(outs), join(lses)
 
 
-def _check_lengths(
-    before: Any, new: int, causal_queries: int, table: Any, blocks: int, block_size: int, library: Any
-) -> None:
+def _check_lengths(before: Any, table: Any, new: int, causal_queries: int, blocks: int, block_size: int) -> None:
     """What attention would refuse after the append: lengths, and the pages that they reach."""
     capacity, lens = table.shape[1] * block_size, before + new
     refuse_where(
@@ -184,12 +181,30 @@ def _check_rotation(cos: Any, sin: Any, capacity: int, width: int) -> None:
         )
 
 
-def _per_sequence(cache_seqlens: Any, batch: int, block_size: int, like: Any, block_table: Any) -> Any:
+def _on_host(array: Any) -> bool:
+    """Whether the values of an index argument, if there is one, are known without waiting for a device."""
+    device = getattr(array, "device", None)
+    return isinstance(array, np.ndarray) or device is None or getattr(device, "type", "") == "cpu"
+
+
+def _as_numpy(array: Any) -> Any:
+    return array if array is None or isinstance(array, numbers.Integral) else np.asarray(array)
+
+
+def _lengths_and_table(
+    cache_seqlens: Any, cache_batch_idx: Any, block_table: Any, batch: int, block_size: int, like: Any
+) -> tuple[Any, Any]:
+    """Tokens of each sequence before the call (B,), and its pages or the one row it is (B, pages), placed as `like`."""
     if cache_seqlens is None:
         cache_seqlens = block_size * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, numbers.Integral):
-        return _arange(batch, like) * 0 + int(cache_seqlens)
-    return as_index(cache_seqlens, like)
+        lens = _arange(batch, like) * 0 + int(cache_seqlens)
+    else:
+        lens = as_index(cache_seqlens, like)
+    if block_table is not None:
+        return lens, as_index(block_table, like)
+    rows = _arange(batch, like) if cache_batch_idx is None else as_index(cache_batch_idx, like)
+    return lens, rows[:, None]
 
 
 def _arange(n: int, like: Any) -> Any:
