@@ -892,7 +892,9 @@ class Plan:
             return lanes.make_attend_lanes, (
                 lanes.shape_of(max(self.cache.width, self.cache.width_v), unit, rows, masked),
             )
-        return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style,)
+        ways = importlib.import_module("tikv.kernels.lanes")
+        way = ways.WARP if style == "cuda" else ways.SUBGROUP if launch.has_subgroups(self.live) else ways.ALONE
+        return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style, way)
 
 
 def _scratch(live: runtime.Runtime, nbytes: int) -> Memory:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import struct
 import threading
@@ -652,6 +653,29 @@ def _words(array: ArrayView, word: str, extent: int | None) -> Any:
         ) from error
     found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
     return found.view(dtypes.to_torch(dtype.name))
+
+
+def has_subgroups(live: runtime.Runtime) -> bool:
+    """Whether kernels may reduce over subgroups here: the driver announces it, and a trial has the right numbers.
+
+    The trial is not for nothing: Taichi 1.7.4 emits the operations without declaring their SPIR-V capability.
+    """
+    if live.has_subgroups is None:
+        # Every Mac's GPU that Taichi runs on reduces over its SIMD groups; a Vulkan driver says whether it does.
+        live.has_subgroups = (live.arch == "metal" or runtime.vulkan_subgroups()) and _agree(live)
+    return live.has_subgroups
+
+
+def _agree(live: runtime.Runtime) -> bool:
+    lanes = importlib.import_module("tikv.kernels.lanes")
+    tried = kernel(live, lanes.make_trial, lanes.SUBGROUP)
+    found = np.zeros(lanes.TRIED * lanes.BLOCK, np.float32)
+    with live.lock, live.compiling(tried.fast_math):
+        tried.function(found)
+    right: bool = lanes.agreed(found)
+    if not right:
+        runtime.log.warning("subgroup operations give wrong numbers on %s: attention does without", live.arch)
+    return right
 
 
 def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:

@@ -95,6 +95,7 @@ class Runtime:
         self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
         self.is_spirv = self.arch in ("vulkan", "metal")
         self.has_float64 = not self.is_spirv
+        self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
         self.kernels: dict[Any, Any] = {}  # compiled kernels of this program, filled by `launch`
         self.plans: dict[Any, Any] = {}  # bound one-shot calls, filled by `ops`
         self.lock = threading.RLock()
@@ -288,7 +289,56 @@ class _InstanceCreateInfo(ctypes.Structure):
     ]
 
 
+class _SubgroupProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("size", ctypes.c_uint32),
+        ("stages", ctypes.c_uint32),
+        ("operations", ctypes.c_uint32),
+        ("quads", ctypes.c_uint32),
+    ]
+
+
+class _Properties2(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("properties", ctypes.c_uint64 * 512)]
+
+
+_VULKAN_1_1 = (1 << 22) | (1 << 12)
+_PROPERTIES_2, _SUBGROUP_PROPERTIES = 1000059001, 1000094000  # types of structures
+_COMPUTE, _BASIC, _ARITHMETIC = 0x20, 1, 4
 _VULKAN_KINDS = {0: "other", 1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
+
+
+@contextlib.contextmanager
+def _physical_devices() -> Iterator[tuple[Any, list[Any]]]:
+    """Vulkan's loader and a handle of each device; (None, []) without a loader."""
+    vulkan = _library("libvulkan.so.1", "vulkan-1.dll", "libvulkan.1.dylib")
+    if vulkan is None:
+        yield None, []
+        return
+    application = _ApplicationInfo(0, None, b"tikv", 1, b"tikv", 1, _VULKAN_1_1)
+    create = _InstanceCreateInfo(1, None, 0, ctypes.pointer(application), 0, None, 0, None)
+    instance = ctypes.c_void_p()
+    if vulkan.vkCreateInstance(ctypes.byref(create), None, ctypes.byref(instance)) != 0:
+        yield None, []
+        return
+    try:
+        count = ctypes.c_uint32()
+        if vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None) != 0:
+            count.value = 0
+        handles = (ctypes.c_void_p * count.value)()
+        if count.value and vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles) != 0:
+            count.value = 0
+        yield vulkan, [ctypes.c_void_p(handle) for handle in handles[: count.value]]
+    finally:
+        vulkan.vkDestroyInstance(instance, None)
+
+
+def _properties(vulkan: Any, handle: Any) -> bytes:
+    properties = ctypes.create_string_buffer(4096)  # VkPhysicalDeviceProperties is 824 bytes
+    vulkan.vkGetPhysicalDeviceProperties(handle, properties)
+    return properties.raw
 
 
 def vulkan_devices() -> list[tuple[str, str]]:
@@ -296,30 +346,29 @@ def vulkan_devices() -> list[tuple[str, str]]:
 
     A software driver such as lavapipe answers "cpu": good for tests, never chosen by "auto".
     """
-    vulkan = _library("libvulkan.so.1", "vulkan-1.dll", "libvulkan.1.dylib")
-    if vulkan is None:
-        return []
-    application = _ApplicationInfo(0, None, b"tikv", 1, b"tikv", 1, (1 << 22) | (1 << 12))
-    create = _InstanceCreateInfo(1, None, 0, ctypes.pointer(application), 0, None, 0, None)
-    instance = ctypes.c_void_p()
-    if vulkan.vkCreateInstance(ctypes.byref(create), None, ctypes.byref(instance)) != 0:
-        return []
-    try:
-        count = ctypes.c_uint32()
-        if vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None) != 0:
-            return []
-        handles = (ctypes.c_void_p * count.value)()
-        vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles)
-        found = []
+    found = []
+    with _physical_devices() as (vulkan, handles):
         for handle in handles:
-            properties = ctypes.create_string_buffer(4096)  # VkPhysicalDeviceProperties is 824 bytes
-            vulkan.vkGetPhysicalDeviceProperties(ctypes.c_void_p(handle), properties)
-            kind = int.from_bytes(properties.raw[16:20], sys.byteorder)
-            name = properties.raw[20:276].split(b"\0", 1)[0].decode(errors="replace")
-            found.append((name, _VULKAN_KINDS.get(kind, "other")))
-        return found
-    finally:
-        vulkan.vkDestroyInstance(instance, None)
+            raw = _properties(vulkan, handle)
+            kind = int.from_bytes(raw[16:20], sys.byteorder)
+            found.append((raw[20:276].split(b"\0", 1)[0].decode(errors="replace"), _VULKAN_KINDS.get(kind, "other")))
+    return found
+
+
+def vulkan_subgroups() -> bool:
+    """Whether kernels may reduce over subgroups, on every Vulkan device: Taichi does not say which it took."""
+    with _physical_devices() as (vulkan, handles):
+        return bool(handles) and all(_reduces(vulkan, handle) for handle in handles)
+
+
+def _reduces(vulkan: Any, handle: Any) -> bool:
+    if int.from_bytes(_properties(vulkan, handle)[:4], sys.byteorder) < _VULKAN_1_1:
+        return False
+    subgroups = _SubgroupProperties(_SUBGROUP_PROPERTIES, None)
+    both = _Properties2(_PROPERTIES_2, ctypes.cast(ctypes.pointer(subgroups), ctypes.c_void_p))
+    vulkan.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(both))
+    wanted = _BASIC | _ARITHMETIC
+    return bool(subgroups.stages & _COMPUTE) and subgroups.operations & wanted == wanted
 
 
 def version_of(distribution: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_inner
 from tikv.kernels.codec import SIZE, WORD, bf16_to_f32, make_bits_to_f32, make_load, make_store
-from tikv.kernels.lanes import BLOCK, make_loop
+from tikv.kernels.lanes import BLOCK, across_lanes, make_loop
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -275,12 +275,6 @@ def exp2(x):
     p = p * f + ti.f32(6.931471805599453e-1)
     p = p * f + ti.f32(1.0)
     return ti.select(x < ti.f32(-126.0), ti.f32(0.0), p * ti.bit_cast((i + 127) << 23, ti.f32))
-
-
-@ti.func
-def across_lanes(x, step: ti.template()):
-    """The value of the lane of a CUDA warp at this distance."""
-    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(x, ti.i32), step), ti.f32)
 
 
 def make_score(c):

@@ -1,10 +1,12 @@
 """The loop of a kernel, the threads that share a row in it, and how they agree on a number.
 
-They agree by shuffles on CUDA and by shared memory on Vulkan and Metal. On CPU a row belongs to one thread, which gets
-back what it gives.
+They agree by shuffles on CUDA and by shared memory on Vulkan and Metal, where subgroups have no width that a row could
+be cut to. On CPU a row belongs to one thread, which gets back what it gives. `make_across` is for kernels that take
+parties as wide as they come: warps, subgroups, or threads alone.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 from tikv.runtime import ti
 
@@ -40,6 +42,12 @@ def make_loop(style, serial, step, count):
     return loop
 
 
+@ti.func
+def across_lanes(x, step: ti.template()):
+    """The value of the lane of a CUDA warp at this distance."""
+    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(x, ti.i32), step), ti.f32)
+
+
 @functools.cache
 def make_row_max(style, lanes):
     """row_max(thread, value): the largest u32 among the lanes of a row, for each of them."""
@@ -73,8 +81,7 @@ def make_row_sum(style, steps):
         found = value
         if ti.static(len(steps) > 0 and style == "cuda"):
             for step in ti.static(steps):
-                other = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(found, ti.i32), step)
-                found = found + ti.bit_cast(other, ti.f32)
+                found = found + across_lanes(found, step)
         elif ti.static(len(steps) > 0):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.f32)
             place = thread % BLOCK
@@ -86,6 +93,128 @@ def make_row_sum(style, steps):
         return found
 
     return row_sum
+
+
+class Across(NamedTuple):
+    """How neighbours in a block, a party, agree without a barrier; whoever calls these, all of a party do together."""
+
+    place: Any  # place(thread) -> the vector `Place`; with a barrier, so for all threads of the block together
+    total: Any  # total(x): the float32 sum over the party
+    highest: Any  # highest(x): the largest float32 of the party, none of which is a NaN
+
+
+class Place(NamedTuple):
+    """Entries of what `Across.place` returns: where a thread stands in its party, and the party in the block."""
+
+    rank: int = 0  # of the thread, from 0
+    size: int = 1  # threads of the party
+    before: int = 2  # threads of the parties before it
+    number: int = 3  # of the party, from 0
+    parties: int = 4  # of the block
+
+
+SUBGROUP, WARP, ALONE = "subgroup", "warp", "alone"  # ways
+
+
+@functools.cache
+def make_across(way):
+    """The `Across` of a way: `WARP` on CUDA, `SUBGROUP` on Vulkan and Metal, `ALONE`, a thread a party, anywhere.
+
+    Nothing is taken for granted of subgroups but that they partition the block: their widths differ by device, by
+    kernel on some, and may be less than what the device reports. They are counted, and their threads ranked, as they
+    come.
+    """
+
+    @ti.func
+    def place(thread):
+        found = ti.Vector([0, 1, thread, thread, BLOCK])
+        if ti.static(way == WARP):
+            found = ti.Vector([thread % 32, 32, thread - thread % 32, thread // 32, BLOCK // 32])
+        elif ti.static(way == SUBGROUP):
+            sizes = ti.simt.block.SharedArray((BLOCK,), ti.i32)  # of each party, at its first thread
+            size = ti.simt.subgroup.reduce_add(1)
+            rank = ti.simt.subgroup.inclusive_add(1) - 1
+            first = ti.simt.subgroup.reduce_min(thread)
+            sizes[thread] = ti.select(thread == first, size, 0)
+            ti.simt.block.sync()
+            before, number, parties = 0, 0, 0
+            for n in range((BLOCK + size - 1) // size):
+                other = n * size + rank
+                counts = ti.select(other < BLOCK, sizes[ti.min(other, BLOCK - 1)], 0)
+                earlier = ti.select(other < first, counts, 0)
+                before = before + earlier
+                number = number + ti.min(earlier, 1)
+                parties = parties + ti.min(counts, 1)
+            found = ti.Vector([rank, size, ti.simt.subgroup.reduce_add(before), ti.simt.subgroup.reduce_add(number),
+                               ti.simt.subgroup.reduce_add(parties)])  # fmt: skip
+        return found
+
+    @ti.func
+    def total(x):
+        found = x
+        if ti.static(way == WARP):
+            for step in ti.static(halves(32)):
+                found = found + across_lanes(found, step)
+        elif ti.static(way == SUBGROUP):
+            found = ti.simt.subgroup.reduce_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
+        return found
+
+    @ti.func
+    def highest(x):
+        found = x
+        if ti.static(way == WARP):
+            for step in ti.static(halves(32)):
+                found = ti.max(found, across_lanes(found, step))
+        elif ti.static(way == SUBGROUP):
+            found = ti.simt.subgroup.reduce_max(x)
+        return found
+
+    return Across(place, total, highest)
+
+
+def make_trial(way):
+    """trial(out): of each thread of one block its `Place`, and the total and the highest of the threads' numbers."""
+    OUT = ti.types.ndarray(dtype=ti.f32, ndim=1)
+    across = make_across(way)
+    place_of, total, highest = across.place, across.total, across.highest
+    entries = len(Place._fields)
+
+    @ti.kernel
+    def trial(out: OUT):
+        ti.loop_config(block_dim=BLOCK)
+        for i in range(BLOCK):
+            place = place_of(i)
+            for n in ti.static(range(entries)):
+                out[n * BLOCK + i] = ti.cast(place[n], ti.f32)
+            out[entries * BLOCK + i] = total(ti.cast(i, ti.f32))
+            out[(entries + 1) * BLOCK + i] = highest(ti.cast(i, ti.f32))
+
+    return trial
+
+
+TRIED = len(Place._fields) + 2  # numbers of a thread that a trial leaves
+
+
+def agreed(found):
+    """Whether what a trial left is right: the parties are a partition of the block, in order, and each agrees."""
+    if not abs(found).max() <= BLOCK * BLOCK:  # or a NaN
+        return False
+    rank, size, before, number, parties, totals, tops = found.astype(int).reshape(TRIED, BLOCK).tolist()
+    threads = range(BLOCK)
+    members = [[j for j in threads if number[j] == number[i]] for i in threads]
+    return (
+        sorted(b + r for b, r in zip(before, rank, strict=True)) == list(threads)
+        and sorted(set(number)) == list(range(parties[0]))
+        and set(parties) == {parties[0]}
+        and all(
+            size[i] == len(members[i])
+            and before[i] == before[members[i][0]]
+            and rank[i] < size[i]
+            and totals[i] == sum(members[i])
+            and tops[i] == max(members[i])
+            for i in threads
+        )
+    )
 
 
 def halves(lanes):
