@@ -98,7 +98,8 @@ def flash_attn_with_kvcache(
     if new:
         known = before, table
         if all(map(_on_host, given)):  # as it was before a copy went to q's device
-            known = _lengths_and_table(*map(_as_numpy, given), batch, block_size, np.empty(0))
+            lens, idx, pages = map(_as_numpy, given)
+            known = _lengths_and_table(lens, idx, pages, batch, block_size, np.empty(0))
         _check_lengths(*known, new, q.shape[1] if causal else 0, k_cache.shape[0], block_size)
     if rotary_cos is not None:
         if k is None:
