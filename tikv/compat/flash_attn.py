@@ -185,7 +185,7 @@ def _check_rotation(cos: Any, sin: Any, capacity: int, width: int) -> None:
 def _on_host(array: Any) -> bool:
     """Whether the values of an index argument, if there is one, are known without waiting for a device."""
     device = getattr(array, "device", None)
-    return isinstance(array, np.ndarray) or device is None or getattr(device, "type", "") == "cpu"
+    return isinstance(array, (numbers.Integral, np.ndarray)) or device is None or getattr(device, "type", "") == "cpu"
 
 
 def _as_numpy(array: Any) -> Any:
