@@ -360,11 +360,64 @@ def test_mlx_files_both_ways(arch, rng, tmp_path, tokens):
         oracle.assert_same_bits(a, b)
     again = mlx.load_prompt_cache(theirs)
     ours = tmp_path / "ours.safetensors"
-    mlx.save_prompt_cache(ours, again, {"model": "tiny"})
+    mlx.save_prompt_cache(ours, again, {"model": "tiny"}, since="0.6")
     with safe_open(ours, "np") as file:
         assert file.metadata() == facts
         for name, a in tensors.items():
             oracle.assert_same_bits(file.get_tensor(name), np.ascontiguousarray(a), what=name)
+
+    # The form since 0.32: numbers are arrays, and arrays may have room for more tokens.
+    numbers = {"0.2": state[2], "0.3": keep, "0.4": window, "0.5": state[3], "1.2": tokens}
+    facts = {"0.model": "tiny", "1.0": "RotatingKVCache", "1.1": "KVCache", "2.0": ""}
+    for n, name in enumerate(numbers, 1):
+        facts |= {f"2.{n}.0": name, f"2.{n}.1": "scalar"}
+    mlx.save_prompt_cache(ours, again, {"model": "tiny"})
+    with safe_open(ours, "np") as file:
+        assert file.metadata() == facts
+        assert {name: int(file.get_tensor(name)) for name in numbers} == numbers
+        for name, a in tensors.items():
+            oracle.assert_same_bits(file.get_tensor(name), np.ascontiguousarray(a), what=name)
+    roomy = {name: np.concatenate([a, np.full_like(a[:, :, :1], np.nan)], 2) for name, a in tensors.items()}
+    if tokens >= window:  # what rotates has no room
+        roomy |= {"0.0": tensors["0.0"], "0.1": tensors["0.1"]}
+    arrays = {name: np.ascontiguousarray(a) for name, a in roomy.items()}
+    save_file(arrays | {name: np.array(value, np.int32) for name, value in numbers.items()}, theirs, facts)
+    newer, metadata = mlx.load_prompt_cache(theirs, return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    for layer in range(2):
+        for a, b in zip(newer.tokens(layer), again.tokens(layer), strict=True):
+            oracle.assert_same_bits(a, b)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("steps", [(3,), (8,), (9, 1, 1), (4, *[1] * 30)])
+def test_mlx_lm_itself_reads_and_writes(arch, rng, tmp_path, steps):
+    cache = pytest.importorskip("mlx_lm.models.cache", reason="mlx-lm is not installed")
+    import mlx.core as mx
+
+    theirs = [cache.RotatingKVCache(max_size=8, keep=2), cache.KVCache()]
+    store = tikv.KVCacheStore(
+        num_layers=2, num_kv_heads=2, head_dim=4, capacity=64, dtype="float16", window=[8, None], sinks=2
+    )
+    for n in steps:
+        k, v = (oracle.numbers(rng, (n, 2, 4), np.float16) for _ in "kv")
+        for layer, own in enumerate(theirs):
+            own.update_and_fetch(*(mx.array(a.swapaxes(0, 1)[None]) for a in (k, v)))
+            store.append(layer, k, v)
+    cache.save_prompt_cache(str(tmp_path / "theirs.safetensors"), theirs, {"model": "tiny"})
+    loaded, metadata = mlx.load_prompt_cache(tmp_path / "theirs.safetensors", return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    mlx.save_prompt_cache(tmp_path / "ours.safetensors", store, {"model": "tiny"})
+    again, metadata = cache.load_prompt_cache(str(tmp_path / "ours.safetensors"), return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    for layer in range(2):
+        for a, b in zip(loaded.tokens(layer), store.tokens(layer), strict=True):
+            oracle.assert_same_bits(a, b)
+        assert again[layer].offset == sum(steps)
+    row = mx.array(oracle.numbers(rng, (1, 2, 1, 4), np.float16))
+    for one, other in zip(again, theirs, strict=True):  # and both go on alike, whatever the order of their rows
+        for a, b in zip(one.update_and_fetch(row, row), other.update_and_fetch(row, row), strict=True):
+            assert sorted(np.array(a)[0, 0].tolist()) == sorted(np.array(b)[0, 0].tolist())
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def write(
     path: str | os.PathLike[str], kind: str, tensors: dict[str, Array], facts: dict[str, Any], operation: str
 ) -> None:
     """Save named arrays and JSON facts of a kind of cache, with checksums; see `write_tensors`."""
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    tensors = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     text = json.dumps(facts)
     checksums = {"": _checksum_of_text(text), **{name: _checksum(tensor) for name, tensor in tensors.items()}}
     metadata = {"tikv": kind, "version": str(VERSION), "facts": text, "crc32": json.dumps(checksums)}
@@ -58,7 +58,7 @@ def write_tensors(
     from safetensors.numpy import save
 
     target = target_of(path, operation)
-    data = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)
+    data = save({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, metadata)
     temporary = target.with_name(f".{target.stem}-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:  # by the user's umask, where a NamedTemporaryFile would be private
