@@ -83,16 +83,19 @@ def test_variants_lists_all_twelve():
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
 def test_a_reader_that_has_enough_is_no_error():
-    command = f"{sys.executable} -m tikv variants --json | head -c 10; echo ${{PIPESTATUS[0]}}"
+    reader, writer = os.pipe()
+    os.close(reader)
     child = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
+        [sys.executable, "-m", "tikv", "variants", "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
         text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+    os.close(writer)
     assert child.stderr == ""
-    assert child.stdout.split()[-1] == "141"
+    assert child.returncode == 141
 
 
 def test_doctor_passes_on_the_cpu_and_names_what_is_absent():
