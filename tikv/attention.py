@@ -872,26 +872,24 @@ class Plan:
         itemsize, cache = k.dtype.itemsize, self.cache
         if style == "cpu":
             return itemsize * 8
-        lanes = style == "cuda" and max(cache.width, cache.width_v) <= self._lanes().WIDEST
+        widest = importlib.import_module("tikv.kernels.attention_cuda").WIDEST if style == "cuda" else 0
+        lanes = max(cache.width, cache.width_v) <= widest
         common = 8 if lanes and not cache.v.inner[0] else 4
         for end, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
             jumps = (end.group, end.block, end.step, end.head, end.inner[1], end.inner[0] or width)
             common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
         return max(itemsize, common & -common) * 8
 
-    def _lanes(self) -> Any:
-        return importlib.import_module("tikv.kernels.attention_cuda")
-
     def _factory(self, style: str, bits: int, rows: int, masked: bool) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
             return importlib.import_module("tikv.kernels.attention_cpu").make_attend_cpu, (self.workers,)
-        if style == "cuda" and bits == self._lanes().BITS:
-            lanes = self._lanes()
-            unit = bits // (self.cache.k.array.dtype.itemsize * 8)
-            return lanes.make_attend_lanes, (
-                lanes.shape_of(max(self.cache.width, self.cache.width_v), unit, rows, masked),
-            )
+        if style == "cuda":
+            cuda = importlib.import_module("tikv.kernels.attention_cuda")
+            if bits == cuda.BITS:
+                unit = bits // (self.cache.k.array.dtype.itemsize * 8)
+                shape = cuda.shape_of(max(self.cache.width, self.cache.width_v), unit, rows, masked)
+                return cuda.make_attend_lanes, (shape,)
         ways = importlib.import_module("tikv.kernels.lanes")
         way = ways.WARP if style == "cuda" else ways.SUBGROUP if launch.has_subgroups(self.live) else ways.ALONE
         return importlib.import_module("tikv.kernels.attention_gpu").make_attend_block, (style, way)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_inner
 from tikv.kernels.codec import SIZE, WORD, bf16_to_f32, make_bits_to_f32, make_load, make_store
-from tikv.kernels.lanes import BLOCK, across_lanes, make_loop
+from tikv.kernels.lanes import BLOCK, WHOLE, highest_over, make_loop, sum_over
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -436,8 +436,7 @@ def make_merge(style, serial, c):
         m, l = ti.f32(MASKED), ti.f32(0.0)
         for n in range((which[N.splits] + 31) // 32):
             m = ti.max(m, part_score(part_lse[first + ti.min(n * 32 + lane, which[N.splits] - 1)]))
-        for step in ti.static((16, 8, 4, 2, 1)):
-            m = ti.max(m, across_lanes(m, step))
+        m = highest_over(m, WHOLE)
         ti.simt.block.sync()
         for n in range((which[N.splits] + 31) // 32):
             s = n * 32 + lane
@@ -445,8 +444,7 @@ def make_merge(style, serial, c):
                 w = ti.select(m > ti.f32(SEEN), exp2(part_score(part_lse[first + s]) - m), ti.f32(0.0))
                 weights[s] = w  # each warp writes the same
                 l = l + w
-        for step in ti.static((16, 8, 4, 2, 1)):
-            l = l + across_lanes(l, step)
+        l = sum_over(l, WHOLE)
         ti.simt.block.sync()
         x = ti.Vector([ti.f32(0.0)] * columns)
         for n in range((which[N.splits] + warps * IN_FLIGHT - 1) // (warps * IN_FLIGHT)):

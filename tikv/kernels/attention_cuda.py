@@ -21,7 +21,6 @@ from tikv.kernels.attention import (
     N,
     P,
     S,
-    across_lanes,
     make_place,
     make_put_lse,
     make_run,
@@ -32,12 +31,11 @@ from tikv.kernels.attention import (
     row_address,
 )
 from tikv.kernels.codec import SIZE, WORD, make_bits_to_f32, make_decode, make_load, make_store
-from tikv.kernels.lanes import BLOCK
+from tikv.kernels.lanes import ALL, BLOCK, across_lanes, from_lane, highest_over, sum_over
 from tikv.runtime import ti
 
 BITS = 64  # of a word
 WIDEST = 256  # head widths above need more registers than there are
-ALL = 0xFFFFFFFF
 LN2 = 0.6931471805599453
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below e ** LAG
 
@@ -73,12 +71,6 @@ def shape_of(width: int, unit: int, rows: int, masked: bool) -> Shape:
 def rows_kept(rows: int) -> int:
     """Query rows that a task computes: so many that they halve. The ones too many are never stored."""
     return 1 << (rows - 1).bit_length()
-
-
-@ti.func
-def from_lane(x, lane):
-    """The value of a lane of the warp."""
-    return ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), lane), ti.f32)
 
 
 def make_attend_lanes(shape, parts, c):
@@ -120,8 +112,6 @@ def make_attend_lanes(shape, parts, c):
     # How far the lane is that owns the row which this lane keeps at g.
     owner = [sum(a for a, k in zip(apart, kept, strict=True) if g & k) for g in range(R)]
     key_owner = [sum(a for a, k in zip(key_apart, key_kept, strict=True) if i & k) for i in range(T)]
-    # Logits are natural here, and their scale is in the queries unless a soft cap comes between.
-    unscaled = c.softcap
     columns = -(-DV // BLOCK)
 
     @ti.func
@@ -144,8 +134,7 @@ def make_attend_lanes(shape, parts, c):
                         ti.select(upper, low, high), ti.static(key_apart[n])
                     )
         for o in ti.static(range(U // T)):
-            for step in ti.static(rest):
-                t[o * T] = t[o * T] + across_lanes(t[o * T], step)
+            t[o * T] = sum_over(t[o * T], rest)
 
     @ti.func
     def slot_of(index, end, b, seen, table: ti.template(), where, which):
@@ -203,8 +192,9 @@ def make_attend_lanes(shape, parts, c):
         others_of_row = (thread % 32) & ~ti.static(sum(key_apart))
         holder = [others_of_row + ti.static(key_owner[i]) for i in range(T)]  # of key i of this lane's row
 
+        # Logits are natural here, and their scale is in the queries unless a soft cap comes between.
         factor = ti.f32(1.0)
-        if ti.static(not unscaled):
+        if ti.static(not c.softcap):
             factor = factors[F.scale] * ti.f32(LN2)
         queries = [ti.f32(0.0) for _ in range(R * E)]
         for g in ti.static(range(R)):
@@ -249,13 +239,12 @@ def make_attend_lanes(shape, parts, c):
             high = m
             for o in ti.static(range(U // T)):
                 found = scores[o * T] * k_factor[o]
-                if ti.static(unscaled):
+                if ti.static(c.softcap):
                     found = score(found, factors[F.scale], factors[F.cap]) * ti.f32(LN2)
                 scores[o * T] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
                 high = ti.max(high, scores[o * T])
             if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(high > m + ti.f32(LAG), ti.i32)) != 0:
-                for step in ti.static(key_apart):
-                    high = ti.max(high, across_lanes(high, step))
+                high = highest_over(high, key_apart)
                 shrink = ti.exp(m - high)
                 m = high
                 l = l * shrink
@@ -296,8 +285,7 @@ def make_attend_lanes(shape, parts, c):
                                 if ti.static(c.masked):  # what a row does not see may be infinite
                                     x = ti.select(weights[g] > ti.f32(0.0), x, ti.f32(0.0))
                                 acc[g * EV + w * UNIT + e] += weights[g] * x
-        for step in ti.static(key_apart):
-            l = l + across_lanes(l, step)
+        l = sum_over(l, key_apart)
 
         sums = ti.simt.block.SharedArray((R * groups * DV,), ti.f32)
         tops = ti.simt.block.SharedArray((R * groups,), ti.f32)

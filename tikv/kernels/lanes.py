@@ -12,7 +12,21 @@ from tikv.runtime import ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
 LEAST_ITERATIONS = 512  # that Taichi gives a CPU thread
+ALL = 0xFFFFFFFF  # lanes of a warp
 SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
+
+
+def halves(lanes):
+    """The steps by which lanes meet each other, pair by pair: half of them first.
+
+    Example:
+        >>> halves(8)
+        [4, 2, 1]
+    """
+    return [lanes >> n for n in range(1, lanes.bit_length())]
+
+
+WHOLE = halves(32)  # steps that join a warp
 
 
 def make_loop(style, serial, step, count):
@@ -45,7 +59,31 @@ def make_loop(style, serial, step, count):
 @ti.func
 def across_lanes(x, step: ti.template()):
     """The value of the lane of a CUDA warp at this distance."""
-    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(x, ti.i32), step), ti.f32)
+    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), step), ti.f32)
+
+
+@ti.func
+def from_lane(x, lane):
+    """The value of a lane of the CUDA warp."""
+    return ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), lane), ti.f32)
+
+
+@ti.func
+def sum_over(x, steps: ti.template()):
+    """The float32 sum over the lanes of a CUDA warp that these steps join, the same bits for each."""
+    found = x
+    for step in ti.static(steps):
+        found = found + across_lanes(found, step)
+    return found
+
+
+@ti.func
+def highest_over(x, steps: ti.template()):
+    """The largest float32, none a NaN, of the lanes of a CUDA warp that these steps join."""
+    found = x
+    for step in ti.static(steps):
+        found = ti.max(found, across_lanes(found, step))
+    return found
 
 
 @functools.cache
@@ -57,7 +95,7 @@ def make_row_max(style, lanes):
         found = value
         if ti.static(lanes > 1 and style == "cuda"):
             for step in ti.static(halves(lanes)):
-                other = ti.simt.warp.shfl_xor_i32(ti.u32(0xFFFFFFFF), ti.bit_cast(found, ti.i32), step)
+                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(found, ti.i32), step)
                 found = ti.max(found, ti.bit_cast(other, ti.u32))
         elif ti.static(lanes > 1):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.u32)
@@ -79,9 +117,8 @@ def make_row_sum(style, steps):
     @ti.func
     def row_sum(thread, value):
         found = value
-        if ti.static(len(steps) > 0 and style == "cuda"):
-            for step in ti.static(steps):
-                found = found + across_lanes(found, step)
+        if ti.static(style == "cuda"):
+            found = sum_over(value, steps)
         elif ti.static(len(steps) > 0):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.f32)
             place = thread % BLOCK
@@ -153,8 +190,7 @@ def make_across(way):
     def total(x):
         found = x
         if ti.static(way == WARP):
-            for step in ti.static(halves(32)):
-                found = found + across_lanes(found, step)
+            found = sum_over(x, WHOLE)
         elif ti.static(way == SUBGROUP):
             found = ti.simt.subgroup.reduce_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
         return found
@@ -163,8 +199,7 @@ def make_across(way):
     def highest(x):
         found = x
         if ti.static(way == WARP):
-            for step in ti.static(halves(32)):
-                found = ti.max(found, across_lanes(found, step))
+            found = highest_over(x, WHOLE)
         elif ti.static(way == SUBGROUP):
             found = ti.simt.subgroup.reduce_max(x)
         return found
@@ -215,13 +250,3 @@ def agreed(found):
             for i in threads
         )
     )
-
-
-def halves(lanes):
-    """The steps by which lanes meet each other, pair by pair: half of them first.
-
-    Example:
-        >>> halves(8)
-        [4, 2, 1]
-    """
-    return [lanes >> n for n in range(1, lanes.bit_length())]
