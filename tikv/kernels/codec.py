@@ -192,7 +192,8 @@ def make_f32_to_bits(code, style):
 def make_decode(code, bits):
     """decode(word) -> the float32 values of the elements in a word.
 
-    Words of 64 bits are taken apart by halves, and bytes become floats by an addition: cheaper than a GPU's conversion.
+    Words of 64 bits are taken apart by halves. Of four bytes one becomes a float by an addition, and the others by a
+    GPU's converter, which takes fewer instructions but is slow: both are busy then.
     """
     value = make_bits_to_f32(code)
     width = SIZE[code] * 8
@@ -203,15 +204,15 @@ def make_decode(code, bits):
         values = ti.Vector([ti.f32(0.0) for _ in range(bits // width)])
         for n in ti.static(range(max(bits // 32, 1))):
             half = ti.cast(word >> WORD[bits](32 * n), ti.u32)
-            if ti.static(code == "i8" and bits >= 32):
-                half = half ^ ti.u32(0x80808080)
             for e in ti.static(range(per_half)):
-                x = half >> ti.u32(width * e)
-                if ti.static(code == "i8" and bits >= 32):
-                    biased = (x & ti.u32(0xFF)) | ti.u32(0x4B000000)  # 2**23 + 128 + the value
+                if ti.static(code != "i8" or bits < 32):
+                    values[n * per_half + e] = value(half >> ti.u32(width * e))
+                elif ti.static(e == 0):
+                    biased = (half & ti.u32(0xFF)) ^ ti.u32(0x4B000080)  # 2**23 + 128 + the value
                     values[n * per_half + e] = ti.bit_cast(biased, ti.f32) - ti.f32(8388736.0)
                 else:
-                    values[n * per_half + e] = value(x)
+                    signed = ti.bit_cast(half << ti.u32(24 - width * e), ti.i32) >> 24
+                    values[n * per_half + e] = ti.cast(signed, ti.f32)
         return values
 
     return decode
