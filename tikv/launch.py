@@ -162,7 +162,7 @@ class Kernel:
             return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
         return 0.0 if self.is_float[i] else 0
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """A readable identity: the factory and its choices."""
         return f"{self.factory.__name__.removeprefix('make_')}({', '.join(map(str, self.choices))})"
