@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import attention, pools
-from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
+from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
 from tikv.errors import ShapeError
 
 OPERATION = "flash_attn_with_kvcache"
@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
     new = 0 if k is None else k.shape[1]
     if new:
         known = before, table
-        if all(map(_on_host, given)):  # as it was before a copy went to q's device
+        if not on_host(before) and all(map(on_host, given)):  # as it was before a copy went to q's device
             lens, idx, pages = map(_as_numpy, given)
             known = _lengths_and_table(lens, idx, pages, batch, block_size, np.empty(0))
         _check_lengths(*known, new, q.shape[1] if causal else 0, k_cache.shape[0], block_size)
@@ -180,12 +180,6 @@ def _check_rotation(cos: Any, sin: Any, capacity: int, width: int) -> None:
             f"{OPERATION}: rotary_cos is {tuple(cos.shape)} and rotary_sin {tuple(sin.shape)}; both must be (at least "
             f"{capacity} positions, at most {width // 2} pairs)."
         )
-
-
-def _on_host(array: Any) -> bool:
-    """Whether the values of an index argument, if there is one, are known without waiting for a device."""
-    device = getattr(array, "device", None)
-    return isinstance(array, (numbers.Integral, np.ndarray)) or device is None or getattr(device, "type", "") == "cpu"
 
 
 def _as_numpy(array: Any) -> Any:

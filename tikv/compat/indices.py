@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,19 @@ def as_index(array: Any, like: Any = None) -> Any:
     return library.as_tensor(array, device=device).to(library.int64)
 
 
+def on_host(array: Any) -> bool:
+    """Whether the values of an index argument, if there is one, are known without waiting for a device."""
+    device = getattr(array, "device", None)
+    return isinstance(array, (numbers.Integral, np.ndarray)) or device is None or getattr(device, "type", "") == "cpu"
+
+
 def refuse_where(wrong: Any, operation: str, reason: Callable[[tuple[int, ...]], str]) -> None:
     """Raise for the first place where `wrong` is true, if its values are on the host; a device is not waited for.
 
     Raises:
         PositionError: with the reason, which is asked for with the place.
     """
-    if isinstance(wrong, np.ndarray) or wrong.device.type == "cpu":
+    if on_host(wrong):
         places = np.argwhere(np.asarray(wrong))
         if len(places):
             raise PositionError(f"{operation}: {reason(tuple(int(i) for i in places[0]))}")
