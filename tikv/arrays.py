@@ -200,17 +200,8 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
             if moved is not None:
                 recent.views = moved
                 return moved
-        # The same NumPy arrays, and unchanged, as `_of_numpy` finds them one by one.
         for array, seen in zip(arrays, recent.views, strict=True):
-            held: Any = _numpy_views.get(id(array))
-            if (
-                held is None
-                or held[1] is not seen
-                or held[0]() is not array
-                or seen.shape != array.shape
-                or seen.dtype.numpy is not array.dtype
-                or seen.writable is not array.flags.writeable
-            ):
+            if _kept_of_numpy(array) is not seen:
                 break
         else:
             return recent.views
@@ -240,7 +231,23 @@ def last_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int]
     return None if recent is None or recent.same is None else (recent.same, _torch_address, recent.views.key)
 
 
+# A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
+
+
+def _kept_of_numpy(array: Any) -> ArrayView | None:
+    """The view of a NumPy array that was seen before and is as it was; None for whatever else."""
+    held: Any = _numpy_views.get(id(array))
+    if held is None or held[0]() is not array:
+        return None
+    seen: ArrayView = held[1]
+    if (
+        seen.shape == array.shape
+        and (seen.dtype.numpy is array.dtype or seen.dtype.numpy == array.dtype)
+        and seen.writable is array.flags.writeable
+    ):
+        return seen
+    return None
 
 
 def view(array: Any, name: str, operation: str) -> ArrayView:
@@ -314,17 +321,10 @@ _numpy_forms: dict[tuple[Any, ...], ArrayView] = {}
 
 
 def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
-    # A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
+    seen = _kept_of_numpy(array)
+    if seen is not None:
+        return seen
     number = id(array)
-    held: Any = _numpy_views.get(number)
-    if held is not None and held[0]() is array:
-        seen: ArrayView = held[1]
-        if (
-            seen.shape == array.shape
-            and (seen.dtype.numpy is array.dtype or seen.dtype.numpy == array.dtype)
-            and seen.writable == array.flags.writeable
-        ):
-            return seen
     pointer = _numpy_address(array)
     form = (array.shape, array.strides, array.dtype, array.flags.writeable, pointer % ALIGNMENT)
     like = _numpy_forms.get(form)
