@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -10,7 +11,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import arrays, runtime
+from tikv import arrays, launch, runtime
 
 
 def on_device(array):
@@ -611,3 +612,38 @@ def test_a_step_and_a_graph_are_captured(arch, rng):
             capture(lambda: numbered.run(values))
     finally:
         tikv.launch.choose_launcher(None)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_step_of_all_layers_takes_queries_of_all_layers(arch):
+    store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=16, capacity=4, dtype="float32")
+    step = tikv.compile_step(store)
+    k, q = (oracle.place(np.ones(shape, np.float32), arch) for shape in ((2, 1, 1, 1, 16), (3, 1, 1, 16)))
+    for wrong in (q[:1], q):
+        with pytest.raises(tikv.ShapeError, match="the number of layers of q"):
+            step.run(k, k, wrong)
+    assert store.length == 0
+    step.run(k, k, q[:2])
+    assert store.length == 1
+
+
+@pytest.mark.archs("cpu")
+def test_another_thread_is_not_recorded(arch, monkeypatch):
+    """Its call writes, though it comes while the first run of a graph with the same call is recorded."""
+    new, caches, offsets = np.ones((1, 1, 1, 9), np.float16), np.zeros((2, 1, 1, 4, 9), np.float16), np.array([2])
+    builder = tikv.GraphBuilder()
+    builder.append_ragged("k", "v", "k_cache", "v_cache", "offsets")
+    graph = builder.compile()
+    real, others = launch.kernel, []
+
+    def kernel(*arguments):
+        if not others and launch.is_recording():
+            others.append(threading.Thread(target=tikv.append_ragged, args=(new, new, *caches, offsets)))
+            others[0].start()
+            others[0].join(0.3)  # it may wait for the recording's lock
+        return real(*arguments)
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    graph.prepare({"k": new, "v": new, "k_cache": caches[0], "v_cache": caches[1], "offsets": offsets})
+    others[0].join()
+    assert caches[:, 0, 0, :, 0].tolist() == [[0, 0, 1, 0]] * 2

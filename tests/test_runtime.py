@@ -136,7 +136,7 @@ def test_an_arch_or_option_that_is_unknown(python):
         "import tikv\n"
         "try:\n"
         "    tikv.init(arch='cpu', fast_maths=True)\n"
-        "except tikv.ArchError as error:\n"
+        "except tikv.OptionError as error:\n"
         "    print(error)\n"
     )
     assert child.stdout.startswith("init: ")
@@ -191,3 +191,35 @@ def test_what_the_machine_says_of_itself(arch):
     assert runtime.memory_bytes("cpu") > 2**28
     assert runtime.version_of("taichi").startswith("1.7.")
     assert runtime.version_of("no-such-distribution") is None
+
+
+FIRST_IN_A_THREAD = """
+import threading
+import numpy as np, tikv
+tikv.init(arch="cpu")
+cache = np.zeros((1, 4, 2), np.float32)
+thread = threading.Thread(target=tikv.copy, args=(np.ones((1, 1, 2), np.float32), cache), kwargs={"position": 1})
+thread.start()
+thread.join()
+print(cache[0, :, 0].tolist())
+"""
+
+
+def test_the_first_kernel_may_be_another_threads(request):
+    child = subprocess.run(
+        [sys.executable, "-c", FIRST_IN_A_THREAD],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(request.config.rootpath)},
+    )
+    assert child.stdout.strip().endswith("[0.0, 1.0, 0.0, 0.0]"), child.stderr[-2000:]
+
+
+@pytest.mark.parametrize("option", ["bogus", "default_up", "arch_name"])
+def test_an_unknown_option_ends_nothing(arch, option):
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=8)
+    with pytest.raises(tikv.OptionError, match=rf"init: .*{option}.*cpu_max_num_threads"):
+        tikv.init(arch, **{option: 1})
+    assert len(store) == 0
+    store.tokens(0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, new_like, to_device, view, write_host
+from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, new_like, to_device, view, write_host
 from tikv.cuda import driver
 from tikv.errors import ArchError, OptionError
 from tikv.launch import Recorded
@@ -810,6 +810,12 @@ class Step:
         if (q is None) != (self._options is None):
             has = "attends and needs q" if q is None else "only writes and takes no q"
             raise OptionError(f"{operation}: this step {has}. compile_step(store, attend=...) chooses.")
+        if q is not None and self._stacked:
+            queries = view(q, "q", operation)
+            checks.rank(queries, (4, 5), "q", "(layers, batch, Hq, D) or (layers, batch, Hq, T, D)", operation)
+            checks.extent(
+                queries.shape[0], len(self._layers), "the number of layers of q", operation, describe(queries)
+            )
         if store.allocations != self._allocations:
             self._build()
         keys = view(k, "k", operation)

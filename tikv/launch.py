@@ -281,16 +281,16 @@ _recording = _Recording()
 def recording(live: runtime.Runtime, plans: dict[Any, Any]) -> Iterator[list[Recorded]]:
     """Collect what this thread binds and launches, and launch nothing.
 
-    Meanwhile one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.
+    Meanwhile its one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.
     """
     launches: list[Recorded] = []
     with live.lock:
-        before, live.plans = live.plans, plans
+        before, runtime.recorded.plans = runtime.recorded.plans, plans
         _recording.launches = launches
         try:
             yield launches
         finally:
-            live.plans = before
+            runtime.recorded.plans = before
             _recording.launches = None
 
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tikv.errors import ArchError, StaleRuntimeError
+from tikv.errors import ArchError, OptionError, StaleRuntimeError
 
 log = logging.getLogger("tikv")
 
@@ -74,6 +74,15 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
     ndarray_class.__init__ = __init__
 
 
+class _Recorded(threading.local):
+    """The bound one-shot calls of a thread that records for a graph, see `launch.recording`."""
+
+    plans: dict[Any, Any] | None = None
+
+
+recorded = _Recorded()
+
+
 class Runtime:
     """One live Taichi program: its arch, its epoch (counted from 1) and what a launch needs of it."""
 
@@ -97,8 +106,14 @@ class Runtime:
         self.has_float64 = not self.is_spirv
         self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
         self.kernels: dict[Any, Any] = {}  # compiled kernels of this program, filled by `launch`
-        self.plans: dict[Any, Any] = {}  # bound one-shot calls, filled by `ops`
+        self._plans: dict[Any, Any] = {}
         self.lock = threading.RLock()
+
+    @property
+    def plans(self) -> dict[Any, Any]:
+        """Bound one-shot calls, filled by `ops`; a thread that records has its own."""
+        own = recorded.plans
+        return self._plans if own is None else own
 
     @property
     def alive(self) -> bool:
@@ -207,6 +222,7 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
 
     Raises:
         ArchError: the arch is unknown, or Taichi cannot start on it.
+        OptionError: an option that Taichi does not know. What ran goes on running.
 
     Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends any Taichi runtime that was running, with all its memory.
 
@@ -219,6 +235,12 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
     taichi = _load()
+    # Asked here: Taichi itself ends what runs before it looks at its options.
+    if unknown := sorted(set(taichi_options) - _known_options(taichi)):
+        raise OptionError(
+            f"init: Taichi has no option {', '.join(unknown)}. Use those of ti.init: debug, cpu_max_num_threads, "
+            f"device_memory_GB, offline_cache, log_level, ..."
+        )
     with _lock:
         candidates = [arch] if arch != "auto" else list(candidate_archs())
         options = {"log_level": taichi.WARN, **taichi_options, "enable_fallback": False}
@@ -229,15 +251,20 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
                     taichi.init(arch=getattr(taichi, name), **(on_cuda if name == "cuda" else options))
-            except KeyError as error:  # an option that Taichi does not know
-                raise ArchError(f"init: {error.args[0]}") from error
             except Exception as error:
                 reasons.append(f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
                 continue
+            _impl.get_runtime().materialize()  # else the first kernel must be compiled by this thread
             _current = Runtime(_impl.get_runtime().prog)
             log.info("started Taichi on %s (epoch %d)", _current.arch, _current.epoch)
             return _current
         raise ArchError(f"init: Taichi could not start ({'; '.join(reasons)}). Run `python -m tikv doctor` to see why.")
+
+
+def _known_options(taichi: Any) -> set[str]:
+    """What `ti.init` takes beside the arch."""
+    of_program = {n for n in dir(_impl.default_cfg()) if not n.startswith("_")} - {"arch", "default_up"}
+    return {"default_fp", "default_ip", "require_version", *vars(taichi.lang.misc._SpecialConfig()), *of_program}
 
 
 def candidate_archs() -> Iterator[str]:
