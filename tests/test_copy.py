@@ -407,3 +407,31 @@ def test_the_kernel_is_named_after_its_factory(arch):
     tikv.copy(np.zeros((1, 1, 2), np.float32), np.zeros((1, 2, 2), np.float32), position=0)
     assert any(kernel.name.startswith("copy(") for kernel in runtime.current().kernels.values())
     assert all(isinstance(kernel, launch.Kernel) for kernel in runtime.current().kernels.values())
+
+
+def test_options_are_told_apart_by_their_values(arch):
+    """Whatever they come as, and though an equal number of another type was there before."""
+    row, cache = np.ones((1, 1, 3), np.float32), np.zeros((1, 4, 3), np.float32)
+    tikv.copy(row, cache, position=0, num_tokens=1, window=4)
+    for wrong in ({"num_tokens": 1.0}, {"window": 4.0}, {"src_offset": False}, {"num_tokens": True}):
+        with pytest.raises(tikv.DTypeError, match="not an integer"):
+            tikv.copy(row, cache, position=0, **{"window": 4} | wrong)
+    window = np.array(4)
+    tikv.copy(row, cache, position=3, window=window)
+    window[...] = 2
+    cache[:] = 0
+    tikv.copy(row, cache, position=3, window=window)
+    assert cache[0, :, 0].tolist() == [0, 1, 0, 0]
+
+
+def test_elements_off_their_size_are_copied_but_not_converted(arch):
+    memory = np.zeros(64, np.uint8)
+    row = memory[1:25].view(np.float32).reshape(1, 2, 3)
+    row[...] = np.arange(6).reshape(row.shape)
+    same, half = (np.zeros((2, 4, 3), dtype) for dtype in (np.float32, np.float16))
+    tikv.copy(row, same, position=0)
+    assert same[:, 0].ravel().tolist() == [0, 1, 2, 3, 4, 5]
+    for call in (lambda: tikv.copy(row, half, position=0), lambda: tikv.quantize(row)):
+        with pytest.raises(tikv.ShapeError, match=r"no multiple of its 4-byte elements.*aligned copy"):
+            call()
+    assert not half.any()

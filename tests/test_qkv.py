@@ -693,3 +693,53 @@ def test_a_norm_rope_that_does_not_fit_the_head(arch, rng, changes, message):
     with pytest.raises(tikv.ShapeError, match=message):
         tikv.write_qkv(case.qkv, k, v, num_q_heads=HQ, norm_rope=case.norm_rope(**changes), position=0)
     case.unchanged()
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_one_array_given_twice_is_two_to_later_calls(arch, rng):
+    """Slots that are also the rotary positions, as in a first prefill, and then other slots than positions."""
+    angles = np.arange(16, dtype=np.float32)[:, None]
+    weights = [oracle.numbers(rng, (2,), np.float32) for _ in "qk"]
+    rows = oracle.numbers(rng, (2, 6), np.float32)
+
+    def run(slots, positions, q_weight, k_weight):
+        tables = {"cos": np.cos(angles), "sin": np.sin(angles), "q_weight": q_weight, "k_weight": k_weight}
+        how = tikv.NormRope("norm_half", **{n: oracle.place(a, arch) for n, a in tables.items()})
+        pools = [oracle.place(np.zeros((4, 2, 1, 2), np.float32), arch) for _ in "kv"]
+        q = tikv.write_qkv(
+            oracle.place(rows, arch),
+            *pools,
+            num_q_heads=1,
+            norm_rope=how,
+            slot_mapping=slots,
+            rope_positions=positions,
+            layout="NHD",
+        )
+        return [oracle.to_numpy(a) for a in (q, *pools)]
+
+    def index(*values):
+        return oracle.place(np.array(values), arch)
+
+    want = run(index(2, 3), index(5, 6), *weights)
+    runtime.current().plans.clear()
+    same = index(0, 1)
+    run(same, same, weights[0], weights[0])
+    for found, right in zip(run(index(2, 3), index(5, 6), *weights), want, strict=True):
+        oracle.assert_same_bits(found, right)
+
+
+def test_a_cache_without_slots_is_full(arch, rng):
+    row, empty = oracle.place(np.ones((1, 6), np.float32), arch), oracle.place(np.zeros((1, 0, 2), np.float32), arch)
+    with pytest.raises(tikv.CapacityError, match="capacity=0"):
+        tikv.write_qkv(row, empty, oracle.place(np.zeros((1, 0, 2), np.float32), arch), num_q_heads=1, position=0)
+
+
+def test_without_kv_heads_there_is_only_q(arch, rng):
+    row = oracle.numbers(rng, (1, 2), np.float32)
+    for shape, where in (
+        ((0, 4, 2), {"position": 0}),
+        ((3, 4, 0, 2), {"slot_mapping": np.array([1]), "layout": "NHD"}),
+    ):
+        k, v = (oracle.place(np.zeros(shape, np.float32), arch) for _ in "kv")
+        q = tikv.write_qkv(oracle.place(row, arch), k, v, num_q_heads=1, **where)
+        oracle.assert_same_bits(oracle.to_numpy(q).ravel(), row.ravel())

@@ -522,3 +522,36 @@ def test_pools_whose_blocks_cannot_be_moved(arch, rng):
         with pytest.raises(error, match=match):
             tikv.swap_blocks(pool, other, [(0, 1)])
     oracle.assert_same_bits(pool, before)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_views_of_one_pool_that_begin_together_are_not_the_same_pool(arch):
+    pool = oracle.place(np.arange(8, dtype=np.float32).reshape(4, 2, 1, 1), arch)
+    for part in (pool[:2], pool[::2]):
+        with pytest.raises(tikv.ShapeError, match="overlap"):
+            tikv.swap_blocks(part, pool, [(0, 3)])
+    oracle.assert_same_bits(oracle.to_numpy(pool).ravel(), np.arange(8, dtype=np.float32))
+    tikv.swap_blocks(pool, pool, [(0, 3)])
+    oracle.assert_same_bits(oracle.to_numpy(pool).ravel(), np.array([0, 1, 2, 3, 4, 5, 0, 1], np.float32))
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_scales_of_pages_of_one_slot_may_have_any_stride_there(arch, rng):
+    k, v = (oracle.place(oracle.numbers(rng, (2, 2, 8), np.float32), arch) for _ in "kv")
+    found = []
+    for flat in (False, True):
+        pools = [oracle.place(np.zeros((4, 1, 2, 8), np.int8), arch) for _ in "kv"]
+        scales = [oracle.place(np.ones((4, 2), np.float32), arch) for _ in "kv"]
+        scales = [a.reshape(4, 1, 2) if flat else a[:, None] for a in scales]
+        tikv.write_slots(k, v, *pools, np.array([3, 0]), k_scale=scales[0], v_scale=scales[1])
+        rows = tikv.gather_paged(pools[0], np.array([3, 0]), 2, scale=scales[0])
+        found.append([oracle.to_numpy(a) for a in (*pools, *scales, rows)])
+    for one, other in zip(*found, strict=True):
+        oracle.assert_same_bits(one, other)
+    assert found[0][0][[0, 3]].any()
+
+
+def test_a_list_that_is_no_array_is_refused(arch):
+    pool = np.zeros((4, 2, 1, 1), np.float32)
+    with pytest.raises(tikv.ShapeError, match="no array"):
+        tikv.copy_blocks(pool, pool.copy(), [(0, 1), (2,)])

@@ -44,6 +44,15 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
     return int(value)
 
 
+def integer_or_none(value: Any, name: str, operation: str) -> int | None:
+    """An option that calls are told apart by: a host integer as an int, however it comes, or None.
+
+    Raises:
+        As `integer`.
+    """
+    return value if value is None or type(value) is int else integer(value, name, operation)
+
+
 def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
     """One of the named choices.
 

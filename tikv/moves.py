@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ArrayView, Memory, StagedNdarray, Views, host_bytes, read_host, write_host
+from tikv.arrays import ArrayView, Memory, StagedNdarray, Views, describe, host_bytes, read_host, write_host
 from tikv.dtypes import DType
+from tikv.errors import ShapeError
 
 MAX_PLANS = 4096  # bound launches that a cache keeps; shapes that never come back must not pile up
 INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
@@ -73,10 +74,22 @@ def alignment(end: End, width: int) -> int:
     return common & -common if common else 8
 
 
-def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tuple[int, Any]:
+def unaligned(operation: str, src: End, dst: End) -> ShapeError:
+    """What to say where elements would be converted that do not lie at multiples of their size."""
+    array = next(e.array for e in (src, dst) if ((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize)
+    return ShapeError(
+        f"{operation}: an array, {describe(array)}, lies at address {array.ptr + array.offset:#x}, no multiple of its "
+        f"{array.dtype.itemsize}-byte elements, which are converted. Pass an aligned copy: numpy.array(...)."
+    )
+
+
+def choose_codec(operation: str, style: str, src: End, dst: End, width: int, scale: str) -> tuple[int, Any]:
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
     On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises.
+
+    Raises:
+        ShapeError: elements that must be converted do not lie at multiples of their size.
     """
     codec = _kernels()[1].Codec
     src_align, dst_align = alignment(src, width), alignment(dst, width)
@@ -89,7 +102,7 @@ def choose_codec(style: str, src: End, dst: End, width: int, scale: str) -> tupl
         chunks_whole = all(chunk % elements == 0 for chunk in (src.inner[0] or elements, dst.inner[0] or elements))
         if width % elements == 0 and src_align % src_word == 0 and dst_align % dst_word == 0 and chunks_whole:
             return width // elements, codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
-    raise AssertionError("one element always fits its own word")
+    raise unaligned(operation, src, dst)
 
 
 def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
@@ -141,7 +154,7 @@ def bind_copy(
     scale_code = scale.short if scale is not None else ""
     streams, wheres = [], []
     for k_or_v, (a, b, width) in enumerate(zip(src, dst, widths, strict=True)):
-        units, codec = choose_codec(style, a, b, width, scale_code)
+        units, codec = choose_codec(operation, style, a, b, width, scale_code)
         streams.append(copy.Stream(units, codec))
         for end, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
             checks.addressable(end.array, bits // 8, live, "kv"[k_or_v], operation)

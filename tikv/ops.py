@@ -141,6 +141,8 @@ class WritePlan:
         return None, (self.reduced(operation, numbers["position"]),)
 
 
+_PLAIN = (int, type(None))  # of options that calls are told apart by
+
 # What callers call the source and the destination of each stream, in turn.
 _SINGLE = ("src", "cache")
 _PAIR = ("k", "k_cache", "v", "v_cache")
@@ -165,6 +167,10 @@ def write(
     live = runtime.current()
     if type(arrays) is not Views:
         arrays = Views(arrays)
+    if not (type(window) in _PLAIN and type(num_tokens) in _PLAIN and type(src_offset) is int):
+        window = checks.integer_or_none(window, "window", operation)
+        num_tokens = checks.integer_or_none(num_tokens, names.num_tokens, operation)
+        src_offset = checks.integer(src_offset, names.src_offset, operation)
     key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout)
     plan = live.plans.get(key)
     if plan is None:

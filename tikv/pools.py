@@ -86,7 +86,7 @@ def pool_scale(scale: ArrayView, shape: PoolShape, name: str, operation: str) ->
         raise ShapeError(
             f"{operation}: {name} is {describe(scale)} where (N, bs, H) = {wanted} is needed, one for a slot and head."
         )
-    if shape.blocks > 1 and scale.strides[0] != shape.page * scale.strides[1]:
+    if shape.blocks > 1 and shape.page > 1 and scale.strides[0] != shape.page * scale.strides[1]:
         raise ShapeError(
             f"{operation}: {name} has gaps between its blocks (strides {scale.strides} elements). Pass it contiguous."
         )
@@ -95,7 +95,10 @@ def pool_scale(scale: ArrayView, shape: PoolShape, name: str, operation: str) ->
 def index_array(values: Any) -> Any:
     """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is."""
     if isinstance(values, list | tuple | range):
-        found = np.asarray(values)
+        try:
+            found = np.asarray(values)
+        except ValueError as error:
+            raise ShapeError(f"an index argument is a list that is no array: {error}. Pass equal rows.") from error
         return found.astype(np.int64) if found.size == 0 else found
     return values
 
@@ -254,7 +257,7 @@ def plan_write_slots(live: runtime.Runtime, operation: str, arrays: Sequence[Arr
             checks.writable(scale, name, operation)
             pool_scale(scale, shape, name, operation)
         checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
-        if _scale_step(scales[0]) != _scale_step(scales[1]):
+        if scale_step(scales[0]) != scale_step(scales[1]):
             raise ShapeError(
                 f"{operation}: k_scale and v_scale have different strides ({scales[0].strides} and {scales[1].strides} "
                 f"elements). Pass two contiguous arrays."
@@ -323,12 +326,12 @@ def scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
     return {
         "scales": scales,
         "scale": scales[0].dtype,
-        "scale_step": _scale_step(scales[0]),
+        "scale_step": scale_step(scales[0]),
         "scale_head": scales[0].strides[2],
     }
 
 
-def _scale_step(scale: ArrayView) -> int:
+def scale_step(scale: ArrayView) -> int:
     """Elements between the scales of neighbouring slots; the stride of an axis of one says nothing."""
     return scale.strides[0] if scale.shape[1] == 1 else scale.strides[1]
 
@@ -543,6 +546,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
             f"({describe(dst)}, strides {dst.strides}) differ. Pass pools whose blocks are laid out alike."
         )
     within = src.ptr == dst.ptr and src.handle is dst.handle and src.offset == dst.offset
+    within = within and (src.shape, src.strides) == (dst.shape, dst.strides)
     crossing = not live.is_cpu and "cpu" in (src.device, dst.device)
     found = read_host(index, live) if crossing and index.device != "cpu" else host_indices(index, live)
     if found is not None:

@@ -28,6 +28,7 @@ from tikv.moves import (
     inner_words,
     keep_plan,
     reduced_position,
+    unaligned,
     words_of,
 )
 from tikv.ops import token_and_head_axes
@@ -40,6 +41,7 @@ from tikv.pools import (
     pool_end,
     pool_scale,
     pool_shape,
+    scale_step,
 )
 
 # mode: (how pairs lie, whether a norm comes first)
@@ -206,7 +208,7 @@ def _fused() -> Any:
     )
 
 
-def _turned_codec(style: str, src: End, dst: End, width: int, rope_dim: int) -> tuple[int, Any]:
+def _turned_codec(operation: str, style: str, src: End, dst: End, width: int, rope_dim: int) -> tuple[int, Any]:
     """(units in a row, codec) of a stream that is rotated: units divide what is rotated, so that they move as pairs.
 
     On CPU a unit is one element, which is what LLVM vectorises.
@@ -219,7 +221,7 @@ def _turned_codec(style: str, src: End, dst: End, width: int, rope_dim: int) -> 
         whole = width % elements == 0 and rope_dim // 2 % elements == 0 and (dst.inner[0] or elements) % elements == 0
         if whole and src_align % src_word == 0 and dst_align % dst_word == 0:
             return width // elements, codec.Codec(s.short, d.short, elements, src_word * 8, dst_word * 8)
-    raise AssertionError("one element always fits its own word")
+    raise unaligned(operation, src, dst)
 
 
 def _bind(
@@ -252,9 +254,9 @@ def _bind(
     for i, (src, dst) in enumerate(streams):
         stream_scale = scale if i else ""
         if pairs and i < 2:
-            units, codec = _turned_codec(style, src, dst, width, rope_dim)
+            units, codec = _turned_codec(operation, style, src, dst, width, rope_dim)
         else:
-            units, codec = choose_codec(style, src, dst, width, stream_scale)
+            units, codec = choose_codec(operation, style, src, dst, width, stream_scale)
         found.append(copy.Stream(units, codec))
         for end, bits in ((src, codec.src_bits), (dst, codec.dst_bits)):
             checks.addressable(end.array, bits // 8, live, "qkv"[i], operation)
@@ -340,6 +342,7 @@ class _FusedCall(CopyCall):
     ) -> None:
         def bind_and_choose(arrays: Sequence[ArrayView]) -> launch.Bound:
             assert bind is not None
+            arrays = [a.moved(a.shape, a.strides) for a in arrays]  # one array given twice is two here
             bound, arguments = bind(arrays)
             self.chosen = [next(j for j, a in enumerate(arrays) if a is b) for b in arguments]
             return bound
@@ -371,7 +374,7 @@ class _Plan(NamedTuple):
     q_dtype: DType
     tokens: int
     rope_limit: int  # rows of the tables; 0 where nothing is rotated
-    capacity: int  # of a contiguous cache
+    capacity: int | None  # of a contiguous cache, if there is one
     window: int | None
     pool: PoolShape | None
 
@@ -386,7 +389,7 @@ class _Plan(NamedTuple):
             if self.window is not None:
                 checks.integer(position + self.tokens, "position + tokens", operation)
                 start = reduced_position(start, 0, self.window)
-            elif self.capacity:
+            elif self.capacity is not None:
                 checks.fits_linear(start, self.tokens, self.capacity, operation)
         elif self.pool is not None:
             check_slots(arrays["slot_mapping"], self.pool, live, operation)
@@ -485,6 +488,8 @@ def write_qkv(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
+    num_q_heads = checks.integer(num_q_heads, "num_q_heads", operation, low=1)
+    window = checks.integer_or_none(window, "window", operation)
     options = (num_q_heads, position is None, window, layout, q_layout)
     return _run(operation, how, given, options, _plan_write_qkv, position)
 
@@ -567,7 +572,7 @@ def _plan_write_qkv(
     operation: str,
     how: NormRope,
     arrays: dict[str, ArrayView],
-    num_q_heads: int,
+    q_heads: int,
     no_position: bool,
     window: int | None,
     layout: str,
@@ -577,7 +582,6 @@ def _plan_write_qkv(
     qkv, k, v = arrays["qkv"], arrays["k_dst"], arrays["v_dst"]
     slots, positions = arrays.get("slot_mapping"), arrays.get("rope_positions")
     q_token, q_head = token_and_head_axes(q_layout, "q_layout", operation)
-    q_heads = checks.integer(num_q_heads, "num_q_heads", operation, low=1)
     checks.on_device(list(arrays.items()), live, operation)
     checks.rank(qkv, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)
     checks.readable(qkv, "qkv", operation)
@@ -641,12 +645,13 @@ def _plan_write_qkv(
             {"dst_limit": pool.slots} if pool else {"keep": max(0, tokens - (window or tokens)), "ring": window or 0}
         )
         for scale in [found[n] for n in scales][:1]:
-            head_step, slot_step = scale.strides if pool is None else (scale.strides[2], scale.strides[1])
+            head_step, slot_step = scale.strides if pool is None else (scale.strides[2], scale_step(scale))
             which.update(scale_head=head_step, scale_step=slot_step)
+        streams = list(zip(source, [End(q, step=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True))
         return _bind(
             live,
             operation,
-            streams=list(zip(source, [End(q, step=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True)),
+            streams=streams if heads else streams[:1],
             heads=(q_heads, heads),
             tokens=tokens,
             width=width,
@@ -719,7 +724,7 @@ def _plan_norm_rope(
     nothing = tokens == 0 or heads == 0 or width == 0
     call = _FusedCall(live, names, [n == "q" for n in names], None if nothing else bind, "q" not in arrays)
     limit = arrays["cos"].shape[0] if rotates and not nothing else 0
-    return _Plan(call, x.shape, dtypes.float32, tokens, limit, 0, None, None)
+    return _Plan(call, x.shape, dtypes.float32, tokens, limit, None, None, None)
 
 
 def _transformed(array: ArrayView, name: str, operation: str) -> None:
