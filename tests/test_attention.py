@@ -535,3 +535,33 @@ def test_mass_of_each_slot(arch, rng, dtype, queries, ring):
         for p, w in zip(at, weights[0], strict=True):
             want[b, h // 3, slots[p]] += w
     np.testing.assert_allclose(oracle.to_numpy(mass), want, atol=2e-5)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_rows_without_width_are_refused(arch):
+    k = oracle.place(np.zeros((1, 1, 4, 32), np.float32), arch)
+    with pytest.raises(tikv.ShapeError, match=r"V is .*width 0"):
+        tikv.decode_attention(oracle.place(np.ones((1, 2, 32), np.float32), arch), k, k[..., :0], 3)
+    state, lse = (oracle.place(np.zeros(shape, np.float32), arch) for shape in ((1, 2, 0), (1, 2)))
+    with pytest.raises(tikv.ShapeError, match="width 0"):
+        tikv.merge_states(state, lse, state, lse)
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_result_may_have_axes_of_one_with_any_stride(arch):
+    state, lse = (oracle.place(np.ones(shape, np.float32), arch) for shape in ((2, 1, 4), (2, 1)))
+    out = oracle.place(np.zeros((2, 4), np.float32), arch)[:, None]
+    tikv.merge_states(state, lse, state, lse, out=out)
+    assert oracle.to_numpy(out).ravel().tolist() == [1.0] * 8
+
+
+@pytest.mark.archs("cpu")
+def test_options_of_attention_are_told_apart_by_their_values(arch):
+    q, k = np.ones((1, 1, 32), np.float32), np.zeros((1, 1, 4, 32), np.float32)
+    v = np.broadcast_to(np.arange(4, dtype=np.float32)[:, None], (1, 1, 4, 32)).copy()
+    window = np.array(4)
+    assert tikv.decode_attention(q, k, v, 4, window=window)[0, 0, 0] == 1.5
+    window[...] = 1
+    assert tikv.decode_attention(q, k, v, 4, window=window)[0, 0, 0] == 3.0
+    with pytest.raises(tikv.DTypeError, match="not an integer"):
+        tikv.decode_attention(q, k, v, 4, window=1.0)

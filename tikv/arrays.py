@@ -137,6 +137,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def is_contiguous(array: ArrayView) -> bool:
+    """Whether elements follow one another in row-major order; the stride of an axis of one says nothing."""
+    wanted = contiguous_strides(array.shape)
+    return 0 in array.shape or all(n == 1 or s == w for n, s, w in zip(array.shape, array.strides, wanted, strict=True))
+
+
 def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
     """The bytes from a host address on as a NumPy array, not a copy; the caller keeps the memory alive."""
     buffer: Any = (ctypes.c_uint8 * nbytes).from_address(ptr)

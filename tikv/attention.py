@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import checks, dtypes, launch, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, contiguous_strides, describe, new_like, view
+from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, describe, is_contiguous, new_like, view
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.moves import CopyCall, End, Staging, keep_plan
 from tikv.pools import LAYOUTS, host_indices, index_array, pool_end, pool_scale, pool_shape, values_known
@@ -126,7 +126,8 @@ def decode_attention(
         CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 
-    Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends.
+    Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
+        a query, or in a key that it sees, need not show in the result.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
         splits. ``return_mass`` is one more launch, which reads K again for every query head.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
@@ -149,6 +150,10 @@ def decode_attention(
     if k_scale is not None or v_scale is not None:
         _add_scales(arrays, k_scale, v_scale, operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    window, num_splits = (
+        checks.integer_or_none(n, name, operation) for n, name in ((window, "window"), (num_splits, "num_splits"))
+    )
+    sinks = checks.integer(sinks, "sinks", operation)
     options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
     key = form_key(operation, arrays, options)
     form = live.plans.get(key)
@@ -280,6 +285,9 @@ def paged_decode_attention(
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    window, num_splits = (
+        checks.integer_or_none(n, name, operation) for n, name in ((window, "window"), (num_splits, "num_splits"))
+    )
     options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
     key = form_key(operation, arrays, options)
     form = live.plans.get(key)
@@ -434,6 +442,8 @@ class Form:
             first_valid: oldest position behind the sinks that is still there.
         """
         live, operation, question, cache = self.live, self.operation, self.question, self.cache
+        if first_valid and "lens" in arrays:  # a length on the host is made to fit 32 bits together with it
+            checks.integer(first_valid, "first_valid", operation, high=2**31 - 1)
         longest = cache.capacity if self.device_only else self._longest(arrays, length)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
@@ -551,8 +561,9 @@ def _check(
             f"{operation}: {asked.heads} query heads do not divide among {cache.heads} KV heads (q: {describe(q)}, K: "
             f"{describe(k)}). Use a multiple of {cache.heads}."
         )
-    if cache.width == 0:
-        raise ShapeError(f"{operation}: K is {describe(k)}, of width 0. Use a head_dim of at least 1.")
+    for name, a, width in (("K", k, cache.width), ("V", v, cache.width_v)):
+        if width == 0:
+            raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
     for name, value in (("scale", question.scale), ("softcap", question.softcap)):
         if value is not None and not (math.isfinite(value) and (name == "scale" or value > 0)):
             wanted = "finite" if name == "scale" else "positive"
@@ -946,6 +957,8 @@ def merge_states(
         checks.readable(a, name, operation)
         if a.dtype not in QUERIES:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; states are float32, float16 or bfloat16.")
+        if a.shape[-1] == 0:
+            raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
     if second.shape != first.shape:
         raise ShapeError(f"{operation}: out_b is {describe(second)} where {first.shape} is needed, the shape of out_a.")
     for name, a in zip(names[2:], arrays[2:], strict=True):
@@ -960,7 +973,7 @@ def merge_states(
     if out is not None:
         checks.on_device([("out", to)], live, operation)
         checks.writable(to, "out", operation)
-        if to.shape != first.shape or to.strides != contiguous_strides(to.shape) or to.dtype not in QUERIES:
+        if to.shape != first.shape or not is_contiguous(to) or to.dtype not in QUERIES:
             raise ShapeError(f"{operation}: out is {describe(to)} where a contiguous float {first.shape} is needed.")
     arrays += [to, view(lse, "lse", operation)]
     key = (operation, *[a.key for a in arrays], lse_base2)

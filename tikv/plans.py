@@ -198,8 +198,7 @@ class KVCacheAppendPlan:
         self.runtime = live
         d = descriptor
         self.sku = f"append_ragged_{self.dtype.short}_h{d.num_heads}_k{d.d_k}_v{d.d_v}_{live.arch}"
-        self._key: int | None = None
-        self._call: CopyCall | None = None
+        self._last: tuple[int, CopyCall] | None = None  # `Views.key` of the last run's arrays, and the call for those
 
     @classmethod
     def select(cls, descriptor: KVCacheAppendDescriptor) -> KVCacheAppendPlan:
@@ -247,11 +246,11 @@ class KVCacheAppendPlan:
         operation = "KVCacheAppendPlan.run"
         runtime.require_alive(self.runtime, operation)
         arrays = self._views(args, operation)
-        if arrays.key != self._key:
+        last = self._last  # read once: another thread may come with other arrays
+        if last is None or last[0] != arrays.key:
             self._check(operation, arrays)
-            self._call = _plan_append(self.runtime, operation, arrays)
-            self._key = arrays.key
-        self._call.run(operation, arrays)  # type: ignore[union-attr]  # set with the key
+            last = self._last = arrays.key, _plan_append(self.runtime, operation, arrays)
+        last[1].run(operation, arrays)
 
     @staticmethod
     def _views(args: KVCacheAppendArgs, operation: str) -> Views:
