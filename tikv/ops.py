@@ -141,8 +141,6 @@ class WritePlan:
         return None, (self.reduced(operation, numbers["position"]),)
 
 
-_PLAIN = (int, type(None))  # of options that calls are told apart by
-
 # What callers call the source and the destination of each stream, in turn.
 _SINGLE = ("src", "cache")
 _PAIR = ("k", "k_cache", "v", "v_cache")
@@ -167,9 +165,12 @@ def write(
     live = runtime.current()
     if type(arrays) is not Views:
         arrays = Views(arrays)
-    if not (type(window) in _PLAIN and type(num_tokens) in _PLAIN and type(src_offset) is int):
-        window = checks.integer_or_none(window, "window", operation)
-        num_tokens = checks.integer_or_none(num_tokens, names.num_tokens, operation)
+    # Calls are told apart by these, so they are ints; asked one by one, since it is on every call's way.
+    if window is not None and type(window) is not int:
+        window = checks.integer(window, "window", operation)
+    if num_tokens is not None and type(num_tokens) is not int:
+        num_tokens = checks.integer(num_tokens, names.num_tokens, operation)
+    if type(src_offset) is not int:
         src_offset = checks.integer(src_offset, names.src_offset, operation)
     key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout)
     plan = live.plans.get(key)
