@@ -365,6 +365,40 @@ def test_refusals_change_nothing(arch, rng, call, error, message):
     expect(kept, model)
 
 
+def test_a_batch_that_finds_no_memory_changes_nothing(arch, rng, monkeypatch):
+    """Whether a launch could not address it or the device has no more: also of several blocks, made one by one."""
+    row = ROWS[2]
+    layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
+    monkeypatch.setitem(store.BLOCK_BYTES, arch, 2 * layer_bytes)
+    kept, model = row.make(), Model(row)
+    append_everywhere(rng, arch, kept, model, 4, together=True)
+    kept.repeat(2)
+    larger = kept.snapshot()
+    kept.select([0, 2])
+
+    made = []
+
+    def scarce(*given):
+        made.append(given)
+        if len(made) > 1:
+            raise MemoryError("no more")
+        return arrays.Memory(*given)
+
+    for call in (lambda: kept.repeat(3), lambda: kept.select([0] * 6)):
+        with pytest.raises(tikv.CapacityError, match="in one block .* addresses"):
+            call()
+        expect(kept, model)
+    monkeypatch.setattr(store, "Memory", scarce)
+    for call in (lambda: kept.repeat(2), lambda: kept.restore(larger)):
+        made.clear()
+        with pytest.raises(MemoryError):
+            call()
+        assert kept.batch_size == row.batch
+        expect(kept, model)
+        append_everywhere(rng, arch, kept, model, 1, together=True)
+        expect(kept, model)
+
+
 def test_snapshots_are_kept_apart(arch, rng):
     """Two of them, one of another batch; each is restored whole, more than once."""
     row = ROWS[2]
@@ -394,11 +428,12 @@ def test_snapshots_are_kept_apart(arch, rng):
         {"window": 8},
         {"sinks": 1},
         {"window": None, "sinks": 0},
+        {"scale_dtype": "float32"},
     ],
     ids=lambda changes: next(iter(changes)) if len(changes) == 1 else "linear",
 )
 def test_a_snapshot_of_another_store_is_refused(arch, rng, changes):
-    row = ROWS[2]
+    row = ROWS[7] if "scale_dtype" in changes else ROWS[2]
     kept, model = row.make(), Model(row)
     append_everywhere(rng, arch, kept, model, 9, together=True)
     other = row.make(**changes)
@@ -516,6 +551,11 @@ def test_its_own_memory_is_no_source(arch, rng):
     with pytest.raises(tikv.ShapeError, match="overlap in memory"):
         kept.append(0, *given[1], layout="head_major")
     assert kept.length == 4
+    positions = oracle.place(np.array([4], np.int32), arch)
+    for append, lead in ((lambda *a, **b: kept.append(0, *a, **b), ()), (kept.append_all, (None,))):
+        append(*(a[lead] for a in given[0]), layout="head_major", positions=positions)
+        with pytest.raises(tikv.ShapeError, match="overlap in memory"):
+            append(*(a[lead] for a in given[1]), layout="head_major", positions=positions)
 
 
 def test_memory_is_handed_out_as_it_is(arch, rng):

@@ -147,6 +147,17 @@ class AppendPlan:
         """Whether K and V at these addresses are aligned as those that were bound."""
         return [p % ALIGNMENT for p in pointers] == self.alignments
 
+    def refuse_shared(self, operation: str, pointers: Sequence[int]) -> None:
+        """K and V of the bound form at these addresses share no element with the layers.
+
+        Raises:
+            ShapeError: they do.
+        """
+        for p, (k_start, k_end, v_start, v_end) in zip(pointers, self.near, strict=True):
+            if k_start < p < k_end or v_start < p < v_end:
+                _refuse_shared(operation, self.layers, [a.at(q) for a, q in zip(self.forms, pointers, strict=True)])
+                break
+
     def rebind(self, operation: str, pointers: tuple[int, ...], rows: Sequence[ArrayView] = ()) -> None:
         """Let the launch read K and V of the bound form elsewhere: at these addresses; or `rows`, which have none.
 
@@ -154,10 +165,7 @@ class AppendPlan:
             ShapeError: they share memory with the layers.
         """
         if pointers[0]:
-            for p, (k_start, k_end, v_start, v_end) in zip(pointers, self.near, strict=True):
-                if k_start < p < k_end or v_start < p < v_end:
-                    _refuse_shared(operation, self.layers, [a.at(q) for a, q in zip(self.forms, pointers, strict=True)])
-                    break
+            self.refuse_shared(operation, pointers)
             self.bound.set_pointer(0, pointers[0])
             self.bound.set_pointer(2, pointers[1])
         else:
@@ -279,13 +287,11 @@ class KVCacheStore(draw.Drawn):
         return found
 
     def _allocate(self) -> None:
-        """Place all layers in as few blocks as a launch can address."""
-        self.allocations += 1
+        """Place all layers in as few blocks as a launch can address; nothing changes until all memory is there."""
         rows = [self.batch_size * self.num_kv_heads * layer.slots for layer in self._layers]
         widest = max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
         limit = BLOCK_BYTES[self.runtime.arch]
-        self._blocks: list[tuple[list[Layer], Memory, Memory, Memory | None, Memory | None]] = []
-        group: list[Layer] = []
+        groups: list[list[Layer]] = [[]]
         for layer, count in zip(self._layers, rows, strict=True):
             if count * widest > limit:
                 raise CapacityError(
@@ -293,14 +299,17 @@ class KVCacheStore(draw.Drawn):
                     f"(batch_size={self.batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
                     f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
                 )
-            if group and sum(rows[x.index] for x in group) * widest + count * widest > limit:
-                self._place(group, rows)
-                group = []
-            group.append(layer)
-        self._place(group, rows)
+            if groups[-1] and sum(rows[x.index] for x in groups[-1]) * widest + count * widest > limit:
+                groups.append([])
+            groups[-1].append(layer)
+        made = [self._memory_of(sum(rows[layer.index] for layer in group)) for group in groups]
+        self.allocations += 1
+        self._blocks: list[tuple[list[Layer], Memory, Memory, Memory | None, Memory | None]] = []
+        for group, memory in zip(groups, made, strict=True):
+            self._place(group, rows, *memory)
 
-    def _place(self, group: list[Layer], rows: list[int]) -> None:
-        total = sum(rows[layer.index] for layer in group)
+    def _memory_of(self, total: int) -> tuple[Memory, Memory, int, list[Memory | None]]:
+        """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
         quantised = self.dtype is dtypes.int8
         k_bytes, v_bytes = (total * width * self.dtype.itemsize for width in (self.head_dim, self.head_dim_v))
         v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
@@ -309,13 +318,24 @@ class KVCacheStore(draw.Drawn):
         else:
             k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
         scales = [Memory(total * self.scale_dtype.itemsize, self.runtime) if quantised else None for _ in range(2)]
+        return k_block, v_block, v_first, scales
+
+    def _place(
+        self,
+        group: list[Layer],
+        rows: list[int],
+        k_block: Memory,
+        v_block: Memory,
+        v_first: int,
+        scales: list[Memory | None],
+    ) -> None:
         first = 0
         for layer in group:
             shape = (self.batch_size, self.num_kv_heads, layer.slots)
             size = self.dtype.itemsize
             layer.k = k_block.array((*shape, self.head_dim), self.dtype, first * self.head_dim * size)
             layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, v_first + first * self.head_dim_v * size)
-            if quantised:
+            if scales[0] is not None:
                 offset = first * self.scale_dtype.itemsize
                 layer.k_scale, layer.v_scale = (
                     m.array(shape, self.scale_dtype, offset) for m in scales if m is not None
@@ -557,6 +577,8 @@ class KVCacheStore(draw.Drawn):
         bound = plan.bound
         with bound.lock:
             if given.pointers != plan.pointers:
+                if given.pointers[0]:
+                    plan.refuse_shared(operation, given.pointers[:2])
                 for i, a in zip((0, 2, 4), given, strict=True):
                     bound.set_array(i, a)
                 plan.pointers = given.pointers
@@ -911,6 +933,7 @@ class KVCacheStore(draw.Drawn):
 
         Raises:
             ShapeError, PositionError: the index is empty or leaves the batch.
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
 
         Cost: the filled slots kept, read and written twice; memory is allocated anew, and arrays handed out before keep
         the old.
@@ -922,6 +945,7 @@ class KVCacheStore(draw.Drawn):
 
         Raises:
             PositionError: ``n`` is less than one.
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
 
         Cost: as `select`.
         """
@@ -943,10 +967,18 @@ class KVCacheStore(draw.Drawn):
 
     def _resize(self, chosen: np.ndarray[Any, Any]) -> None:
         taken = self._take(chosen)
-        self.batch_size = len(chosen)
-        self._appends.clear()
-        self._allocate()
+        self._rebatch(len(chosen))
         self._put(taken)
+
+    def _rebatch(self, batch_size: int) -> None:
+        """Allocate anew for another batch, or stay as it was."""
+        before, self.batch_size = self.batch_size, batch_size
+        try:
+            self._allocate()
+        except BaseException:
+            self.batch_size = before
+            raise
+        self._appends.clear()
 
     def _take(self, chosen: np.ndarray[Any, Any]) -> list[list[ArrayView]]:
         """Copies of every layer's filled slots, of the chosen sequences."""
@@ -1003,6 +1035,7 @@ class KVCacheStore(draw.Drawn):
 
         Raises:
             OptionError, ShapeError: it is no snapshot, or one of a store of another form.
+            CapacityError: a layer of its batch would be larger than a launch can address. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.
         """
         operation = "KVCacheStore.restore"
@@ -1010,8 +1043,8 @@ class KVCacheStore(draw.Drawn):
             raise OptionError(f"{operation}: {snapshot!r} is no snapshot. Give what `snapshot` returned.")
         for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
-        ours = [(x.k.shape[1:2] + x.k.shape[3:], x.v.shape[3:], x.k.dtype) for x in self._layers]
-        theirs = [(a[0].shape[1:2] + a[0].shape[3:], a[1].shape[3:], a[0].dtype) for *_, a in snapshot.layers]
+        ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in x.arrays().values()] for x in self._layers]
+        theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for *_, arrays in snapshot.layers]
         too_long = any(filled > x.slots for x, (_, _, filled, _) in zip(self._layers, snapshot.layers, strict=False))
         windows = [(layer.window, layer.sinks) for layer in self._layers]
         if ours != theirs or windows != snapshot.windows or too_long:
@@ -1020,9 +1053,7 @@ class KVCacheStore(draw.Drawn):
                 f"Restore it into the store it was taken from."
             )
         if snapshot.batch_size != self.batch_size:
-            self.batch_size = snapshot.batch_size
-            self._appends.clear()
-            self._allocate()
+            self._rebatch(snapshot.batch_size)
         for layer, (length, valid_from, _, _) in zip(self._layers, snapshot.layers, strict=True):
             layer.length, layer.valid_from = length, valid_from
         self._put([arrays for *_, arrays in snapshot.layers])
