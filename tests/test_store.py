@@ -385,7 +385,7 @@ def test_a_batch_that_finds_no_memory_changes_nothing(arch, rng, monkeypatch):
         return arrays.Memory(*given)
 
     for call in (lambda: kept.repeat(3), lambda: kept.select([0] * 6)):
-        with pytest.raises(tikv.CapacityError, match="in one block .* addresses"):
+        with pytest.raises(tikv.CapacityError, match=r"in one block .* addresses"):
             call()
         expect(kept, model)
     monkeypatch.setattr(store, "Memory", scarce)

@@ -57,8 +57,8 @@ def slots_of(block_table: Sequence[int], positions: Array, block_size: int) -> A
 class BlockPool:
     """Reference counts and free lists of ``num_blocks`` blocks.
 
-    Freed blocks are taken again last in, first out, beginning with block 0. Those registered under a digest are taken
-    last, the longest unused first, and then lose it.
+    Freed blocks are taken again last in, first out, beginning with block 0. Those registered under a digest, if no
+    other block is, are taken last, the longest unused first, and then lose it.
 
     Args:
         num_blocks: blocks there are.
@@ -80,7 +80,7 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: dict[int, None] = {}  # free, but still found by digest; the longest unused first
-        self._block_of: dict[bytes, int] = {}
+        self._blocks_of: dict[bytes, dict[int, None]] = {}  # in the order they were registered
         self._digest_of: dict[int, bytes] = {}
 
     @property
@@ -97,8 +97,15 @@ class BlockPool:
         """How many hold a block."""
         return self._holders[block]
 
-    def allocate(self, n: int, operation: str = "BlockPool.allocate") -> list[int]:
+    def allocate(
+        self, n: int, operation: str = "BlockPool.allocate", lost: dict[int, bytes] | None = None
+    ) -> list[int]:
         """Take ``n`` free blocks, each with one holder; all of them or none.
+
+        Args:
+            n: how many.
+            operation: for the message of a refusal.
+            lost: is told the digests under which they were registered, for `give_back`.
 
         Raises:
             CapacityError: fewer are free. Nothing has changed.
@@ -115,10 +122,19 @@ class BlockPool:
             else:
                 block = next(iter(self._idle))
                 del self._idle[block]
+                if lost is not None:
+                    lost[block] = self._digest_of[block]
                 self.forget(block)
             self._holders[block] = 1
             found.append(block)
         return found
+
+    def give_back(self, blocks: Sequence[int], lost: dict[int, bytes]) -> None:
+        """Undo an `allocate`: those that ``lost`` a digest and were not written get it back and are taken as before."""
+        for block, digest in lost.items():
+            self.register(block, digest)
+        self.release(blocks)
+        self._idle = {block: None for block in lost if block in self._idle} | self._idle
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more holder for each block; a registered one that nobody holds is revived."""
@@ -135,26 +151,33 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if block in self._digest_of:
+                if block in self._digest_of and len(self._blocks_of[self._digest_of[block]]) == 1:
                     self._idle[block] = None
                 else:
+                    self.forget(block)  # another has the same tokens
                     self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let a full block be found by its digest, unless another with the same tokens is found by it already."""
-        if digest not in self._block_of and block not in self._digest_of:
-            self._block_of[digest] = block
+        """Let a full block that is held be found by its digest, unless it is found by one already."""
+        if block not in self._digest_of:
+            self._blocks_of.setdefault(digest, {})[block] = None
             self._digest_of[block] = digest
 
     def forget(self, block: int) -> None:
         """A held block's data is about to change: it is not found by its digest any more."""
         digest = self._digest_of.pop(block, None)
         if digest is not None:
-            del self._block_of[digest]
+            same = self._blocks_of[digest]
+            del same[block]
+            if not same:
+                del self._blocks_of[digest]
 
     def find(self, digest: bytes) -> int | None:
-        """The block registered under a digest, held or not; `acquire` it before anything is allocated."""
-        return self._block_of.get(digest)
+        """A block registered under a digest, a held one if there is any; `acquire` it before anything is allocated."""
+        same = self._blocks_of.get(digest)
+        if same is None:
+            return None
+        return next((block for block in same if self._holders[block]), next(iter(same)))
 
     def prefix(self, digests: Iterable[bytes]) -> list[int]:
         """The registered blocks of the longest run of digests from the first on."""

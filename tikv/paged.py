@@ -18,7 +18,7 @@ from tikv import attention, blocks, checks, draw, dtypes, files, pools, runtime
 from tikv import qkv as qkv_ops
 from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, read_host, view, write_host
 from tikv.dtypes import DType
-from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
+from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError, TikvError
 from tikv.moves import MAX_PLANS, CopyCall
 from tikv.store import BLOCK_BYTES, storage
 
@@ -206,6 +206,7 @@ class Step:
     fresh: list[int]  # blocks taken for this step
     left: list[int]  # shared blocks that were copied before being written
     overwritten: list[int]  # blocks whose tokens change
+    lost: dict[int, bytes] = field(default_factory=dict)  # digests of fresh blocks that are not written yet
     index: ArrayView | None = None  # the slots on the device
     done: bool = False  # by one layer, so that tables and counts are true already
 
@@ -459,6 +460,9 @@ class PagedKVCacheStore(draw.Drawn):
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
 
+        It may go another way: of the ``token_ids`` that `add` was given, it keeps those of the full blocks that every
+        layer holds, and what it appends later is not found by `add`.
+
         Returns:
             The number of the new sequence.
 
@@ -470,7 +474,8 @@ class PagedKVCacheStore(draw.Drawn):
         state = self._state(seq, "PagedKVCacheStore.fork")
         self._blocks.acquire(state.blocks)
         self._step = None
-        return self._new(SequenceState(list(state.blocks), list(state.lengths), list(state.digests), state.registered))
+        known = state.digests[: min(state.lengths) // self.block_size]
+        return self._new(SequenceState(list(state.blocks), list(state.lengths), known, state.registered))
 
     def _new(self, state: SequenceState) -> int:
         seq = self._next
@@ -616,8 +621,8 @@ class PagedKVCacheStore(draw.Drawn):
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
             call.run(operation, [k_view, pages[0], v_view, pages[1], self._index(step), *pages[2:]])
-        except BaseException:
-            self._undo(step)
+        except BaseException as error:
+            self._undo(step, error)
             raise
         self._commit(layer, step)
 
@@ -675,8 +680,8 @@ class PagedKVCacheStore(draw.Drawn):
                 q_layout=q_layout,
                 **scales,
             )
-        except BaseException:
-            self._undo(step)
+        except BaseException as error:
+            self._undo(step, error)
             raise
         self._commit(layer, step)
         return q
@@ -737,7 +742,7 @@ class PagedKVCacheStore(draw.Drawn):
                 else:
                     step.overwritten.append(block)
             wanted.append(mine)
-        step.fresh = pool.allocate(sum(map(len, wanted)), operation)
+        step.fresh = pool.allocate(sum(map(len, wanted)), operation, step.lost)
         fresh, moved = iter(step.fresh), []
         for state, mine in zip(step.states, wanted, strict=True):
             table = state.blocks
@@ -747,13 +752,14 @@ class PagedKVCacheStore(draw.Drawn):
                     block = next(fresh)
                     if table[place] >= 0:
                         moved.append((table[place], block))
+                        step.lost.pop(block, None)
                     table[place] = block
             step.tables.append(table)
         if moved:
             try:
                 self._copy_blocks(moved)
-            except BaseException:
-                self._undo(step)
+            except BaseException as error:
+                self._undo(step, error)
                 raise
         return step
 
@@ -788,9 +794,10 @@ class PagedKVCacheStore(draw.Drawn):
         write_host(array, found)
         return found
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: Step, error: BaseException) -> None:
+        """Give back the blocks of a step that failed; with what they were found by, if it was refused, so not begun."""
         if not step.done:
-            self._blocks.release(step.fresh)
+            self._blocks.give_back(step.fresh, step.lost if isinstance(error, TikvError) else {})
 
     def _commit(self, layer: int, step: Step) -> None:
         if not step.done:
