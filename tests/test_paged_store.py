@@ -820,13 +820,21 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (lambda s, k: s.append(0, k.view("float16")[..., :16], k, [0, 2]), tikv.DTypeError, "must have one dtype"),
         (lambda s, k: s.append(0, *[np.ones((2, 2, 16))] * 2, [0, 2]), tikv.DTypeError, "float64"),
         (lambda s, k: s.append(0, s.keys(0).numpy()[0, :2], k, [0, 2]), tikv.ShapeError, "overlap"),
-        (lambda s, k: s.truncate(0, 7), tikv.PositionError, "has 6 tokens; it cannot keep 7"),
+        (lambda s, k: s.truncate(0, 7), tikv.PositionError, r"has 6 tokens; it cannot keep 7\. Keep at most 6\."),
         (lambda s, k: s.truncate(0, -1), tikv.PositionError, "n=-1"),
         (lambda s, k: s.free(1), tikv.PositionError, "sequence 1 was freed"),
-        (lambda s, k: s.swap_in(0), tikv.PositionError, "sequence 0 is not swapped out"),
-        (lambda s, k: s.scales(0), tikv.DTypeError, "only int8 has"),
+        (lambda s, k: s.swap_in(0), tikv.PositionError, r"sequence 0 is not swapped out\. Call swap_out"),
+        (lambda s, k: s.scales(0), tikv.DTypeError, r"only int8 has\. Use dtype"),
         (lambda s, k: s.add([0.5]), tikv.DTypeError, "token_ids"),
         (lambda s, k: s.add([[1]]), tikv.ShapeError, "token_ids"),
+        (lambda s, k: s.add([[1], [2, 3]]), tikv.ShapeError, "token_ids must be a list of integers"),
+        (lambda s, k: s.append(0, k, k, [[0], [2, 2]]), tikv.ShapeError, "seqs must be a list of integers"),
+        (lambda s, k: s.append(0, k, k, [0], [0, [2, 2]]), tikv.ShapeError, "cu_seqlens must be a list of integers"),
+        (
+            lambda s, k: s.attend(0, np.ones((2, HEADS, 4, WIDTH), np.float32), [0, 2]),
+            tikv.PositionError,
+            r"^PagedKVCacheStore.attend: 4 queries of sequence 2, which has 3 tokens in layer 0\. The queries are",
+        ),
         (lambda s, k: s.add([1 << 70]), tikv.DTypeError, "token_ids"),
         (lambda s, k: s.add("abc"), tikv.DTypeError, "token_ids"),
     ],
@@ -943,7 +951,7 @@ def test_the_repr_says_what_there_is(arch, rng):
     store.fork(a)
     assert repr(store) == (
         "PagedKVCacheStore(2 layers x 2 heads x 16|8, float16, NHD, 2 sequences, "
-        f"2/12 blocks of 4 tokens used, 2 shared, 0.0 MB, {arch})"
+        f"2/12 blocks of 4 tokens used, 2 shared, 9.2 kB, {arch})"
     )
     assert store.nbytes == 2 * 12 * 4 * HEADS * (16 + 8) * 2
     assert len(store) == 2

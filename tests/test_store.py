@@ -349,6 +349,7 @@ def test_the_batch_changes(arch, rng, row):
         (lambda s: s.select([]), tikv.ShapeError, "at least one integer"),
         (lambda s: s.select([-1]), tikv.PositionError, r"index -1 is outside 0\.\.1"),
         (lambda s: s.select([0.5]), tikv.ShapeError, "at least one integer"),
+        (lambda s: s.select([[0], [0, 1]]), tikv.ShapeError, "at least one integer"),
         (lambda s: s.repeat(0), tikv.PositionError, "n=0 is outside"),
         (lambda s: s.keys(3), tikv.PositionError, r"layer=3 is outside 0\.\.2"),
         (lambda s: s.values(-1), tikv.PositionError, r"layer=-1 is outside 0\.\.2"),
@@ -607,7 +608,7 @@ def test_sizes_and_words(arch, row):
     for word in (
         row.dtype,
         "0/16 tokens",
-        "MB",
+        "B,",
         arch,
         f"{HEADS} heads",
         *([f"{row.sinks} sinks"] if row.sinks else []),
@@ -619,7 +620,7 @@ def test_a_helpful_repr(arch):
     kept = ROWS[3].make()
     assert repr(kept) == (
         f"KVCacheStore(3 layers x batch 2 x 2 heads x 4|6, float32, window 4/7 and linear, 1 sinks, 0/16 tokens, "
-        f"0.0 MB, {arch})"
+        f"4.3 kB, {arch})"
     )
 
 
@@ -682,6 +683,17 @@ def test_keys_and_values_are_one_array_to_a_launch_or_two(arch, rng, monkeypatch
         bound = [plan.bound for plan in kept._appends.values()]
         assert [sum(map(bool, b.kernel.words)) - 1 for b in bound] == [arrays_given] * len(bound)
         expect(kept, model)
+
+
+def test_a_length_that_int32_does_not_hold_is_refused_by_what_gives_int32(arch):
+    kept = ROWS[2].make(window=3)
+    kept.advance(2**31 - 1)
+    assert kept.seq_lens.tolist() == oracle.to_numpy(kept.positions_on_device()).tolist() == [2**31 - 1] * 2
+    kept.advance(1)
+    with pytest.raises(tikv.PositionError, match=r"seq_lens: length=2147483648 does not fit int32\. Read `length`"):
+        _ = kept.seq_lens
+    with pytest.raises(tikv.PositionError, match=r"positions_on_device: length=2147483648 does not fit int32\."):
+        kept.positions_on_device()
 
 
 @pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 2, 2**40 + 1])

@@ -20,7 +20,7 @@ from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, re
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError, TikvError
 from tikv.moves import MAX_PLANS, CopyCall
-from tikv.store import BLOCK_BYTES, storage
+from tikv.store import BLOCK_BYTES, size_in_words, storage
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -383,7 +383,7 @@ class PagedKVCacheStore(draw.Drawn):
         operation = "PagedKVCacheStore.scales"
         found = self._layers[self._layer(layer, operation)][2:]
         if not found:
-            raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has.")
+            raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'.")
         return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
 
     def _layer(self, index: int, operation: str) -> int:
@@ -495,7 +495,10 @@ class PagedKVCacheStore(draw.Drawn):
         state = self._state(seq, operation)
         n = checks.integer(n, "n", operation)
         if n > state.length:
-            raise PositionError(f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}.")
+            raise PositionError(
+                f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
+                f"Keep at most {state.length}."
+            )
         keep = -(-n // self.block_size)
         self._blocks.release(state.blocks[keep:])
         del state.blocks[keep:]
@@ -546,7 +549,7 @@ class PagedKVCacheStore(draw.Drawn):
         operation = "PagedKVCacheStore.swap_in"
         state = self._state(seq, operation, swapped=True)
         if state.swapped is None:
-            raise PositionError(f"{operation}: sequence {seq} is not swapped out.")
+            raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
         total = -(-state.length // self.block_size)
         shared = self._blocks.prefix(state.digests[: state.registered])
         self._blocks.acquire(shared)
@@ -831,7 +834,10 @@ class PagedKVCacheStore(draw.Drawn):
         if isinstance(values, list | tuple | range):
             if all(type(n) is int for n in values):
                 return list(values)
-            values = np.asarray(values)
+            try:
+                values = np.asarray(values)
+            except ValueError as error:  # lists of different lengths
+                raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from error
         if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
             return values.tolist()  # type: ignore[no-any-return]
         if isinstance(values, int):
@@ -869,7 +875,7 @@ class PagedKVCacheStore(draw.Drawn):
             axis.
 
         Raises:
-            PositionError: a sequence is none or is swapped out.
+            PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
             ShapeError, DTypeError: q does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
@@ -879,7 +885,16 @@ class PagedKVCacheStore(draw.Drawn):
         layer = self._layer(layer, operation)
         ids = tuple(self._host_integers(seqs, "seqs", operation))
         states = [self._state(seq, operation) for seq in ids]
-        tables, lens = self._on_device(ids, states, tuple(state.lengths[layer] for state in states))
+        rows = view(q, "q", operation)
+        lengths = tuple(state.lengths[layer] for state in states)
+        if rows.ndim == 4:
+            for seq, length in zip(ids, lengths, strict=True):
+                if 0 < length < rows.shape[2]:
+                    raise PositionError(
+                        f"{operation}: {rows.shape[2]} queries of sequence {seq}, which has {length} tokens in layer "
+                        f"{layer}. The queries are the last tokens: append theirs first, or pass fewer."
+                    )
+        tables, lens = self._on_device(ids, states, lengths)
         pages = self._layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
         return attention.paged_decode_attention(
@@ -1170,6 +1185,7 @@ class PagedKVCacheStore(draw.Drawn):
         )
 
     def __len__(self) -> int:
+        """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
         return len(self._sequences)
 
     def __repr__(self) -> str:
@@ -1180,7 +1196,7 @@ class PagedKVCacheStore(draw.Drawn):
             f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
             f"{self.layout}, {len(self)} sequences{f' ({swapped} swapped out)' if swapped else ''}, "
             f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
-            f"{self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )
 
 

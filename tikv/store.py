@@ -62,6 +62,18 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
     return stored, scales if stored is dtypes.int8 else None
 
 
+def size_in_words(nbytes: int) -> str:
+    """Bytes in the unit that shows them.
+
+    Example:
+        >>> size_in_words(512), size_in_words(2304), size_in_words(33554432)
+        ('512 B', '2.3 kB', '33.6 MB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 999_950 else f"{nbytes / 1e6:.1f} MB"
+
+
 class Layer:
     """One layer's slots and counts."""
 
@@ -217,12 +229,19 @@ class KVCacheStore(draw.Drawn):
         head_dim_v: width of a head of V.
         scale_dtype: of the int8 scales, float16 or float32.
 
+    Attributes:
+        num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks, scale_dtype: as given.
+        batch_size: sequences now; `select` and `repeat` change it.
+        dtype: what keys and values are stored in.
+        windows: of each layer, the slots of a sliding one or None.
+
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
 
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
-    Cost: an append is one launch, whatever the length; reading `length` never waits for the device.
+    Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
+    few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block.
 
     Example:
         >>> import numpy as np, tikv
@@ -350,7 +369,17 @@ class KVCacheStore(draw.Drawn):
 
     @property
     def seq_lens(self) -> np.ndarray[Any, Any]:
-        """(batch_size,) int32: `length` for each sequence, on the host."""
+        """(batch_size,) int32: `length` for each sequence, on the host.
+
+        Raises:
+            PositionError: `length` does not fit int32, as it may not in a store whose layers all slide.
+        """
+        return self._lens("KVCacheStore.seq_lens", "Read `length`.")
+
+    def _lens(self, operation: str, remedy: str) -> np.ndarray[Any, Any]:
+        """`length` for each sequence, if it fits."""
+        if self.length >= 2**31:
+            raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
         return np.full(self.batch_size, self.length, np.int32)
 
     @property
@@ -385,7 +414,9 @@ class KVCacheStore(draw.Drawn):
         """
         found = self._layer(layer, "KVCacheStore.scales")
         if found.k_scale is None or found.v_scale is None:
-            raise DTypeError(f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has.")
+            raise DTypeError(
+                f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'."
+            )
         return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
 
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
@@ -394,7 +425,8 @@ class KVCacheStore(draw.Drawn):
         Args:
             layer: its index.
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
-                V may be narrower or wider, as the store is. float32, or the store's dtype.
+                V may be narrower or wider, as the store is. Of the store's dtype; float32 for a float16 or bfloat16
+                store; float32, float16 or bfloat16 for int8.
             layout: "token_major" or "head_major".
             positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
                 position of each sequence's first new token, instead of `length`. For launches that are captured and
@@ -422,7 +454,7 @@ class KVCacheStore(draw.Drawn):
             self._append_bound(operation, plan, rows)
 
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
-        """Append new tokens to all layers, in one launch (one a block, see the class).
+        """Append new tokens to all layers, in one launch, or one a block (see the class).
 
         Args:
             k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
@@ -483,6 +515,9 @@ class KVCacheStore(draw.Drawn):
         Give them to `append` in a step that is captured, add the step's tokens to them there, and replay; then tell the
         store with `advance`. Take the array's ``torch()`` once, before the capture.
 
+        Raises:
+            PositionError: `length` does not fit int32.
+
         Example:
             >>> import numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=8, dtype="float32")
@@ -494,7 +529,10 @@ class KVCacheStore(draw.Drawn):
             >>> store.length
             3
         """
-        return CacheArray(to_device(np.full(self.batch_size, self.length, np.int32), self.runtime), self.runtime)
+        operation = "KVCacheStore.positions_on_device"
+        runtime.require_alive(self.runtime, operation)
+        lens = self._lens(operation, "Append without positions, or reset().")
+        return CacheArray(to_device(lens, self.runtime), self.runtime)
 
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
@@ -955,7 +993,10 @@ class KVCacheStore(draw.Drawn):
 
     def _batch_index(self, index: Any, operation: str) -> np.ndarray[Any, Any]:
         runtime.require_alive(self.runtime, operation)
-        host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
+        try:
+            host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
+        except ValueError:  # lists of different lengths
+            host = np.empty(0)
         if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu":
             raise ShapeError(f"{operation}: index must be a list of at least one integer, not {index!r}.")
         wrong = host[(host < 0) | (host >= self.batch_size)]
@@ -1171,6 +1212,7 @@ class KVCacheStore(draw.Drawn):
         return draw.slots(repr(self), rows)
 
     def __len__(self) -> int:
+        """`length`; so an empty store is false: ask ``store is not None`` whether there is one."""
         return self.length
 
     def __repr__(self) -> str:
@@ -1184,7 +1226,7 @@ class KVCacheStore(draw.Drawn):
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
         return (
             f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
-            f"{kind}, {self.length}/{self.capacity} tokens, {self.nbytes / 1e6:.1f} MB, {self.runtime.arch})"
+            f"{kind}, {self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, {self.runtime.arch})"
         )
 
 
