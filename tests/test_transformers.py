@@ -335,6 +335,23 @@ def test_a_soft_cap_is_applied(arch):
     torch.testing.assert_close(text["tikv"], text["eager"], rtol=1e-4, atol=1e-4)
 
 
+def attention_of(q, k, v, softcap=None):
+    """Of all queries to all keys, one key head per query head."""
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def test_a_soft_cap_leaves_attention_to_all_tokens(arch, rng):
+    module, (q, k), (v, _) = torch.nn.Module(), rows(rng, 4), rows(rng, 4)
+    module.is_causal = False
+    got = [integration.attend(module, q, k, v, None, softcap=5.0)[0]]
+    module.is_causal = True
+    got.append(integration.attend(module, q, k, v, None, softcap=5.0, is_causal=False)[0])
+    for a in got:
+        torch.testing.assert_close(a, attention_of(q, k, v, 5.0))
+
+
 def steps(model, compiled, cache, inputs, count):
     """Tokens of a prompt that `model` reads and `count` more that `compiled` does, and the last logits."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

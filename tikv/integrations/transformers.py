@@ -666,7 +666,8 @@ def attend(
         module: the attention module.
         query: (batch, heads, T, head_dim).
         key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
-        attention_mask: None where all keys, or with T = n those up to a query itself, are seen; else (batch, 1, T, n).
+        attention_mask: None where all keys, or with T = n and a causal module those up to a query itself, are seen;
+            else (batch, 1, T, n).
         scaling: of the scores; None for ``1 / sqrt(head_dim)``.
         dropout, softcap: as the model says.
         **kwargs: for torch's attention.
@@ -695,20 +696,22 @@ def attend(
         layer, first, end, *_ = stored
         key, value = layer._read(first, end)
     if softcap is not None:
-        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap), None
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap, causal), None
     forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
     out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return out, None
 
 
 def _with_softcap(
-    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float
+    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float, causal: bool
 ) -> Any:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and query.shape[2] > 1:
+    if mask is None and causal and query.shape[2] > 1:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
