@@ -435,6 +435,18 @@ def test_torch_compile_with_attention_by_name(arch):
     assert torch.equal(got[0], want[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torch_compile_reads_int8_in_the_models_dtype(arch, rng, dtype):
+    layers = [layer_of(dtype=tikv.dtypes.int8) for _ in range(2)]
+    torch.compiler.reset()
+    compiled = torch.compile(layers[1].update, backend="eager")
+    for tokens in (3, 1):
+        new = [a.to(dtype) for a in rows(rng, tokens)]
+        for want, got in zip(layers[0].update(*new), compiled(*new), strict=True):
+            assert got.dtype == dtype
+            assert torch.equal(got, want)
+
+
 def filled(rng, window=None, batch=3, tokens=6):
     layer = layer_of(window)
     k, v = rows(rng, tokens, batch)

@@ -250,7 +250,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
         k, v = (a[:, :, first:end].to(self.dtype) for a in (self._k, self._v))
         if self._scales is not None:
-            k, v = (a * scale[:, :, first:end, None] for a, scale in zip((k, v), self._scales, strict=True))
+            scales = (a[:, :, first:end, None] for a in self._scales)
+            k, v = ((a * scale).to(self.dtype) for a, scale in zip((k, v), scales, strict=True))
         return k, v
 
     def _takes(self, key_states: Any, value_states: Any) -> bool:
