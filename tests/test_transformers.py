@@ -352,6 +352,15 @@ def test_a_soft_cap_leaves_attention_to_all_tokens(arch, rng):
         torch.testing.assert_close(a, attention_of(q, k, v, 5.0))
 
 
+@pytest.mark.parametrize("graded", [0, 1, 2])
+def test_attention_by_name_of_one_query_has_gradients(arch, rng, graded):
+    q, k, v = rows(rng, 1)[0], *rows(rng, 4)
+    new = (q, k, v)[graded].requires_grad_()
+    outs = integration.attend(torch.nn.Module(), q, k, v, None)[0], attention_of(q, k, v)
+    got, want = (torch.autograd.grad(out.square().sum(), new)[0] for out in outs)
+    torch.testing.assert_close(got, want)
+
+
 def steps(model, compiled, cache, inputs, count):
     """Tokens of a prompt that `model` reads and `count` more that `compiled` does, and the last logits."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

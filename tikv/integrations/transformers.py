@@ -685,7 +685,7 @@ def attend(
             f"attn_implementation='eager'."
         )
     stored = getattr(key, "tikv_stored", None)
-    trained = torch.is_grad_enabled() and query.requires_grad
+    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if query.shape[2] == 1 and attention_mask is None and not trained and not dropout and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
