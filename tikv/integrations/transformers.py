@@ -164,7 +164,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
         Returns:
             (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache where the storage dtype is the
-            model's, else a converted copy. `get_mask_sizes` says n beforehand.
+            model's and gradients are off, else a copy. `get_mask_sizes` says n beforehand.
 
         Raises:
             ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
@@ -179,7 +179,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store: Any = self.store
         end = store.again(key_states, value_states, self._bound)
         if end:
-            if not self._whole:
+            if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
             batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
             return (
@@ -216,7 +216,10 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         in_place = tokens == 1 and not self._as_stored and not self._compressed
         if in_place and self.config._attn_implementation == ATTENTION:
             return self._stored(first, end)
-        return self._read(first, end)
+        keys, values = self._read(first, end)
+        if self._as_stored and torch.is_grad_enabled():  # autograd may save them, and is not told of what is rewritten
+            return keys.clone(), values.clone()
+        return keys, values
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
@@ -248,7 +251,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
         store.recount(length=end, origin=store.origin)
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        k, v = (a[:, :, first:end].to(self.dtype) for a in (self._k, self._v))
+        copied = self._as_stored and torch.is_grad_enabled()  # as in `_seen`
+        k, v = (a[:, :, first:end].to(self.dtype, copy=copied) for a in (self._k, self._v))
         if self._scales is not None:
             scales = (a[:, :, first:end, None] for a in self._scales)
             k, v = ((a * scale).to(self.dtype) for a, scale in zip((k, v), scales, strict=True))
@@ -563,7 +567,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
-    to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises.
+    to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises. Those of
+    queries are right whatever becomes of the cache: where gradients are on, each read is a copy, as in no ``no_grad``.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
