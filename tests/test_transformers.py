@@ -457,6 +457,19 @@ def test_torch_compile_reads_int8_in_the_models_dtype(arch, rng, dtype):
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_torch_compile_goes_on_after_inference_mode(arch, rng, dtype):
+    layer, own = (layer_of(dtype=dtype and tikv.dtypes.parse(dtype, "test")) for _ in range(2))
+    torch.compiler.reset()
+    compiled, first, new = torch.compile(layer.update, fullgraph=True, backend="eager"), rows(rng, 3), rows(rng, 1)
+    with torch.inference_mode():
+        layer.update(*first)
+    own.update(*first)
+    with torch.no_grad():
+        for want, got in zip(own.update(*new), compiled(*new), strict=True):
+            oracle.assert_same_bits(got.numpy(), want.numpy())
+
+
 def filled(rng, window=None, batch=3, tokens=6):
     layer = layer_of(window)
     k, v = rows(rng, tokens, batch)

@@ -141,12 +141,13 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
         store = self.store
         assert store is not None
-        self._k, self._v = store.keys(0).torch(), store.values(0).torch()
+        with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
+            self._k, self._v = store.keys(0).torch(), store.values(0).torch()
+            self._scales = [a.torch() for a in store.scales(0)] if store.dtype is dtypes.int8 else None
         self.batch_size, self.num_heads, _, self.head_dim = self._k.shape
         self.max_batch_size = self.batch_size
         self._v_width = self._v.shape[3]
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
-        self._scales = [a.torch() for a in store.scales(0)] if store.dtype is dtypes.int8 else None
         self._as_stored = self._k.dtype is self.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
         self._bound = self._bound_of(store)
