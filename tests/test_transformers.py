@@ -277,6 +277,20 @@ def test_half_precision_models_keep_every_bit(arch, name):
     assert_same_text(model, TikvCache(model.config), prompts(11))
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "tikv"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_widens_the_keys_alone(arch, implementation, compiled):
+    model, text = build("llama", num_hidden_layers=2), []
+    model.set_attn_implementation(implementation)
+    torch.compiler.reset()
+    forward = torch.compile(model.forward, backend="eager") if compiled else model
+    with torch.autocast("cpu", torch.bfloat16):
+        for cache, call in ((DynamicCache(config=model.config), model), (TikvCache(model.config, 20), forward)):
+            text.append(steps(model, call, cache, prompts(9), 4)[1])
+    assert cache.layers[0].keys.dtype == torch.float32
+    torch.testing.assert_close(text[1], text[0], rtol=0, atol=2e-2)
+
+
 # With narrower storage a difference of rounding can move a stored value to its neighbour.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 2e-5), ("float16", 2e-3), ("int8", 2e-2)])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

@@ -176,6 +176,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self._staged:
             self._refuse_half_set()
         if self.store is None:
+            key_states, value_states = _of_one_dtype(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         store: Any = self.store
         end = store.again(key_states, value_states, self._bound)
@@ -187,7 +188,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
                 _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
             )
-        if _has_gradient(key_states, value_states):  # `again` takes no such tokens
+        if key_states.dtype is not value_states.dtype:  # `again` takes no such tokens
+            return self.update(*_of_one_dtype(key_states, value_states))
+        if _has_gradient(key_states, value_states):  # nor these
             return self._ungraded(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
@@ -225,6 +228,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
         store = self.store
+        key_states, value_states = _of_one_dtype(key_states, value_states)
         if (
             store is None
             or self._staged
@@ -514,6 +518,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __repr__(self) -> str:
         kind = f"window {self.sliding_window}" if self.is_sliding else "full"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+def _of_one_dtype(key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    """Both in the wider dtype: under torch.autocast a rotation widens the keys alone."""
+    if key_states.dtype is value_states.dtype:
+        return key_states, value_states
+    wide = torch.promote_types(key_states.dtype, value_states.dtype)
+    return key_states.to(wide), value_states.to(wide)
 
 
 def _has_gradient(key_states: Any, value_states: Any) -> bool:
