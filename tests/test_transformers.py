@@ -508,7 +508,11 @@ def test_batches_are_reordered_repeated_and_selected(arch, rng, window):
     check([2, 2, 0, 0, 0, 0])
     layer.batch_select_indices(torch.tensor([3, 0]))
     check([0, 2])
-    layer.batch_select_indices(torch.tensor([False, True]))
+    layer.batch_select_indices(torch.tensor([-1, 0, -2]))
+    check([2, 0, 0])
+    with pytest.raises(tikv.TikvError):
+        layer.batch_select_indices(torch.tensor([-4]))
+    layer.batch_select_indices(torch.tensor([True, False, False]))
     check([2])
     new = rows(rng, 1)
     keys, _ = layer.update(*new)

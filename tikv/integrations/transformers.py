@@ -490,11 +490,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._attach()
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences, in this order; a mask of booleans is taken too."""
+        """Keep these sequences, in this order; -1 is the last one. A mask of booleans is taken too."""
         if self.get_seq_length():
             assert self.store is not None
             chosen = torch.as_tensor(indices)
-            self.store.select(chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen)
+            chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
+            self.store.select(torch.where(chosen < 0, chosen + self.batch_size, chosen))
             self._attach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
