@@ -694,12 +694,18 @@ def test_a_gradient_is_seen_behind_tokens_without(arch, rng):
 
 
 @pytest.mark.parametrize(
-    ("model_dtype", "dtype"), [("float16", "bfloat16"), ("bfloat16", "float32"), ("float32", "int32")]
+    ("model_dtype", "dtype"), [("float16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64")]
 )
 def test_a_storage_that_does_not_fit_the_model_is_refused(arch, model_dtype, dtype):
     model = build("llama", num_hidden_layers=1).to(getattr(torch, model_dtype))
     with pytest.raises(tikv.DTypeError, match=rf"{dtype}.*Use "):
         generate(model, TikvCache(model.config, dtype=dtype), prompts(5), 2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", torch.int64, "fp4"])
+def test_what_is_no_storage_is_refused_at_once(arch, dtype):
+    with pytest.raises(tikv.DTypeError, match=r"^TikvCache.*Use "):
+        TikvCache(build("llama", num_hidden_layers=1).config, dtype=dtype)
 
 
 @pytest.mark.parametrize("config", [None, "llama", torch.nn.Linear(1, 1)])

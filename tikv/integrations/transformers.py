@@ -579,6 +579,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     Raises:
         OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.
+        DTypeError: nothing is stored in that dtype. Whether it fits the model's is told with the first tokens.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
     to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises. Those of
@@ -612,6 +613,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             )
         limit = None if max_cache_len is None else _capacity(max_cache_len)
         storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
+        if storage is not None and storage.name not in SOURCES:
+            raise DTypeError(
+                f"{OPERATION}: dtype={storage.name} is not stored. Use None for the model's, or one of "
+                f"{', '.join(SOURCES)}."
+            )
         layers: list[Any] = []
         for i, (kind, window) in enumerate(shim.layer_kinds(text)):
             if kind == "none":
