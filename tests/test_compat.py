@@ -275,6 +275,10 @@ WRONG = {
     r"cache_seqlens\[0\]=-1 and 1 new": {"k": 2, "v": 2, "cache_seqlens": [-1, 4]},
     "3 causal queries": {"k": 2, "v": 2, "cache_seqlens": [1, 4], "causal": True},
     "reaches -1, which is no row": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "cache_batch_idx": [0, -1]},
+    r"cache_leftpad\[1\]=-1 leaves": {"k": 2, "v": 2, "cache_leftpad": [0, -1]},
+    r"cache_leftpad\[0\]=5 leaves -1 tokens": {"k": 2, "v": 2, "cache_leftpad": [5, 0]},
+    r"cache_leftpad\[1\]=3 leaves 2 tokens to 3 causal": {"k": 2, "v": 2, "cache_leftpad": [0, 3], "causal": True},
+    r"cache_leftpad is \(1,\)": {"k": 2, "v": 2, "cache_leftpad": [0]},
     "softcap=-1.0": {"k": 2, "v": 2, "cache_seqlens": [3, 4], "softcap": -1.0},
 }
 

@@ -62,8 +62,8 @@ def flash_attn_with_kvcache(
     Raises:
         OptionError: ALiBi slopes, a right window of more than 0, a window that is not causal, or left padding with
             pages or rotation.
-        ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`; lengths, rows
-            and pages are checked before the append where they lie on the host.
+        ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`; lengths, rows,
+            pages and padding are checked before the append where they lie on the host.
 
     Exactness: appended bits are kept; attention as `tikv.decode_attention`. Cost: an append, and an attention over
     pages of a whole row each, without a copy of the cache.
@@ -95,12 +95,17 @@ def flash_attn_with_kvcache(
     given = cache_seqlens, cache_batch_idx, block_table
     before, table = _lengths_and_table(*given, batch, block_size, q)
     new = 0 if k is None else k.shape[1]
-    if new:
+    if new or cache_leftpad is not None:
         known = before, table
         if not on_host(before) and all(map(on_host, given)):  # as it was before a copy went to q's device
             lens, idx, pages = map(_as_numpy, given)
             known = _lengths_and_table(lens, idx, pages, batch, block_size, np.empty(0))
-        _check_lengths(*known, new, q.shape[1] if causal else 0, k_cache.shape[0], block_size)
+        causal_queries = q.shape[1] if causal else 0
+        if new:
+            _check_lengths(*known, new, causal_queries, k_cache.shape[0], block_size)
+        if cache_leftpad is not None and on_host(cache_leftpad) and on_host(known[0]):
+            cache_leftpad = np.asarray(cache_leftpad)
+            _check_padding(cache_leftpad, known[0], new, causal_queries)
     if rotary_cos is not None:
         if k is None:
             refuse_option(OPERATION, rotary_cos=("given", "k and v with it"))
@@ -169,6 +174,22 @@ def _check_lengths(before: Any, table: Any, new: int, causal_queries: int, block
         lambda at: (
             f"sequence {at[0]} of {int(lens[at[0]])} tokens reaches {int(table[at])}, which is no row or page of "
             f"the {blocks} of the cache."
+        ),
+    )
+
+
+def _check_padding(leftpad: Any, before: Any, new: int, causal_queries: int) -> None:
+    """What attention would refuse after the append: padding, and the tokens that it leaves."""
+    if leftpad.shape != tuple(before.shape):
+        raise ShapeError(f"{OPERATION}: cache_leftpad is {leftpad.shape}; it must be {tuple(before.shape)}.")
+    pads = leftpad.astype(np.int64)
+    left = np.asarray(before) + new - pads
+    refuse_where(
+        (pads < 0) | (left < 0) | ((left < causal_queries) & (left != 0)),
+        OPERATION,
+        lambda b: (
+            f"cache_leftpad{[*b]}={pads[b]} leaves {left[b]} tokens to {causal_queries} causal queries. Use 0 or more, "
+            f"and leave as many tokens as there are causal queries, or none."
         ),
     )
 
