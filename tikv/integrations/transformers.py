@@ -583,7 +583,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
     to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises. Those of
-    queries are right whatever becomes of the cache: where gradients are on, each read is a copy, as in no ``no_grad``.
+    queries are right whatever becomes of the cache: where gradients are on, each read is a copy. Decode under
+    ``torch.no_grad()``, as ``generate`` does.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
