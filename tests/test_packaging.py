@@ -1,6 +1,7 @@
 """The wheel a user installs holds what it should, and nothing else."""
 
 import email
+import os
 import pathlib
 import subprocess
 import sys
@@ -51,3 +52,29 @@ def test_the_wheel_holds_the_licence_and_the_command(wheel):
     names = {name.split(".dist-info/")[1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
     assert "tikv = tikv.__main__:main" in wheel.read(names["entry_points.txt"]).decode()
+
+
+def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):
+    pytest.importorskip("mypy", reason="mypy checks the types; pip install mypy")
+    import tikv
+
+    names = [*tikv.__all__, *tikv._OTHERS]
+    lines = ["import tikv", *(f"print(tikv.{name})" for name in names), "from tikv import KVCacheStor"]
+    (tmp_path / "user.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    # Libraries that a user may have; reading them is most of the time.
+    ignored = "".join(
+        f"[mypy-{name}.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
+        for name in ("taichi", "torch", "transformers", "safetensors", "cuda", "rich", "jax")
+    )
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\nfollow_imports = silent\n{ignored}", encoding="utf-8")
+    child = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", os.devnull, "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+    )
+    (told,) = (child.stdout + child.stderr).splitlines()
+    assert told.startswith(f"user.py:{len(lines)}: error:")
+    assert '"KVCacheStor"' in told

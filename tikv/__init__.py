@@ -70,65 +70,76 @@ _OTHERS = ("compat", "integrations", "torch_ops")
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"tikv.{_HOME[name]}"), name)
-    elif name in _MODULES or name in _OTHERS:
-        try:
-            value = importlib.import_module(f"tikv.{name}")
-        except ModuleNotFoundError as error:  # as an AttributeError, which is what hasattr and inspect expect
-            raise AttributeError(f"tikv.{name} needs {error.name}, which is not installed") from error
-    else:
-        raise AttributeError(f"module 'tikv' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, *_OTHERS])
 
 
 if TYPE_CHECKING:
-    from tikv import (
-        arrays,
-        blocks,
-        compat,
-        dtypes,
-        errors,
-        integrations,
-        kv_layer,
-        launch,
-        ops,
-        qkv,
-        reference,
-        roofline,
-        runtime,
-        spec,
-        torch_ops,
-        variants,
-    )
-    from tikv.arrays import CacheArray
-    from tikv.attention import decode_attention, merge_states, paged_decode_attention
-    from tikv.doctor import info
-    from tikv.errors import (
-        ArchError,
-        CacheFileError,
-        CapacityError,
-        DTypeError,
-        OptionError,
-        PositionError,
-        ShapeError,
-        StaleRuntimeError,
-        TikvError,
-    )
-    from tikv.graphs import GraphBuilder, compile_step
-    from tikv.kv_layer import ContiguousKVLayer, PagedKVLayer
-    from tikv.ops import copy, copy_kv, linearize
-    from tikv.paged import PagedKVCacheStore
-    from tikv.plans import KVCacheAppendArgs, KVCacheAppendDescriptor, KVCacheAppendPlan, append_ragged
-    from tikv.pools import copy_blocks, gather_paged, swap_blocks, write_slots
-    from tikv.qkv import NormRope, write_qkv
-    from tikv.quant import dequantize, quantize
-    from tikv.runtime import init
-    from tikv.store import KVCacheStore
-    from tikv.variants import warmup
+    # Each under its own name once more, which is what makes it a name of this module to a strict checker.
+    from tikv import arrays as arrays
+    from tikv import blocks as blocks
+    from tikv import compat as compat
+    from tikv import dtypes as dtypes
+    from tikv import errors as errors
+    from tikv import integrations as integrations
+    from tikv import kv_layer as kv_layer
+    from tikv import launch as launch
+    from tikv import ops as ops
+    from tikv import qkv as qkv
+    from tikv import reference as reference
+    from tikv import roofline as roofline
+    from tikv import runtime as runtime
+    from tikv import spec as spec
+    from tikv import torch_ops as torch_ops
+    from tikv import variants as variants
+    from tikv.arrays import CacheArray as CacheArray
+    from tikv.attention import decode_attention as decode_attention
+    from tikv.attention import merge_states as merge_states
+    from tikv.attention import paged_decode_attention as paged_decode_attention
+    from tikv.doctor import info as info
+    from tikv.errors import ArchError as ArchError
+    from tikv.errors import CacheFileError as CacheFileError
+    from tikv.errors import CapacityError as CapacityError
+    from tikv.errors import DTypeError as DTypeError
+    from tikv.errors import OptionError as OptionError
+    from tikv.errors import PositionError as PositionError
+    from tikv.errors import ShapeError as ShapeError
+    from tikv.errors import StaleRuntimeError as StaleRuntimeError
+    from tikv.errors import TikvError as TikvError
+    from tikv.graphs import GraphBuilder as GraphBuilder
+    from tikv.graphs import compile_step as compile_step
+    from tikv.kv_layer import ContiguousKVLayer as ContiguousKVLayer
+    from tikv.kv_layer import PagedKVLayer as PagedKVLayer
+    from tikv.ops import copy as copy
+    from tikv.ops import copy_kv as copy_kv
+    from tikv.ops import linearize as linearize
+    from tikv.paged import PagedKVCacheStore as PagedKVCacheStore
+    from tikv.plans import KVCacheAppendArgs as KVCacheAppendArgs
+    from tikv.plans import KVCacheAppendDescriptor as KVCacheAppendDescriptor
+    from tikv.plans import KVCacheAppendPlan as KVCacheAppendPlan
+    from tikv.plans import append_ragged as append_ragged
+    from tikv.pools import copy_blocks as copy_blocks
+    from tikv.pools import gather_paged as gather_paged
+    from tikv.pools import swap_blocks as swap_blocks
+    from tikv.pools import write_slots as write_slots
+    from tikv.qkv import NormRope as NormRope
+    from tikv.qkv import write_qkv as write_qkv
+    from tikv.quant import dequantize as dequantize
+    from tikv.quant import quantize as quantize
+    from tikv.runtime import init as init
+    from tikv.store import KVCacheStore as KVCacheStore
+    from tikv.variants import warmup as warmup
+else:  # a checker that saw it would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            value = getattr(importlib.import_module(f"tikv.{_HOME[name]}"), name)
+        elif name in _MODULES or name in _OTHERS:
+            try:
+                value = importlib.import_module(f"tikv.{name}")
+            except ModuleNotFoundError as error:  # as an AttributeError, which is what hasattr and inspect expect
+                raise AttributeError(f"tikv.{name} needs {error.name}, which is not installed") from error
+        else:
+            raise AttributeError(f"module 'tikv' has no attribute {name!r}")
+        globals()[name] = value
+        return value
