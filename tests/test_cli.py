@@ -1,5 +1,6 @@
 """The command line: what it prints, its JSON, its exit statuses, and what is left of an interrupted run."""
 
+import io
 import json
 import os
 import subprocess
@@ -79,6 +80,40 @@ def test_variants_lists_all_twelve():
     assert [row["name"] for row in found] == list(spec.VARIANTS)
     plain = run("variants").stdout
     assert all(name in plain for name in spec.VARIANTS)
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 columns without colours."""
+
+    def isatty(self):
+        return True
+
+
+def on_terminal(monkeypatch):
+    """From here on stdout is a terminal; called in the test itself, as pytest puts its own stdout there before."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    return sys.stdout
+
+
+def test_a_narrow_terminal_shows_whole_names(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    assert cli.main(["variants"]) == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line.split("│")[1].strip() for line in lines if "│" in line) == "".join(spec.VARIANTS)
+
+
+def test_a_table_prints_brackets_as_they_are(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    cli.table("title", ("status", "detail"), [("FAIL", "cannot open [/tmp/x] now"), ("[red]", "")], {"FAIL": "red"})
+    printed = terminal.getvalue()
+    assert "cannot open [/tmp/x] now" in printed
+    assert "[red]" in printed
+    assert "FAIL" in printed
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")

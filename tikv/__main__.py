@@ -30,14 +30,15 @@ def table(
         try:
             from rich.console import Console
             from rich.table import Table
+            from rich.text import Text
         except ImportError:
             pass
         else:
             drawn = Table(title=title, title_justify="left")
             for name in header:
-                drawn.add_column(name)
+                drawn.add_column(Text(name), overflow="fold")
             for row in cells:
-                drawn.add_row(*(f"[{styles[c]}]{c}[/]" if styles and c in styles else c for c in row))
+                drawn.add_row(*(Text(c, (styles or {}).get(c, "")) for c in row))  # a path in brackets is no markup
             Console().print(drawn)
             return
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
