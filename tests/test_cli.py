@@ -35,6 +35,10 @@ def test_every_command_explains_itself(command):
     assert child.returncode == 0, child.stderr
     assert f"tikv {command}" in child.stdout
     assert "--json" in child.stdout
+    assert "[]" not in child.stdout.replace("[ARCH ...]", "")
+    if command in ("doctor", "support"):
+        assert "[ARCH ...]" in child.stdout
+        assert ", ".join(runtime.ARCHS) in child.stdout
 
 
 def test_help_names_what_people_look_for():
@@ -64,6 +68,8 @@ def test_wrong_usage_ends_with_2_and_says_why(arguments):
     assert child.stdout == ""
     assert "usage: tikv" in child.stderr
     assert "Traceback" not in child.stderr
+    if "abacus" in arguments:
+        assert all(arch in child.stderr for arch in runtime.ARCHS)
 
 
 def test_info_is_json_alone():

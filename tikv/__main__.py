@@ -215,6 +215,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def back_end(text: str) -> str:
+    """An argument that is a back end."""
+    if text not in runtime.ARCHS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(runtime.ARCHS)}")
+    return text
+
+
 def seconds(text: str) -> float:
     """An argument that is a time."""
     value = float(text)
@@ -249,8 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = commands.add_parser(
         "doctor", help="run real operations on each back end and compare bits (also: env-report, diagnose)"
     )
+    archs = ", ".join(runtime.ARCHS)
     check.add_argument(
-        "arch", nargs="*", choices=[*runtime.ARCHS, []], help="only these back ends; then each must pass"
+        "arch", nargs="*", type=back_end, metavar="ARCH", help=f"only these of {archs}; then each must pass"
     )
     check.add_argument("--json", action="store_true", help="as JSON")
     check.set_defaults(run=run_doctor)
@@ -260,7 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     matrix = commands.add_parser(
         "support", help="operation x dtype x back end: run here now, each compared with the reference"
     )
-    matrix.add_argument("arch", nargs="*", choices=[*runtime.ARCHS, []], help="only these; then each must work")
+    matrix.add_argument(
+        "arch", nargs="*", type=back_end, metavar="ARCH", help=f"only these of {archs}; then each must work"
+    )
     matrix.add_argument("--json", action="store_true", help="as JSON, with the reason of each refusal")
     matrix.set_defaults(run=show_support)
     times = commands.add_parser(
