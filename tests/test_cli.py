@@ -139,6 +139,24 @@ def test_a_reader_that_has_enough_is_no_error():
     assert child.returncode == 141
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.parametrize(
+    ("redirection", "words"), [("> /dev/full", "No space left"), (">&-", "stdout is closed"), ("> /dev/full 2>&-", "")]
+)
+@pytest.mark.parametrize("command", ["info", "variants --json"])
+def test_output_that_nobody_takes_is_one_line_and_a_status(command, redirection, words):
+    child = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m tikv {command} {redirection}', sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert child.returncode == 1
+    assert child.stderr.count("\n") == bool(words)
+    assert words in child.stderr
+
+
 def test_doctor_passes_on_the_cpu_and_names_what_is_absent():
     child = run("doctor", "cpu", "--json")
     assert child.returncode == 0, child.stdout

@@ -282,19 +282,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)
     arguments = parser.parse_args(argv)
+    if sys.stdout is None:  # `>&-`
+        return _fail("stdout is closed; give it a file or a terminal", 1)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # as when `head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:  # as when the disk of the file behind stdout is full
+        _drop_output()
+        return _fail(str(error), 1)
     except TikvError as error:
-        print(f"tikv: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
-        print("tikv: stopped", file=sys.stderr)
-        return 130
+        return _fail("stopped", 130)
+
+
+def _fail(message: str, status: int) -> int:
+    """Say why on stderr, where there is one."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"tikv: {message}", file=sys.stderr)
+    return status
+
+
+def _drop_output() -> None:
+    """Let go of what stdout no longer takes, which Python would try once more to write at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
