@@ -1,5 +1,6 @@
 """The command line: what it prints, its JSON, its exit statuses, and what is left of an interrupted run."""
 
+import contextlib
 import io
 import json
 import os
@@ -205,6 +206,23 @@ def test_support_runs_reports_and_outlives_a_crash(monkeypatch, capsys):
     assert status == {name: "not offered" if name == "int8" else "tested" for name in trials.DTYPES}
     assert found[-1].status == "FAIL"
     assert "exit status 7" in found[-1].detail
+
+
+def test_the_bar_of_support_ends_at_its_total(monkeypatch, capsys):
+    plant(monkeypatch, "'none': lambda *_: iter([])")  # no dtype means anything to it
+    monkeypatch.setattr(trials, "OPERATIONS", {"copy": None, "none": None})
+    steps, totals = [], []
+
+    @contextlib.contextmanager
+    def progress(title, total):
+        totals.append(total)
+        yield lambda now, done: steps.append(done)
+
+    monkeypatch.setattr(cli, "progress", progress)
+    assert cli.main(["support", "cpu", "cpu", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(trials.DTYPES)
+    assert totals == [2 * len(trials.DTYPES)]
+    assert steps == [*range(1, len(trials.DTYPES) + 1), *totals]
 
 
 def test_support_finds_a_wrong_result(monkeypatch, capsys):

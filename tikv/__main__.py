@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -114,8 +115,8 @@ def show_variants(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr with what is under way, if that is a terminal and rich is there; call it at each beginning."""
+def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr, if that is a terminal and rich is there; call it with what it shall say and how much is done."""
     if sys.stderr.isatty():
         try:
             from rich.console import Console
@@ -124,27 +125,32 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
             pass
         else:
             with Progress(console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(title, total=total, completed=-1)
-                yield lambda now: bar.update(task, advance=1, description=f"{title}: {now}")
+                task = bar.add_task(title, total=total)
+                yield lambda now, done: bar.update(task, completed=done, description=f"{title}: {now}")
             return
-    yield lambda now: None
+    yield lambda now, done: None
 
 
 def show_support(arguments: argparse.Namespace) -> int:
     """`tikv support`."""
     from tikv import trials
 
-    archs = tuple(arguments.arch or runtime.ARCHS)
+    archs = tuple(dict.fromkeys(arguments.arch or runtime.ARCHS))
     found: list[doctor.Trial] = []
     stopped = False
-    with progress("tikv support", len(archs) * len(trials.OPERATIONS) * len(trials.DTYPES)) as step:
+    # Not each dtype means something to each operation, which its trial finds: what is done is the place in the order.
+    places = {place: i for i, place in enumerate(itertools.product(archs, trials.OPERATIONS, trials.DTYPES), 1)}
+    last = {arch: i for (arch, _, _), i in places.items()}
+    with progress("tikv support", len(places)) as step:
 
         def done(trial: doctor.Trial) -> None:
             found.append(trial)
-            step(f"{trial.arch} {trial.operation} {trial.dtype}")
+            place = places.get((trial.arch, trial.operation, trial.dtype), last[trial.arch])
+            step(f"{trial.arch} {trial.operation} {trial.dtype}", place)
 
         try:
             doctor.support(archs, done)
+            step("done", len(places))
         except KeyboardInterrupt:
             stopped = True
     if arguments.json:
@@ -180,11 +186,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
     stopped = False
     with progress("tikv bench", len(timing.CASES)) as step:
         try:
-            names = iter([*timing.CASES, "done"])
-            step(next(names))
+            names = [*timing.CASES, "done"]
+            step(names[0], 0)
             for row in timing.bench(arguments.arch, arguments.seconds):
                 rows.append(row)
-                step(next(names))
+                step(names[len(rows)], len(rows))
         except KeyboardInterrupt:
             stopped = True
     if rows:
