@@ -13,7 +13,7 @@ RANKS = [
     ["spec", "reference", "roofline"],
     ["runtime", "arrays", "checks"],
     ["kernels"],
-    ["cuda", "cuda_launch", "launch", "moves", "graphs"],
+    ["cuda", "launch", "moves"],
     ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
     ["files", "blocks", "draw", "store", "paged", "layers", "kv_layer"],
     ["torch_ops", "integrations", "compat"],
@@ -75,6 +75,11 @@ def read(module: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("module", inside())
 def test_every_module_has_a_rank(module):
     assert module.split(".")[1] in PLACE, f"{module} stands in no layer: add it to RANKS"
+
+
+def test_every_rank_is_of_a_module_and_named_once():
+    names = [name for rank in RANKS for name in rank]
+    assert sorted(names) == sorted({name.split(".")[1] for name in inside()})
 
 
 @pytest.mark.parametrize("module", inside())
