@@ -165,8 +165,10 @@ def test_foreign_files_are_refused(arch, rng, tmp_path):
     from safetensors.numpy import save_file
 
     path = tmp_path / "cache.safetensors"
-    with pytest.raises(tikv.CacheFileError, match="cannot read"):
+    with pytest.raises(tikv.CacheFileError, match=r"there is no file .* Give the path of a file that save wrote"):
         tikv.KVCacheStore.load(path)
+    with pytest.raises(tikv.CacheFileError, match="3 is no path"):
+        tikv.KVCacheStore.load(3)
     save_file({"a": np.ones(3, np.float32)}, path)
     with pytest.raises(tikv.CacheFileError, match="no cache of this library"):
         tikv.KVCacheStore.load(path)
@@ -184,6 +186,15 @@ def test_foreign_files_are_refused(arch, rng, tmp_path):
         tikv.KVCacheStore.load(path)
     with pytest.raises(tikv.CacheFileError, match="does not end in"):
         filled(rng, dtype="float32").save(tmp_path / "cache.bin")
+    with pytest.raises(tikv.CacheFileError, match="3 is no path"):
+        filled(rng, dtype="float32").save(3)
+    with pytest.raises(tikv.CacheFileError, match=r"there is no folder .*missing'. Make it"):
+        filled(rng, dtype="float32").save(tmp_path / "missing" / "cache.safetensors")
+
+
+def test_an_unknown_dtype_is_told_those_that_are_stored():
+    with pytest.raises(tikv.DTypeError, match=r"Use one of float32, float16, bfloat16, float64, int8\."):
+        tikv.dtypes.parse("foo", "test")
 
 
 # --- sequences

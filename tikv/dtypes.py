@@ -44,7 +44,8 @@ int64 = DType("int64", "i64", np.dtype(np.int64), (0, 64))
 
 FLOATS = (float32, float16, bfloat16, float64)
 INDICES = (int32, int64)
-ALL = (*FLOATS, int8, *INDICES)
+STORED = (*FLOATS, int8)
+ALL = (*STORED, *INDICES)
 
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}
@@ -95,7 +96,7 @@ def parse(dtype: Any, operation: str) -> DType:
         except TypeError:
             found = None
     if found is None:
-        raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {', '.join(row.name for row in ALL)}.")
+        raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {', '.join(row.name for row in STORED)}.")
     return found
 
 

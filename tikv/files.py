@@ -28,11 +28,16 @@ def target_of(path: str | os.PathLike[str], operation: str) -> Path:
     """The file to write, known to have the right ending before anything is read from a device.
 
     Raises:
-        CacheFileError: the name does not end in .safetensors.
+        CacheFileError: that is no path, its name does not end in .safetensors, or its folder is not there.
     """
-    target = Path(path)
+    try:
+        target = Path(path)
+    except TypeError:
+        raise CacheFileError(f"{operation}: {path!r} is no path. Give the name of a file.") from None
     if target.suffix != SUFFIX:
         raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
+    if not target.parent.is_dir():
+        raise CacheFileError(f"{operation}: there is no folder {str(target.parent)!r}. Make it, or name another.")
     return target
 
 
@@ -83,8 +88,16 @@ def read_tensors(path: str | os.PathLike[str], operation: str) -> tuple[dict[str
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(os.fspath(path), "np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        name = os.fspath(path)
+    except TypeError:
+        raise CacheFileError(f"{operation}: {path!r} is no path. Give that of a file that save wrote.") from None
+    try:
+        with safe_open(name, "np") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise CacheFileError(
+            f"{operation}: there is no file {str(path)!r}. Give the path of a file that save wrote."
+        ) from None
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise CacheFileError(
             f"{operation}: cannot read {str(path)!r} as safetensors: {error}. Save the cache again."
