@@ -71,7 +71,7 @@ def size_in_words(nbytes: int) -> str:
     """
     if nbytes < 1000:
         return f"{nbytes} B"
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 999_950 else f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 100_000 else f"{nbytes / 1e6:.1f} MB"
 
 
 class Layer:
