@@ -8,6 +8,7 @@ Without an NVIDIA GPU the same step runs on the CPU, one call after another.
 """
 
 import argparse
+import sys
 import time
 
 import torch
@@ -107,6 +108,11 @@ def main():
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=1024)
     arguments = parser.parse_args()
+    for name in ("tokens", "layers"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: at least 1")
+    if arguments.width < 16 or arguments.width % 16:
+        parser.error(f"--width {arguments.width}: a multiple of 16, the number of heads")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tikv.init(device)
     torch.manual_seed(0)
@@ -127,4 +133,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -5,6 +5,7 @@ python examples/draw_store.py [--out FOLDER]
 
 import argparse
 import pathlib
+import sys
 
 import numpy as np
 
@@ -46,11 +47,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"), metavar="FOLDER")
     options = parser.parse_args()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error}")
     tikv.init("cpu")
-    options.out.mkdir(parents=True, exist_ok=True)
     ring().draw(options.out / "ring.svg")
     pages().draw(options.out / "pages.svg")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -126,8 +126,10 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--tokens {args.tokens}: at least 1")
     if args.no_repeat < 0 or args.no_repeat == 1:
         parser.error(f"--no-repeat {args.no_repeat}: 0, or at least 2")
-    if args.temperature < 0:
+    if not args.temperature >= 0:  # which nan is not
         parser.error(f"--temperature {args.temperature}: 0 or more")
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: 0 or more")
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; examples/train.py writes one")
     return args

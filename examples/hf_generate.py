@@ -5,6 +5,7 @@ python examples/hf_generate.py path/to/checkpoint "Once upon"    any causal mode
 """
 
 import argparse
+import sys
 import time
 
 import torch
@@ -42,12 +43,22 @@ def main():
     parser.add_argument("checkpoint", nargs="?", help="a folder with a causal model and its tokenizer")
     parser.add_argument("prompt", nargs="?", default="The key of a cache is")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--dtype", default=None, help="storage: float16, bfloat16 or int8; the model's by default")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16", "int8"),
+        default=None,
+        help="what K and V are stored in; the model's by default",
+    )
     arguments = parser.parse_args()
+    if arguments.tokens < 1:
+        parser.error(f"--tokens {arguments.tokens}: at least 1")
 
     if arguments.checkpoint:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.checkpoint, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.checkpoint, local_files_only=True)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.checkpoint, local_files_only=True)
+            model = transformers.AutoModelForCausalLM.from_pretrained(arguments.checkpoint, local_files_only=True)
+        except (OSError, ValueError) as error:
+            parser.error(f"{arguments.checkpoint}: {error}")
         ids, text = tokenizer(arguments.prompt, return_tensors="pt").input_ids, tokenizer.decode
     else:
         model, ids = tiny_model(), torch.tensor([list(arguments.prompt.encode())])
@@ -68,4 +79,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

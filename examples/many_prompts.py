@@ -8,6 +8,7 @@ prompt through the model together. Afterwards each prompt is written on alone, i
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -68,6 +69,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: at least 1")
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: no config.json there; examples/train.py writes one")
     return args
 
 
@@ -140,4 +143,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -3,6 +3,9 @@
 python examples/sliding_window.py
 """
 
+import contextlib
+import sys
+
 import numpy as np
 
 import tikv
@@ -36,4 +39,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            main()
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -169,6 +169,8 @@ def test_many_prompts_share_blocks_and_write_what_each_writes_alone():
     [
         (["--tokens", "0"], "--tokens 0: at least 1"),
         (["--temperature", "-1"], "--temperature -1.0: 0 or more"),
+        (["--temperature", "nan"], "--temperature nan: 0 or more"),
+        (["--seed", "-1"], "--seed -1: 0 or more"),
         (["--no-repeat", "1"], "--no-repeat 1: 0, or at least 2"),
         (["--model", "nowhere"], "no config.json there"),
         (["--arch", "abacus"], "'abacus'"),
@@ -177,6 +179,30 @@ def test_many_prompts_share_blocks_and_write_what_each_writes_alone():
 def test_generate_says_what_is_wrong(arguments, words):
     result = run(*arguments)
     assert result.returncode != 0
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("many_prompts.py", ["--model", "nowhere"], "no config.json there"),
+        ("draw_store.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
+        ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: at least 1"),
+        ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: at least 1"),
+        ("cuda_graph_decode.py", ["--width", "100"], "--width 100: a multiple of 16"),
+        ("hf_generate.py", ["--tokens", "0"], "--tokens 0: at least 1"),
+        ("hf_generate.py", ["--dtype", "int32"], "invalid choice: 'int32'"),
+        ("hf_generate.py", ["nowhere/at/all"], "nowhere/at/all: "),
+    ],
+)
+def test_the_other_examples_say_what_is_wrong(script, arguments, words):
+    if script in ("cuda_graph_decode.py", "hf_generate.py"):
+        pytest.importorskip("torch")
+    if script == "hf_generate.py":
+        pytest.importorskip("transformers")
+    result = run(*arguments, script=script)
+    assert result.returncode == 2, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
 
