@@ -77,7 +77,7 @@ def test_attention_without_subgroups(arch, lanes, monkeypatch):
     """As on a device that has none."""
     live = runtime.current()
     monkeypatch.setattr(live, "has_subgroups", False)
-    monkeypatch.setattr(live, "plans", {})
+    monkeypatch.setattr(live, "_plans", {})
     check()
     check(width=6, group=1)
     assert any(lanes.ALONE in kernel.choices for kernel in live.kernels.values())
