@@ -150,9 +150,8 @@ def decode_attention(
     if k_scale is not None or v_scale is not None:
         _add_scales(arrays, k_scale, v_scale, operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-    window, num_splits = (
-        checks.integer_or_none(n, name, operation) for n, name in ((window, "window"), (num_splits, "num_splits"))
-    )
+    window = checks.integer_or_none(window, "window", operation)
+    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     sinks = checks.integer(sinks, "sinks", operation)
     options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
     key = form_key(operation, arrays, options)
@@ -184,7 +183,6 @@ def _contiguous(
         checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
     capacity = k.shape[2]
     window = checks.window_of(window, capacity, operation) if ring else _window(window, operation)
-    sinks = checks.integer(sinks, "sinks", operation)
     slots = capacity if window is None else window
     if sinks and (window is not None or ring) and sinks >= slots:
         raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
@@ -285,9 +283,8 @@ def paged_decode_attention(
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-    window, num_splits = (
-        checks.integer_or_none(n, name, operation) for n, name in ((window, "window"), (num_splits, "num_splits"))
-    )
+    window = checks.integer_or_none(window, "window", operation)
+    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
     key = form_key(operation, arrays, options)
     form = live.plans.get(key)
