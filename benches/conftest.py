@@ -19,7 +19,8 @@ import pytest
 import shapes
 from touch import make_touch
 
-from tikv import arrays, launch, roofline, runtime, timing
+from tikv import arrays, launch, runtime
+from tikv.tools import bench, roofline
 
 
 def synchronize(arch) -> None:
@@ -61,7 +62,7 @@ class Roof:
             source = torch.empty(half, dtype=torch.uint8, device="cuda").fill_(1)
             target = torch.empty_like(source)
             return lambda: target.copy_(source)
-        return timing.memcpy_on_host(half)
+        return bench.memcpy_on_host(half)
 
     def launch(self):
         """A call that launches the smallest kernel by the library's own route."""

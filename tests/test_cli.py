@@ -14,7 +14,9 @@ import pytest
 
 import tikv
 from tikv import __main__ as cli
-from tikv import doctor, runtime, spec, timing, trials
+from tikv import runtime
+from tikv.compat.seeds import spec
+from tikv.tools import bench, doctor, support
 
 ROOT = Path(__file__).parent.parent
 
@@ -187,9 +189,9 @@ def test_doctor_outlives_its_children(monkeypatch, probe, status, words):
 
 
 def plant(monkeypatch, operation):
-    """Leave one operation of the trials, in a child that reads the planted table instead of `tikv.trials`."""
+    """Leave one operation of the trials, in a child that reads the planted table instead of `tikv.tools.support`."""
     table = f"t.OPERATIONS = {{'copy': t.OPERATIONS['copy'], {operation}}}"
-    script = f"import sys, tikv.trials as t; {table}; t.main(sys.argv[-1])"
+    script = f"import sys, tikv.tools.support as t; {table}; t.main(sys.argv[-1])"
     popen = subprocess.Popen
 
     def start(command, **options):
@@ -203,14 +205,14 @@ def test_support_runs_reports_and_outlives_a_crash(monkeypatch, capsys):
     assert cli.main(["support", "cpu", "--json"]) == 1
     found = [doctor.Trial(**trial) for trial in json.loads(capsys.readouterr().out)]
     status = {trial.dtype: trial.status for trial in found if trial.operation == "copy"}
-    assert status == {name: "not offered" if name == "int8" else "tested" for name in trials.DTYPES}
+    assert status == {name: "not offered" if name == "int8" else "tested" for name in support.DTYPES}
     assert found[-1].status == "FAIL"
     assert "exit status 7" in found[-1].detail
 
 
 def test_the_bar_of_support_ends_at_its_total(monkeypatch, capsys):
     plant(monkeypatch, "'none': lambda *_: iter([])")  # no dtype means anything to it
-    monkeypatch.setattr(trials, "OPERATIONS", {"copy": None, "none": None})
+    monkeypatch.setattr(support, "OPERATIONS", {"copy": None, "none": None})
     steps, totals = [], []
 
     @contextlib.contextmanager
@@ -220,9 +222,9 @@ def test_the_bar_of_support_ends_at_its_total(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "progress", progress)
     assert cli.main(["support", "cpu", "cpu", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == len(trials.DTYPES)
-    assert totals == [2 * len(trials.DTYPES)]
-    assert steps == [*range(1, len(trials.DTYPES) + 1), *totals]
+    assert len(json.loads(capsys.readouterr().out)) == len(support.DTYPES)
+    assert totals == [2 * len(support.DTYPES)]
+    assert steps == [*range(1, len(support.DTYPES) + 1), *totals]
 
 
 def test_support_finds_a_wrong_result(monkeypatch, capsys):
@@ -239,10 +241,10 @@ def test_support_says_what_is_not_on_this_machine(capsys):
     assert "metal: not on this machine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("operation", trials.OPERATIONS)
+@pytest.mark.parametrize("operation", support.OPERATIONS)
 def test_each_operation_agrees_with_the_reference(arch, operation):
     live = runtime.current()
-    found = {dtype: trials.attempt(live, operation, dtype) for dtype in trials.DTYPES}
+    found = {dtype: support.attempt(live, operation, dtype) for dtype in support.DTYPES}
     known = [trial for trial in found.values() if trial is not None]
     assert [trial.detail for trial in known if trial.status == "FAIL"] == []
     assert found["float32"].status == "tested"
@@ -252,18 +254,18 @@ def test_each_operation_agrees_with_the_reference(arch, operation):
 
 def test_the_comparison_sees_one_bit_and_one_tolerance():
     want = np.float32([1.0, -0.0, np.nan])
-    assert trials.differs(want.copy(), want, None) == ""
-    assert "1 of 12 bytes" in trials.differs(np.float32([1.0, 0.0, np.nan]), want, None)
-    assert "dtype" in trials.differs(want.astype(np.float64), want, None)
-    assert "shape" in trials.differs(want[:2], want, None)
-    assert "more than 0.1" in trials.differs(np.float32([1.2]), np.float64([1.0]), 0.1)
+    assert support.differs(want.copy(), want, None) == ""
+    assert "1 of 12 bytes" in support.differs(np.float32([1.0, 0.0, np.nan]), want, None)
+    assert "dtype" in support.differs(want.astype(np.float64), want, None)
+    assert "shape" in support.differs(want[:2], want, None)
+    assert "more than 0.1" in support.differs(np.float32([1.2]), np.float64([1.0]), 0.1)
 
 
 def test_bench_times_every_case_and_draws_it(tmp_path):
     child = run("bench", "--arch", "cpu", "--seconds", "1", "--json", "--plot", str(tmp_path / "out.svg"))
     assert child.returncode == 0, child.stderr
     found = json.loads(child.stdout)
-    assert [row["case"] for row in found["rows"]] == list(timing.CASES)
+    assert [row["case"] for row in found["rows"]] == list(bench.CASES)
     for row in found["rows"]:
         assert row["us"] > 0
         assert row["memcpy_us"] > 0
@@ -272,19 +274,19 @@ def test_bench_times_every_case_and_draws_it(tmp_path):
         assert ("numpy" in row["peers_us"]) == (not row["case"].startswith("attention"))
     assert "taichi 1.7" in found["machine"]
     texts = [node.text for node in ElementTree.parse(tmp_path / "out.svg").iter() if node.text]
-    assert set(timing.CASES) <= set(texts)
+    assert set(bench.CASES) <= set(texts)
     assert "out.svg" in child.stderr
 
 
 def test_an_interrupted_bench_prints_what_is_done(monkeypatch, capsys):
-    row = timing.Row("a case", "cpu", 2_000_000, 100.0, 50.0, {"numpy": 400.0})
+    row = bench.Row("a case", "cpu", 2_000_000, 100.0, 50.0, {"numpy": 400.0})
 
-    def bench(arch, seconds):
+    def interrupted(arch, seconds):
         yield row
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(timing, "bench", bench)
-    monkeypatch.setattr(timing, "about", lambda arch: "a machine")
+    monkeypatch.setattr(bench, "bench", interrupted)
+    monkeypatch.setattr(bench, "about", lambda arch: "a machine")
     assert cli.main(["bench", "--arch", "cpu"]) == 130
     out, err = capsys.readouterr()
     assert [line.split() for line in out.splitlines()][3] == ["a", "case", "100.0", "400.0", "50.0", "20.0", "50", "%"]
@@ -293,8 +295,8 @@ def test_an_interrupted_bench_prints_what_is_done(monkeypatch, capsys):
 
 def test_a_wrong_result_is_not_timed(arch, monkeypatch, capsys):
     def wrong(machine):
-        return 8, {"tikv": timing.Contender(lambda: None, lambda: [(np.zeros(2), np.ones(2))])}
+        return 8, {"tikv": bench.Contender(lambda: None, lambda: [(np.zeros(2), np.ones(2))])}
 
-    monkeypatch.setattr(timing, "CASES", {"a case": wrong})
+    monkeypatch.setattr(bench, "CASES", {"a case": wrong})
     with pytest.raises(tikv.TikvError, match="a case: the result of tikv is wrong"):
-        timing.time_case(timing.Machine(runtime.current()), "a case", 0.1)
+        bench.time_case(bench.Machine(runtime.current()), "a case", 0.1)

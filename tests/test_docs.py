@@ -4,6 +4,7 @@ import ast
 import contextlib
 import doctest
 import importlib
+import inspect
 import io
 import os
 import pathlib
@@ -122,7 +123,8 @@ def run(*arguments: str) -> list[str]:
 
 def test_the_readme_shows_what_commands_print():
     """Word for word where no machine is in it; else the same rows and columns."""
-    from tikv import doctor, runtime, timing, trials
+    from tikv import runtime
+    from tikv.tools import bench, doctor, support
 
     assert output("variants") == run("variants")
     shown, printed = columns(output("info")), columns(run("info"))
@@ -134,14 +136,14 @@ def test_the_readme_shows_what_commands_print():
         assert status in ("PASS", "absent")
         assert remedy == (doctor.REMEDIES[arch] if status == "absent" else "")
     shown = columns(output("support"))
-    assert shown[0] == ["operation", *trials.DTYPES]
-    assert [row[0] for row in shown[1:]] == list(trials.OPERATIONS)
+    assert shown[0] == ["operation", *support.DTYPES]
+    assert [row[0] for row in shown[1:]] == list(support.OPERATIONS)
     assert {cell for row in shown[1:] for cell in row[1:]} == {"tested", "not offered", ""}
     *table, machine = output("bench")
     shown = columns(table)
     assert shown[0][:2] == ["case", "tikv us"]
     assert shown[0][-3:] == ["memcpy us", "tikv GB/s", "of memcpy"]
-    assert [row[0] for row in shown[1:]] == list(timing.CASES)
+    assert [row[0] for row in shown[1:]] == list(bench.CASES)
     assert "cpu" in machine
 
 
@@ -176,7 +178,9 @@ def test_the_readme_names_every_public_operation_extra_and_error():
     operations = text.partition("## Operations")[2].partition("## ")[0]
     errors = text.partition("## Errors")[2].partition("## ")[0]
     apart = {"__version__", "init", "info", "CacheArray", "KVCacheAppendDescriptor", "KVCacheAppendArgs"}
-    for name in {*tikv._HOME} - apart:
+    for name in {*tikv.__all__} - apart:
+        if inspect.ismodule(getattr(tikv, name)):
+            continue
         kind = getattr(tikv, name)
         where = errors if isinstance(kind, type) and issubclass(kind, Exception) else operations
         assert re.search(rf"`(tikv\.)?{name}`", where), f"README.md does not name {name} where it belongs"
@@ -201,10 +205,10 @@ def test_readme_has_the_two_commands():
 
 
 def test_the_readme_names_every_home_of_the_layer_trait():
-    from tikv import kv_layer
+    from tikv.compat.seeds import layers
 
     text = README.read_text(encoding="utf-8")
     table = text.partition("<!-- seed names -->")[2].partition("<!-- end of seed names -->")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in kv_layer.SEED_NAMES.items()}
+    homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in layers.SEED_NAMES.items()}
     assert rows == [f"| `{name}` | {found} |" for name, found in homes.items()]

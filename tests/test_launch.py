@@ -9,7 +9,8 @@ import oracle
 import pytest
 
 import tikv
-from tikv import launch, moves, ops, reference, runtime
+from tikv import launch, reference, runtime
+from tikv.ops import copy, row_copy
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def address_of(array):
 
 def test_plans_stay_few(arch, fresh_plans, monkeypatch):
     """Calls whose form never comes back do not pile up, and are right all the same."""
-    monkeypatch.setattr(moves, "MAX_PLANS", 8)
+    monkeypatch.setattr(row_copy, "MAX_PLANS", 8)
     cache = np.zeros((1, 40, 2), np.float32)
     placed = oracle.place(cache, arch)
     for window in range(1, 40):
@@ -159,7 +160,7 @@ def test_threads(arch, rng, fresh_plans, fused):
 @pytest.mark.archs("cpu")
 def test_threads_that_bind_together_bind_once(arch, monkeypatch, fresh_plans):
     """A plan whose first binding is slow: whoever comes meanwhile waits for it."""
-    bound, original = [], ops.bind_copy
+    bound, original = [], copy.bind_copy
     go = threading.Event()
 
     def slow(*args, **keywords):
@@ -167,14 +168,14 @@ def test_threads_that_bind_together_bind_once(arch, monkeypatch, fresh_plans):
         bound.append(1)
         return original(*args, **keywords)
 
-    monkeypatch.setattr(ops, "bind_copy", slow)
+    monkeypatch.setattr(copy, "bind_copy", slow)
     src, caches = np.ones((1, 1, 4), np.float32), [np.zeros((1, 4, 4), np.float32) for _ in range(4)]
     live = runtime.current()
-    plan = ops._plan_write(live, "copy", [ops.view(src, "src", "copy"), ops.view(caches[0], "cache", "copy")],
+    plan = copy._plan_write(live, "copy", [copy.view(src, "src", "copy"), copy.view(caches[0], "cache", "copy")],
                            ("src", "cache"), None, None, 0, "token_major", "head_major")  # fmt: skip
     threads = [
         threading.Thread(
-            target=plan.run, args=("copy", [ops.view(src, "src", "copy"), ops.view(cache, "cache", "copy")], i)
+            target=plan.run, args=("copy", [copy.view(src, "src", "copy"), copy.view(cache, "cache", "copy")], i)
         )
         for i, cache in enumerate(caches)
     ]

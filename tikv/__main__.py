@@ -18,8 +18,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tikv import doctor, draw, runtime, spec
+from tikv import runtime
+from tikv.compat.seeds import spec
 from tikv.errors import TikvError
+from tikv.stores import draw
+from tikv.tools import doctor
 
 
 def table(
@@ -133,13 +136,13 @@ def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
 
 def show_support(arguments: argparse.Namespace) -> int:
     """`tikv support`."""
-    from tikv import trials
+    from tikv.tools import support
 
     archs = tuple(dict.fromkeys(arguments.arch or runtime.ARCHS))
     found: list[doctor.Trial] = []
     stopped = False
     # Not each dtype means something to each operation, which its trial finds: what is done is the place in the order.
-    places = {place: i for i, place in enumerate(itertools.product(archs, trials.OPERATIONS, trials.DTYPES), 1)}
+    places = {place: i for i, place in enumerate(itertools.product(archs, support.OPERATIONS, support.DTYPES), 1)}
     last = {arch: i for (arch, _, _), i in places.items()}
     with progress("tikv support", len(places)) as step:
 
@@ -164,10 +167,10 @@ def show_support(arguments: argparse.Namespace) -> int:
                 print(f"{arch}: {whole.status}: {whole.detail}\n")
             if mine:
                 rows = [
-                    [name, *(mine[name, d].status if (name, d) in mine else "" for d in trials.DTYPES)]
-                    for name in trials.OPERATIONS
+                    [name, *(mine[name, d].status if (name, d) in mine else "" for d in support.DTYPES)]
+                    for name in support.OPERATIONS
                 ]
-                table(f"tikv support, {arch}: tested here, now", ("operation", *trials.DTYPES), rows, styles)
+                table(f"tikv support, {arch}: tested here, now", ("operation", *support.DTYPES), rows, styles)
                 print()
         for trial in found:
             if trial.status == doctor.FAILED:
@@ -180,21 +183,21 @@ def show_support(arguments: argparse.Namespace) -> int:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """`tikv bench`."""
-    from tikv import timing
+    from tikv.tools import bench
 
-    rows: list[timing.Row] = []
+    rows: list[bench.Row] = []
     stopped = False
-    with progress("tikv bench", len(timing.CASES)) as step:
+    with progress("tikv bench", len(bench.CASES)) as step:
         try:
-            names = [*timing.CASES, "done"]
+            names = [*bench.CASES, "done"]
             step(names[0], 0)
-            for row in timing.bench(arguments.arch, arguments.seconds):
+            for row in bench.bench(arguments.arch, arguments.seconds):
                 rows.append(row)
                 step(names[len(rows)], len(rows))
         except KeyboardInterrupt:
             stopped = True
     if rows:
-        machine = timing.about(rows[0].arch)
+        machine = bench.about(rows[0].arch)
         if arguments.json:
             print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows]}, indent=2))
         else:
@@ -214,7 +217,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
             table("tikv bench (each result checked; memcpy moves the same bytes)", header, cells)
             print(machine)
         if arguments.plot:
-            draw.save(timing.picture(rows, machine), arguments.plot, "bench")
+            draw.save(bench.picture(rows, machine), arguments.plot, "bench")
             print(f"drew {arguments.plot}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tikv import attention, pools
 from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
 from tikv.errors import ShapeError
+from tikv.ops import paged
+from tikv.ops.attention import plan
 
 OPERATION = "flash_attn_with_kvcache"
 
@@ -121,7 +122,7 @@ def flash_attn_with_kvcache(
         blocks = library.take_along_dim(table, page, 1) if library is not np else np.take_along_axis(table, page, 1)
         slots = blocks * block_size + position % block_size
         flat_k, flat_v = (x.reshape(batch * new, *x.shape[2:]) for x in (k, v))
-        pools.write_slots(flat_k, flat_v, k_cache, v_cache, slots.reshape(-1))
+        paged.write_slots(flat_k, flat_v, k_cache, v_cache, slots.reshape(-1))
     options: dict[str, Any] = {
         "scale": softmax_scale,
         "window": None if left < 0 else left + 1,
@@ -134,7 +135,7 @@ def flash_attn_with_kvcache(
     lens = before + new
     if cache_leftpad is None:
         tables, contexts = _int32(table), _int32(lens)
-        out, lse = attention.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
+        out, lse = plan.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
     else:
         out, lse = _padded(heads_first, k_cache, v_cache, table, lens, cache_leftpad, options, library)
     out = _swap(out, 1, 2)
@@ -149,7 +150,7 @@ def _padded(
     pads, rows, ends = (np.asarray(x.tolist()) for x in (leftpad, table[:, 0], lens))
     for b, (pad, row, end) in enumerate(zip(pads, rows, ends, strict=True)):
         k, v = (_swap(cache[row : row + 1, pad:end], 1, 2) for cache in (k_cache, v_cache))
-        out, lse = attention.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
+        out, lse = plan.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
         outs.append(out)
         lses.append(lse)
     join = np.concatenate if library is np else library.cat

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tikv import attention, pools
 from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
+from tikv.ops import paged
+from tikv.ops.attention import plan
 
 
 def append_paged_kv_cache(
@@ -84,7 +85,7 @@ def append_paged_kv_cache(
             f"table must count the new tokens already; -1 skips one."
         ),
     )
-    pools.write_slots(append_key, append_value, k_pool, v_pool, slots, layout=kv_layout)
+    paged.write_slots(append_key, append_value, k_pool, v_pool, slots, layout=kv_layout)
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
@@ -140,7 +141,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
         v_a, v_b: (T, H, D).
         s_a, s_b: (T, H) float32.
     """
-    merged = attention.merge_states(v_a, s_a, v_b, s_b, lse_base2=True)
+    merged = plan.merge_states(v_a, s_a, v_b, s_b, lse_base2=True)
     return merged[0], merged[1]
 
 

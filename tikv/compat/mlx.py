@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import checks, files
 from tikv.errors import CacheFileError, OptionError
-from tikv.store import KVCacheStore
+from tikv.ops import checks
+from tikv.stores import files
+from tikv.stores.contiguous import KVCacheStore
 
 SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tikv import pools
 from tikv.compat.indices import refuse_option
 from tikv.errors import ShapeError
+from tikv.ops import paged
 
 DTYPES = ("auto", "int8")
 
@@ -22,7 +22,7 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
     _check_dtype(kv_cache_dtype, operation)
     tokens = len(slot_mapping)  # rows behind these are padding
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
-    pools.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
+    paged.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
 
 
 def reshape_and_cache_flash(
@@ -99,7 +99,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
             f"Pass one of each a layer, all of as many blocks."
         )
     for k_cache, v_cache in zip(key_caches, value_caches, strict=True):
-        pools.copy_blocks(k_cache, v_cache, block_mapping)
+        paged.copy_blocks(k_cache, v_cache, block_mapping)
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mapping: Any = None) -> None:
@@ -128,4 +128,4 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mappi
             refuse_option(
                 operation, block_size_in_bytes=(block_size_in_bytes, f"{actual}, the bytes of a block of src")
             )
-    pools.swap_blocks(src, dst, block_mapping)
+    paged.swap_blocks(src, dst, block_mapping)

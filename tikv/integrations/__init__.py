@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-MODULES = ("transformers",)
+MODULES = ("torch_ops", "transformers")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv import dtypes, runtime, torch_ops
-from tikv.attention import decode_attention
+from tikv import dtypes, runtime
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
-from tikv.layers import LayerStore
-from tikv.store import SOURCES
+from tikv.integrations import torch_ops
+from tikv.ops.attention.plan import decode_attention
+from tikv.stores.contiguous import SOURCES
+from tikv.stores.growing import LayerStore
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window

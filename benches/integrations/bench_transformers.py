@@ -1,0 +1,79 @@
+"""One token into a transformers cache, and a whole generation: TikvCache beside transformers' own two."""
+
+import oracle
+import pytest
+
+from tikv import dtypes
+from tikv.tools import roofline
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+PEERS = ("tikv", "StaticCache", "DynamicCache")
+pytestmark = [pytest.mark.archs("cpu", "cuda"), pytest.mark.filterwarnings("default")]
+
+
+def llama(smoke, layers):
+    """A Llama's configuration: 8 KV heads of 64."""
+    width = 64 if smoke else 512
+    return transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 16,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+
+
+def cache_of(peer, config, capacity):
+    from tikv.integrations.transformers import TikvCache
+
+    if peer == "DynamicCache":
+        return transformers.DynamicCache(config=config)
+    return (TikvCache if peer == "tikv" else transformers.StaticCache)(config, max_cache_len=capacity)
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("length", [2_000, 20_000])
+def bench_update(arch, rng, length, peer, smoke, sizes, timed):
+    length = length // 100 if smoke else length
+    config = llama(smoke, layers=1)
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    calls = 3 if peer == "DynamicCache" else sizes.calls  # it grows by concatenation, so what is timed grows with it
+    cache = cache_of(peer, config, capacity=length + 24 * calls)
+    rows = [torch.randn(1, heads, length, width, device=arch) for _ in "kv"]
+    k, v = (torch.randn(1, 1, heads, width, device=arch).transpose(1, 2) for _ in "kv")
+    cache.update(*rows, 0, {"cache_position": torch.arange(length, device=arch)})
+    position = {"cache_position": torch.tensor([length], device=arch)}  # what versions before 5.4 ask for
+
+    def call():
+        return cache.update(k, v, 0, position)
+
+    with torch.no_grad():
+        for row, past, cached in zip((k, v), rows, call(), strict=True):
+            oracle.assert_same_bits(cached[:, :, length].cpu().numpy(), row[:, :, 0].cpu().numpy(), what=peer)
+            oracle.assert_same_bits(cached[:, :, :length].cpu().numpy(), past.cpu().numpy(), what=f"{peer}: the past")
+        moved = roofline.bytes_moved(1, heads, width, *[dtypes.float32] * 2)
+        timed(call, op="update", peer=peer, case=f"at {length} tokens", bytes_moved=moved, calls=calls)
+
+
+@pytest.mark.parametrize("peer", ["tikv", "DynamicCache"])
+def bench_generate(arch, peer, smoke, timed):
+    """512 tokens of a model with 4 layers and random weights."""
+    torch.manual_seed(0)
+    config, tokens = llama(smoke, layers=4), 8 if smoke else 512
+    model = transformers.LlamaForCausalLM(config).eval().to(arch)
+    ids = torch.randint(1, 256, (1, 16), device=arch)
+
+    def call(peer=peer):
+        cache = cache_of(peer, config, capacity=ids.shape[1] + tokens)
+        return model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+
+    assert torch.equal(call(), call("DynamicCache"))
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    moved = 4 * roofline.bytes_moved(tokens, heads, width, *[dtypes.float32] * 2)
+    timed(call, op="generate", peer=peer, case=f"{tokens} tokens", bytes_moved=moved, rounds=5)

@@ -1,0 +1,69 @@
+"""int8 pools: quantising on the way against a plain write of the same rows, and reading back."""
+
+import numpy as np
+import oracle
+import pytest
+import shapes
+
+import tikv
+from tikv import dtypes, reference
+from tikv.tools import roofline
+
+SCALE = dtypes.float16
+
+
+@pytest.mark.parametrize("peer", ["tikv"], indirect=True)
+@pytest.mark.parametrize("stored", ["float16", "int8"])
+def bench_write_int8(arch, rng, peer, stored, sizes, smoke, timed):
+    heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
+    block = (shapes.SMOKE_SCATTER if smoke else shapes.SCATTER).block
+    tokens = sizes.prefill // block * block
+    # Few different rows, many times: the oracle goes element by element.
+    few = [(rng.random((block, heads, width), np.float32) - np.float32(0.5)).astype(np.float16) for _ in "kv"]
+    rows = [np.concatenate([a] * (tokens // block)) for a in few]
+    slots = rng.permutation(tokens)
+    before = [oracle.random_bits(rng, (tokens // block, block, heads, width), np.dtype(stored)) for _ in "kv"]
+    scales_before = [oracle.random_bits(rng, (tokens // block, block, heads), SCALE.numpy) for _ in "kv"]
+    new, pools, scales = ([oracle.place(a.copy(), arch) for a in arrays] for arrays in (rows, before, scales_before))
+    options = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if stored == "int8" else {}
+    places = oracle.place(slots, arch)
+
+    def call():
+        tikv.write_slots(*new, *pools, places, **options)
+
+    call()
+    for i, name in enumerate("kv"):
+        want, want_scale = (few[i], None) if stored == "float16" else reference.quantize(few[i], SCALE.numpy)
+        want = np.concatenate([want] * (tokens // block))
+        oracle.assert_same_bits(pools[i], reference.write_slots(want, before[i], slots), what=name)
+        if want_scale is not None:
+            want_scale = np.concatenate([want_scale] * (tokens // block))[..., None]
+            after = reference.write_slots(want_scale, scales_before[i][..., None], slots)[..., 0]
+            oracle.assert_same_bits(scales[i], after, what=f"scales of {name}")
+    moved = roofline.bytes_moved(tokens, heads, width, dtypes.float16, dtypes.parse(stored, "bench"))
+    if stored == "int8":
+        moved += 2 * tokens * heads * SCALE.itemsize
+    timed(call, op="write_slots", peer=peer, case=f"{tokens:,} tokens into {stored}", bytes_moved=moved)
+
+
+@pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)
+def bench_dequantize(arch, rng, peer, sizes, smoke, timed):
+    heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
+    q = rng.integers(-127, 128, (sizes.prefill, heads, width)).astype(np.int8)
+    scale = np.abs(oracle.numbers(rng, (sizes.prefill, heads), np.float32))
+    place = oracle.to_torch if peer == "torch" else oracle.place
+    stored, scales, out = place(q, arch), place(scale, arch), place(np.zeros(q.shape, np.float32), arch)
+    if peer == "tikv":
+
+        def call():
+            tikv.dequantize(stored, scales, out)
+    else:
+        import torch
+
+        def call():
+            torch.mul(stored, scales[..., None], out=out)
+
+    call()
+    oracle.assert_same_bits(out, reference.dequantize(q, scale), what=peer)
+    moved = q.size * (1 + out.dtype.itemsize) + scale.nbytes
+    timed(call, op="dequantize", peer=peer, case=f"{sizes.prefill:,} tokens to float32", bytes_moved=moved)

@@ -1,0 +1,580 @@
+"""One layer of one sequence, as the layer trait of the third seed has it: the caller keeps the count and the blocks.
+
+`ContiguousKVLayer` and `PagedKVLayer` have a home for each name of that trait, in every dtype; `SEED_NAMES` says which.
+A step is: write, which begins at `len`; `set_len`; attend. `KVCacheStore` and `PagedKVCacheStore` count by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, CacheArray, new_array, new_like, to_device, view, write_host
+from tikv.dtypes import DType
+from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
+from tikv.ops import checks, copy, write_qkv
+from tikv.ops.attention import plan
+from tikv.stores import block_pool
+from tikv.stores.contiguous import storage
+from tikv.stores.paged import Pages, PoolForm
+
+# Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
+SEED_NAMES: dict[str, tuple[str, ...]] = {
+    "alloc_contig": ("ContiguousKVLayer.alloc_contig",),
+    "alloc_paged": ("PagedKVLayer.alloc_paged",),
+    "len": ("ContiguousKVLayer.__len__", "PagedKVLayer.__len__"),
+    "set_len": ("ContiguousKVLayer.set_len", "PagedKVLayer.set_len"),
+    "capacity": ("ContiguousKVLayer.capacity", "PagedKVLayer.capacity"),
+    "block_size": ("ContiguousKVLayer.block_size", "PagedKVLayer.block_size"),
+    "num_kv_heads": ("ContiguousKVLayer.num_kv_heads", "PagedKVLayer.num_kv_heads"),
+    "head_dim": ("ContiguousKVLayer.head_dim", "PagedKVLayer.head_dim"),
+    "is_paged": ("ContiguousKVLayer.is_paged", "PagedKVLayer.is_paged"),
+    "block_table": ("PagedKVLayer.block_table",),
+    "context_lens": ("PagedKVLayer.context_lens",),
+    "paged_block_indices": ("PagedKVLayer.paged_block_indices",),
+    "ensure_contig_capacity": ("ContiguousKVLayer.ensure_contig_capacity",),
+    "paged_write": ("PagedKVLayer.paged_write",),
+    "contig_write": ("ContiguousKVLayer.contig_write",),
+    "paged_decode_attention": ("PagedKVLayer.paged_decode_attention",),
+    "contig_decode_attention": ("ContiguousKVLayer.contig_decode_attention",),
+}
+
+
+class _Layer:
+    """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
+
+    _arrays: list[ArrayView]  # K, V and, for int8, their scales
+    _remedy: str  # how to get room for {} tokens
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime, capacity: int, block_size: int
+    ) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._block_size = block_size
+        self._capacity = capacity
+        self._slots = 0 if block_size else capacity  # what there is room for now
+        self._len = 0
+        self._lens: ArrayView | None = None  # the same on the device
+        self.dtype = dtype
+        self.runtime = live
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit: until `ensure_contig_capacity` makes more room, or in as many blocks as there may be."""
+        return self._capacity
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0 where there are none."""
+        return self._block_size
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether tokens lie in blocks of a pool."""
+        return self._block_size > 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self._num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self._head_dim
+
+    def __len__(self) -> int:
+        """Tokens there are, as `set_len` said last; no write changes it."""
+        return self._len
+
+    def set_len(self, n: int) -> None:
+        """Say how many tokens there are: after a write, or to drop the newest.
+
+        Raises:
+            CapacityError: more than there are slots for: `capacity`, or the blocks assigned.
+        """
+        operation = f"{type(self).__name__}.set_len"
+        runtime.require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self._slots:
+            raise CapacityError(f"{operation}: n={n} > {self._slots} slots. {self._remedy.format(n)}")
+        self._len = n
+        if self._lens is not None:
+            write_host(np.array([n], np.int32), self._lens)
+
+    def _end(self, operation: str, rows: Any) -> int:
+        """Tokens there will be behind these rows, for which there is room."""
+        runtime.require_alive(self.runtime, operation)
+        source = view(rows, "rows", operation)
+        checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
+        end = self._len + source.shape[0]
+        if end > self._slots:
+            raise CapacityError(
+                f"{operation}: len={self._len} + {source.shape[0]} tokens > {self._slots} slots. "
+                f"{self._remedy.format(end)}"
+            )
+        return end
+
+    def _scales(self) -> dict[str, Any]:
+        """The int8 scales by the names that operations give them."""
+        return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
+
+    def _attend(self, operation: str, attend: Callable[..., Any], q: Any, q_layout: str, **options: Any) -> Any:
+        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        runtime.require_alive(self.runtime, operation)
+        rows = view(q, "q", operation)
+        checks.rank(rows, (3,), "q", "(T, Hq, D) or (Hq, T, D)", operation)
+        token, head = copy.token_and_head_axes(q_layout, "q_layout", operation)
+        order = (head, token, 2)
+        out = new_like(q, (*rows.shape[:2], self.head_dim), rows.dtype, self.runtime)
+        queries, result = (
+            _batch_of_one(a.moved(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
+            for a in (rows, view(out, "out", operation))
+        )
+        attend(queries, out=result, **options)
+        return out
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
+            f"{len(self)}/{self.capacity} tokens, {self.runtime.arch})"
+        )
+
+
+def _batch_of_one(a: ArrayView) -> ArrayView:
+    return a.moved((1, *a.shape), (0, *a.strides))
+
+
+class ContiguousKVLayer(_Layer):
+    """Keys and values of one sequence in one layer, head-major (num_kv_heads, capacity, head_dim), which can grow.
+
+    Args:
+        capacity: tokens that fit.
+        num_kv_heads: heads of K and V.
+        head_dim: width of a head.
+        dtype: float32, float16, bfloat16, or int8 with a scale per token and head.
+        scale_dtype: of the int8 scales (num_kv_heads, capacity), float16 or float32.
+
+    Raises:
+        DTypeError, PositionError: an argument that is none.
+
+    Source: ``KvLayer::alloc_contig``, whose int8 form panics; here every dtype works.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> layer = tikv.ContiguousKVLayer.alloc_contig(8, 1, 4, dtype="int8")
+        >>> qkv = np.ones((3, (2 + 1 + 1) * 4), np.float32)
+        >>> q = layer.contig_write(qkv, num_q_heads=2)
+        >>> layer.set_len(len(layer) + 3)
+        >>> layer.contig_decode_attention(q)[:, 0, 0].round(2).tolist(), len(layer), layer.is_paged
+        ([1.0, 1.0, 1.0], 3, False)
+    """
+
+    _remedy = "Call ensure_contig_capacity({}) first."
+
+    def __init__(
+        self, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Any = "float16", scale_dtype: Any = "float16"
+    ) -> None:
+        operation = "ContiguousKVLayer"
+        live = runtime.current()
+        capacity = checks.integer(capacity, "capacity", operation, low=1)
+        num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        head_dim = checks.integer(head_dim, "head_dim", operation, low=1)
+        stored, self._scale_dtype = storage(dtype, scale_dtype, live, operation)
+        super().__init__(num_kv_heads, head_dim, stored, live, capacity, 0)
+        self._arrays = self._allocate(capacity)
+
+    @classmethod
+    def alloc_contig(
+        cls, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Any = "float16", scale_dtype: Any = "float16"
+    ) -> ContiguousKVLayer:
+        """The constructor, by the seed's name."""
+        return cls(capacity, num_kv_heads, head_dim, dtype=dtype, scale_dtype=scale_dtype)
+
+    def _allocate(self, capacity: int) -> list[ArrayView]:
+        forms: list[tuple[tuple[int, ...], DType]] = [((self.num_kv_heads, capacity, self.head_dim), self.dtype)] * 2
+        if self._scale_dtype is not None:
+            forms += [((self.num_kv_heads, capacity), self._scale_dtype)] * 2
+        return [new_array(shape, dtype, self.runtime) for shape, dtype in forms]
+
+    @property
+    def keys(self) -> CacheArray:
+        """(num_kv_heads, capacity, head_dim): the keys where they lie, not a copy."""
+        return CacheArray(self._arrays[0], self.runtime)
+
+    @property
+    def values(self) -> CacheArray:
+        """(num_kv_heads, capacity, head_dim): the values where they lie, not a copy."""
+        return CacheArray(self._arrays[1], self.runtime)
+
+    def ensure_contig_capacity(self, required: int) -> None:
+        """Have at least ``required`` slots; the tokens there are stay, bit for bit.
+
+        Raises:
+            PositionError: not a count.
+
+        Cost: nothing if there are enough; else the `len` tokens are read and written once, into new memory. Arrays
+            handed out before keep the old.
+        """
+        operation = "ContiguousKVLayer.ensure_contig_capacity"
+        runtime.require_alive(self.runtime, operation)
+        required = checks.integer(required, "required", operation)
+        if required <= self.capacity:
+            return
+        old, new = self._arrays, self._allocate(required)
+        for i in range(0, len(old), 2):
+            kept, room = ([_rows(a) for a in arrays[i : i + 2]] for arrays in (old, new))
+            copy.copy_kv(*kept, *room, position=0, num_tokens=self._len, src_layout="head_major")
+        self._arrays, self._capacity, self._slots = new, required, required
+
+    def contig_write(
+        self,
+        rows: Any,
+        *,
+        num_q_heads: int,
+        norm_rope: write_qkv.NormRope | None = None,
+        rope_positions: Any = None,
+        q_layout: str = "token_major",
+    ) -> Any:
+        """Split fused rows, norm and rotate them, and write their keys and values from slot `len` on. `len` stays.
+
+        Args:
+            rows: (T, (Hq + 2 * num_kv_heads) * head_dim) rows [Q heads | K heads | V heads].
+            num_q_heads: Hq.
+            norm_rope: a `tikv.NormRope`, or None to split only.
+            rope_positions: (T,) positions to rotate by; None for ``len + arange(T)``.
+            q_layout: of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
+
+        Returns:
+            q, in the dtype of ``rows``.
+
+        Raises:
+            CapacityError: ``len + T`` is more than `capacity`. Nothing is written.
+            ShapeError, DTypeError, OptionError, PositionError: as `tikv.write_qkv`.
+
+        Exactness, cost: as `tikv.write_qkv`; one launch.
+        """
+        self._end("ContiguousKVLayer.contig_write", rows)
+        return write_qkv.write_qkv(
+            rows,
+            *self._arrays[:2],
+            num_q_heads=num_q_heads,
+            norm_rope=norm_rope,
+            position=self._len,
+            rope_positions=rope_positions,
+            layout="head_major",
+            q_layout=q_layout,
+            **self._scales(),
+        )
+
+    def contig_decode_attention(
+        self,
+        q: Any,
+        *,
+        q_layout: str = "token_major",
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> Any:
+        """Attention of the last T of `len` tokens.
+
+        Args:
+            q: (T, Hq, D) token-major or (Hq, T, D) head-major, as ``q_layout`` says.
+            q_layout: of ``q`` and of the result.
+            scale: of the scores; None for 1 / sqrt(D).
+            causal: query i sees keys up to its own.
+            window: tokens that a query sees, its own included; None for all.
+
+        Returns:
+            An array like ``q``.
+
+        Raises:
+            PositionError, ShapeError, DTypeError: as `tikv.decode_attention`.
+
+        Exactness, cost: as `tikv.decode_attention`.
+        """
+        arrays = map(_batch_of_one, self._arrays)
+        return self._attend(
+            "ContiguousKVLayer.contig_decode_attention",
+            plan.decode_attention,
+            q,
+            q_layout,
+            **dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False)),
+            seq_lens=np.array([self._len], np.int32),
+            scale=scale,
+            causal=causal,
+            window=window,
+        )
+
+
+def _rows(a: ArrayView) -> ArrayView:
+    """K, V or scales as rows (H, capacity, width)."""
+    return a if a.ndim == 3 else a.moved((*a.shape, 1), (*a.strides, 1))
+
+
+class KVPool:
+    """One layer's pool of blocks, which `PagedKVLayer`s of many sequences share.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_size: tokens of a block.
+        num_kv_heads, head_dim, dtype, scale_dtype: as in `ContiguousKVLayer`; int8 scales are (N, bs, H).
+        layout: "NHD", "HND" or "VLLM", as in `tikv.write_slots`.
+
+    Raises:
+        CapacityError: it is larger than a launch on this arch can address.
+        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = "float16",
+        layout: str = "NHD",
+        scale_dtype: Any = "float16",
+    ) -> None:
+        self.runtime = runtime.current()
+        self.form = PoolForm.checked(
+            "KVPool",
+            self.runtime,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            scale_dtype=scale_dtype,
+            layout=layout,
+        )
+        self.arrays = Pages(self.form, 1, self.runtime).of_layer(0)
+
+    @property
+    def keys(self) -> CacheArray:
+        """The pool of keys where it lies, in the pool's layout; not a copy."""
+        return CacheArray(self.arrays[0], self.runtime)
+
+    @property
+    def values(self) -> CacheArray:
+        """The pool of values where it lies, in the pool's layout; not a copy."""
+        return CacheArray(self.arrays[1], self.runtime)
+
+    @property
+    def scales(self) -> tuple[CacheArray, CacheArray]:
+        """The int8 scales of keys and values, each (N, bs, H), where they lie.
+
+        Raises:
+            DTypeError: the pool is not int8.
+        """
+        if len(self.arrays) == 2:
+            raise DTypeError(f"KVPool.scales: a {self.form.dtype.name} pool has no scales; only int8 has.")
+        return CacheArray(self.arrays[2], self.runtime), CacheArray(self.arrays[3], self.runtime)
+
+    def __repr__(self) -> str:
+        form = self.form
+        return (
+            f"KVPool({form.num_blocks} blocks of {form.block_size} x {form.num_kv_heads} heads x {form.head_dim}, "
+            f"{form.dtype.name}, {form.layout}, {self.runtime.arch})"
+        )
+
+
+class PagedKVLayer(_Layer):
+    """Keys and values of one sequence in one layer, in the blocks of a pool that the caller assigns to it.
+
+    Args:
+        max_blocks_per_seq: blocks that the sequence may have.
+        block_size, num_kv_heads, head_dim, dtype, layout, scale_dtype: of the pool; a pool that is given must be so.
+        pool: a `KVPool` that many sequences share; None makes one of ``max_blocks_per_seq`` blocks for this alone.
+
+    Raises:
+        ShapeError: the pool that is given is another.
+        As `KVPool`.
+
+    Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool
+        is an object, of any dtype, that sequences share.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> pool = tikv.KVPool(4, 2, 1, 4, dtype="int8")
+        >>> a, b = (tikv.PagedKVLayer.alloc_paged(3, 2, 1, 4, dtype="int8", pool=pool) for _ in "ab")
+        >>> a.paged_block_indices, b.paged_block_indices = [3, 0], [1]
+        >>> q = a.paged_write(np.ones((3, (2 + 1 + 1) * 4), np.float32), num_q_heads=2)
+        >>> a.set_len(3)
+        >>> a.paged_decode_attention(q)[:, 1, 0].round(2).tolist(), a.block_table.copy_to_host().tolist()
+        ([1.0, 1.0, 1.0], [3, 0, -1])
+    """
+
+    _remedy = "Assign more paged_block_indices."
+
+    def __init__(
+        self,
+        max_blocks_per_seq: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = "float16",
+        layout: str = "NHD",
+        scale_dtype: Any = "float16",
+        pool: KVPool | None = None,
+    ) -> None:
+        operation = "PagedKVLayer"
+        live = runtime.current()
+        self.max_blocks_per_seq = checks.integer(max_blocks_per_seq, "max_blocks_per_seq", operation, low=1)
+        if pool is None:
+            pool = KVPool(
+                self.max_blocks_per_seq,
+                block_size,
+                num_kv_heads,
+                head_dim,
+                dtype=dtype,
+                layout=layout,
+                scale_dtype=scale_dtype,
+            )
+        form = pool.form
+        stored, scales = storage(dtype, scale_dtype, live, operation)
+        ours = (block_size, num_kv_heads, head_dim, stored, scales, layout)
+        theirs = (form.block_size, form.num_kv_heads, form.head_dim, form.dtype, form.scale_dtype, form.layout)
+        if ours != theirs:
+            names = ("block_size", "num_kv_heads", "head_dim", "dtype", "scale_dtype", "layout")
+            wrong = [f"{n}={a} where the pool has {b}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
+            raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Ask for what the pool is.")
+        runtime.require_alive(pool.runtime, operation)
+        capacity = self.max_blocks_per_seq * form.block_size
+        super().__init__(form.num_kv_heads, form.head_dim, form.dtype, live, capacity, form.block_size)
+        self.pool = pool
+        self._arrays = pool.arrays
+        self._blocks: list[int] = []
+        self._table = to_device(np.full(self.max_blocks_per_seq, -1, np.int32), self.runtime)
+        self._lens = to_device(np.zeros(1, np.int32), self.runtime)
+
+    @classmethod
+    def alloc_paged(
+        cls,
+        max_blocks_per_seq: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = "float16",
+        layout: str = "NHD",
+        scale_dtype: Any = "float16",
+        pool: KVPool | None = None,
+    ) -> PagedKVLayer:
+        """The constructor, by the seed's name."""
+        options = {"dtype": dtype, "layout": layout, "scale_dtype": scale_dtype, "pool": pool}
+        return cls(max_blocks_per_seq, block_size, num_kv_heads, head_dim, **options)
+
+    @property
+    def block_table(self) -> CacheArray:
+        """(max_blocks_per_seq,) int32 on the device: `paged_block_indices`, padded with -1."""
+        return CacheArray(self._table, self.runtime)
+
+    @property
+    def context_lens(self) -> CacheArray:
+        """(1,) int32 on the device: `len`."""
+        assert self._lens is not None
+        return CacheArray(self._lens, self.runtime)
+
+    @property
+    def paged_block_indices(self) -> list[int]:
+        """The sequence's blocks in order, a copy on the host. Assign a list, as a `BlockPool` gives it, to change them.
+
+        Raises:
+            CapacityError: more blocks than ``max_blocks_per_seq``.
+            PositionError: a block that the pool does not have, or twice, or too few for `len` tokens.
+        """
+        return list(self._blocks)
+
+    @paged_block_indices.setter
+    def paged_block_indices(self, indices: Sequence[int]) -> None:
+        operation = "PagedKVLayer.paged_block_indices"
+        runtime.require_alive(self.runtime, operation)
+        last = self.pool.form.num_blocks - 1
+        found = [checks.integer(block, "a block index", operation, high=last) for block in indices]
+        if len(found) > self.max_blocks_per_seq:
+            raise CapacityError(f"{operation}: {len(found)} blocks > max_blocks_per_seq={self.max_blocks_per_seq}.")
+        if len(set(found)) != len(found):
+            raise PositionError(f"{operation}: {found} names a block twice. Each block holds other tokens.")
+        if len(found) * self.block_size < self._len:
+            raise PositionError(
+                f"{operation}: {len(found)} blocks of {self.block_size} do not hold the {self._len} tokens. Call "
+                f"set_len() first."
+            )
+        self._blocks, self._slots = found, len(found) * self.block_size
+        table = np.full(self.max_blocks_per_seq, -1, np.int32)
+        table[: len(found)] = found
+        write_host(table, self._table)
+
+    def paged_write(
+        self,
+        rows: Any,
+        *,
+        num_q_heads: int,
+        norm_rope: write_qkv.NormRope | None = None,
+        rope_positions: Any = None,
+        q_layout: str = "token_major",
+    ) -> Any:
+        """Split fused rows, norm and rotate them, and write their keys and values from position `len` on. `len` stays.
+
+        Args:
+            rows, num_q_heads, norm_rope, rope_positions, q_layout: as in `ContiguousKVLayer.contig_write`.
+
+        Returns:
+            q, in the dtype of ``rows``.
+
+        Raises:
+            CapacityError: ``len + T`` tokens do not fit in the blocks assigned. Nothing is written.
+            ShapeError, DTypeError, OptionError, PositionError: as `tikv.write_qkv`.
+
+        Exactness, cost: as `tikv.write_qkv`; one launch.
+        """
+        end = self._end("PagedKVLayer.paged_write", rows)
+        positions = np.arange(self._len, end, dtype=np.int32)
+        slots = block_pool.slots_of(self._blocks, positions, self.block_size).astype(np.int32)
+        return write_qkv.write_qkv(
+            rows,
+            *self._arrays[:2],
+            num_q_heads=num_q_heads,
+            norm_rope=norm_rope,
+            slot_mapping=slots,
+            rope_positions=positions if rope_positions is None else rope_positions,
+            layout=self.pool.form.layout,
+            q_layout=q_layout,
+            **self._scales(),
+        )
+
+    def paged_decode_attention(
+        self, q: Any, *, q_layout: str = "token_major", scale: float | None = None, window: int | None = None
+    ) -> Any:
+        """Attention of the last T of `len` tokens, causal.
+
+        Args:
+            q, q_layout, scale, window: as in `ContiguousKVLayer.contig_decode_attention`.
+
+        Returns:
+            An array like ``q``.
+
+        Raises:
+            PositionError, ShapeError, DTypeError: as `tikv.paged_decode_attention`.
+
+        Exactness, cost: as `tikv.paged_decode_attention`.
+        """
+        return self._attend(
+            "PagedKVLayer.paged_decode_attention",
+            plan.paged_decode_attention,
+            q,
+            q_layout,
+            **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
+            block_tables=_batch_of_one(self._table),
+            context_lens=self._lens,
+            layout=self.pool.form.layout,
+            scale=scale,
+            window=window,
+        )

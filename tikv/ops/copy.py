@@ -1,0 +1,326 @@
+"""One-shot contiguous operations on the caller's arrays: `copy`, `copy_kv`, `linearize`.
+
+A call looks up its plan by the shapes, strides, dtypes and options it was given; the first such call checks
+everything and binds a launch, later ones put in pointers and the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, Views, describe, view, view_all
+from tikv.ops import checks
+from tikv.ops.row_copy import CopyCall, End, Placement, bind_copy, entry_of, keep_plan, reduced_position
+
+
+def copy(
+    src: Any,
+    cache: Any,
+    *,
+    position: int,
+    window: int | None = None,
+    num_tokens: int | None = None,
+    src_offset: int = 0,
+    src_layout: str = "token_major",
+    cache_layout: str = "head_major",
+) -> None:
+    """Copy new rows into a cache, in place, in one launch.
+
+    Row ``src_offset + t`` of the source lands in slot ``position + t``, or ``(position + t) % window`` when the cache
+    slides. Of more tokens than ``window`` the newest survive, so each slot has one writer.
+
+    Args:
+        src: (T, H, D) token-major or (H, T, D) head-major; any strides with a contiguous last axis.
+        cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype; or float16 or
+            bfloat16 for float32, or float32 for bfloat16.
+        position: absolute position of the first row copied, counted from 0; not a slot.
+        window: slots of a sliding cache, at most the capacity; None for a linear one.
+        num_tokens: rows to copy; None for all from ``src_offset`` on.
+        src_offset: first row to copy.
+        src_layout, cache_layout: "token_major" or "head_major".
+
+    Raises:
+        ShapeError: the arrays do not agree, overlap, are read-only, or have no contiguous last axis.
+        DTypeError: no conversion exists for this pair of dtypes.
+        CapacityError: a linear cache would overflow, or the window is larger than the cache.
+        PositionError: a position or a source range outside of what exists.
+        OptionError: an unknown layout.
+
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf.
+    Cost: each element is read once and written once; one launch.
+    Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> cache = np.zeros((2, 4, 3), np.float16)
+        >>> tikv.copy(np.ones((1, 2, 3), np.float32), cache, position=5, window=4)
+        >>> cache[:, :, 0].tolist()
+        [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    """
+    arrays = view_all((src, cache), _SINGLE, "copy")
+    write("copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
+
+
+def copy_kv(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    position: int,
+    window: int | None = None,
+    num_tokens: int | None = None,
+    src_offset: int = 0,
+    src_layout: str = "token_major",
+    cache_layout: str = "head_major",
+) -> None:
+    """Copy new keys and values into their caches, in place, in one launch: `copy` for both.
+
+    Args:
+        k, v: (T, H, D) and (T, H, D_v) token-major, or (H, T, ...) head-major, of one dtype.
+        k_cache, v_cache: (H, capacity, D) and (H, capacity, D_v) head-major, or (capacity, H, ...), of one dtype.
+        position, window, num_tokens, src_offset, src_layout, cache_layout: as in `copy`.
+
+    Raises:
+        ShapeError, DTypeError, CapacityError, PositionError, OptionError: as `copy`; also when K and V disagree.
+
+    Exactness: the bits of two calls of `copy`.
+    Cost: as `copy` for both, in one launch.
+    Source: covers ``kv_cache_copy_*_dual`` and ``*_kv_dual``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k_cache, v_cache = np.zeros((2, 1, 8, 4), np.float32)
+        >>> k, v = np.ones((3, 1, 4), np.float32), np.full((3, 1, 4), 2, np.float32)
+        >>> tikv.copy_kv(k, v, k_cache, v_cache, position=0)
+        >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
+        ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    """
+    arrays = view_all((k, k_cache, v, v_cache), _PAIR, "copy_kv")
+    write("copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
+
+
+class WritePlan:
+    """A checked write that takes a position each time it runs."""
+
+    __slots__ = ("call", "capacity", "names", "position_entry", "tokens", "window")
+
+    def __init__(
+        self, call: CopyCall, tokens: int, capacity: int, window: int | None, names: checks.RangeNames
+    ) -> None:
+        self.call = call
+        self.names = names
+        self.tokens = tokens
+        self.capacity = capacity
+        self.window = window
+        self.position_entry = entry_of("dst_position")
+
+    def run(self, operation: str, arrays: Sequence[ArrayView], position: int) -> None:
+        """Check the position, and launch over these arrays: source, destination of each stream, in turn."""
+        self.call.run(operation, arrays, self.position_entry, self.reduced(operation, position))
+
+    def reduced(self, operation: str, position: int) -> int:
+        """The position as the launch takes it, checked."""
+        if type(position) is not int or position < 0:
+            position = checks.integer(position, self.names.position, operation)
+        if self.window is None:
+            if position + self.tokens > self.capacity:
+                checks.fits_linear(position, self.tokens, self.capacity, operation, self.names)
+        else:
+            if position + self.tokens > checks.MAX_POSITION:
+                end = f"{self.names.position} + {self.names.num_tokens}"
+                checks.integer(position + self.tokens, end, operation)
+            position = reduced_position(position, 0, self.window)
+        return position
+
+    def again(
+        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
+    ) -> tuple[None, tuple[int, ...]]:
+        """For a graph: check what may change from run to run; nothing to choose by, and the entries of the launch."""
+        return None, (self.reduced(operation, numbers["position"]),)
+
+
+# What callers call the source and the destination of each stream, in turn.
+_SINGLE = ("src", "cache")
+_PAIR = ("k", "k_cache", "v", "v_cache")
+
+
+def write(
+    operation: str,
+    array_names: tuple[str, ...],
+    arrays: Sequence[ArrayView],
+    position: int,
+    window: int | None,
+    num_tokens: int | None,
+    src_offset: int,
+    src_layout: str,
+    cache_layout: str,
+    names: checks.RangeNames = checks.RANGE_NAMES,
+) -> None:
+    """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams.
+
+    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers.
+    """
+    live = runtime.current()
+    if type(arrays) is not Views:
+        arrays = Views(arrays)
+    # Calls are told apart by these, so they are ints; asked one by one, since it is on every call's way.
+    if window is not None and type(window) is not int:
+        window = checks.integer(window, "window", operation)
+    if num_tokens is not None and type(num_tokens) is not int:
+        num_tokens = checks.integer(num_tokens, names.num_tokens, operation)
+    if type(src_offset) is not int:
+        src_offset = checks.integer(src_offset, names.src_offset, operation)
+    key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout)
+    plan = live.plans.get(key)
+    if plan is None:
+        options = (window, num_tokens, src_offset, src_layout, cache_layout, names)
+        plan = keep_plan(live, key, _plan_write(live, operation, arrays, array_names, *options))
+    plan.run(operation, arrays, position)
+
+
+def _plan_write(
+    live: runtime.Runtime,
+    operation: str,
+    given: Sequence[ArrayView],
+    array_names: tuple[str, ...],
+    window: int | None,
+    num_tokens: int | None,
+    src_offset: int,
+    src_layout: str,
+    cache_layout: str,
+    names: checks.RangeNames = checks.RANGE_NAMES,
+) -> WritePlan:
+    """Check everything but the position and what lies where."""
+    src, dst, src_names, dst_names = given[0::2], given[1::2], array_names[0::2], array_names[1::2]
+    src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
+    dst_slot, dst_head = token_and_head_axes(cache_layout, "cache_layout", operation)
+    named = [*zip(src_names, src, strict=True), *zip(dst_names, dst, strict=True)]
+    checks.on_device(named, live, operation)
+    for name, a in zip(src_names, src, strict=True):
+        checks.rank(a, (3,), name, "(T, H, D)" if src_token == 0 else "(H, T, D)", operation)
+        checks.readable(a, name, operation)
+    for name, a in zip(dst_names, dst, strict=True):
+        checks.rank(a, (3,), name, "(H, capacity, D)" if dst_head == 0 else "(capacity, H, D)", operation)
+        checks.writable(a, name, operation)
+    for a, c, a_name, c_name in zip(src, dst, src_names, dst_names, strict=True):
+        checks.convertible(a, c, a_name, c_name, operation)
+        detail = f"{a_name}: {describe(a)}, {c_name}: {describe(c)}"
+        checks.extent(c.shape[dst_head], a.shape[src_head], f"the number of heads of {c_name}", operation, detail)
+        checks.extent(c.shape[2], a.shape[2], f"the head width of {c_name}", operation, detail)
+    checks.same_dtype(src[0], src[-1], src_names[0], src_names[-1], operation)
+    checks.same_dtype(dst[0], dst[-1], dst_names[0], dst_names[-1], operation)
+    for axis, what in ((src_token, "tokens"), (src_head, "heads")):
+        detail = f"{src_names[0]}: {describe(src[0])}, {src_names[-1]}: {describe(src[-1])}"
+        checks.extent(
+            src[-1].shape[axis], src[0].shape[axis], f"the number of {what} of {src_names[-1]}", operation, detail
+        )
+    capacity, heads = dst[0].shape[dst_slot], src[0].shape[src_head]
+    detail = f"{dst_names[0]}: {describe(dst[0])}, {dst_names[-1]}: {describe(dst[-1])}"
+    checks.extent(dst[-1].shape[dst_slot], capacity, f"the capacity of {dst_names[-1]}", operation, detail)
+    window = checks.window_of(window, capacity, operation)
+    offset, tokens = checks.source_range(src_offset, num_tokens, src[0].shape[src_token], operation, names)
+    widths = [a.shape[2] for a in src]
+    streams = [i for i, w in enumerate(widths) if w]
+
+    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+        sources, targets = arrays[0::2], arrays[1::2]
+        return bind_copy(
+            live,
+            operation,
+            src=[
+                End(
+                    sources[i],
+                    step=sources[i].strides[src_token],
+                    head=sources[i].strides[src_head],
+                    first=offset * sources[i].strides[src_token],
+                )
+                for i in streams
+            ],
+            dst=[
+                End(targets[i], step=targets[i].strides[dst_slot], head=targets[i].strides[dst_head]) for i in streams
+            ],
+            widths=[widths[i] for i in streams],
+            heads=heads,
+            tokens=tokens,
+            dst_place=Placement("ring" if window else "linear"),
+            keep=max(0, tokens - window) if window else 0,
+            ring=window or 0,
+        )
+
+    nothing = tokens == 0 or heads == 0 or not streams
+    chosen = [] if nothing else [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)]
+    call = CopyCall(live, array_names, [False, True] * len(src), None if nothing else bind, chosen)
+    return WritePlan(call, tokens, capacity, window, names)
+
+
+def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
+    """The axes of tokens and of heads in a layout."""
+    return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
+
+
+def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:
+    """Copy what a ring holds into temporal order, oldest token first, in one launch.
+
+    Token ``i`` of ``out`` is the token at absolute position ``length - n + i``, with ``n = min(length, capacity)``.
+
+    Args:
+        cache: (H, capacity, D) head-major or (capacity, H, D) token-major; the ring has ``capacity`` slots.
+        out: (H, n, D) or (n, H, D), in the cache's layout and dtype.
+        length: tokens ever written, not wrapped.
+        cache_layout: "head_major" or "token_major".
+
+    Raises:
+        ShapeError: ``out`` does not hold exactly ``n`` tokens, or overlaps the cache.
+        DTypeError, PositionError, OptionError: as `copy`.
+
+    Exactness: bit-exact.
+    Cost: each of the ``n`` rows is read once and written once; one launch.
+    Source: ``linearize_ring_bytes``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> ring = np.array([[[4.0], [5.0], [3.0]]], np.float32)
+        >>> out = np.empty_like(ring)
+        >>> tikv.linearize(ring, out, length=5)
+        >>> out.ravel().tolist()
+        [3.0, 4.0, 5.0]
+    """
+    operation = "linearize"
+    live = runtime.current()
+    slot, head = token_and_head_axes(cache_layout, "cache_layout", operation)
+    ring, to = view(cache, "cache", operation), view(out, "out", operation)
+    named = (("cache", ring), ("out", to))
+    checks.on_device(named, live, operation)
+    for name, a in named:
+        checks.rank(a, (3,), name, "(H, capacity, D)" if head == 0 else "(capacity, H, D)", operation)
+    checks.readable(ring, "cache", operation)
+    checks.writable(to, "out", operation)
+    checks.same_dtype(ring, to, "cache", "out", operation)
+    length = checks.integer(length, "length", operation)
+    capacity, heads, width = ring.shape[slot], ring.shape[head], ring.shape[2]
+    tokens = min(length, capacity)
+    detail = f"length={length}, cache: {describe(ring)}, out: {describe(to)}"
+    checks.extent(to.shape[slot], tokens, "the number of tokens of out", operation, detail)
+    checks.extent(to.shape[head], heads, "the number of heads of out", operation, detail)
+    checks.extent(to.shape[2], width, "the head width of out", operation, detail)
+
+    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+        source, target = arrays
+        return bind_copy(
+            live,
+            operation,
+            src=[End(source, step=source.strides[slot], head=source.strides[head])],
+            dst=[End(target, step=target.strides[slot], head=target.strides[head])],
+            widths=[width],
+            heads=heads,
+            tokens=tokens,
+            src_place=Placement("ring"),
+            src_position=reduced_position(length - tokens, 0, capacity),
+            ring=capacity,
+        )
+
+    nothing = tokens == 0 or heads == 0 or width == 0
+    CopyCall(live, ("cache", "out"), (False, True), None if nothing else bind).run(operation, (ring, to))

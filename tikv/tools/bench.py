@@ -1,0 +1,403 @@
+"""`tikv bench`: seconds of timings beside NumPy, torch and a plain copy of the same bytes, each result checked first.
+
+The clock goes round: tikv, the plain copy, the peers, again and again until a case's time is over, so that whatever
+else the machine does falls on all of them. A time is the best of the rounds.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import importlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from tikv import arrays, dtypes, launch, reference, runtime
+from tikv.errors import TikvError
+from tikv.ops import copy, paged
+from tikv.ops.attention import plan
+from tikv.stores import contiguous, draw
+from tikv.tools import roofline
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Call: TypeAlias = Callable[[], Any]
+HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # of Llama 3 8B, Qwen3 8B and most of their size
+SHORTEST = 2e-3  # seconds of one round; a faster call is repeated within it
+ROUNDS = 3  # at least
+
+
+class Contender(NamedTuple):
+    """A call of one library, and its results and what they must be; the tolerance is None for the same bits."""
+
+    call: Call
+    results: Callable[[], list[tuple[Any, Array]]]
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: microseconds of tikv, of each peer and of a plain copy of the same bytes."""
+
+    case: str
+    arch: str
+    bytes_moved: int
+    us: float
+    memcpy_us: float
+    peers_us: dict[str, float]
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes read and written a second."""
+        return roofline.gb_per_s(self.bytes_moved, self.us / 1e6)
+
+    @property
+    def percent_of_memcpy(self) -> float:
+        """How fast it moves its bytes, compared with a plain copy."""
+        return roofline.percent_of(self.memcpy_us, self.us)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        told = {**vars(self), "gb_per_s": self.gb_per_s, "percent_of_memcpy": self.percent_of_memcpy}
+        told["peers_us"] = {name: round(us, 3) for name, us in self.peers_us.items()}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
+
+
+def memcpy_on_host(nbytes: int) -> Call:
+    """A call that copies so many bytes of host memory with the memcpy of all cores."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    if nbytes < 1 << 20:
+        # A hand-over to threads costs more than so small a copy.
+        return lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
+    threads = os.cpu_count() or 1
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    cuts = [nbytes * i // threads for i in range(threads + 1)]
+    views = [(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)]
+    parts = [(to.ctypes.data, part.ctypes.data, part.nbytes) for to, part in views]
+
+    def run() -> Array:
+        list(pool.map(lambda part: ctypes.memmove(*part), parts))
+        return target if source.size else source  # both are named here to stay alive
+
+    return run
+
+
+class Machine:
+    """The back end that is timed: arrays on it, waiting for it, and its plain copy."""
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        self.live = live
+        self.torch = self._torch()
+        self.rng = np.random.default_rng(0)
+
+    def _torch(self) -> Any:
+        """The torch module, where it reaches this back end's memory."""
+        if not (self.live.is_cpu or self.live.is_cuda):
+            return None
+        try:
+            torch = importlib.import_module("torch")
+        except ImportError:
+            return None
+        return torch if self.live.is_cpu or torch.cuda.is_available() else None
+
+    def numbers(self, dtype: str, *shape: int) -> Array:
+        """Ordinary values: subnormals and NaN would slow some conversions down."""
+        values = self.rng.random(shape, np.float32) - np.float32(0.5)
+        found: Array = values.astype(dtypes.parse(dtype, "bench").numpy)
+        return found
+
+    def place(self, array: Array) -> Any:
+        """A copy where the back end works: a NumPy array on the CPU, device memory elsewhere."""
+        if self.live.is_cpu:
+            return array.copy()
+        return arrays.CacheArray(arrays.to_device(np.ascontiguousarray(array), self.live), self.live)
+
+    def tensor(self, array: Array) -> Any:
+        """A torch tensor on the same device."""
+        found = self.torch.from_numpy(array.copy())
+        return found.cuda() if self.live.is_cuda else found
+
+    def wait(self) -> None:
+        """Until everything launched is done."""
+        if not self.live.is_cpu:
+            self.live.synchronize()
+            if self.torch is not None:
+                self.torch.cuda.synchronize()
+
+    def memcpy(self, nbytes: int) -> Call:
+        """A call that copies half of so many bytes, so that it reads and writes them: all cores' memcpy, or a GPU's."""
+        half = max(nbytes // 2, 1)
+        if not self.live.is_cpu:
+            a, b = (arrays.Memory(half, self.live) for _ in "ab")
+            for memory in (a, b):
+                memory.clear()
+            method = "copy_" if hasattr(b.block, "copy_") else "copy_from"
+            return lambda: getattr(b.block, method)(a.block)
+        return memcpy_on_host(half)
+
+    def seconds(self, call: Call, calls: int) -> float:
+        """Of one call, out of so many with one wait at the end."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.wait()
+        return (time.perf_counter() - start) / calls
+
+
+Contenders: TypeAlias = dict[str, Contender]
+
+
+def _prefill(machine: Machine, src: str, stored: str) -> tuple[int, Contenders]:
+    """K and V of 4096 tokens, token-major, into head-major caches."""
+    tokens, position = 4096, 3
+    rows = [machine.numbers(src, tokens, HEADS, WIDTH) for _ in "kv"]
+    before = [machine.numbers(stored, HEADS, tokens + 8, WIDTH) for _ in "kv"]
+    wanted = [reference.copy(r, b, position=position) for r, b in zip(rows, before, strict=True)]
+    places = slice(position, position + tokens)
+
+    k, v = (machine.place(row) for row in rows)
+    caches = [machine.place(b) for b in before]
+    found: Contenders = {
+        "tikv": Contender(lambda: copy.copy_kv(k, v, *caches, position=position), lambda: _zip(caches, wanted))
+    }
+    if machine.live.is_cpu:
+        mine = [b.copy() for b in before]
+
+        def by_numpy() -> None:
+            for cache, row in zip(mine, rows, strict=True):
+                cache[:, places] = row.swapaxes(0, 1)
+
+        found["numpy"] = Contender(by_numpy, lambda: _zip(mine, wanted))
+    if machine.torch is not None:
+        tensors, theirs = [machine.tensor(r) for r in rows], [machine.tensor(b) for b in before]
+
+        def by_torch() -> None:
+            for cache, row in zip(theirs, tensors, strict=True):
+                cache[:, places].copy_(row.transpose(0, 1))
+
+        found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+    return _moved(tokens, src, stored), found
+
+
+def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
+    """K and V of one token into every layer of caches of 4096 slots, float16: the call is timed, not the memory."""
+    slots = 4096
+    rows = [machine.numbers("float16", layers, 1, HEADS, WIDTH) for _ in "kv"]
+    cache = contiguous.KVCacheStore(
+        num_layers=layers, num_kv_heads=HEADS, head_dim=WIDTH, capacity=slots, window=slots, dtype="float16"
+    )
+    k, v = (machine.place(row) for row in rows)
+
+    def kept() -> list[tuple[Any, Array]]:
+        streams = [stream for layer in range(layers) for stream in cache.tokens(layer)]
+        wanted = [row[layer].swapaxes(0, 1)[None] for layer in range(layers) for row in rows]
+        return [(np.asarray(s)[:, :, -1:], w) for s, w in zip(streams, wanted, strict=True)]
+
+    found: Contenders = {"tikv": Contender(lambda: cache.append_all(k, v), kept)}
+    flat = [row[layer].swapaxes(0, 1) for layer in range(layers) for row in rows]
+    if machine.live.is_cpu:
+        mine = [np.zeros((HEADS, slots, WIDTH), np.float16) for _ in flat]
+
+        def by_numpy() -> None:
+            for to, row in zip(mine, flat, strict=True):
+                to[:, 5:6] = row
+
+        found["numpy"] = Contender(by_numpy, lambda: _zip([to[:, 5:6] for to in mine], flat))
+    if machine.torch is not None:
+        tensors = [machine.tensor(np.ascontiguousarray(row)) for row in flat]
+        theirs = [machine.tensor(np.zeros((HEADS, slots, WIDTH), np.float16)) for _ in flat]
+        index = machine.tensor(np.array([5]))
+
+        def by_torch() -> None:
+            for to, row in zip(theirs, tensors, strict=True):
+                to.index_copy_(1, index, row)
+
+        found["torch"] = Contender(by_torch, lambda: _zip([to[:, 5:6] for to in theirs], flat))
+    return layers * _moved(1, "float16", "float16"), found
+
+
+def _pages(machine: Machine) -> tuple[int, Contenders]:
+    """K and V of 4096 tokens into the slots of a page pool, its blocks in no order, float16."""
+    tokens = 4096
+    rows = [machine.numbers("float16", tokens, HEADS, WIDTH) for _ in "kv"]
+    order = machine.rng.permutation(2 * tokens // BLOCK)[: tokens // BLOCK]
+    slots = (order[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1).astype(np.int32)
+    empty = np.zeros((2 * tokens // BLOCK, BLOCK, HEADS, WIDTH), np.float16)
+    wanted = [reference.write_slots(row, empty, slots) for row in rows]
+    k, v, index = (machine.place(a) for a in (*rows, slots))
+    k_pool, v_pool = (machine.place(empty) for _ in "kv")
+    found: Contenders = {
+        "tikv": Contender(
+            lambda: paged.write_slots(k, v, k_pool, v_pool, index), lambda: _zip([k_pool, v_pool], wanted)
+        )
+    }
+    if machine.live.is_cpu:
+        mine = [empty.copy() for _ in "kv"]
+        flat = [to.reshape(-1, HEADS, WIDTH) for to in mine]
+
+        def by_numpy() -> None:
+            for to, row in zip(flat, rows, strict=True):
+                to[slots] = row
+
+        found["numpy"] = Contender(by_numpy, lambda: _zip(mine, wanted))
+    if machine.torch is not None:
+        theirs, tensors = [machine.tensor(empty) for _ in "kv"], [machine.tensor(row) for row in rows]
+        where = machine.tensor(slots.astype(np.int64))
+
+        def by_torch() -> None:
+            for to, row in zip(theirs, tensors, strict=True):
+                to.view(-1, HEADS, WIDTH).index_copy_(0, where, row)
+
+        found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+    return _moved(tokens, "float16", "float16"), found
+
+
+def _attention(machine: Machine) -> tuple[int, Contenders]:
+    """One query of 32 heads over 4096 tokens of 8 KV heads: reads K and V once."""
+    tokens, queries = 4096, 4 * HEADS
+    q = machine.numbers("float32", 1, queries, WIDTH)
+    caches = [machine.numbers("float32", 1, HEADS, tokens, WIDTH) for _ in "kv"]
+    wanted = np.stack(
+        [
+            reference.attention(row, caches[0][0, h // 4], caches[1][0, h // 4], scale=WIDTH**-0.5)[0]
+            for h, row in enumerate(q[0])
+        ]
+    )[None]
+    asked, k_cache, v_cache, lens = (machine.place(a) for a in (q, *caches, np.array([tokens], np.int32)))
+    out = machine.place(np.zeros_like(q))
+    found: Contenders = {
+        "tikv": Contender(
+            lambda: plan.decode_attention(asked, k_cache, v_cache, lens, out=out, impl="taichi"),
+            lambda: [(out, wanted)],
+            1e-5,
+        )
+    }
+    if machine.torch is not None:
+        sdpa = machine.torch.nn.functional.scaled_dot_product_attention
+        row, k, v = (machine.tensor(a) for a in (q[:, :, None], *caches))
+        kept: list[Any] = []
+
+        def by_torch() -> None:
+            kept[:] = [sdpa(row, k, v, enable_gqa=True)]
+
+        found["torch"] = Contender(by_torch, lambda: [(kept[0][:, :, 0], wanted)], 1e-5)
+    return sum(cache.nbytes for cache in caches), found
+
+
+def _moved(tokens: int, src: str, stored: str) -> int:
+    return roofline.bytes_moved(tokens, HEADS, WIDTH, dtypes.parse(src, "bench"), dtypes.parse(stored, "bench"))
+
+
+def _zip(got: list[Any], wanted: list[Array]) -> list[tuple[Any, Array]]:
+    return list(zip(got, wanted, strict=True))
+
+
+CASES: dict[str, Callable[[Machine], tuple[int, Contenders]]] = {
+    "prefill 4096, float16": lambda machine: _prefill(machine, "float16", "float16"),
+    "prefill 4096, float32 > float16": lambda machine: _prefill(machine, "float32", "float16"),
+    "4096 tokens into pages, float16": _pages,
+    "1 token, 1 layer": lambda machine: _one_token(machine, 1),
+    f"1 token, {LAYERS} layers": lambda machine: _one_token(machine, LAYERS),
+    "attention over 4096, float32": _attention,
+}
+
+
+def check(name: str, case: str, contender: Contender) -> None:
+    """Compare a contender's results with the reference.
+
+    Raises:
+        TikvError: they differ; a time without a right result is none.
+    """
+    for got, want in contender.results():
+        host = (
+            got.copy_to_host()
+            if isinstance(got, arrays.CacheArray)
+            else np.asarray(got.cpu() if _is_torch(got) else got)
+        )
+        if contender.tolerance is None:
+            right = host.shape == want.shape and host.tobytes() == want.tobytes()
+        else:
+            right = host.shape == want.shape and float(np.abs(host - want).max()) <= contender.tolerance
+        if not right:
+            raise TikvError(
+                f"bench: {case}: the result of {name} is wrong. Run `tikv support` and report what it says."
+            )
+
+
+def _is_torch(array: Any) -> bool:
+    return type(array).__module__.split(".")[0] == "torch"
+
+
+def time_case(machine: Machine, case: str, seconds: float) -> Row:
+    """Check and time one case for about so many seconds, its preparation included.
+
+    Raises:
+        TikvError: a result is wrong.
+    """
+    end = time.perf_counter() + seconds
+    moved, contenders = CASES[case](machine)
+    for name, contender in contenders.items():
+        contender.call()
+        machine.wait()
+        check(name, case, contender)
+    calls: dict[str, Call] = {name: contender.call for name, contender in contenders.items()}
+    calls["memcpy"] = machine.memcpy(moved)
+    repeats = {name: max(1, int(SHORTEST / machine.seconds(call, 1))) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    while len(times["tikv"]) < ROUNDS or time.perf_counter() < end:
+        for name, call in calls.items():
+            times[name].append(machine.seconds(call, repeats[name]))
+    us = {name: min(found) * 1e6 for name, found in times.items()}
+    ours, copy = us.pop("tikv"), us.pop("memcpy")
+    return Row(case, machine.live.arch, moved, ours, copy, us)
+
+
+def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:
+    """Time the cases one after the other, in about so many seconds when kernels are in Taichi's cache.
+
+    Args:
+        arch: the back end, as in `tikv.init`.
+        seconds: for all cases together.
+
+    Yields:
+        A row as each case ends.
+
+    Raises:
+        ArchError: the back end does not start.
+        TikvError: a result is wrong.
+    """
+    machine = Machine(runtime.init(arch))
+    for case in CASES:
+        yield time_case(machine, case, seconds / len(CASES))
+
+
+def about(arch: str) -> str:
+    """One line of the machine, for below a table."""
+    versions = ", ".join(f"{name} {v}" for name in ("taichi", "numpy", "torch") if (v := runtime.version_of(name)))
+    route = launch.launcher_report(runtime.current())["launcher"]
+    return f"{runtime.device_name(arch)}, {os.cpu_count()} cores, {arch}, launcher {route}, {versions}"
+
+
+def picture(rows: Sequence[Row], machine: str) -> str:
+    """The rates of tikv and its peers as bars, a plain copy of the same bytes as a line; SVG text."""
+    groups = []
+    for row in rows:
+        us = {"tikv": row.us, **row.peers_us}
+        groups.append(
+            draw.Bars(
+                row.case,
+                {peer: row.bytes_moved / t for peer, t in us.items()},
+                {
+                    peer: f"{t:,.1f} us, {roofline.gb_per_s(row.bytes_moved, t / 1e6):.1f} GB/s"
+                    for peer, t in us.items()
+                },
+                row.bytes_moved / row.memcpy_us,
+            )
+        )
+    return draw.bars("tikv bench(longer is faster; the line is a plain copy of the same bytes)", machine, groups)

@@ -1,0 +1,219 @@
+"""What is installed, what works, and what does not and why: `info`, and `doctor`, which runs real operations.
+
+Each back end is tried in a process of its own, so that a driver that crashes is a line in the report and not the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.errors import TikvError
+
+VERSION: str = sys.modules["tikv"].__version__
+PACKAGES = (
+    "taichi",
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "torch",
+    "transformers",
+    "cuda-bindings",
+    "rich",
+    "matplotlib",
+)
+REMEDIES = {
+    "metal": "Metal needs macOS on Apple silicon.",
+    "cuda": "Install NVIDIA's driver; `nvidia-smi` must list a GPU.",
+    "vulkan": "Install a Vulkan driver and loader (Debian: mesa-vulkan-drivers libvulkan1).",
+    "cpu": "Install taichi>=1.7.4,<1.8 on CPython 3.10 to 3.13.",
+}
+
+
+def info() -> dict[str, Any]:
+    """Versions, back end, device, memory and launcher, as a dictionary for JSON. Starts nothing.
+
+    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running Taichi, or of what "auto" would start.
+
+    Example:
+        >>> import tikv
+        >>> sorted(tikv.info())[:3]
+        ['arch', 'arch_order', 'debug']
+    """
+    order = list(runtime.candidate_archs())
+    live = runtime.running()
+    arch = live.arch if live is not None else order[0]
+    return {
+        "version": VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: runtime.version_of(name) for name in PACKAGES},
+        "arch": arch,
+        "arch_order": order,
+        "started": live is not None,
+        "epoch": live.epoch if live is not None else 0,
+        "debug": live.debug if live is not None else False,
+        "device": runtime.device_name(arch),
+        "memory_bytes": runtime.memory_bytes(arch),
+        "vulkan_devices": [{"name": name, "kind": kind} for name, kind in runtime.vulkan_devices()],
+        "launcher": launch.launcher_report(live)
+        if live is not None
+        else {"launcher": "none yet", "why": "Taichi has not started"},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("TIKV_", "TI_"))},
+    }
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one back end: "PASS", "FAIL" or "absent", and why."""
+
+    arch: str
+    status: str
+    detail: str
+    seconds: float
+    remedy: str = ""
+
+
+_PROBE = """
+import json, sys, time
+start = time.perf_counter()
+import numpy as np, ml_dtypes, tikv
+from tikv import reference
+arch = sys.argv[1]
+try:
+    live = tikv.init(arch)
+except tikv.ArchError as error:
+    print(json.dumps({"status": "absent", "detail": str(error).split(". ")[0]}))
+    raise SystemExit
+rng = np.random.default_rng(0)
+done = []
+def compare(name, got, want):
+    if not (np.ascontiguousarray(got).view(np.uint8) == np.ascontiguousarray(want).view(np.uint8)).all():
+        print(json.dumps({"status": "FAIL", "detail": name + ": bits differ from the reference"}))
+        raise SystemExit
+    done.append(name)
+for name, src_type, cache_type in (
+    ("float32", np.float32, np.float32), ("float16", np.float16, np.float16),
+    ("bfloat16", ml_dtypes.bfloat16, ml_dtypes.bfloat16), ("float32 to float16", np.float32, np.float16),
+    ("float32 to bfloat16", np.float32, ml_dtypes.bfloat16)):
+    src = rng.standard_normal((9, 3, 16)).astype(src_type)
+    before = rng.standard_normal((3, 6, 16)).astype(cache_type)
+    cache = before.copy()
+    tikv.copy(src, cache, position=4, window=5)
+    compare("ring " + name, cache, reference.copy(src, before, position=4, window=5))
+store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=8, capacity=8, dtype="float32", window=[None, 4])
+k = rng.standard_normal((2, 6, 2, 8)).astype(np.float32)
+store.append_all(k, k)
+compare("store", store.tokens(1)[0].copy_to_host()[0], k[1, 2:].transpose(1, 0, 2))
+print(json.dumps({"status": "PASS", "detail": f"{len(done)} comparisons, {tikv.runtime.device_name(arch)}",
+                  "seconds": time.perf_counter() - start}))
+"""
+
+
+def check(arch: str, timeout: float = 180.0) -> Check:
+    """Run real operations on one back end in a process of its own and compare bits with the NumPy reference."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _PROBE, arch], capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check(arch, "FAIL", f"no answer within {timeout:.0f} s", timeout, REMEDIES[arch])
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+        return Check(arch, "FAIL", last, 0.0, REMEDIES[arch])
+    found = json.loads(lines[-1])
+    return Check(
+        arch,
+        found["status"],
+        found["detail"],
+        found.get("seconds", 0.0),
+        "" if found["status"] == "PASS" else REMEDIES[arch],
+    )
+
+
+def doctor(archs: tuple[str, ...] = runtime.ARCHS) -> list[Check]:
+    """`check` for each back end, in the order in which "auto" looks."""
+    return [check(arch) for arch in archs]
+
+
+def exit_status(checks: list[Check]) -> int:
+    """0 when the back end that "auto" would take passes, and none fails."""
+    default = next(iter(runtime.candidate_archs()))
+    broken = any(c.status == "FAIL" or (c.arch == default and c.status != "PASS") for c in checks)
+    return 1 if broken else 0
+
+
+def as_json(checks: list[Check]) -> str:
+    """The checks as JSON."""
+    return json.dumps([asdict(c) for c in checks], indent=2)
+
+
+TESTED, REFUSED, FAILED, NOT_HERE = "tested", "not offered", "FAIL", "not on this machine"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One operation in one dtype on one back end: "tested", "not offered", "FAIL" or "not on this machine", and why."""
+
+    arch: str
+    operation: str
+    dtype: str
+    status: str
+    detail: str = ""
+
+
+def support(archs: tuple[str, ...] = runtime.ARCHS, done: Callable[[Trial], None] | None = None) -> list[Trial]:
+    """Run every operation in every dtype on each back end, in a process of its own, against the NumPy reference.
+
+    Args:
+        archs: the back ends.
+        done: called with each trial as it ends.
+
+    Returns:
+        A trial of each operation and dtype that means something to it; one for all of a back end that is not here; one
+        more of status "FAIL" where a process ended before its time.
+    """
+    found: list[Trial] = []
+
+    def add(trial: Trial) -> None:
+        found.append(trial)
+        if done is not None:
+            done(trial)
+
+    for arch in archs:
+        with tempfile.TemporaryFile("w+") as errors:
+            command = [sys.executable, "-m", "tikv.tools.support", arch]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    if not line.startswith("{"):
+                        continue
+                    told = json.loads(line)
+                    if "absent" in told:
+                        add(Trial(arch, "all", "all", NOT_HERE, told["absent"]))
+                    else:
+                        add(Trial(**told))
+            except BaseException:
+                child.kill()
+                raise
+            finally:
+                child.stdout.close()
+                child.wait()
+            if child.returncode:
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["no message"])[-1]
+                add(Trial(arch, "all", "all", FAILED, f"exit status {child.returncode}: {last}"))
+    return found
+
+
+__all__ = ["Check", "TikvError", "as_json", "check", "doctor", "exit_status", "info", "support"]
