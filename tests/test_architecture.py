@@ -13,7 +13,7 @@ RANKS = [
     ["spec", "reference", "roofline"],
     ["runtime", "arrays", "checks"],
     ["kernels"],
-    ["cuda", "launch", "moves"],
+    ["launch", "moves"],
     ["ops", "variants", "quant", "pools", "plans", "qkv", "attention", "graphs"],
     ["files", "blocks", "draw", "store", "paged", "layers", "kv_layer"],
     ["torch_ops", "integrations", "compat"],

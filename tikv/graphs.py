@@ -18,9 +18,9 @@ import numpy as np
 
 from tikv import checks, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, new_like, to_device, view, write_host
-from tikv.cuda import driver
 from tikv.errors import ArchError, OptionError
 from tikv.launch import Recorded
+from tikv.launch.cuda import driver
 from tikv.moves import MAX_PLANS, Held, Staging
 from tikv.pools import index_array
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tikv
 from tikv import launch, runtime
 from tikv.arrays import view
-from tikv.cuda import cache, compiler, driver, ptx
+from tikv.launch.cuda import compiler, disk_cache, driver, ptx
 
 DATA = pathlib.Path(__file__).parent / "data"
 NAMES = ("copy", "cast")
@@ -452,9 +452,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_kernel_is_kept_whole(folder):
-    assert cache.read("key") is None
-    cache.write("key", "text of a kernel\nπ\n")
-    assert cache.read("key") == "text of a kernel\nπ\n"
+    assert disk_cache.read("key") is None
+    disk_cache.write("key", "text of a kernel\nπ\n")
+    assert disk_cache.read("key") == "text of a kernel\nπ\n"
     assert [p.name for p in folder.iterdir()] == ["key.ptx"]
 
 
@@ -462,7 +462,7 @@ def test_a_kernel_is_kept_whole(folder):
     "damage",
     [
         lambda raw: raw[:-1],
-        lambda raw: raw[: len(cache.MAGIC) + 10],
+        lambda raw: raw[: len(disk_cache.MAGIC) + 10],
         lambda raw: b"",
         lambda raw: raw.replace(b"kernel", b"kernfl"),
         lambda raw: raw + b"\n",
@@ -472,38 +472,38 @@ def test_a_kernel_is_kept_whole(folder):
     ids=["shorter", "header", "empty", "a bit", "longer", "foreign", "noise"],
 )
 def test_a_damaged_entry_is_not_trusted(folder, damage, caplog):
-    cache.write("key", "text of a kernel\n")
+    disk_cache.write("key", "text of a kernel\n")
     (folder / "key.ptx").write_bytes(damage((folder / "key.ptx").read_bytes()))
-    assert cache.read("key") is None
+    assert disk_cache.read("key") is None
     assert "damaged or foreign" in caplog.text
-    cache.write("key", "text of a kernel\n")
-    assert cache.read("key") == "text of a kernel\n"
+    disk_cache.write("key", "text of a kernel\n")
+    assert disk_cache.read("key") == "text of a kernel\n"
 
 
 def test_an_entry_of_another_key_is_foreign(folder):
-    cache.write("one", "text")
+    disk_cache.write("one", "text")
     (folder / "one.ptx").rename(folder / "two.ptx")
-    assert cache.read("two") is None
+    assert disk_cache.read("two") is None
 
 
 def test_what_was_used_longest_ago_goes(folder, monkeypatch):
     import os
 
     for age, key in enumerate("abcd"):
-        cache.write(key, key * 1000)
+        disk_cache.write(key, key * 1000)
         os.utime(folder / f"{key}.ptx", (age, age))
-    assert cache.read("a") == "a" * 1000, "reading counts as use"
-    monkeypatch.setattr(cache, "LIMIT_BYTES", 3500)
-    cache.write("e", "e" * 1000)
+    assert disk_cache.read("a") == "a" * 1000, "reading counts as use"
+    monkeypatch.setattr(disk_cache, "LIMIT_BYTES", 3500)
+    disk_cache.write("e", "e" * 1000)
     assert sorted(p.stem for p in folder.iterdir()) == ["a", "d", "e"]
 
 
 def test_a_folder_that_cannot_be_written_is_said_not_raised(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TIKV_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    cache.write("key", "text")
+    disk_cache.write("key", "text")
     assert "cannot be written" in caplog.text
-    assert cache.read("key") is None
+    assert disk_cache.read("key") is None
 
 
 def test_the_folder_is_the_platforms(monkeypatch):
@@ -516,7 +516,7 @@ def test_the_folder_is_the_platforms(monkeypatch):
         ("win32", home / "AppData" / "Local"),
     ):
         monkeypatch.setattr(sys, "platform", platform)
-        assert cache.folder() == want / "taichi-kv"
+        assert disk_cache.folder() == want / "taichi-kv"
 
 
 # --- the compiling process
@@ -548,7 +548,7 @@ def test_a_key_names_everything_that_the_ptx_depends_on(monkeypatch):
 SERVER = """
 import json, pathlib, sys; sys.path[:] = json.loads(sys.argv[1])
 from tikv import runtime
-from tikv.cuda import compiler
+from tikv.launch.cuda import compiler
 
 kernels = set()
 
@@ -600,7 +600,7 @@ def test_a_damaged_entry_is_compiled_again(child, folder):
     (entry,) = folder.iterdir()
     entry.write_text("nonsense")
     assert compiler.ptx_of(make_nothing, (1,), "sm_90") == want
-    assert cache.read(entry.stem) == want
+    assert disk_cache.read(entry.stem) == want
 
 
 def test_a_child_that_died_is_replaced(child):

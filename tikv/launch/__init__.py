@@ -25,10 +25,10 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CudaBytes, Memory, host_bytes
-from tikv.cuda import compiler, driver, ptx
-from tikv.cuda.driver import use_stream
 from tikv.dtypes import NUMPY_WORDS, int8
 from tikv.errors import ArchError, CapacityError
+from tikv.launch.cuda import compiler, driver, ptx
+from tikv.launch.cuda.driver import use_stream
 
 __all__ = ["Bound", "Kernel", "choose_launcher", "kernel", "launcher_report", "refuse_baked", "use_stream"]
 
@@ -500,7 +500,7 @@ def _load_native(kernel: Kernel) -> _Native:
 
 
 def serve_compiler() -> None:
-    """What the compiling process of `tikv.cuda.compiler` runs."""
+    """What the compiling process of `tikv.launch.cuda.compiler` runs."""
     compiler.serve(_launch_over_nothing)
 
 

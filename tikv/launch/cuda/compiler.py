@@ -26,8 +26,8 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from tikv import runtime
-from tikv.cuda import cache
 from tikv.errors import ArchError
+from tikv.launch.cuda import disk_cache
 
 IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of the GPU
 REPLY_SECONDS = 300
@@ -43,11 +43,11 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
         ArchError: it cannot be compiled in a child process; says why.
     """
     key = key_of(factory, choices, target)
-    found = cache.read(key)
+    found = disk_cache.read(key)
     if found is None:
         runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
         found = _compile(factory, choices)
-        cache.write(key, found)
+        disk_cache.write(key, found)
     return found
 
 
