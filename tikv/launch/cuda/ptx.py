@@ -3,7 +3,8 @@
 Taichi's entry takes one 32-byte struct {argument buffer, runtime, thread, result buffer} and reads arguments from the
 buffer, which is device memory; a first entry, of one thread, copies the loop's bound from there into the runtime's
 memory. Here the buffer's contents become a parameter and the first entry disappears: one launch, no device memory of
-our own, nothing that a CUDA graph could find changed. Words of 64 bits, which Taichi moves in halves, are moved whole.
+our own, nothing that a CUDA graph could find changed. Arithmetic is made exact where that is asked for. What is done
+for speed alone stands in `peepholes`.
 
 Every use of what is replaced is recognised or the kernel is refused: a Taichi that writes otherwise is never misread.
 """
@@ -14,6 +15,8 @@ import re
 from typing import NamedTuple
 
 from tikv.errors import ArchError
+from tikv.launch.cuda import peepholes
+from tikv.launch.cuda.ptx_text import ARGUMENTS, REGISTER, statements
 
 
 class Unpatchable(ArchError):
@@ -31,8 +34,6 @@ class Patched(NamedTuple):
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", re.S)
 _STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
 _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
-_REGISTER = r"%[a-z]+\d+"
-_INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 
 
 def patch(
@@ -62,21 +63,19 @@ def patch(
     name, block = main.group(1), _BLOCK.search(main.group(3))
     if block is None:
         raise Unpatchable("no fixed block")
-    body = _quarters(_whole_words(_by_value(_struct(main), main.group(3), bound, argument_bytes)))
+    body = _by_value(_struct(main), main.group(3), bound, argument_bytes)
+    body = peepholes.quarters(peepholes.whole_words(body))
     if resident is not None:
-        body = re.sub(r"\.minnctapersm \d+", f".minnctapersm {resident}", body)
+        body = peepholes.resident_blocks(body, resident)
     if strict:
         body = _strict(body)
     parameter = f"\t.param .align 16 .b8 {ARGUMENTS}[{argument_bytes}]\n"
     head = ptx[: entries[0].start()]
     if overlap:
-        head = re.sub(r"\.target sm_\d+", ".target sm_90", re.sub(r"\.version \d\.\d", ".version 7.8", head))
-        body = _INSTRUCTION.sub(r"\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\g<0>", body, count=1)
+        head, body = peepholes.early_start(head, body)
     text = f"{head}.visible .entry {name}(\n{parameter}){body}\n}}{ptx[main.end() :]}"
     return Patched(text, name, int(block.group(1)))
 
-
-ARGUMENTS = "arguments"
 
 _APPROXIMATE = (
     (r"\t(\S+?)\.ftz(\S*) \t", r"\t\1\2 \t"),
@@ -84,11 +83,11 @@ _APPROXIMATE = (
     (r"\tdiv\.(?:full|approx)\.f32 \t", "\tdiv.rn.f32 \t"),
     (r"\t(sqrt|rcp)\.approx\.f32 \t", r"\t\1.rn.f32 \t"),
     (
-        rf"\trsqrt\.approx\.f32 \t({_REGISTER}), ({_REGISTER});",
+        rf"\trsqrt\.approx\.f32 \t({REGISTER}), ({REGISTER});",
         r"\tsqrt.rn.f32 \t%exact32, \2;\n\trcp.rn.f32 \t\1, %exact32;",
     ),
     (
-        rf"\tfma\.rn\.f(32|64) \t({_REGISTER}), (\S+), (\S+), (\S+);",
+        rf"\tfma\.rn\.f(32|64) \t({REGISTER}), (\S+), (\S+), (\S+);",
         r"\tmul.rn.f\1 \t%exact\1, \3, \4;\n\tadd.rn.f\1 \t\2, %exact\1, \5;",
     ),
 )
@@ -113,27 +112,20 @@ def _struct(entry: re.Match[str]) -> str:
 def _bound_of(entry: re.Match[str]) -> tuple[str, str]:
     """(offset among the arguments, offset in the runtime) of what the first entry copies."""
     struct = re.escape(_struct(entry))
-    statements = _statements(entry.group(3))
     known = re.fullmatch(
-        rf"ld\.param\.u64 (?P<a>{_REGISTER}), \[{struct}\];"
-        rf"cvta\.to\.global\.u64 (?P<b>{_REGISTER}), (?P=a);"
-        rf"ld\.global\.u32 (?P<n>{_REGISTER}), \[(?P=b)(?:\+(?P<argument>\d+))?\];"
-        rf"ld\.param\.u64 (?P<c>{_REGISTER}), \[{struct}\+8\];"
-        rf"cvta\.to\.global\.u64 (?P<d>{_REGISTER}), (?P=c);"
-        rf"ld\.global\.u64 (?P<e>{_REGISTER}), \[(?P=d)\+(?P<runtime>\d+)\];"
+        rf"ld\.param\.u64 (?P<a>{REGISTER}), \[{struct}\];"
+        rf"cvta\.to\.global\.u64 (?P<b>{REGISTER}), (?P=a);"
+        rf"ld\.global\.u32 (?P<n>{REGISTER}), \[(?P=b)(?:\+(?P<argument>\d+))?\];"
+        rf"ld\.param\.u64 (?P<c>{REGISTER}), \[{struct}\+8\];"
+        rf"cvta\.to\.global\.u64 (?P<d>{REGISTER}), (?P=c);"
+        rf"ld\.global\.u64 (?P<e>{REGISTER}), \[(?P=d)\+(?P<runtime>\d+)\];"
         rf"st\.u32 \[(?P=e)\], (?P=n);"
         r"ret;",
-        "".join(statements),
+        "".join(statements(entry.group(3))),
     )
     if known is None:
         raise Unpatchable("a first entry that does more than copy the loop's bound")
     return known["argument"] or "0", known["runtime"]
-
-
-def _statements(body: str) -> list[str]:
-    """The instructions of an entry: no comments, declarations, labels; one space between words."""
-    lines = (" ".join(line.partition("//")[0].split()) for line in body.splitlines())
-    return [line for line in lines if line.endswith(";") and not line.startswith(".")]
 
 
 def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_bytes: int) -> str:
@@ -141,10 +133,10 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
     if bound is not None:
         argument, runtime = bound
         body, found = re.subn(
-            rf"\tld\.param\.u64 \t({_REGISTER}), \[{struct}\+8\];\n"
-            rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), \1;\n"
-            rf"\tld\.global\.u64 \t({_REGISTER}), \[\2\+{runtime}\];\n"
-            rf"\tld\.u32 \t({_REGISTER}), \[\3\];\n",
+            rf"\tld\.param\.u64 \t({REGISTER}), \[{struct}\+8\];\n"
+            rf"\tcvta\.to\.global\.u64 \t({REGISTER}), \1;\n"
+            rf"\tld\.global\.u64 \t({REGISTER}), \[\2\+{runtime}\];\n"
+            rf"\tld\.u32 \t({REGISTER}), \[\3\];\n",
             rf"\tld.param.u32 \t\4, [{struct}+{argument}+0];\n",
             body,
         )
@@ -157,7 +149,7 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         alias = next(
             (
                 m
-                for m in re.finditer(rf"\tmov\.[ub]64 \t({_REGISTER}), ([\w%]+);\n", body)
+                for m in re.finditer(rf"\tmov\.[ub]64 \t({REGISTER}), ([\w%]+);\n", body)
                 if m.group(2) in names and m.group(1) not in names
             ),
             None,
@@ -167,16 +159,16 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         names.add(alias.group(1))
         body = body.replace(alias.group(0), "")
     struct_pattern = "|".join(re.escape(name) for name in names)
-    pointers = re.findall(rf"\tld\.param\.u64 \t({_REGISTER}), \[(?:{struct_pattern})\];\n", body)
-    body = re.sub(rf"\tld\.param\.u64 \t{_REGISTER}, \[(?:{struct_pattern})\];\n", "", body)
+    pointers = re.findall(rf"\tld\.param\.u64 \t({REGISTER}), \[(?:{struct_pattern})\];\n", body)
+    body = re.sub(rf"\tld\.param\.u64 \t{REGISTER}, \[(?:{struct_pattern})\];\n", "", body)
     bases: dict[str, int] = {}  # registers that hold the arguments' address, and how far into them
     for pointer in pointers:
-        bases |= dict.fromkeys(re.findall(rf"\tcvta\.to\.global\.u64 \t({_REGISTER}), {pointer};\n", body), 0)
-        body = re.sub(rf"\tcvta\.to\.global\.u64 \t{_REGISTER}, {pointer};\n", "", body)
+        bases |= dict.fromkeys(re.findall(rf"\tcvta\.to\.global\.u64 \t({REGISTER}), {pointer};\n", body), 0)
+        body = re.sub(rf"\tcvta\.to\.global\.u64 \t{REGISTER}, {pointer};\n", "", body)
     for base in tuple(bases):
-        for register, step in re.findall(rf"\tadd\.s64 \t({_REGISTER}), {base}, (\d+);\n", body):
+        for register, step in re.findall(rf"\tadd\.s64 \t({REGISTER}), {base}, (\d+);\n", body):
             bases[register] = int(step)
-        body = re.sub(rf"\tadd\.s64 \t{_REGISTER}, {base}, \d+;\n", "", body)
+        body = re.sub(rf"\tadd\.s64 \t{REGISTER}, {base}, \d+;\n", "", body)
 
     def read(match: re.Match[str]) -> str:
         width, base = match["type"], match["base"]
@@ -188,8 +180,8 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
         return f"\tld.param.{width} \t{match['to']}, [{ARGUMENTS}+{offset}];"
 
     body = re.sub(
-        rf"\tld\.global\.(?:nc\.)?(?P<type>(?:v[24]\.)?[a-z]\d+) \t(?P<to>{_REGISTER}|\{{[^}}]*\}}), "
-        rf"\[(?P<base>{_REGISTER})(?:\+(?P<offset>\d+))?\];",
+        rf"\tld\.global\.(?:nc\.)?(?P<type>(?:v[24]\.)?[a-z]\d+) \t(?P<to>{REGISTER}|\{{[^}}]*\}}), "
+        rf"\[(?P<base>{REGISTER})(?:\+(?P<offset>\d+))?\];",
         read,
         body,
     )
@@ -199,132 +191,3 @@ def _by_value(struct: str, body: str, bound: tuple[str, str] | None, argument_by
     if struct in body:
         raise Unpatchable("uses the runtime or the result buffer")
     return body
-
-
-_LOAD = re.compile(
-    rf"\tld\.(?:global\.)?(?P<type>[ubsf]32) \t(?P<register>{_REGISTER}), \[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\];"
-)
-_STORE = re.compile(
-    rf"\tst\.(?:global\.)?(?P<type>[ubsf]32) \t\[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\], (?P<register>{_REGISTER});"
-)
-_ORDERED = re.compile(r"^\s*(st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
-_ORDERED_OR_LOAD = re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
-
-
-def _whole_words(body: str) -> str:
-    """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's."""
-    lines = body.split("\n")
-    words = _word_addresses(body)
-    joined = False
-    for form, ordered in ((_LOAD, _ORDERED), (_STORE, _ORDERED_OR_LOAD)):
-        for i, line in enumerate(lines):
-            half = form.match(line)
-            if half is None or half["base"] not in words:
-                continue
-            j = _other_half(lines, i, half, form, ordered)
-            if j is not None:
-                other = form.match(lines[j])
-                assert other is not None
-                low, high = sorted((half, other), key=_offset)
-                if form is _LOAD:  # where the first half was read
-                    lines[i], lines[j] = _read_word(low, high), ""
-                else:  # where the second was written
-                    lines[i], lines[j] = "", _write_word(low, high)
-                joined = True
-    text = "\n".join(lines)
-    return text.replace("{\n", "{\n\t.reg .b32 \t%half<2>;\n", 1) if joined else text
-
-
-def _offset(half: re.Match[str]) -> int:
-    return int(half["offset"] or 0)
-
-
-def _word_addresses(body: str) -> set[str]:
-    """Registers that hold the start of an array, read from the arguments, plus a multiple of eight."""
-    defined: dict[str, list[str]] = {}
-    for line in _statements(body):
-        parts = line.split(None, 1)
-        if len(parts) == 2 and not parts[0].startswith(("st", "bra", "@", "bar")):
-            defined.setdefault(parts[1].split(",")[0].rstrip(";"), []).append(line)
-
-    def is_(register: str, form: str) -> bool:
-        return len(defined.get(register, ())) == 1 and re.fullmatch(form, defined[register][0]) is not None
-
-    found = set()
-    for register, lines in defined.items():
-        sum_of = re.fullmatch(rf"add\.s64 {register}, (%rd\d+), (%rd\d+);", lines[0]) if len(lines) == 1 else None
-        if sum_of:
-            for a, b in (sum_of.groups(), sum_of.groups()[::-1]):
-                is_array = is_(a, rf"ld\.param\.u64 {a}, \[{ARGUMENTS}\+\d+\];")
-                if is_array and is_(b, rf"(mul\.wide\.[su]32 {b}, %r\d+, 8|shl\.b64 {b}, %rd\d+, 3);"):
-                    found.add(register)
-    return found
-
-
-def _other_half(
-    lines: list[str], i: int, half: re.Match[str], form: re.Pattern[str], ordered: re.Pattern[str]
-) -> int | None:
-    """The line that moves the rest of the word of line i, if nothing in between depends on which comes first."""
-    for j in range(i + 1, len(lines)):
-        other = form.match(lines[j])
-        if other and other["base"] == half["base"] and _offset(other) == _offset(half) ^ 4:
-            # A load is moved up to line i, a store down to line j: what it reads or sets must be the same there.
-            moved = other["register"] if form is _LOAD else half["register"]
-            kept = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
-            between = lines[i + 1 : j]
-            free = not any(kept[0].search(line) for line in between) if form is _LOAD else True
-            unset = not any(r.search(line.partition(",")[0]) for r in kept for line in between)
-            return j if free and unset else None
-        if ordered.search(lines[j]):
-            return None
-    return None
-
-
-def _read_word(low: re.Match[str], high: re.Match[str]) -> str:
-    word = f"\tld.global.v2.b32 \t{{%half0, %half1}}, [{low['base']}+{_offset(low)}];"
-    return "\n".join([word, *(_from_half(half, n) for n, half in enumerate((low, high)))])
-
-
-def _write_word(low: re.Match[str], high: re.Match[str]) -> str:
-    word = f"\tst.global.v2.b32 \t[{low['base']}+{_offset(low)}], {{%half0, %half1}};"
-    return "\n".join([*(_to_half(half["register"], n) for n, half in enumerate((low, high))), word])
-
-
-def _from_half(half: re.Match[str], n: int) -> str:
-    if half["register"].startswith("%rd"):
-        return f"\tcvt.{'s64.s32' if half['type'] == 's32' else 'u64.u32'} \t{half['register']}, %half{n};"
-    return f"\tmov.b32 \t{half['register']}, %half{n};"
-
-
-def _to_half(register: str, n: int) -> str:
-    return (
-        f"\tcvt.u32.u64 \t%half{n}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t%half{n}, {register};"
-    )
-
-
-_SHIFT = re.compile(r"\tshr\.u64 \t(%rd\d+), (%rd\d+), (16|32|48);")
-_NARROW = re.compile(r"\tcvt\.u16\.u64 \t(%rs\d+), (%rd\d+);")
-
-
-def _quarters(body: str) -> str:
-    """Take 16-bit elements out of 64-bit words as parts of registers, which conversions read without a shift."""
-    lines, shifted = body.split("\n"), dict[str, tuple[str, int]]()
-    changed = False
-    for i, line in enumerate(lines):
-        narrow = _NARROW.match(line)
-        if narrow and narrow[2] in shifted:
-            word, n = shifted[narrow[2]]
-            parts = "{%quarter0, %quarter1, %quarter2, %quarter3}"
-            lines[i] = f"\tmov.b64 \t{parts}, {word};\n\tmov.b16 \t{narrow[1]}, %quarter{n};"
-            changed = True
-            continue
-        if ":" in line or line.startswith(("\tbra", "\t@")):  # another path may come in, with other words
-            shifted.clear()
-            continue
-        set_here = set(re.findall(r"%rd\d+", line.partition("[" if "{" in line else ", ")[0]))
-        shifted = {a: (word, n) for a, (word, n) in shifted.items() if not {a, word} & set_here}
-        shift = _SHIFT.match(line)
-        if shift and shift[1] != shift[2]:
-            shifted[shift[1]] = shift[2], int(shift[3]) // 16
-    text = "\n".join(lines)
-    return text.replace("{\n", "{\n\t.reg .b16 \t%quarter<4>;\n", 1) if changed else text
