@@ -125,12 +125,12 @@ def test_numbers_in_memory_of_the_launch_go_by_name(arch):
 def test_a_taichi_graph_takes_entries_by_name(arch):
     live = runtime.current()
     kernel = launch.kernel(live, advance.make_advance, live.kernel_style)
-    positions = oracle.place(np.arange(4), arch)
-    handle = tikv.arrays.view(positions, "positions", "example").handle
-    graph = launch.TaichiGraph([(kernel, ["p", Step(0, 4, 1)])], {"p": handle})
+    positions = runtime.ti.ndarray(runtime.ti.i64, 4)
+    positions.from_numpy(np.arange(4))
+    graph = launch.TaichiGraph([(kernel, ["p", Step(0, 4, 1)])], {"p": positions})
     graph.run()
     graph.set(0, "tokens", 10)
     graph.run()
-    assert oracle.to_numpy(positions).tolist() == [11, 12, 13, 14]
+    assert positions.to_numpy().tolist() == [11, 12, 13, 14]
     with pytest.raises(KeyError, match="'slots'"):
         graph.set(0, "slots", 1)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Bound:
     """A kernel with its arguments; change some, launch, and again. Hold `lock` from the first change to the launch.
 
-    An entry of a vector goes by its argument and its place there, or by its name: see `vectors.joined`.
-    It does not keep memory alive where memory has an address: the caller does, for as long as launches use it.
+    An entry of a vector goes by its argument and its place there, or by its name: see `vectors.joined`. Memory that has
+    an address is not kept alive here: the caller keeps it, for as long as launches use it.
     """
 
     def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def joined(*vectors: Sequence[int]) -> Joined:
         >>> joined(Size(3, 4), (0, 0))
         (3, 4, 0, 0)
     """
-    found = Joined(number for vector in vectors for number in vector)
+    found = Joined(itertools.chain.from_iterable(vectors))
     found._fields = tuple(name for vector in vectors for name in getattr(vector, "_fields", ("",) * len(vector)))
     return found
 

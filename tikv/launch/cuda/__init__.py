@@ -1,5 +1,6 @@
 """Launch Taichi's kernels by NVIDIA's driver: torch's stream, CUDA graphs, no buffer of arguments.
 
-`ptx` rewrites what Taichi generates so that arguments travel with the launch; `compiler` gets it from a child process;
-`disk_cache` keeps it on disk; `driver` loads and launches. `tikv.launch` chooses, and falls back to Taichi's launcher.
+`ptx` rewrites what Taichi generates so that arguments travel with the launch, and `peepholes` so that it is faster;
+`compiler` gets it from a child process, which runs `compile_server`; `disk_cache` keeps it on disk; `driver` loads it;
+`native` launches it. `legacy_stream` launches by Taichi's launchers what the driver cannot take.
 """
