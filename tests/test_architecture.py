@@ -16,7 +16,6 @@ FLOORS = [
     ["runtime"],
     ["arrays"],
     ["kernels"],
-    ["cuda"],
     ["launch"],
     ["ops"],
     ["graphs"],
@@ -47,8 +46,17 @@ def tree_of(module: str) -> ast.Module:
 
 
 @functools.cache
-def imports_of(module: str) -> tuple[str, ...]:
-    return tuple(imports(tree_of(module), module, modules()[module].name == "__init__.py"))
+def imports_of(module: str, typed: bool = True) -> tuple[str, ...]:
+    """What a module imports; `typed`: also what it imports for type checkers alone."""
+    tree = tree_of(module)
+    if not typed:
+        tree = WithoutTypeChecking().visit(ast.parse(ast.unparse(tree)))
+    return tuple(imports(tree, module, modules()[module].name == "__init__.py"))
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
 
 
 def imports(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
@@ -83,9 +91,9 @@ def upward(names: list[str], module: str) -> list[str]:
 
 
 def needed_modules(module: str) -> set[str]:
-    """The modules of tikv that a module imports, whether named themselves or by what is in them."""
+    """The modules of tikv that a module needs when it runs, whether named themselves or by what is in them."""
     found = set()
-    for name in imports_of(module):
+    for name in imports_of(module, typed=False):
         while name and name not in modules():
             name = name.rpartition(".")[0]
         if name not in ("", "tikv", module):

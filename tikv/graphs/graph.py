@@ -18,9 +18,9 @@ import numpy as np
 
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, describe, new_like, to_device, view, write_host
-from tikv.cuda import driver
 from tikv.errors import ArchError, OptionError
 from tikv.launch import Recorded
+from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.plan import decode_attention, merge_states, paged_decode_attention
 from tikv.ops.copy import copy, copy_kv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import functools
 import importlib
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from tikv.errors import ArchError
 
+MULTIPROCESSOR_COUNT = 16  # in the driver's CUdevice_attribute
 _lock = threading.Lock()
 _given: contextvars.ContextVar[int | None] = contextvars.ContextVar("tikv_stream", default=None)
 
@@ -54,12 +56,11 @@ class Device:
         self.device = checked(cu.cuDeviceGet(0), "cuDeviceGet")
         self.context = checked(cu.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain")
         attribute = cu.CUdevice_attribute
-        major, minor, self.multiprocessors = (
+        major, minor = (
             checked(cu.cuDeviceGetAttribute(which, self.device), "cuDeviceGetAttribute")
             for which in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
             )
         )
         self.target = f"sm_{major}{minor}"
@@ -84,6 +85,34 @@ class Device:
         cu = binding()
         module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
         return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """How many multiprocessors CUDA device 0 has, by the driver's own library: cuda-bindings need not be installed.
+
+    Raises:
+        ArchError: there is no driver, or it does not say.
+    """
+    library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    found, number = ctypes.c_int(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError as error:
+        raise ArchError(
+            f"launch: NVIDIA's driver cannot be loaded ({error}). Install it, or use another arch."
+        ) from error
+    status = (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(found), 0)
+        or cuda.cuDeviceGetAttribute(ctypes.byref(number), MULTIPROCESSOR_COUNT, found)
+    )
+    if status:
+        raise ArchError(
+            f"launch: the CUDA driver does not say how many multiprocessors device 0 has (error {status}). "
+            f"Run `python -m tikv doctor` to see what it says, and update it."
+        )
+    return number.value
 
 
 _device: Device | None = None
@@ -130,10 +159,26 @@ def _find_torch() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return False
-    # torch.cuda.current_stream() costs seven microseconds; what it is made of, a tenth of one.
-    _torch_stream = torch._C._cuda_getCurrentRawStream
-    _torch_capturing = torch._C._cuda_isCurrentStreamCapturing
+    _torch_stream, _torch_capturing = _streams_of(torch)
     return True
+
+
+def _streams_of(torch: Any) -> tuple[Callable[[int], int], Callable[[], bool]]:
+    """Torch's current stream of a device, and whether it is being captured, by the cheapest calls.
+
+    torch.cuda.current_stream() takes seven microseconds; what it is made of takes a tenth of one, but is no public part
+    of torch, and is used if it is there and says the same.
+    """
+
+    def current(device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    try:
+        raw, capturing = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
+        works = raw(0) == current(0) and capturing() == torch.cuda.is_current_stream_capturing()
+    except (AttributeError, TypeError, RuntimeError):
+        works = False
+    return (raw, capturing) if works else (current, torch.cuda.is_current_stream_capturing)
 
 
 def stream() -> int:
@@ -172,7 +217,7 @@ def capturing() -> bool:
     return False
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(256)  # a program uses few streams; the one used longest ago is made again
 def stream_object(handle: int) -> Any:
     """A stream as the binding wants it."""
     return binding().CUstream(handle)

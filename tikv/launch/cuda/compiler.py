@@ -9,14 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import glob
 import hashlib
 import inspect
 import json
 import os
 import pathlib
 import pickle
-import select
 import struct
 import subprocess
 import sys
@@ -26,10 +24,9 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from tikv import runtime
-from tikv.cuda import cache
 from tikv.errors import ArchError
+from tikv.launch.cuda import disk_cache
 
-IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of the GPU
 REPLY_SECONDS = 300
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tikv import launch; launch.serve_compiler()"
 _lock = threading.RLock()
@@ -43,18 +40,18 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
         ArchError: it cannot be compiled in a child process; says why.
     """
     key = key_of(factory, choices, target)
-    found = cache.read(key)
+    found = disk_cache.read(key)
     if found is None:
         runtime.log.info("compiling %s for %s in a child process, once", factory.__name__, target)
         found = _compile(factory, choices)
-        cache.write(key, found)
+        disk_cache.write(key, found)
     return found
 
 
 def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
     """What the PTX depends on, as a name: the kernels' sources, the choices, the versions, the GPU."""
     parts = (
-        _sources(pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or "").parent),
+        _sources(_kernels_of(pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or ""))),
         f"{factory.__module__}.{factory.__qualname__}",
         repr(choices),
         str(bool(getattr(factory, "fast_math", False))),
@@ -65,11 +62,19 @@ def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-@functools.cache
+def _kernels_of(source: pathlib.Path) -> pathlib.Path:
+    """The folder of all kernels that one of them may be made of: the outermost package but one, as ``tikv/kernels``."""
+    folder = source.parent
+    while (folder.parent / "__init__.py").exists() and (folder.parent.parent / "__init__.py").exists():
+        folder = folder.parent
+    return folder
+
+
+@functools.cache  # a process has one folder of kernels, and Python does not read a changed source again
 def _sources(directory: pathlib.Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.py")):
-        digest.update(path.name.encode() + b"\n" + path.read_bytes() + b"\n")
+    for path in sorted(directory.rglob("*.py")):
+        digest.update(path.relative_to(directory).as_posix().encode() + b"\n" + path.read_bytes() + b"\n")
     return digest.hexdigest()
 
 
@@ -101,12 +106,12 @@ class _Child:
         """Send a request and wait for its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        _send(self.process.stdin, request)
+        send(self.process.stdin, request)
         timer = threading.Timer(REPLY_SECONDS, self.process.kill)
         timer.daemon = True
         timer.start()
         try:
-            answer = _receive(self.process.stdout)
+            answer = receive(self.process.stdout)
         finally:
             timer.cancel()
         if answer is None:
@@ -180,12 +185,13 @@ def close() -> None:
 atexit.register(close)
 
 
-def _send(pipe: IO[bytes], message: bytes) -> None:
+def send(pipe: IO[bytes], message: bytes) -> None:
+    """Write a message, its length before it."""
     pipe.write(struct.pack("<Q", len(message)) + message)
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes]) -> bytes | None:
+def receive(pipe: IO[bytes]) -> bytes | None:
     """The next message, or None at the end."""
     head = pipe.read(8)
     if len(head) < 8:
@@ -193,60 +199,3 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     (length,) = struct.unpack("<Q", head)
     message = pipe.read(length)
     return message if len(message) == length else None
-
-
-def serve(launch: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> None:
-    """The child: compile what is asked for, until stdin ends or nothing was asked for a minute.
-
-    `launch` makes a kernel of a factory and its choices and launches it over nothing. After a failure the child ends:
-    its CUDA context may be of no use any more.
-    """
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Taichi writes to stdout, also from C++
-    requests = sys.stdin.buffer
-    with tempfile.TemporaryDirectory(prefix="tikv-compile-") as directory:
-        os.chdir(directory)
-        try:
-            failed = False
-            while not failed and _readable(requests):
-                request = _receive(requests)
-                if request is None:
-                    break
-                try:
-                    answer = {"ptx": _generated(launch, *pickle.loads(request))}
-                except Exception as error:
-                    answer, failed = {"error": f"{type(error).__name__}: {error}"}, True
-                _send(answers, json.dumps(answer).encode())
-        finally:
-            os.chdir(os.path.dirname(directory))
-
-
-_started_for: bool | None = None  # the `fast_math` that the child's Taichi was started with
-
-
-def _readable(pipe: IO[bytes]) -> bool:
-    if sys.platform == "win32":  # select takes sockets only
-        return True
-    return bool(select.select([pipe], [], [], IDLE_SECONDS)[0])
-
-
-def _generated(
-    launch: Callable[[Callable[..., Any], tuple[Any, ...]], None], factory: Callable[..., Any], choices: tuple[Any, ...]
-) -> str:
-    """The PTX that Taichi writes when it first launches a kernel.
-
-    It writes none for a kernel that equals an earlier one in all but its choices; a new Taichi does.
-    """
-    global _started_for
-    fast_math = bool(getattr(factory, "fast_math", False))  # also read once when Taichi's CUDA session starts
-    for start in (fast_math != _started_for, True):
-        if start:
-            runtime.init("cuda", offline_cache=False, print_kernel_asm=True, fast_math=fast_math)
-            _started_for = fast_math
-        for left in glob.glob("*.ptx"):
-            os.unlink(left)
-        launch(factory, choices)
-        written = [pathlib.Path(path) for path in glob.glob("*.ptx")]
-        if len(written) == 1:
-            return written[0].read_text(encoding="utf-8", errors="replace")
-    raise ArchError(f"Taichi wrote {len(written)} PTX files for one kernel")

@@ -10,6 +10,7 @@ import pytest
 
 import tikv
 from tikv import launch, reference, runtime
+from tikv.launch import launcher
 from tikv.ops import copy, row_copy
 
 
@@ -25,7 +26,7 @@ def fresh_plans():
 @pytest.fixture(params=["native", "direct", "public"])
 def route(request, fresh_plans):
     """Kernels are bound by this launcher."""
-    before = launch._chosen
+    before = launcher._chosen
     launch.choose_launcher(request.param)
     yield request.param
     launch.choose_launcher(before)

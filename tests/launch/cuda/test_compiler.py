@@ -1,0 +1,160 @@
+"""The compiling process, with a stand-in for its Taichi."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import tikv
+from tikv import runtime
+from tikv.launch.cuda import compiler, disk_cache
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKV_CACHE_DIR", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def make_nothing(*choices):
+    """A factory that another process can name."""
+
+
+def make_other(*choices):
+    """Another one."""
+
+
+def test_a_key_names_everything_that_the_ptx_depends_on(monkeypatch):
+    first = compiler.key_of(make_nothing, (1, "a"), "sm_90")
+    assert compiler.key_of(make_nothing, (1, "a"), "sm_90") == first
+    others = [
+        compiler.key_of(make_nothing, (1, "b"), "sm_90"),
+        compiler.key_of(make_nothing, (1, "a"), "sm_80"),
+        compiler.key_of(make_other, (1, "a"), "sm_90"),
+    ]
+    monkeypatch.setattr(runtime, "version_of", lambda name: "0")
+    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    monkeypatch.undo()
+    monkeypatch.setattr(compiler, "_sources", lambda directory: "another source")
+    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    monkeypatch.undo()
+    monkeypatch.setattr(make_nothing, "fast_math", True, raising=False)
+    others.append(compiler.key_of(make_nothing, (1, "a"), "sm_90"))
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_a_key_knows_the_sources_of_all_kernels(tmp_path, monkeypatch):
+    """A kernel in a folder of its own is made of functions of the folder above as well."""
+    inner = tmp_path / "library" / "kernels" / "attention"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent, inner.parent.parent):
+        (folder / "__init__.py").write_text("")
+    for source in (inner / "merge.py", inner.parent / "copy.py"):
+        assert compiler._kernels_of(source) == inner.parent
+    assert compiler._kernels_of(tmp_path / "alone.py") == tmp_path
+    digests = []
+    for source in (inner / "merge.py", inner.parent / "copy.py", tmp_path / "library" / "ops.py"):
+        source.write_text("1")
+        compiler._sources.cache_clear()
+        digests.append(compiler._sources(inner.parent))
+    compiler._sources.cache_clear()
+    assert digests[0] != digests[1] == digests[2]
+
+
+def test_the_child_starts_and_ends_with_its_input():
+    boot = [sys.executable, "-c", compiler._BOOT, json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])]
+    child = subprocess.run(boot, input=b"", capture_output=True, timeout=120)
+    assert (child.returncode, child.stdout) == (0, b""), child.stderr.decode()
+
+
+SERVER = """
+import json, pathlib, sys; sys.path[:] = json.loads(sys.argv[1])
+from tikv import runtime
+from tikv.launch.cuda import compile_server
+
+kernels = set()
+
+
+def init(arch, **options):
+    print("noise on stdout", flush=True)
+    kernels.clear()
+
+
+def launch(factory, choices):
+    text = f"ptx of {factory.__name__}{sorted(choices)}"
+    if not choices:
+        raise RuntimeError("an illegal address")
+    if text not in kernels:
+        pathlib.Path("taichi_kernel_nvptx_0001.ptx").write_text(text)
+    kernels.add(text)
+
+
+runtime.init = init
+compile_server.serve(launch)
+"""
+
+
+@pytest.fixture
+def child(folder, monkeypatch, tmp_path):
+    """A compiling process whose Taichi is a stand-in."""
+    compiler.close()
+    monkeypatch.setattr(compiler, "_BOOT", SERVER)
+    monkeypatch.chdir(tmp_path)
+    yield
+    compiler.close()
+
+
+def test_a_child_compiles_once_and_leaves_no_trace(child, tmp_path):
+    want = "ptx of make_nothing[1, 2]"
+    assert compiler.ptx_of(make_nothing, (1, 2), "sm_90") == want
+    process = compiler._child.process
+    assert compiler.ptx_of(make_nothing, (3,), "sm_90") == "ptx of make_nothing[3]"
+    assert compiler._child.process is process, "one process serves all"
+    compiler.close()
+    assert process.poll() == 0, "it ends with its parent's pipe"
+    assert compiler.ptx_of(make_nothing, (1, 2), "sm_90") == want
+    assert compiler._child is None, "the second time it comes from the disk"
+    assert [p.name for p in tmp_path.iterdir()] == ["kernels"]
+
+
+def test_a_damaged_entry_is_compiled_again(child, folder):
+    want = compiler.ptx_of(make_nothing, (1,), "sm_90")
+    (entry,) = folder.iterdir()
+    entry.write_text("nonsense")
+    assert compiler.ptx_of(make_nothing, (1,), "sm_90") == want
+    assert disk_cache.read(entry.stem) == want
+
+
+def test_a_child_that_died_is_replaced(child):
+    compiler.ptx_of(make_nothing, (1,), "sm_90")
+    compiler._child.process.kill()
+    compiler._child.process.wait()
+    assert compiler.ptx_of(make_nothing, (2,), "sm_90") == "ptx of make_nothing[2]"
+
+
+def test_a_kernel_that_equals_another_is_generated_again(child):
+    """Taichi shares the code of kernels that differ in their choices alone, and then writes none."""
+    assert compiler.ptx_of(make_nothing, (1, 2), "sm_90") == "ptx of make_nothing[1, 2]"
+    assert compiler.ptx_of(make_nothing, (2, 1), "sm_90") == "ptx of make_nothing[1, 2]"
+
+
+def test_what_cannot_be_compiled_says_why(child, monkeypatch):
+    with pytest.raises(tikv.ArchError, match="RuntimeError: an illegal address"):
+        compiler.ptx_of(make_nothing, (), "sm_90")
+    assert compiler.ptx_of(make_nothing, (1,), "sm_90"), "another process goes on"
+    with pytest.raises(tikv.ArchError, match="cannot be named"):
+        compiler.ptx_of(lambda: None, (), "sm_90")
+    monkeypatch.setattr(make_nothing, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "make_nothing", make_nothing, raising=False)
+    with pytest.raises(tikv.ArchError, match="__main__"):
+        compiler.ptx_of(make_nothing, (5,), "sm_90")
+
+
+def test_a_child_that_cannot_start_says_why(folder, monkeypatch):
+    compiler.close()
+    monkeypatch.setattr(compiler, "_BOOT", "raise SystemExit('no such GPU')")
+    with pytest.raises(tikv.ArchError, match="the compiling process failed: no such GPU"):
+        compiler.ptx_of(make_nothing, (1,), "sm_90")
+    assert compiler._child is None

@@ -1,0 +1,98 @@
+"""Which launcher kernels get, without a GPU; and what stays with Taichi's."""
+
+import types
+
+import pytest
+
+import tikv
+from tikv import launch
+from tikv.launch import compiled, launcher
+from tikv.launch.cuda import driver, legacy_stream, ptx
+
+
+@pytest.fixture
+def choice(monkeypatch):
+    """No launcher chosen, nothing known yet about the driver."""
+    monkeypatch.delenv("TIKV_LAUNCHER", raising=False)
+    monkeypatch.setattr(launcher, "_chosen", None)
+    monkeypatch.setattr(launcher, "_unavailable", None)
+    monkeypatch.setattr(launcher, "fallbacks", {})
+    return monkeypatch
+
+
+CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda")
+CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu")
+
+
+def missing():
+    raise tikv.ArchError("cuda-bindings cannot be imported. Install taichi-kv[cuda].")
+
+
+def test_native_is_taken_where_the_driver_answers(choice):
+    choice.setattr(driver, "device", lambda: None)
+    assert launch.launcher_report(CUDA)["launcher"] == "native"
+    assert launch.launcher_report(CPU)["launcher"] == "direct"
+    for name in ("direct", "public", "native"):
+        choice.setenv("TIKV_LAUNCHER", name)
+        assert launch.launcher_report(CUDA) == {"launcher": name, "why": "asked for", "fallbacks": {}}
+    launch.choose_launcher("direct")
+    assert launch.launcher_report(CUDA)["launcher"] == "direct"
+    launch.choose_launcher(None)
+
+
+def test_without_a_driver_taichi_launches_and_the_report_says_why(choice):
+    choice.setattr(driver, "device", missing)
+    report = launch.launcher_report(CUDA)
+    assert report["launcher"] == "direct"
+    assert "Install taichi-kv[cuda]" in report["why"]
+    choice.setenv("TIKV_LAUNCHER", "native")
+    assert launch.launcher_report(CUDA)["launcher"] == "none"
+    with pytest.raises(tikv.ArchError, match=r"asked for and is not there.*taichi-kv\[cuda\]"):
+        launcher.launcher_of(CUDA)
+    assert launcher.launcher_of(CPU)[0] == "direct"
+
+
+def test_an_unknown_launcher_is_refused(choice):
+    with pytest.raises(tikv.ArchError, match="native, direct, public"):
+        launch.choose_launcher("fast")
+    choice.setenv("TIKV_LAUNCHER", "fast")
+    with pytest.raises(tikv.ArchError, match="TIKV_LAUNCHER=fast"):
+        launcher.launcher_of(CPU)
+
+
+def kernel_stub(native=None):
+    found = launch.Kernel.__new__(launch.Kernel)
+    found.factory, found.choices, found.native = test_an_unknown_launcher_is_refused, (1,), native
+    found.words, found.lengths, found.runtime = ["u64"], [0], CUDA
+    return found
+
+
+def test_a_kernel_that_cannot_be_patched_stays_with_taichi(choice):
+    def refuse(kernel):
+        raise ptx.Unpatchable("a form nobody knows")
+
+    choice.setattr(compiled, "load_native", refuse)
+    choice.setattr(driver, "device", lambda: None)
+    choice.setattr(driver, "capturing", lambda: False)
+    on_gpu = types.SimpleNamespace(device="cuda:0")
+    kernel = kernel_stub()
+    assert kernel._bind_native(1, (on_gpu,)) is None
+    assert list(launch.launcher_report(CUDA)["fallbacks"].values()) == ["a form nobody knows"]
+    assert kernel._bind_native(1, (on_gpu,)) is None
+    choice.setattr(launcher, "fallbacks", {})
+    choice.setenv("TIKV_LAUNCHER", "native")
+    with pytest.raises(ptx.Unpatchable):
+        kernel._bind_native(1, (on_gpu,))
+
+
+def test_host_arrays_stay_with_taichi(choice):
+    assert kernel_stub(native="loaded")._bind_native(1, (types.SimpleNamespace(device="cpu"),)) is None
+
+
+def test_taichis_launcher_refuses_a_capture(choice):
+    choice.setattr(driver, "capturing", lambda: True)
+    choice.setattr(driver, "device", missing)
+    bound = legacy_stream.OnLegacyStream.__new__(legacy_stream.OnLegacyStream)
+    bound.kernel = kernel_stub()
+    with pytest.raises(tikv.ArchError, match=r"cannot capture.*taichi-kv\[cuda\]"):
+        bound.launch()

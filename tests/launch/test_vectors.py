@@ -1,0 +1,136 @@
+"""Entries of a launch's vectors by name."""
+
+from typing import NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import launch, runtime
+from tikv.kernels import advance
+from tikv.launch import vectors
+
+
+class Step(NamedTuple):
+    """The numbers of `kernels.advance`."""
+
+    first: int
+    count: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    step: int
+    first: int
+
+
+def test_vectors_are_joined_with_their_names():
+    both = launch.joined(Step(1, 2, 3), (7, 8), Place(4, 5))
+    assert both == (1, 2, 3, 7, 8, 4, 5)
+    again = both._make(range(7))
+    assert again == (0, 1, 2, 3, 4, 5, 6)
+    for vector in (both, again, launch.joined(both)):
+        places = vectors.places_of(vectors.fields_of([0, vector], [False, False]))
+        assert places == {"count": (1, 1), "tokens": (1, 2), "step": (1, 5)}
+
+
+def test_names_of_several_arguments():
+    given = [Step(1, 2, 3), (4, 5), Place(6, 7), Place(0, 0)]
+    places = vectors.places_of(vectors.fields_of(given, [False, False, False, True]))
+    assert places == {"count": (0, 1), "tokens": (0, 2), "step": (2, 0)}, "vectors of float32 have no such entries"
+
+
+def bind(live, arch, *numbers):
+    """The kernel that moves positions on, over four of them."""
+    kernel = launch.kernel(live, advance.make_advance, live.kernel_style)
+    positions = oracle.place(np.arange(4), arch)
+    return positions, kernel.bind(4, tikv.arrays.view(positions, "positions", "example"), *numbers)
+
+
+@pytest.fixture(params=["direct", "public"])
+def route(request):
+    launch.choose_launcher(request.param)
+    yield
+    launch.choose_launcher(None)
+
+
+def test_a_launch_takes_entries_by_name(arch, route):
+    live = runtime.current()
+    positions, bound = bind(live, arch, Step(first=0, count=4, tokens=1))
+    bound.launch()
+    bound.set("tokens", 10)
+    bound.launch()
+    put = bound.setter("tokens")
+    for tokens in (100, 1000):
+        put(tokens)
+        bound.launch()
+    assert oracle.to_numpy(positions).tolist() == [1111, 1112, 1113, 1114]
+
+
+def test_a_name_that_is_not_there_is_an_error_of_ours(arch):
+    live = runtime.current()
+    _, bound = bind(live, arch, Step(0, 4, 1))
+    for use in (lambda: bound.set("slots", 1), lambda: bound.setter("slots")):
+        with pytest.raises(KeyError, match=r"'slots' is not the name of exactly one entry.*first, count, tokens"):
+            use()
+    _, bound = bind(live, arch, (0, 4, 1))
+    with pytest.raises(KeyError, match="such names: none"):
+        bound.set("tokens", 1)
+
+
+def test_a_recorded_launch_knows_its_names(arch):
+    live = runtime.current()
+    with launch.recording(live, {}) as recorded:
+        positions, bound = bind(live, arch, Step(0, 4, 1))
+        bound.setter("tokens")(7)
+        bound.launch()
+    (found,) = recorded
+    assert found.entries == ((1, 2),)
+    assert found.named == {"first": (1, 0), "count": (1, 1), "tokens": (1, 2)}
+    assert found.arguments[1] == Step(0, 4, 7)
+    again = found.kernel.bind(found.iterations, *found.arguments)
+    again.set("tokens", 5)
+    again.launch()
+    assert oracle.to_numpy(positions).tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.archs("cpu")
+def test_numbers_in_memory_of_the_launch_go_by_name(arch):
+    """On CPU a kernel may take all its numbers in one array."""
+    caches = [np.zeros((1, 4, 2), np.float32) for _ in "ab"]
+    bound = None
+    original = launch.Kernel.bind
+
+    def named(self, iterations, *arguments):
+        nonlocal bound
+        from tikv.kernels.address import Which
+
+        *arrays, numbers = arguments
+        fields = len(Which._fields)
+        bound = original(self, iterations, *arrays, launch.joined(Which(*numbers[:fields]), numbers[fields:]))
+        return bound
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Kernel, "bind", named)
+        runtime.current().plans.clear()
+        tikv.copy(np.ones((1, 1, 2), np.float32), caches[0], position=0)
+    runtime.current().plans.clear()
+    bound.setter("dst_position")(2)
+    bound.launch()
+    assert caches[0][0, :, 0].tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.archs("vulkan", "metal")
+def test_a_taichi_graph_takes_entries_by_name(arch):
+    live = runtime.current()
+    kernel = launch.kernel(live, advance.make_advance, live.kernel_style)
+    positions = runtime.ti.ndarray(runtime.ti.i64, 4)
+    positions.from_numpy(np.arange(4))
+    graph = launch.TaichiGraph([(kernel, ["p", Step(0, 4, 1)])], {"p": positions})
+    graph.run()
+    graph.set(0, "tokens", 10)
+    graph.run()
+    assert positions.to_numpy().tolist() == [11, 12, 13, 14]
+    with pytest.raises(KeyError, match="'slots'"):
+        graph.set(0, "slots", 1)

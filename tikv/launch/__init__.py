@@ -1,0 +1,31 @@
+"""Compile a kernel once a runtime, bind it once, launch it many times by the cheapest route of the arch.
+
+Three launchers give the same bits. **native**, on CUDA: NVIDIA's driver launches the kernel on torch's current stream,
+or on that of `use_stream`, and a CUDA graph may capture it. **direct**: Taichi's launcher, whose launch context is
+filled here; on CPU it is kept and relaunched, changing only the arguments that changed; elsewhere a launch overwrites
+it, so each launch fills a fresh one. **public**: Taichi's public call, at ten times the cost.
+
+The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use what is inside
+Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
+
+`launcher` chooses and reports; `compiled` holds kernels; `bound`, `cuda.native` and `cuda.legacy_stream` launch them;
+`vectors` names the entries of their arguments; `recorder` and `graph` are for `tikv.graphs`.
+"""
+
+from tikv.launch.bound import Bound as Bound
+from tikv.launch.compiled import Kernel as Kernel
+from tikv.launch.compiled import kernel as kernel
+from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
+from tikv.launch.cuda.driver import use_stream as use_stream
+from tikv.launch.cuda.native import argument_layout as argument_layout
+from tikv.launch.cuda.native import blocks_of as blocks_of
+from tikv.launch.cuda.native import refuse_baked as refuse_baked
+from tikv.launch.graph import TaichiGraph as TaichiGraph
+from tikv.launch.launcher import choose_launcher as choose_launcher
+from tikv.launch.launcher import launcher_report as launcher_report
+from tikv.launch.launcher import multiprocessors as multiprocessors
+from tikv.launch.recorder import Recorded as Recorded
+from tikv.launch.recorder import is_recording as is_recording
+from tikv.launch.recorder import recording as recording
+from tikv.launch.subgroups import has_subgroups as has_subgroups
+from tikv.launch.vectors import joined as joined

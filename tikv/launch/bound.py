@@ -1,0 +1,211 @@
+"""A kernel bound to its arguments, and Taichi's two launchers of it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, CudaBytes, host_bytes
+from tikv.dtypes import NUMPY_WORDS
+from tikv.errors import ArchError
+from tikv.launch.vectors import fields_of, place_in, places_of
+
+if TYPE_CHECKING:
+    from tikv.launch.compiled import Kernel
+
+
+class Bound:
+    """A kernel with its arguments; change some, launch, and again. Hold `lock` from the first change to the launch.
+
+    An entry of a vector goes by its argument and its place there, or by its name: see `vectors.joined`. Memory that has
+    an address is not kept alive here: the caller keeps it, for as long as launches use it.
+    """
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
+        self.kernel = kernel
+        self.iterations = iterations
+        self.arguments: list[Any] = list(arguments)
+        self._fields = fields_of(arguments, kernel.is_float)
+        for i, value in enumerate(arguments):
+            if isinstance(value, tuple):
+                self.arguments[i] = np.array(value, np.int32).data if kernel.words[i] else list(value)
+            elif kernel.words[i]:
+                Bound.set_array(self, i, value)
+        self.lock = threading.RLock()
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        """Let array argument `i` be `array`."""
+        self.arguments[i] = array.bare() if array.handle is None else array
+
+    def set_pointer(self, i: int, pointer: int) -> None:
+        """Let array argument `i`, which has an address, lie at another one; its form stays."""
+        self.arguments[i] = self.arguments[i].at(pointer)
+
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        """Let entry `j` of vector argument `i` be `value`."""
+        self.arguments[i][j] = value
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Name -> (argument, place in it) of the entries of vectors that one entry alone has."""
+        return places_of(self._fields)
+
+    def set(self, name: str, value: int) -> None:
+        """Let the entry of that name be `value`."""
+        self.set_entry(*place_in(self.places, name, self.kernel.name), value)
+
+    @overload
+    def setter(self, which: str) -> Callable[[int], None]: ...
+    @overload
+    def setter(self, which: int) -> Callable[[int, int], None]: ...
+    def setter(self, which: str | int) -> Callable[..., None]:
+        """`set` of an entry's name, or `set_entry` of a vector argument, by the cheapest call."""
+        if isinstance(which, str):
+            return self._setter_at(*place_in(self.places, which, self.kernel.name))
+        numbers = self.arguments[which]
+        return numbers.__setitem__ if isinstance(numbers, memoryview) else functools.partial(self.set_entry, which)
+
+    def _setter_at(self, i: int, j: int) -> Callable[[int], None]:
+        numbers = self.arguments[i]
+        if isinstance(numbers, memoryview):  # in memory that the launch reads: no more is to be done
+            return functools.partial(operator.setitem, numbers, j)
+        return functools.partial(self.set_entry, i, j)
+
+    def launch(self) -> None:
+        """Run the kernel; returns before the device is done, except on CPU."""
+        raise AssertionError("a Bound is made by Kernel.bind")
+
+    def launcher(self) -> Callable[[], None]:
+        """`launch`, by the cheapest call."""
+        return self.launch
+
+    def release(self, which: Sequence[int] | None = None) -> None:
+        """Let go of arrays without an address, which would otherwise be kept alive; set them again to launch.
+
+        `which` are the arguments that each launch sets; None: all arrays.
+        """
+        for i in range(len(self.arguments)) if which is None else which:
+            value = self.arguments[i]
+            if isinstance(value, ArrayView) and value.handle is not None:
+                self.arguments[i] = None
+
+
+class KeptBound(Bound):
+    """CPU: one launch context, relaunched. Arrays are given by pointer; one that holds an ndarray cannot be kept."""
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
+        super().__init__(kernel, iterations, arguments)
+        self.context = _filled_context(self)
+        self._set_array = self.context.set_arg_external_array_with_shape
+        self._set_entry = self.context.set_struct_arg_int
+        self._launch = kernel.runtime.program.launch_kernel
+        self._compiled = kernel.compiled
+        self._pointers = [value.ptr if isinstance(value, ArrayView) else 0 for value in arguments]
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        self.set_pointer(i, array.ptr)
+
+    def set_pointer(self, i: int, pointer: int) -> None:
+        if pointer != self._pointers[i]:
+            self._pointers[i] = pointer
+            self._set_array((i,), pointer, self.arguments[i].span, (self.iterations if i == 0 else 1,), 0)
+
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        entries = self.arguments[i]
+        if entries[j] != value:
+            entries[j] = value
+            if not self.kernel.words[i]:
+                self._set_entry((i, j), value)
+
+    def launch(self) -> None:
+        self._launch(self._compiled, self.context)
+
+    def launcher(self) -> Callable[[], None]:
+        return functools.partial(self._launch, self._compiled, self.context)
+
+
+class FreshBound(Bound):
+    """CUDA, Vulkan, Metal: a launch overwrites its context's pointers, so each launch fills a fresh one."""
+
+    def launch(self) -> None:
+        self.kernel.runtime.program.launch_kernel(self.kernel.compiled, _filled_context(self))
+
+
+class PublicBound(Bound):
+    """Any arch: Taichi's public call."""
+
+    def launch(self) -> None:
+        kernel = self.kernel
+        values: list[Any] = []
+        for i, value in enumerate(self.arguments):
+            word = kernel.words[i]
+            if word is None:
+                vector = runtime.ti.Vector
+                values.append(
+                    vector(value, runtime.ti.f32 if kernel.is_float[i] else runtime.ti.i32)
+                    if kernel.lengths[i]
+                    else value
+                )
+            elif isinstance(value, memoryview):
+                values.append(np.asarray(value))
+            elif value.handle is not None:
+                values.append(_retyped(value.handle, word))
+            else:
+                values.append(_flat_array(value, word, self.iterations if i == 0 else None))
+        with kernel.runtime.lock, kernel.runtime.compiling(kernel.fast_math):
+            kernel.function(*values)
+
+
+def _retyped(handle: Any, word: str) -> Any:
+    """The memory of a `ti.ndarray` under another element type, which the public call compares with the kernel's."""
+    borrowed = type("Borrowed", (type(handle),), {"__init__": lambda self: None, "__del__": lambda self: None})()
+    vars(borrowed).update(vars(handle), element_type=getattr(runtime.ti, word))
+    return borrowed
+
+
+def _filled_context(bound: Bound) -> Any:
+    """A launch context of Taichi's with the bound arguments in it."""
+    kernel = bound.kernel
+    context = kernel.taichi_kernel.make_launch_context()
+    for i, value in enumerate(bound.arguments):
+        if kernel.words[i]:
+            if isinstance(value, memoryview):
+                context.set_arg_external_array_with_shape(
+                    [i], np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
+                )
+            elif value.handle is not None:
+                context.set_arg_ndarray([i], value.handle.arr)
+            else:
+                extent = bound.iterations if i == 0 else 1
+                context.set_arg_external_array_with_shape([i], value.ptr, value.span, [extent], 0)
+        elif kernel.lengths[i]:
+            put = context.set_struct_arg_float if kernel.is_float[i] else context.set_struct_arg_int
+            for j, entry in enumerate(value):
+                put([i, j], entry)
+        elif kernel.is_float[i]:
+            context.set_arg_float([i], value)
+        else:
+            context.set_arg_int([i], value)
+    return context
+
+
+def _flat_array(array: ArrayView, word: str, extent: int | None) -> Any:
+    """A flat NumPy or torch array over the same memory, for Taichi's public call; `extent` overrides its length."""
+    dtype = np.dtype(NUMPY_WORDS[word])
+    count = max(1, array.span // dtype.itemsize) if extent is None else extent
+    if array.device == "cpu":
+        return host_bytes(array.ptr, count * dtype.itemsize).view(dtype)
+    try:
+        import torch
+    except ImportError as error:
+        raise ArchError(
+            "launch: TIKV_LAUNCHER=public on CUDA needs torch. Install taichi-kv[torch] or unset it."
+        ) from error
+    found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
+    return found.view(dtypes.to_torch(dtype.name))

@@ -1,0 +1,123 @@
+"""Kernels, compiled on first use and kept.
+
+A runtime keeps each kernel that it compiled for as long as it lives, with no limit: their number is that of the forms a
+program uses, bound launches and graphs hold them anyway, and one that went would be compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.dtypes import NUMPY_WORDS
+from tikv.errors import ArchError
+from tikv.launch import launcher
+from tikv.launch.bound import Bound, FreshBound, KeptBound, PublicBound
+from tikv.launch.cuda import driver
+from tikv.launch.cuda.legacy_stream import DirectOnCuda, PublicOnCuda
+from tikv.launch.cuda.native import Native, NativeBound, load_native
+from tikv.launch.recorder import bind_recorded
+
+Factory = Callable[..., Any]
+
+
+class Kernel:
+    """A compiled kernel of one runtime: a factory and its compile-time choices.
+
+    Arrays are flat: a kernel sees words from a view's first element on. On CPU and CUDA the first array's extent is
+    the number of iterations, which the kernel's one loop runs over; on Vulkan and Metal a vector carries it.
+    """
+
+    def __init__(self, live: runtime.Runtime, factory: Factory, choices: tuple[Any, ...]) -> None:
+        self.runtime = live
+        self.factory = factory
+        self.choices = choices
+        self.fast_math = bool(getattr(factory, "fast_math", False))
+        with live.lock, live.compiling(self.fast_math):
+            self.function = factory(*choices)
+            self.primal = self.function._primal
+            annotations = [argument.annotation for argument in self.primal.arguments]
+            self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
+            self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]
+            self.is_float = ["f" in str(getattr(a, "dtype", a)) for a in annotations]
+        self.taichi_kernel: Any = None
+        self.compiled: Any = None
+        self.native: Native | None = None
+
+    def compile(self) -> None:
+        """Compile for Taichi's launcher, in this process, unless that is done."""
+        live = self.runtime
+        with live.lock, live.compiling(self.fast_math):
+            if self.compiled is None:
+                key = self.primal.ensure_compiled(*map(self._placeholder, range(len(self.words))))
+                self.taichi_kernel = self.primal.compiled_kernels[key]
+                program = live.program
+                self.compiled = program.compile_kernel(program.config(), program.get_device_caps(), self.taichi_kernel)
+
+    def _placeholder(self, i: int) -> Any:
+        if word := self.words[i]:
+            return np.zeros(1, NUMPY_WORDS[word])
+        if self.lengths[i]:
+            return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
+        return 0.0 if self.is_float[i] else 0
+
+    @functools.cached_property
+    def name(self) -> str:
+        """A readable identity: the factory and its choices."""
+        return f"{self.factory.__name__.removeprefix('make_')}({', '.join(map(str, self.choices))})"
+
+    def bind(self, iterations: int, *arguments: Any) -> Bound:
+        """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number.
+
+        On CPU a tuple may be given for an array of i32 too: these numbers then lie in memory of the launch's own. A
+        NamedTuple, or what `vectors.joined` makes of several, names its entries for `Bound.set` and `Bound.setter`.
+        """
+        bound = bind_recorded(self, iterations, arguments)
+        if bound is not None:
+            return bound
+        chosen = launcher.launcher_of(self.runtime)[0]
+        if chosen == "native":
+            bound = self._bind_native(iterations, arguments)
+            if bound is not None:
+                return bound
+            chosen = "direct"
+        self.compile()
+        if self.runtime.is_cuda:
+            return (PublicOnCuda if chosen == "public" else DirectOnCuda)(self, iterations, arguments)
+        if chosen == "public":
+            return PublicBound(self, iterations, arguments)
+        return (KeptBound if self.runtime.is_cpu else FreshBound)(self, iterations, arguments)
+
+    def _bind_native(self, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
+        """A native launch; None where only Taichi's launcher can do it: arrays on the host, PTX of unknown form."""
+        if any(self.words[i] and array.device == "cpu" for i, array in enumerate(arguments)):
+            return None
+        if self.native is None:
+            if self.name in launcher.fallbacks:
+                return None
+            try:
+                self.native = load_native(self)
+            except ArchError as error:
+                if driver.capturing() or launcher.wanted_launcher() == "native":
+                    raise
+                launcher.fallbacks[self.name] = str(error)
+                runtime.log.warning("%s stays with Taichi's launcher: %s", self.name, error)
+                return None
+        return NativeBound(self, iterations, arguments, self.native)
+
+
+def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
+    """The compiled kernel of a factory and its choices in a runtime; compiled on first use, then kept."""
+    key = (factory, choices)
+    found: Kernel | None = live.kernels.get(key)
+    if found is None:
+        with live.lock:
+            found = live.kernels.get(key)
+            if found is None:
+                runtime.log.info("compiling %s, once", factory.__name__)
+                found = live.kernels[key] = Kernel(live, factory, choices)
+    return found

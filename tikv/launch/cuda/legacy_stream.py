@@ -1,0 +1,35 @@
+"""CUDA by Taichi's launchers, which know the legacy default stream alone."""
+
+from __future__ import annotations
+
+from tikv.errors import ArchError
+from tikv.launch import launcher
+from tikv.launch.bound import Bound, FreshBound, PublicBound
+from tikv.launch.cuda import driver
+
+
+class OnLegacyStream(Bound):
+    """CUDA by Taichi's launcher, which knows the legacy default stream alone: in order with torch's current stream."""
+
+    def launch(self) -> None:
+        if driver.capturing():
+            kernel = self.kernel
+            why = launcher.fallbacks.get(kernel.name) or launcher.launcher_report(kernel.runtime)["why"]
+            raise ArchError(
+                f"launch: {kernel.name} goes through Taichi's launcher, which a CUDA graph cannot capture ({why}). "
+                f"Pass arrays on the device, and install taichi-kv[cuda]; tikv.info() says which launcher is in use."
+            )
+        stream = driver.stream()
+        if stream:
+            driver.synchronize(stream)
+        super().launch()
+        if stream:
+            self.kernel.runtime.program.synchronize()
+
+
+class DirectOnCuda(OnLegacyStream, FreshBound):
+    """CUDA by Taichi's launcher, its launch context filled here."""
+
+
+class PublicOnCuda(OnLegacyStream, PublicBound):
+    """CUDA by Taichi's public call."""

@@ -1,0 +1,170 @@
+"""CUDA by NVIDIA's driver: a kernel's function, where its arguments lie, and the launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tikv import runtime
+from tikv.arrays import ArrayView
+from tikv.errors import ArchError, CapacityError
+from tikv.launch.bound import Bound
+from tikv.launch.cuda import compiler, driver, ptx
+
+if TYPE_CHECKING:
+    from tikv.launch.compiled import Kernel
+
+
+def refuse_baked(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
+    """Refuse what lies on the host while a CUDA graph is captured: each replay would use the same position or values.
+
+    Raises:
+        ArchError: the stream of the launch is being captured.
+    """
+    if live.is_cuda and driver.capturing():
+        raise ArchError(
+            f"{operation}: {what} would be baked into the CUDA graph under capture, and each replay would use it "
+            f"again. Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), "
+            f"append_ragged with cache_offsets on the device, or write_slots with slot_mapping on the device."
+        )
+
+
+class Native:
+    """A kernel as the driver launches it: its function, the threads of a block, and where its arguments lie."""
+
+    def __init__(self, function: Any, block: int, offsets: Sequence[int], size: int) -> None:
+        self.function = function
+        self.block = block
+        self.offsets = offsets
+        self.size = size
+
+
+# By what their PTX depends on. They outlive a runtime, since the CUDA context is the process's, and none is ever
+# unloaded: a bound launch or a captured graph may hold its function.
+_natives: dict[str, Native] = {}
+
+
+def load_native(kernel: Kernel) -> Native:
+    """Compile, patch and load a kernel for the driver; once a process.
+
+    Raises:
+        ArchError: see `compiler.ptx_of`, `ptx.patch` and `driver.Device.load`.
+    """
+    device = driver.device()
+    if driver.synchronize_all not in runtime.before_synchronize:
+        runtime.before_synchronize.append(driver.synchronize_all)
+    key = compiler.key_of(kernel.factory, kernel.choices, device.target)
+    found = _natives.get(key)
+    if found is None:
+        offsets, size = argument_layout(kernel.words, kernel.lengths)
+        text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
+        resident = getattr(kernel.factory, "resident", None)
+        patched = ptx.patch(
+            text, size, device.overlaps, not kernel.fast_math, resident(*kernel.choices) if resident else None
+        )
+        function = device.load(patched.text, patched.entry)
+        found = _natives[key] = Native(function, patched.block, offsets, size)
+    return found
+
+
+def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each argument lies, and the size of all, as Taichi lays them out.
+
+    An array of one axis is {i32 extent, 4 bytes nothing, u64 pointer}; a vector its entries; numbers are of 32 bits.
+
+    Example:
+        >>> from tikv.launch import argument_layout
+        >>> argument_layout(["u64", None, None], [0, 3, 0])
+        ([0, 16, 28], 32)
+    """
+    offsets, at = [], 0
+    for word, length in zip(words, lengths, strict=True):
+        at = -(-at // 8) * 8 if word else at
+        offsets.append(at)
+        at += 16 if word else 4 * max(1, length)
+    return offsets, -(-at // 8) * 8
+
+
+BLOCKS_PER_MULTIPROCESSOR = 4096  # far more than it holds: fewer blocks, with more work each, move fewer bytes a second
+
+
+def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
+    """How many blocks run so many iterations, each thread striding over them without leaving 32 bits.
+
+    Raises:
+        CapacityError: too many iterations for a stride of 32 bits.
+
+    Example:
+        >>> from tikv.launch import blocks_of
+        >>> blocks_of(1000, 128, most=33792, operation="example")
+        8
+    """
+    blocks = max(1, min(-(-iterations // block), most))
+    room = (2**31 - 1 - iterations) // block  # the stride is added once more after the last iteration
+    blocks = min(blocks, room)
+    if blocks < 1:
+        raise CapacityError(f"{operation}: {iterations} work items leave no room for a stride. Split the call.")
+    return blocks
+
+
+class NativeBound(Bound):
+    """CUDA by the driver: the arguments lie in a buffer here, which the driver copies when it launches."""
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], native: Native) -> None:
+        self._bytes = bytearray(native.size)
+        self._anchor = (ctypes.c_char * native.size).from_buffer(self._bytes)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._anchor))
+        self._pointers = memoryview(self._bytes).cast("Q")
+        self._entries = memoryview(self._bytes).cast("i")
+        self._at = native.offsets
+        super().__init__(kernel, iterations, arguments)
+        for i, value in enumerate(arguments):
+            if kernel.words[i]:
+                self.set_array(i, value)
+                self._entries[self._at[i] // 4] = iterations if i == 0 else 1
+            else:
+                values = list(value) if kernel.lengths[i] else [value]
+                form = f"<{len(values)}{'f' if kernel.is_float[i] else 'i'}"
+                struct.pack_into(form, self._bytes, self._at[i], *values)
+        self._function = native.function
+        self._parameters_at = ctypes.addressof(self._parameters)
+        self._stream = 0
+        self._by_host = False  # whether the host changes entries from launch to launch
+        most = driver.multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
+        self._config = driver.launch_config(blocks_of(iterations, native.block, most, kernel.name), native.block)
+        self._call = driver.binding().cuLaunchKernelEx
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        self.set_pointer(i, array.ptr)
+
+    def set_pointer(self, i: int, pointer: int) -> None:
+        self._pointers[(self._at[i] >> 3) + 1] = pointer
+
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        self._by_host = True
+        self._entries[(self._at[i] >> 2) + j] = value
+
+    def _setter_at(self, i: int, j: int) -> Callable[[int], None]:
+        entries, at = self._entries, (self._at[i] >> 2) + j
+
+        def put(value: int) -> None:
+            self._by_host = True
+            entries[at] = value
+
+        return put
+
+    def launch(self) -> None:
+        stream = driver.stream()
+        if stream and self._by_host:  # the default stream cannot be captured
+            refuse_baked(self.kernel.runtime, self.kernel.name)
+        if stream != self._stream:
+            self._config.hStream = driver.stream_object(stream)
+            self._stream = stream
+            if stream:
+                runtime.side_streams.add(stream)
+        if self._call(self._config, self._function, self._parameters_at, 0)[0]:
+            # A thread that has not used CUDA yet has no context; a second failure is one.
+            driver.device().enter()
+            driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)

@@ -1,0 +1,166 @@
+"""Rewrites of an entry's body that make it faster and change no result; each names the bench that shows its effect.
+
+A rewrite that does not recognise what it looks for leaves the text as it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tikv.launch.cuda.ptx_text import ARGUMENTS, REGISTER, statements
+
+_INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
+
+
+def resident_blocks(body: str, count: int) -> str:
+    """Have the assembler spare registers, so that a multiprocessor holds this many blocks at once.
+
+    Taichi asks for two. What the count of a kernel is worth: benches/bench_attention.py.
+    """
+    return re.sub(r"\.minnctapersm \d+", f".minnctapersm {count}", body)
+
+
+def early_start(head: str, body: str) -> tuple[str, str]:
+    """Start while the launch before ends, and wait for its end before the first instruction; (head, body).
+
+    The head asks for the version and the GPU that have the two instructions. What that is worth for launches in a row:
+    benches/bench_cuda.py, the captured step.
+    """
+    head = re.sub(r"\.target sm_\d+", ".target sm_90", re.sub(r"\.version \d\.\d", ".version 7.8", head))
+    body = _INSTRUCTION.sub(r"\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\g<0>", body, count=1)
+    return head, body
+
+
+_LOAD = re.compile(
+    rf"\tld\.(?:global\.)?(?P<type>[ubsf]32) \t(?P<register>{REGISTER}), \[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\];"
+)
+_STORE = re.compile(
+    rf"\tst\.(?:global\.)?(?P<type>[ubsf]32) \t\[(?P<base>%rd\d+)(?:\+(?P<offset>\d+))?\], (?P<register>{REGISTER});"
+)
+_ORDERED = re.compile(r"^\s*(st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
+_ORDERED_OR_LOAD = re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fence|call|ret|@)|:")
+
+
+def whole_words(body: str) -> str:
+    """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's.
+
+    Taichi generates the halves. What joining them is worth: benches/bench_copy.py and benches/bench_slots.py.
+    """
+    lines = body.split("\n")
+    words = _word_addresses(body)
+    joined = False
+    for form, ordered in ((_LOAD, _ORDERED), (_STORE, _ORDERED_OR_LOAD)):
+        for i, line in enumerate(lines):
+            half = form.match(line)
+            if half is None or half["base"] not in words:
+                continue
+            j = _other_half(lines, i, half, form, ordered)
+            if j is not None:
+                other = form.match(lines[j])
+                assert other is not None
+                low, high = sorted((half, other), key=_offset)
+                if form is _LOAD:  # where the first half was read
+                    lines[i], lines[j] = _read_word(low, high), ""
+                else:  # where the second was written
+                    lines[i], lines[j] = "", _write_word(low, high)
+                joined = True
+    text = "\n".join(lines)
+    return text.replace("{\n", "{\n\t.reg .b32 \t%half<2>;\n", 1) if joined else text
+
+
+def _offset(half: re.Match[str]) -> int:
+    return int(half["offset"] or 0)
+
+
+def _word_addresses(body: str) -> set[str]:
+    """Registers that hold the start of an array, read from the arguments, plus a multiple of eight."""
+    defined: dict[str, list[str]] = {}
+    for line in statements(body):
+        parts = line.split(None, 1)
+        if len(parts) == 2 and not parts[0].startswith(("st", "bra", "@", "bar")):
+            defined.setdefault(parts[1].split(",")[0].rstrip(";"), []).append(line)
+
+    def is_(register: str, form: str) -> bool:
+        return len(defined.get(register, ())) == 1 and re.fullmatch(form, defined[register][0]) is not None
+
+    found = set()
+    for register, lines in defined.items():
+        sum_of = re.fullmatch(rf"add\.s64 {register}, (%rd\d+), (%rd\d+);", lines[0]) if len(lines) == 1 else None
+        if sum_of:
+            for a, b in (sum_of.groups(), sum_of.groups()[::-1]):
+                is_array = is_(a, rf"ld\.param\.u64 {a}, \[{ARGUMENTS}\+\d+\];")
+                if is_array and is_(b, rf"(mul\.wide\.[su]32 {b}, %r\d+, 8|shl\.b64 {b}, %rd\d+, 3);"):
+                    found.add(register)
+    return found
+
+
+def _other_half(
+    lines: list[str], i: int, half: re.Match[str], form: re.Pattern[str], ordered: re.Pattern[str]
+) -> int | None:
+    """The line that moves the rest of the word of line i, if nothing in between depends on which comes first."""
+    for j in range(i + 1, len(lines)):
+        other = form.match(lines[j])
+        if other and other["base"] == half["base"] and _offset(other) == _offset(half) ^ 4:
+            # A load is moved up to line i, a store down to line j: what it reads or sets must be the same there.
+            moved = other["register"] if form is _LOAD else half["register"]
+            kept = [re.compile(rf"{re.escape(r)}(?!\d)") for r in (moved, half["base"])]
+            between = lines[i + 1 : j]
+            free = not any(kept[0].search(line) for line in between) if form is _LOAD else True
+            unset = not any(r.search(line.partition(",")[0]) for r in kept for line in between)
+            return j if free and unset else None
+        if ordered.search(lines[j]):
+            return None
+    return None
+
+
+def _read_word(low: re.Match[str], high: re.Match[str]) -> str:
+    word = f"\tld.global.v2.b32 \t{{%half0, %half1}}, [{low['base']}+{_offset(low)}];"
+    return "\n".join([word, *(_from_half(half, n) for n, half in enumerate((low, high)))])
+
+
+def _write_word(low: re.Match[str], high: re.Match[str]) -> str:
+    word = f"\tst.global.v2.b32 \t[{low['base']}+{_offset(low)}], {{%half0, %half1}};"
+    return "\n".join([*(_to_half(half["register"], n) for n, half in enumerate((low, high))), word])
+
+
+def _from_half(half: re.Match[str], n: int) -> str:
+    if half["register"].startswith("%rd"):
+        return f"\tcvt.{'s64.s32' if half['type'] == 's32' else 'u64.u32'} \t{half['register']}, %half{n};"
+    return f"\tmov.b32 \t{half['register']}, %half{n};"
+
+
+def _to_half(register: str, n: int) -> str:
+    return (
+        f"\tcvt.u32.u64 \t%half{n}, {register};" if register.startswith("%rd") else f"\tmov.b32 \t%half{n}, {register};"
+    )
+
+
+_SHIFT = re.compile(r"\tshr\.u64 \t(%rd\d+), (%rd\d+), (16|32|48);")
+_NARROW = re.compile(r"\tcvt\.u16\.u64 \t(%rs\d+), (%rd\d+);")
+
+
+def quarters(body: str) -> str:
+    """Take 16-bit elements out of 64-bit words as parts of registers, which conversions read without a shift.
+
+    Taichi shifts each element out. What that is worth: benches/bench_attention.py, float16 and bfloat16.
+    """
+    lines, shifted = body.split("\n"), dict[str, tuple[str, int]]()
+    changed = False
+    for i, line in enumerate(lines):
+        narrow = _NARROW.match(line)
+        if narrow and narrow[2] in shifted:
+            word, n = shifted[narrow[2]]
+            parts = "{%quarter0, %quarter1, %quarter2, %quarter3}"
+            lines[i] = f"\tmov.b64 \t{parts}, {word};\n\tmov.b16 \t{narrow[1]}, %quarter{n};"
+            changed = True
+            continue
+        if ":" in line or line.startswith(("\tbra", "\t@")):  # another path may come in, with other words
+            shifted.clear()
+            continue
+        set_here = set(re.findall(r"%rd\d+", line.partition("[" if "{" in line else ", ")[0]))
+        shifted = {a: (word, n) for a, (word, n) in shifted.items() if not {a, word} & set_here}
+        shift = _SHIFT.match(line)
+        if shift and shift[1] != shift[2]:
+            shifted[shift[1]] = shift[2], int(shift[3]) // 16
+    text = "\n".join(lines)
+    return text.replace("{\n", "{\n\t.reg .b16 \t%quarter<4>;\n", 1) if changed else text

@@ -1,0 +1,59 @@
+"""Launches as one compiled `ti.graph`, for where memory has no address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import runtime
+from tikv.launch.compiled import Kernel
+from tikv.launch.vectors import fields_of, place_in, places_of
+
+
+class TaichiGraph:
+    """Launches as one compiled `ti.graph`, over whole `ti.ndarray`s: what Vulkan and Metal have instead of addresses.
+
+    Taichi's own `dispatch` wants an ndarray of the element type of the kernel. Ours hold words that kernels read as
+    they like, so kernels are compiled here and handed over as they are.
+
+    Args:
+        launches: of each its kernel and arguments; an array argument is the name of an ndarray.
+        ndarrays: one for each name, of the element type of those that runs will bring.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
+        graph, kinds = runtime.ti.graph, runtime.ti.graph.ArgKind
+        arrays = {name: graph.Arg(kinds.NDARRAY, name, a.dtype, ndim=1) for name, a in ndarrays.items()}
+        self.values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name
+        self._launches = [(kernel, fields_of(arguments, kernel.is_float)) for kernel, arguments in launches]
+        builder = graph.GraphBuilder()
+        for n, (kernel, arguments) in enumerate(launches):
+            kernel.compile()
+            given = []
+            for i, argument in enumerate(arguments):
+                number = runtime.ti.f32 if kernel.is_float[i] else runtime.ti.i32
+                if kernel.words[i]:
+                    given.append(arrays[argument])
+                    continue
+                name = f"{n}.{i}"
+                if kernel.lengths[i]:
+                    given.append(graph.Arg(kinds.MATRIX, name, runtime.ti.types.vector(kernel.lengths[i], number)))
+                    self.values[name] = runtime.ti.Vector(list(argument), number)
+                else:
+                    given.append(graph.Arg(kinds.SCALAR, name, number))
+                    self.values[name] = argument
+            builder._graph_builder.dispatch(kernel.taichi_kernel, given)
+        self._compiled = builder.compile()
+
+    def set_entry(self, n: int, i: int, j: int, value: int) -> None:
+        """Let entry `j` of the vector that is argument `i` of launch `n` be `value`."""
+        self.values[f"{n}.{i}"].entries[j] = value
+
+    def set(self, n: int, name: str, value: int) -> None:
+        """Let the entry of that name of launch `n` be `value`."""
+        kernel, fields = self._launches[n]
+        self.set_entry(n, *place_in(places_of(fields), name, kernel.name), value)
+
+    def run(self) -> None:
+        """Run all launches in their order; returns before the device is done."""
+        self._compiled.run(self.values)

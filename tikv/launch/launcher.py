@@ -1,0 +1,91 @@
+"""Which launcher kernels get: the one asked for by name, or the first that works; and what is said about it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tikv import runtime
+from tikv.errors import ArchError
+from tikv.launch.cuda import driver
+
+LAUNCHERS = ("native", "direct", "public")
+_chosen: str | None = None
+_unavailable: ArchError | None = None  # why the driver cannot be used; it is asked once a process
+
+# Kernels that the native launcher could not take, and why. One line a kernel for as long as the process lives: the
+# reason does not go away, and a second attempt would start the compiling process again.
+fallbacks: dict[str, str] = {}
+
+
+def choose_launcher(name: str | None) -> None:
+    """Take this launcher for kernels bound from now on; None takes the first that works.
+
+    Calls that were bound before keep theirs. On CPU, Vulkan and Metal "native" means "direct".
+
+    Raises:
+        ArchError: no such launcher.
+    """
+    global _chosen
+    if name is not None and name not in LAUNCHERS:
+        raise ArchError(f"launch: unknown launcher {name!r}. Use one of {', '.join(LAUNCHERS)}.")
+    _chosen = name
+
+
+def wanted_launcher() -> str | None:
+    """The launcher asked for by name, if any."""
+    name = _chosen or os.environ.get("TIKV_LAUNCHER") or None
+    if name is not None and name not in LAUNCHERS:
+        raise ArchError(f"launch: TIKV_LAUNCHER={name} is no launcher. Use one of {', '.join(LAUNCHERS)}, or unset it.")
+    return name
+
+
+def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
+    """(launcher, why) for kernels bound now in a runtime.
+
+    Raises:
+        ArchError: native was asked for on CUDA and cannot be had.
+    """
+    global _unavailable
+    wanted = wanted_launcher()
+    if wanted == "public":
+        return wanted, "asked for"
+    if not live.is_cuda:
+        return "direct", f"the cheapest on {live.arch}"
+    if wanted == "direct":
+        return wanted, "asked for"
+    if _unavailable is None:
+        try:
+            driver.device()
+        except ArchError as error:
+            _unavailable = error
+    if _unavailable is None:
+        return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
+    if wanted:
+        raise ArchError(f"launch: the native launcher was asked for and is not there: {_unavailable}") from _unavailable
+    return "direct", str(_unavailable)
+
+
+def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
+    """Which launcher kernels of a runtime get, why, and which kernels it could not take.
+
+    Example:
+        >>> import tikv
+        >>> tikv.launch.launcher_report(tikv.init(arch="cpu"))["launcher"]
+        'direct'
+    """
+    try:
+        name, why = launcher_of(live)
+    except ArchError as error:
+        name, why = "none", str(error)
+    return {"launcher": name, "why": why, "fallbacks": dict(fallbacks) if live.is_cuda else {}}
+
+
+def multiprocessors(live: runtime.Runtime) -> int:
+    """Of the GPU that a runtime on CUDA uses, whichever launcher is chosen.
+
+    Raises:
+        ArchError: the driver does not say.
+    """
+    assert live.is_cuda, "only a CUDA device is asked for its multiprocessors"
+    return driver.multiprocessors()

@@ -1,0 +1,92 @@
+"""Record what a thread binds and launches instead of launching it; a graph repeats it later."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tikv import runtime
+from tikv.arrays import ArrayView
+from tikv.launch.bound import Bound
+from tikv.launch.vectors import fields_of, places_of
+
+if TYPE_CHECKING:
+    from tikv.launch.compiled import Kernel
+
+
+class Recorded(NamedTuple):
+    """A launch that was recorded instead of done; it keeps the memory of its arrays alive."""
+
+    kernel: Kernel
+    iterations: int
+    arguments: tuple[Any, ...]  # vectors keep the names of their entries
+    entries: tuple[tuple[int, int], ...]  # (vector, entry) of what the operation put in before the launch, in its order
+
+    @property
+    def named(self) -> dict[str, tuple[int, int]]:
+        """Name -> (argument, place in it) of the entries of vectors that one entry alone has."""
+        return places_of(fields_of(self.arguments, self.kernel.is_float))
+
+
+class _Recording(threading.local):
+    """Where the launches of a thread go that records."""
+
+    launches: list[Recorded] | None = None
+
+
+_recording = _Recording()
+
+
+@contextlib.contextmanager
+def recording(live: runtime.Runtime, plans: dict[Any, Any]) -> Iterator[list[Recorded]]:
+    """Collect what this thread binds and launches, and launch nothing.
+
+    Meanwhile its one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.
+    """
+    launches: list[Recorded] = []
+    with live.lock:
+        before, runtime.recorded.plans = runtime.recorded.plans, plans
+        _recording.launches = launches
+        try:
+            yield launches
+        finally:
+            runtime.recorded.plans = before
+            _recording.launches = None
+
+
+def is_recording() -> bool:
+    """Whether this thread records: what is bound now is never launched, and must not be kept."""
+    return _recording.launches is not None
+
+
+def bind_recorded(kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
+    """A bound kernel that notes its launches, if this thread records."""
+    launches = _recording.launches
+    return None if launches is None else RecordedBound(kernel, iterations, arguments, launches)
+
+
+class RecordedBound(Bound):
+    """Under `recording`: keeps arrays and all, and notes its launches."""
+
+    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]) -> None:
+        super().__init__(kernel, iterations, arguments)
+        self.arguments = [list(v) if isinstance(v, tuple) else v for v in arguments]
+        self._make: dict[int, Callable[[list[Any]], tuple[Any, ...]]] = {
+            i: getattr(v, "_make", tuple) for i, v in enumerate(arguments) if isinstance(v, tuple)
+        }
+        self._entries: list[tuple[int, int]] = []
+        self._launches = launches
+
+    def set_array(self, i: int, array: ArrayView) -> None:
+        self.arguments[i] = array
+
+    def set_entry(self, i: int, j: int, value: int) -> None:
+        self.arguments[i][j] = value
+        self._entries.append((i, j))
+
+    def launch(self) -> None:
+        arguments = tuple(self._make[i](v) if i in self._make else v for i, v in enumerate(self.arguments))
+        self._launches.append(Recorded(self.kernel, self.iterations, arguments, tuple(self._entries)))
+        self.arguments, self._launches = [], []  # who keeps the operation's plan does not keep its arrays

@@ -1,0 +1,32 @@
+"""Whether the kernels of a runtime may reduce over the subgroups of its device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tikv import runtime
+from tikv.launch.compiled import kernel
+
+
+def has_subgroups(live: runtime.Runtime) -> bool:
+    """Whether kernels may reduce over subgroups here: the driver announces it, and a trial has the right numbers.
+
+    The trial is not for nothing: Taichi 1.7.4 emits the operations without declaring their SPIR-V capability.
+    """
+    if live.has_subgroups is None:
+        # Every Mac's GPU that Taichi runs on reduces over its SIMD groups; a Vulkan driver says whether it does.
+        live.has_subgroups = (live.arch == "metal" or runtime.vulkan_subgroups()) and _agree(live)
+    return live.has_subgroups
+
+
+def _agree(live: runtime.Runtime) -> bool:
+    from tikv.kernels import lanes
+
+    tried = kernel(live, lanes.make_trial, lanes.SUBGROUP)
+    found = np.zeros(lanes.TRIED * lanes.BLOCK, np.float32)
+    with live.lock, live.compiling(tried.fast_math):
+        tried.function(found)
+    right: bool = lanes.agreed(found)
+    if not right:
+        runtime.log.warning("subgroup operations give wrong numbers on %s: attention does without", live.arch)
+    return right

@@ -1,0 +1,67 @@
+"""Entries of a launch's vector arguments by name: a vector is a NamedTuple, or several vectors joined into one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class Joined(tuple[int, ...]):
+    """Vectors one behind the other; as a NamedTuple it has `_fields`, where "" is an entry without a name."""
+
+    _fields: tuple[str, ...]
+
+    def _make(self, numbers: Iterable[int]) -> Joined:
+        """The same names with other numbers."""
+        made = Joined(numbers)
+        made._fields = self._fields
+        return made
+
+
+def joined(*vectors: Sequence[int]) -> Joined:
+    """Several vectors as one argument of a launch, for `Kernel.bind`; entries of NamedTuples keep their names.
+
+    Example:
+        >>> from typing import NamedTuple
+        >>> from tikv.launch import joined
+        >>> Size = NamedTuple("Size", [("rows", int), ("columns", int)])
+        >>> joined(Size(3, 4), (0, 0))
+        (3, 4, 0, 0)
+    """
+    found = Joined(itertools.chain.from_iterable(vectors))
+    found._fields = tuple(name for vector in vectors for name in getattr(vector, "_fields", ("",) * len(vector)))
+    return found
+
+
+def places_of(fields: Iterable[tuple[int, Sequence[str]]]) -> dict[str, tuple[int, int]]:
+    """Name -> (argument, place in it), of each name that occurs once among the (argument, names of its entries)."""
+    found: dict[str, tuple[int, int]] = {}
+    twice = {""}
+    for argument, names in fields:
+        for place, name in enumerate(names):
+            if name in found:
+                twice.add(name)
+            found[name] = argument, place
+    return {name: place for name, place in found.items() if name not in twice}
+
+
+def fields_of(arguments: Iterable[Any], is_float: Sequence[bool]) -> list[tuple[int, Sequence[str]]]:
+    """(argument, names of its entries) of each vector of integers that has names."""
+    return [
+        (i, value._fields)
+        for i, value in enumerate(arguments)
+        if isinstance(value, tuple) and not is_float[i] and hasattr(value, "_fields")
+    ]
+
+
+def place_in(places: dict[str, tuple[int, int]], name: str, kernel: str) -> tuple[int, int]:
+    """The (argument, place) of a name.
+
+    Raises:
+        KeyError: no entry has it, or several have; an error of this library.
+    """
+    if name not in places:
+        known = ", ".join(places) or "none"
+        raise KeyError(f"{kernel}: {name!r} is not the name of exactly one entry of its vectors; such names: {known}")
+    return places[name]
