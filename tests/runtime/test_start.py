@@ -8,6 +8,7 @@ import pytest
 
 import tikv
 from tikv import runtime
+from tikv.runtime import start
 
 COPY = """
 import numpy as np, oracle, tikv
@@ -86,7 +87,7 @@ def test_the_first_operation_starts_it_in_silence(python):
     assert (child.stdout, child.stderr) == ("", "")
     child = python(
         "import numpy as np, tikv\n"
-        "tikv.runtime.candidate_archs = lambda: iter(['cpu'])\n"
+        "tikv.runtime.start.candidate_archs = lambda: iter(['cpu'])\n"
         "tikv.copy(np.ones((1, 1, 2), np.float32), np.zeros((1, 2, 2), np.float32), position=0)\n"
         "assert tikv.runtime.current().arch == 'cpu' and tikv.runtime.current().epoch == 1\n"
     )
@@ -162,9 +163,9 @@ MACHINES = {
 def test_the_order_of_auto(monkeypatch, machine):
     """Metal, CUDA, a real Vulkan GPU, CPU: a software driver is never chosen."""
     platform, libraries, devices, expected = MACHINES[machine]
-    monkeypatch.setattr(runtime.sys, "platform", platform)
-    monkeypatch.setattr(runtime, "_has_library", lambda *names: any(name in libraries for name in names))
-    monkeypatch.setattr(runtime, "vulkan_devices", lambda: devices)
+    monkeypatch.setattr(start.sys, "platform", platform)
+    monkeypatch.setattr(start, "_has_library", lambda *names: any(name in libraries for name in names))
+    monkeypatch.setattr(start, "vulkan_devices", lambda: devices)
     assert list(runtime.candidate_archs()) == expected
 
 
@@ -172,7 +173,9 @@ def test_auto_goes_on_to_the_next(python):
     """A library that is there and does not work is no reason to fail."""
     missing = "metal" if sys.platform != "darwin" else "cuda"
     child = python(
-        f"import tikv\ntikv.runtime.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\nprint(tikv.init().arch)\n"
+        "import tikv\n"
+        f"tikv.runtime.start.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\n"
+        "print(tikv.init().arch)\n"
     )
     assert child.stdout == "cpu\n"
 
