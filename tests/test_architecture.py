@@ -103,7 +103,7 @@ def test_an_upward_import_is_found():
 def test_taichi_is_imported_in_one_module(module):
     source, is_package = read(module)
     roots = {name.split(".")[0] for name in imports(source, module, is_package)}
-    assert ("taichi" in roots) == (module == "tikv.runtime.start")
+    assert ("taichi" in roots) == (module == "tikv.runtime.engine")
 
 
 @pytest.mark.parametrize("module", modules())
@@ -117,7 +117,7 @@ def test_taichi_is_started_in_one_module(module):
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id in ("ti", "taichi", "_taichi")
     ]
-    assert module == "tikv.runtime.start" or calls == []
+    assert module == "tikv.runtime.engine" or calls == []
 
 
 @pytest.mark.parametrize("module", [name for name in modules() if name.startswith("tikv.kernels")])

@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import launch, moves, ops, reference, runtime
+from tikv import launch, ops, reference, runtime
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def address_of(array):
 
 def test_plans_stay_few(arch, fresh_plans, monkeypatch):
     """Calls whose form never comes back do not pile up, and are right all the same."""
-    monkeypatch.setattr(moves, "MAX_PLANS", 8)
+    monkeypatch.setattr(fresh_plans, "limit", 8)
     cache = np.zeros((1, 40, 2), np.float32)
     placed = oracle.place(cache, arch)
     for window in range(1, 40):

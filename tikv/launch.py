@@ -29,6 +29,7 @@ from tikv.cuda import compiler, driver, ptx
 from tikv.cuda.driver import use_stream
 from tikv.dtypes import NUMPY_WORDS, int8
 from tikv.errors import ArchError, CapacityError
+from tikv.runtime.cache import BoundedCache
 
 __all__ = ["Bound", "Kernel", "choose_launcher", "kernel", "launcher_report", "refuse_baked", "use_stream"]
 
@@ -278,7 +279,7 @@ _recording = _Recording()
 
 
 @contextlib.contextmanager
-def recording(live: runtime.Runtime, plans: dict[Any, Any]) -> Iterator[list[Recorded]]:
+def recording(live: runtime.Runtime, plans: BoundedCache[Any, Any]) -> Iterator[list[Recorded]]:
     """Collect what this thread binds and launches, and launch nothing.
 
     Meanwhile its one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv.runtime import start
-from tikv.runtime.start import (
+from tikv.runtime import engine
+from tikv.runtime.devices import (
     ARCHS,
+    candidate_archs,
+    device_name,
+    memory_bytes,
+    version_of,
+    vulkan_devices,
+    vulkan_subgroups,
+)
+from tikv.runtime.engine import is_stale_ndarray
+from tikv.runtime.start import (
     Runtime,
     before_synchronize,
-    candidate_archs,
     current,
-    device_name,
     init,
-    is_stale_ndarray,
     is_started,
     log,
-    memory_bytes,
     recorded,
     require_alive,
     running,
     side_streams,
-    version_of,
-    vulkan_devices,
-    vulkan_subgroups,
 )
 
 __all__ = [
@@ -54,5 +56,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "ti":
-        return start.ti
+        return engine.load()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
