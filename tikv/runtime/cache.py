@@ -42,4 +42,4 @@ class BoundedCache(dict[K, V]):
         """Store a value in the place of the one for this key, if there is one."""
         if len(self) >= self.limit and key not in self:
             self.clear()
-        super().__setitem__(key, value)
+        dict.__setitem__(self, key, value)
