@@ -10,7 +10,6 @@ import numpy as np
 
 from tikv.arrays.array_view import Views
 from tikv.arrays.readers import known_numpy_view, view
-from tikv.runtime.cache import BoundedCache
 
 
 class _LastCall:
@@ -26,7 +25,7 @@ class _LastCall:
 
 
 MAX_GUARDS = 8
-_last_calls: BoundedCache[str, _LastCall] = BoundedCache()  # by the name of the operation
+_last_calls: dict[str, _LastCall] = {}  # one of each operation
 
 
 def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> Views:
@@ -58,12 +57,14 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     if last is not None and views == last.views:
         return last.views
     found = Views(views)
-    if all(v.owner is None and v.handle is None for v in views):  # keeps nothing alive
-        _remember(operation, arrays, found, last)
+    _remember(operation, arrays, found, last)
     return found
 
 
 def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _LastCall | None) -> None:
+    for seen in views:
+        if seen.owner is not None or seen.handle is not None:
+            return  # it would be kept alive
     fits, guards = None, 0
     if last is not None and last.views.key == views.key:  # forms that come back are worth a guard
         fits, guards = last.fits, last.guards

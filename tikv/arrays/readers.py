@@ -21,8 +21,9 @@ from tikv.arrays.memory import StagedNdarray
 from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
 from tikv.runtime.cache import BoundedCache
 
-# A weak reference also keeps NumPy from resizing the array in place, so pointer and shape stay true.
-_numpy_views: BoundedCache[int, tuple[weakref.ref[Any], ArrayView]] = BoundedCache(MAX_FORMS)
+# By the id of the array, and forgotten with it, so there is no other limit. A weak reference also keeps NumPy from
+# resizing the array in place, so pointer and shape stay true.
+_numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
 
 
 def known_numpy_view(array: Any) -> ArrayView | None:
