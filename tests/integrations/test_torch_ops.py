@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tikv  # noqa: E402
-from tikv import arrays, dtypes, reference  # noqa: E402
+from tikv import dtypes, reference  # noqa: E402
+from tikv.arrays import last_call  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -84,16 +85,16 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_call_is_given_after_others_like_it(arch, rng, monkeypatch, change, guarded, mode):
     """Tensors of the forms of the call before are not looked at anew; any other difference is seen."""
-    monkeypatch.setattr(arrays, "_recent", {})
+    monkeypatch.setattr(last_call, "_last_calls", {})
     if not guarded:
-        monkeypatch.setattr(arrays, "_torch_guards", False)
+        monkeypatch.setattr(last_call, "_torch_guards", False)
     numbers = [oracle.random_bits(rng, (3, 2, 8), np.float32) for _ in range(4)]
     cache = [oracle.random_bits(rng, (2, 6, 8), np.float32) for _ in "kv"]
     caches = [tensor(a.copy(), arch) for a in cache]
     for row in numbers:
         k, v = (tensor(a.copy(), arch).clone() for a in (row, numbers[0]))  # aligned as torch does it
         tikv.copy_kv(k, v, *caches, position=1)
-    assert (arrays._recent["copy_kv"].same is not None) == guarded
+    assert (last_call._last_calls["copy_kv"].fits is not None) == guarded
     for step in range(3):
         row = oracle.random_bits(rng, (3, 2, 8), np.float32)
         with mode():
@@ -123,9 +124,9 @@ REFUSED = {
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, monkeypatch, wrong, guarded):
-    monkeypatch.setattr(arrays, "_recent", {})
+    monkeypatch.setattr(last_call, "_last_calls", {})
     if not guarded:
-        monkeypatch.setattr(arrays, "_torch_guards", False)
+        monkeypatch.setattr(last_call, "_torch_guards", False)
     memory = tensor(oracle.random_bits(rng, (2, 6, 8), np.float32), arch)
     caches = [memory, memory.clone()]
     k, v = (tensor(oracle.random_bits(rng, (3, 2, 8), np.float32), arch) for _ in "kv")
@@ -156,7 +157,7 @@ def test_guards_that_overlook_something_are_not_used(monkeypatch):
             return True
 
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
-    assert arrays._find_torch_guards(torch) is None
+    assert last_call._find_torch_guards(torch) is None
 
 
 @pytest.mark.archs("cpu")

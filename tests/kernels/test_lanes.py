@@ -9,6 +9,7 @@ import pytest
 
 import tikv
 from tikv import launch, reference, runtime
+from tikv.runtime.cache import BoundedCache
 
 pytestmark = pytest.mark.archs("vulkan", "metal", "cuda")
 
@@ -77,7 +78,7 @@ def test_attention_without_subgroups(arch, lanes, monkeypatch):
     """As on a device that has none."""
     live = runtime.current()
     monkeypatch.setattr(live, "has_subgroups", False)
-    monkeypatch.setattr(live, "_plans", {})
+    monkeypatch.setattr(live, "_plans", BoundedCache())
     check()
     check(width=6, group=1)
     assert any(lanes.ALONE in kernel.choices for kernel in live.kernels.values())

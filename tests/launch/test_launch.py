@@ -11,7 +11,7 @@ import pytest
 import tikv
 from tikv import launch, reference, runtime
 from tikv.launch import launcher
-from tikv.ops import copy, row_copy
+from tikv.ops import copy
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def address_of(array):
 
 def test_plans_stay_few(arch, fresh_plans, monkeypatch):
     """Calls whose form never comes back do not pile up, and are right all the same."""
-    monkeypatch.setattr(row_copy, "MAX_PLANS", 8)
+    monkeypatch.setattr(fresh_plans, "limit", 8)
     cache = np.zeros((1, 40, 2), np.float32)
     placed = oracle.place(cache, arch)
     for window in range(1, 40):

@@ -28,6 +28,7 @@ from tikv.ops.paged import index_array, write_slots
 from tikv.ops.ragged import append_ragged
 from tikv.ops.row_copy import MAX_PLANS, Held, Staging
 from tikv.ops.write_qkv import write_qkv
+from tikv.runtime.cache import BoundedCache
 
 _LIBRARY: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -542,25 +543,25 @@ class _Plan:
         self.launches: list[_Launch] = []
         self._results: dict[tuple[str, type], Any] = {}
         known: dict[str, Any] = {n: _Named(n, a).view() for n, a in given.items()}
-        scratch: dict[Any, Any] = {}
+        scratch: BoundedCache[Any, Any] = BoundedCache()
         for call in calls:
             first = len(self.launches)
             with launch.recording(live, scratch) as recorded:
                 results = call.apply(known, numbers)
-                plans = live.plans
             known |= results
             self.outputs |= results
             self.launches += [_Launch(r, given) for r in recorded]
             skips = "rope_positions" in call.arrays and not live.is_cpu
             if call.options.get("return_mass") or skips:
                 self.cleared += [a.view_for("Graph.run").owner for a in results.values()]
-            for plan in plans.values():
+            for plan in scratch.values():
                 if hasattr(plan, "again"):
                     moves = any(isinstance(n, str) for n in call.numbers.values()) or any(
                         n in numbers for n in call.arrays.values()
                     )
                     self.followed.append(_Followed(call, plan, moves, list(range(first, len(self.launches)))))
-            scratch = {k: m for k, m in plans.items() if isinstance(m, Memory)}  # calls follow one another
+            for key in [k for k, plan in scratch.items() if not isinstance(plan, Memory)]:
+                del scratch[key]  # memory is shared, for calls follow one another
         self.names = {r.name for x in self.launches for r in x.replaced}
         self.graph: launch.TaichiGraph | None = None
         self.bound: list[launch.Bound] = []

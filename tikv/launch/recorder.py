@@ -11,6 +11,7 @@ from tikv import runtime
 from tikv.arrays import ArrayView
 from tikv.launch.bound import Bound
 from tikv.launch.vectors import fields_of, places_of
+from tikv.runtime.cache import BoundedCache
 
 if TYPE_CHECKING:
     from tikv.launch.compiled import Kernel
@@ -40,7 +41,7 @@ _recording = _Recording()
 
 
 @contextlib.contextmanager
-def recording(live: runtime.Runtime, plans: dict[Any, Any]) -> Iterator[list[Recorded]]:
+def recording(live: runtime.Runtime, plans: BoundedCache[Any, Any]) -> Iterator[list[Recorded]]:
     """Collect what this thread binds and launches, and launch nothing.
 
     Meanwhile its one-shot calls find `plans` instead of those of earlier calls, and leave theirs there.

@@ -382,7 +382,4 @@ class CopyCall:
 
 def keep_plan(live: runtime.Runtime, key: tuple[Any, ...], plan: Any) -> Any:
     """Keep the plan of a one-shot call for later ones with the same key; returns it."""
-    if len(live.plans) >= MAX_PLANS:
-        live.plans.clear()
-    live.plans[key] = plan
-    return plan
+    return live.plans.keep(key, plan)

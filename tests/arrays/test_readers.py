@@ -14,6 +14,7 @@ import pytest
 
 import tikv
 from tikv import arrays, dtypes, reference, runtime
+from tikv.arrays import dlpack
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), BF16]
@@ -40,7 +41,7 @@ class Exporter:
         self.array = array
 
     def __dlpack__(self, **requests):
-        return arrays._export_dlpack(arrays.view(self.array, "array", "test"), self.array)
+        return dlpack.export(arrays.view(self.array, "array", "test"), self.array)
 
     def __dlpack_device__(self):
         return 1, 0
@@ -271,12 +272,12 @@ def test_exports_over_dlpack(arch, dtype):
 @pytest.mark.archs("cpu", "cuda")
 def test_an_export_that_nobody_takes_is_freed(arch):
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=5)
-    before = len(arrays._exports)
+    before = len(dlpack._exports)
     for _ in range(100):
         capsule = store.keys(0).__dlpack__()
-        assert len(arrays._exports) == before + 1
+        assert len(dlpack._exports) == before + 1
         del capsule
-        assert len(arrays._exports) == before
+        assert len(dlpack._exports) == before
 
 
 @pytest.mark.archs("cpu", "vulkan", "metal")
@@ -462,9 +463,9 @@ class Elsewhere:
         self.array = np.zeros((1, 2, 8), np.float32)
 
     def __dlpack__(self, **requests):
-        capsule = arrays._export_dlpack(arrays.view(self.array, "array", "test"), self.array)
-        address = arrays._capsule_pointer(capsule, b"dltensor")
-        tensor = ctypes.cast(address, ctypes.POINTER(arrays._DLManagedTensor)).contents.tensor
+        capsule = dlpack.export(arrays.view(self.array, "array", "test"), self.array)
+        address = dlpack._capsule_pointer(capsule, b"dltensor")
+        tensor = ctypes.cast(address, ctypes.POINTER(dlpack._DLManagedTensor)).contents.tensor
         tensor.device_type, tensor.code, tensor.bits, tensor.lanes = self.fields
         return capsule
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import tikv
-from tikv import runtime
 
 COPY = """
 import numpy as np, oracle, tikv
@@ -86,7 +85,7 @@ def test_the_first_operation_starts_it_in_silence(python):
     assert (child.stdout, child.stderr) == ("", "")
     child = python(
         "import numpy as np, tikv\n"
-        "tikv.runtime.candidate_archs = lambda: iter(['cpu'])\n"
+        "import tikv.runtime.devices\ntikv.runtime.devices.candidate_archs = lambda: iter(['cpu'])\n"
         "tikv.copy(np.ones((1, 1, 2), np.float32), np.zeros((1, 2, 2), np.float32), position=0)\n"
         "assert tikv.runtime.current().arch == 'cpu' and tikv.runtime.current().epoch == 1\n"
     )
@@ -143,54 +142,15 @@ def test_an_arch_or_option_that_is_unknown(python):
     assert "fast_maths" in child.stdout
 
 
-MACHINES = {
-    "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["metal", "vulkan", "cpu"]),
-    "an NVIDIA GPU": (
-        "linux",
-        ["libcuda.so.1"],
-        [("H200", "discrete"), ("llvmpipe", "cpu")],
-        ["cuda", "vulkan", "cpu"],
-    ),
-    "an AMD GPU": ("linux", [], [("llvmpipe", "cpu"), ("RX 7900", "discrete")], ["vulkan", "cpu"]),
-    "a laptop": ("linux", [], [("Iris Xe", "integrated")], ["vulkan", "cpu"]),
-    "lavapipe alone": ("linux", [], [("llvmpipe", "cpu")], ["cpu"]),
-    "nothing": ("linux", [], [], ["cpu"]),
-}
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_the_order_of_auto(monkeypatch, machine):
-    """Metal, CUDA, a real Vulkan GPU, CPU: a software driver is never chosen."""
-    platform, libraries, devices, expected = MACHINES[machine]
-    monkeypatch.setattr(runtime.sys, "platform", platform)
-    monkeypatch.setattr(runtime, "_has_library", lambda *names: any(name in libraries for name in names))
-    monkeypatch.setattr(runtime, "vulkan_devices", lambda: devices)
-    assert list(runtime.candidate_archs()) == expected
-
-
 def test_auto_goes_on_to_the_next(python):
     """A library that is there and does not work is no reason to fail."""
     missing = "metal" if sys.platform != "darwin" else "cuda"
     child = python(
-        f"import tikv\ntikv.runtime.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\nprint(tikv.init().arch)\n"
+        "import tikv, tikv.runtime.devices\n"
+        f"tikv.runtime.devices.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\n"
+        "print(tikv.init().arch)\n"
     )
     assert child.stdout == "cpu\n"
-
-
-@pytest.mark.archs("vulkan")
-def test_the_vulkan_driver_is_found(arch):
-    """By the loader itself, before Taichi is asked."""
-    devices = runtime.vulkan_devices()
-    assert devices
-    assert all(name and kind in ("integrated", "discrete", "virtual", "other", "cpu") for name, kind in devices)
-    assert runtime.device_name("vulkan") in [name for name, _ in devices]
-
-
-def test_what_the_machine_says_of_itself(arch):
-    assert runtime.device_name(arch)
-    assert runtime.memory_bytes("cpu") > 2**28
-    assert runtime.version_of("taichi").startswith("1.7.")
-    assert runtime.version_of("no-such-distribution") is None
 
 
 FIRST_IN_A_THREAD = """

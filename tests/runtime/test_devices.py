@@ -1,0 +1,46 @@
+"""What the machine says of itself: its devices, and the archs that are tried on it."""
+
+import pytest
+
+from tikv import runtime
+from tikv.runtime import devices
+
+MACHINES = {
+    "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["metal", "vulkan", "cpu"]),
+    "an NVIDIA GPU": (
+        "linux",
+        ["libcuda.so.1"],
+        [("H200", "discrete"), ("llvmpipe", "cpu")],
+        ["cuda", "vulkan", "cpu"],
+    ),
+    "an AMD GPU": ("linux", [], [("llvmpipe", "cpu"), ("RX 7900", "discrete")], ["vulkan", "cpu"]),
+    "a laptop": ("linux", [], [("Iris Xe", "integrated")], ["vulkan", "cpu"]),
+    "lavapipe alone": ("linux", [], [("llvmpipe", "cpu")], ["cpu"]),
+    "nothing": ("linux", [], [], ["cpu"]),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_order_of_auto(monkeypatch, machine):
+    """Metal, CUDA, a real Vulkan GPU, CPU: a software driver is never chosen."""
+    platform, libraries, found, expected = MACHINES[machine]
+    monkeypatch.setattr(devices.sys, "platform", platform)
+    monkeypatch.setattr(devices, "_has_library", lambda *names: any(name in libraries for name in names))
+    monkeypatch.setattr(devices, "vulkan_devices", lambda: found)
+    assert list(runtime.candidate_archs()) == expected
+
+
+@pytest.mark.archs("vulkan")
+def test_the_vulkan_driver_is_found(arch):
+    """By the loader itself, before Taichi is asked."""
+    found = runtime.vulkan_devices()
+    assert found
+    assert all(name and kind in ("integrated", "discrete", "virtual", "other", "cpu") for name, kind in found)
+    assert runtime.device_name("vulkan") in [name for name, _ in found]
+
+
+def test_what_the_machine_says_of_itself(arch):
+    assert runtime.device_name(arch)
+    assert runtime.memory_bytes("cpu") > 2**28
+    assert runtime.version_of("taichi").startswith("1.7.")
+    assert runtime.version_of("no-such-distribution") is None

@@ -1,0 +1,167 @@
+"""Where an array lies: pointer (or handle and byte offset), shape and strides; nothing about whose array it is."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.dtypes import DType
+from tikv.errors import DTypeError
+from tikv.runtime.cache import BoundedCache
+
+ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
+
+MAX_FORMS = 1 << 16  # forms of arrays that are remembered
+_forms: BoundedCache[tuple[Any, ...], int] = BoundedCache(MAX_FORMS)
+_numbers = itertools.count()  # a number is never given twice, so what was kept under a forgotten one is never found
+
+
+def _form_number(form: tuple[Any, ...]) -> int:
+    """A small number for what a bound launch depends on: all but the address, of which only the alignment counts."""
+    found = _forms.get(form)
+    return _forms.keep(form, next(_numbers)) if found is None else found
+
+
+class ArrayView:
+    """Where an array lies: pointer (or handle and byte offset), shape, strides in elements, dtype, device."""
+
+    __slots__ = ("device", "dtype", "handle", "key", "offset", "owner", "ptr", "shape", "span", "strides", "writable")
+
+    def __init__(
+        self,
+        ptr: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: DType,
+        device: str,
+        *,
+        writable: bool = True,
+        handle: Any = None,
+        offset: int = 0,
+        owner: Any = None,
+    ) -> None:
+        self.ptr = ptr  # address of element 0; 0 where memory has no address
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.device = device  # "cpu", "cuda:0", "vulkan", "metal"
+        self.writable = writable
+        self.handle = handle  # Taichi's ndarray, when the memory is one
+        self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 where ptr says it all
+        self.owner = owner  # keeps the memory alive
+        self.span = span_bytes(shape, strides, dtype.itemsize)
+        self.key = _form_number(
+            (shape, strides, dtype.short, device, ptr % ALIGNMENT, writable, offset, handle is None)
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without the gaps between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def at(self, ptr: int) -> ArrayView:
+        """Another array of this form, at an address with the same alignment; nothing holds its memory."""
+        found: ArrayView = object.__new__(ArrayView)
+        found.ptr = ptr
+        found.shape, found.strides, found.dtype = self.shape, self.strides, self.dtype
+        found.device, found.writable, found.handle = self.device, self.writable, None
+        found.offset, found.owner = self.offset, None
+        found.span, found.key = self.span, self.key
+        return found
+
+    def bare(self) -> ArrayView:
+        """The same address without a hold on the memory, for what outlives a call."""
+        if self.owner is None:
+            return self
+        return ArrayView(
+            self.ptr, self.shape, self.strides, self.dtype, self.device, writable=self.writable, offset=self.offset
+        )
+
+    def moved(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
+        """The same memory seen with another shape and strides, starting `first` elements further on."""
+        jump = first * self.dtype.itemsize
+        return ArrayView(
+            self.ptr + jump if self.ptr else 0,
+            shape,
+            strides,
+            self.dtype,
+            self.device,
+            writable=self.writable,
+            handle=self.handle,
+            offset=self.offset + (0 if self.ptr else jump),
+            owner=self.owner,
+        )
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def describe(array: ArrayView) -> str:
+    """An array in a message: `f16[8,4096,128]`."""
+    return f"{array.dtype.short}[{','.join(map(str, array.shape))}]"
+
+
+def span_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first to behind the last element of a strided array (strides in elements, not negative)."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(1, shape[axis + 1])
+    return tuple(strides)
+
+
+def is_contiguous(array: ArrayView) -> bool:
+    """Whether elements follow one another in row-major order; the stride of an axis of one says nothing."""
+    wanted = contiguous_strides(array.shape)
+    return 0 in array.shape or all(n == 1 or s == w for n, s, w in zip(array.shape, array.strides, wanted, strict=True))
+
+
+def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
+    """The bytes from a host address on as a NumPy array, not a copy; the caller keeps the memory alive."""
+    buffer: Any = (ctypes.c_uint8 * nbytes).from_address(ptr)
+    return np.frombuffer(buffer, np.uint8)
+
+
+class Views(list[ArrayView]):
+    """The arrays of one call in turn, their addresses, and one number for what a launch over them depends on."""
+
+    __slots__ = ("key", "pointers")
+
+    def __init__(self, views: Sequence[ArrayView]) -> None:
+        super().__init__(views)
+        self.key = _form_number(tuple([v.key for v in views]))
+        self.pointers = tuple([v.ptr for v in views])
+
+    def at(self, pointers: tuple[int, ...]) -> Views | None:
+        """Arrays of these forms at other addresses; None where one is aligned differently."""
+        views = []
+        for v, p in zip(self, pointers, strict=True):
+            if (p ^ v.ptr) % ALIGNMENT:
+                return None
+            views.append(v if p == v.ptr else v.at(p))
+        found: Views = Views.__new__(Views)
+        found.extend(views)
+        found.key, found.pointers = self.key, pointers
+        return found
+
+
+def unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:
+    """The refusal of an array of a dtype that this library does not store."""
+    return DTypeError(f"{operation}: {name} has dtype {dtype}. Use one of {', '.join(row.name for row in dtypes.ALL)}.")

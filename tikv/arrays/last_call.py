@@ -1,0 +1,128 @@
+"""The arrays of a call, seen together, and cheaply where they are like those of the operation's call before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv.arrays.array_view import Views
+from tikv.arrays.readers import known_numpy_view, view
+
+
+class _LastCall:
+    """What an operation was last given; for torch tensors also a test whether others have the same forms."""
+
+    __slots__ = ("count", "fits", "guards", "views")
+
+    def __init__(self, views: Views, fits: Callable[..., bool] | None, guards: int) -> None:
+        self.views = views
+        self.count = len(views)
+        self.fits = fits
+        self.guards = guards  # made for these forms; inference mode and autocast ask for one of their own
+
+
+MAX_GUARDS = 8
+_last_calls: dict[str, _LastCall] = {}  # one of each operation
+
+
+def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> Views:
+    """`view` of each array of a call, cheaper: where they have the forms of the call before, only addresses are read.
+
+    Raises:
+        As `view`.
+    """
+    last = _last_calls.get(operation)
+    if last is not None and last.count != len(arrays):
+        last = None
+    if last is not None:
+        fits = last.fits
+        if fits is not None and fits(*arrays):
+            pointers = tuple(map(_torch_address, arrays))
+            found = last.views
+            if pointers == found.pointers:
+                return found
+            elsewhere = found.at(pointers)
+            if elsewhere is not None:
+                last.views = elsewhere
+                return elsewhere
+        for array, seen in zip(arrays, last.views, strict=True):
+            if known_numpy_view(array) is not seen:
+                break
+        else:
+            return last.views
+    views = [view(a, name, operation) for a, name in zip(arrays, names, strict=True)]
+    if last is not None and views == last.views:
+        return last.views
+    found = Views(views)
+    _remember(operation, arrays, found, last)
+    return found
+
+
+def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _LastCall | None) -> None:
+    for seen in views:
+        if seen.owner is not None or seen.handle is not None:
+            return  # it would be kept alive
+    fits, guards = None, 0
+    if last is not None and last.views.key == views.key:  # forms that come back are worth a guard
+        fits, guards = last.fits, last.guards
+        if guards < MAX_GUARDS:
+            fits, guards = _torch_guard(arrays) or fits, guards + 1
+    _last_calls[operation] = _LastCall(views, fits, guards)
+
+
+def last_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int], int] | None:
+    """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
+
+    The key depends on their alignment too, which is not tested. None where those arrays have no such test.
+    """
+    last = _last_calls.get(operation)
+    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key)
+
+
+_torch_address: Callable[[Any], int]
+_torch_guards: Any = None  # torch's class of guards; False where it does not do what is needed
+
+
+def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """A test, one call of torch's, for tensors of these very forms: type, dtype, device, shape, strides, lazy bits.
+
+    It is what guards torch's compiled functions. None for what is no plain tensor, or where torch has no such guards.
+    """
+    global _torch_address, _torch_guards
+    torch: Any = sys.modules.get("torch")
+    if torch is None or _torch_guards is False or any(type(t) is not torch.Tensor for t in tensors):
+        return None
+    if _torch_guards is None:
+        _torch_address = torch.Tensor.data_ptr
+        _torch_guards = _find_torch_guards(torch) or False
+        return _torch_guard(tensors)
+    shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    found: Callable[..., bool] = _torch_guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return found
+
+
+def _find_torch_guards(torch: Any) -> Any:
+    """Torch's guards, if they are there and tell apart what they must; they are no public part of torch."""
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        with torch.inference_mode(False), torch.enable_grad():
+            base = torch.zeros(2, 3)
+            fits = guards(base, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+            others = (
+                torch.zeros(3, 2),
+                torch.zeros(2, 3, 1),
+                torch.zeros(3, 2).t(),
+                torch.zeros(2, 3, dtype=torch.float64),
+                torch.empty(2, 3, device="meta"),
+                torch.zeros(2, 3).to_sparse(),
+                torch._neg_view(torch.zeros(2, 3)),
+                torch.zeros(2, 3, requires_grad=True),
+                np.zeros((2, 3), np.float32),
+            )
+            works = fits(torch.ones(2, 3)) and not any(fits(other) for other in others)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return None
+    return guards if works else None

@@ -1,0 +1,168 @@
+"""Memory of our own on the device of the live runtime, and what goes between it and the host."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays.array_view import ALIGNMENT, ArrayView, contiguous_strides
+from tikv.dtypes import DType
+
+
+class Memory:
+    """A block of device memory in the live runtime: NumPy's on CPU, torch's or Taichi's on CUDA, else Taichi's."""
+
+    def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
+        self.runtime = live
+        self.nbytes = nbytes
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        self.handle: Any = None
+        self.block: Any
+        torch = sys.modules.get("torch")
+        if live.is_cpu:
+            raw = np.empty(size + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            self.block = raw[start : start + size]
+            self.ptr = self.block.ctypes.data
+            self.device = "cpu"
+        elif live.is_cuda and torch is not None and torch.cuda.is_available():
+            self.block = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+            self.ptr = self.block.data_ptr()
+            self.device = "cuda:0"
+        else:
+            taichi = runtime.ti
+            self.block = taichi.ndarray(taichi.u32, (size // 4,))
+            self.handle = self.block
+            self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
+            self.device = "cuda:0" if live.is_cuda else live.arch
+
+    def __del__(self) -> None:
+        # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
+        # At the interpreter's end modules lose their names one by one, and nobody takes the memory any more.
+        block: Any = getattr(self, "block", None)
+        if not hasattr(block, "record_stream") or sys is None or sys.is_finalizing() or runtime is None:
+            return
+        for handle in tuple(runtime.side_streams):
+            block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle))
+
+    def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
+        """A contiguous array in this memory, `byte_offset` from its start."""
+        return ArrayView(
+            self.ptr + byte_offset if self.ptr else 0,
+            shape,
+            contiguous_strides(shape),
+            dtype,
+            self.device,
+            handle=self.handle if not self.ptr else None,
+            offset=0 if self.ptr else byte_offset,
+            owner=self,
+        )
+
+    def clear(self) -> None:
+        """Set every byte to zero."""
+        if hasattr(self.block, "zero_"):
+            self.block.zero_()
+        else:
+            self.block.fill(0)
+
+
+def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
+    """A contiguous array in memory of its own, on the device of the live runtime."""
+    memory = Memory(math.prod(shape) * dtype.itemsize, live)
+    if zeroed:
+        memory.clear()
+    return memory.array(tuple(shape), dtype)
+
+
+def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
+    """A copy of a host array in device memory of the live runtime."""
+    dtype = dtypes.of_numpy(array.dtype)
+    assert dtype is not None
+    found = new_array(array.shape, dtype, live)
+    write_host(np.ascontiguousarray(array), found)
+    return found
+
+
+def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
+    """Copy a contiguous host array over the start of memory that `Memory` made."""
+    block = to.owner.block
+    if to.device == "cpu":
+        ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
+    elif hasattr(block, "from_numpy"):
+        words = np.zeros(block.shape[0] * 4, np.uint8)
+        words[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        block.from_numpy(words.view(np.uint32))
+    else:
+        import torch
+
+        block[: array.nbytes].copy_(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+
+
+def as_numpy(array: ArrayView) -> np.ndarray[Any, Any]:
+    """A NumPy array over a view's host memory, not a copy; it keeps the view's owner, if there is one, alive."""
+    if not array.span:
+        return np.empty(array.shape, array.dtype.numpy)
+    buffer: Any = (ctypes.c_uint8 * array.span).from_address(array.ptr)
+    buffer.owner = array.owner
+    itemsize = array.dtype.itemsize
+    found: np.ndarray[Any, Any] = np.ndarray(
+        array.shape, array.dtype.numpy, buffer, 0, [s * itemsize for s in array.strides]
+    )
+    return found
+
+
+def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
+    """A contiguous NumPy copy of a view's elements, from any device."""
+    live.synchronize()
+    itemsize = array.dtype.itemsize
+    if array.device == "cpu":
+        raw = ctypes.string_at(array.ptr, array.span)
+    elif array.device.startswith("cuda"):
+        raw = _read_cuda(array)
+    else:
+        words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
+        raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
+    flat = np.frombuffer(raw, array.dtype.numpy)
+    found: np.ndarray[Any, Any] = np.lib.stride_tricks.as_strided(
+        flat, array.shape, [s * itemsize for s in array.strides]
+    ).copy()
+    return found
+
+
+def _read_cuda(array: ArrayView) -> bytes:
+    block: Any = getattr(array.owner, "block", None)
+    if hasattr(block, "to_numpy"):  # Taichi's own memory
+        words = block.to_numpy().view(np.uint8)
+        start = array.ptr - array.owner.ptr
+        return bytes(words[start : start + array.span].tobytes())
+    import torch
+
+    return bytes(torch.as_tensor(CudaBytes(array.ptr, array.span), device=array.device).cpu().numpy().tobytes())
+
+
+class CudaBytes:
+    """Bytes at a CUDA address, for whatever reads `__cuda_array_interface__`; the caller keeps the memory alive."""
+
+    def __init__(self, ptr: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "version": 3}
+
+
+class StagedNdarray:
+    """A `ti.ndarray` of several axes on Vulkan or Metal, which a flat kernel argument cannot take: a host copy of it.
+
+    Owns what a view of it sees; whoever wrote to the view calls `write_back`.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.host = np.ascontiguousarray(array.to_numpy())
+
+    def write_back(self) -> None:
+        """Put the host copy into the ndarray."""
+        self.array.from_numpy(self.host)

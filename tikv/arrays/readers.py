@@ -1,0 +1,216 @@
+"""See any array as an `ArrayView`, without a copy: a reader for each kind of array.
+
+`view` accepts NumPy, torch, `ti.ndarray`, `CacheArray`, and whatever speaks `__cuda_array_interface__` or DLPack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import dlpack
+from tikv.arrays.array_view import ALIGNMENT, MAX_FORMS, ArrayView, contiguous_strides, unknown_dtype
+from tikv.arrays.cache_array import CacheArray
+from tikv.arrays.memory import StagedNdarray
+from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
+from tikv.runtime.cache import BoundedCache
+
+# By the id of the array, and forgotten with it, so there is no other limit. A weak reference also keeps NumPy from
+# resizing the array in place, so pointer and shape stay true.
+_numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
+
+
+def known_numpy_view(array: Any) -> ArrayView | None:
+    """The view of a NumPy array that was seen before and is as it was; None for whatever else."""
+    held: Any = _numpy_views.get(id(array))
+    if held is None or held[0]() is not array:
+        return None
+    seen: ArrayView = held[1]
+    if (
+        seen.shape == array.shape
+        and (seen.dtype.numpy is array.dtype or seen.dtype.numpy == array.dtype)
+        and seen.writable is array.flags.writeable
+    ):
+        return seen
+    return None
+
+
+def view(array: Any, name: str, operation: str) -> ArrayView:
+    """See `array` as an `ArrayView`. Nothing is copied; `name` and `operation` are for the message of a refusal.
+
+    Raises:
+        DTypeError: the dtype, or the kind of object, is not one this library stores.
+        StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
+    """
+    kind = type(array)
+    reader = _readers.get(kind)
+    if reader is None:
+        reader = _readers.keep(kind, _reader_of(array, kind, name, operation))
+    return reader(array, name, operation)
+
+
+_Reader = Callable[[Any, str, str], "ArrayView"]
+_readers: BoundedCache[type, _Reader] = BoundedCache()
+
+
+def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
+    """How arrays of this type are seen."""
+    if kind is ArrayView:
+        return _of_view
+    if issubclass(kind, CacheArray):
+        return _of_cache_array
+    if kind.__module__.partition(".")[0] == "torch" or _is_torch_subclass(kind):
+        return _of_torch
+    if issubclass(kind, np.ndarray):
+        return _of_numpy
+    if kind.__module__.startswith("taichi."):
+        return _of_taichi
+    if hasattr(array, "__cuda_array_interface__"):
+        return _of_cuda_interface
+    if hasattr(array, "__dlpack__"):
+        return dlpack.read
+    raise DTypeError(
+        f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is no array. Pass a NumPy array, a torch "
+        f"tensor, a ti.ndarray or an object with __dlpack__."
+    )
+
+
+def _of_view(array: ArrayView, name: str, operation: str) -> ArrayView:
+    return array
+
+
+def _of_cache_array(array: CacheArray, name: str, operation: str) -> ArrayView:
+    return array.view_for(operation)
+
+
+def _is_torch_subclass(kind: type) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def _numpy_address(array: Any) -> int:
+    # NumPy itself takes a microsecond to tell; as a buffer it is told in a third. ml_dtypes have no buffer.
+    if array.flags.carray and array.dtype.kind != "V":
+        try:
+            return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        except (TypeError, ValueError, BufferError):
+            pass  # an empty one
+    return int(array.ctypes.data)
+
+
+_numpy_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
+
+
+def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
+    seen = known_numpy_view(array)
+    if seen is not None:
+        return seen
+    number = id(array)
+    pointer = _numpy_address(array)
+    form = (array.shape, array.strides, array.dtype, array.flags.writeable, pointer % ALIGNMENT)
+    like = _numpy_forms.get(form)
+    if like is None:
+        like = _numpy_forms.keep(form, _view_of_numpy(array, pointer, name, operation))
+    found = like.at(pointer)
+    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
+    return found
+
+
+def _view_of_numpy(array: Any, pointer: int, name: str, operation: str) -> ArrayView:
+    dtype = dtypes.of_numpy(array.dtype)
+    if dtype is None:
+        raise unknown_dtype(name, operation, array.dtype)
+    itemsize = dtype.itemsize
+    if any(s % itemsize for s in array.strides):
+        raise ShapeError(
+            f"{operation}: {name} has byte strides {array.strides}, not multiples of its {itemsize}-byte elements. "
+            f"Pass a copy: numpy.ascontiguousarray({name})."
+        )
+    strides = tuple(s // itemsize for s in array.strides)
+    return ArrayView(pointer, array.shape, strides, dtype, "cpu", writable=array.flags.writeable)
+
+
+_torch_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
+
+
+def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
+    # A model makes new tensors of the same form each step, so what follows from the form is kept, not the tensor.
+    try:
+        pointer = array.data_ptr()
+        form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
+    except RuntimeError:
+        _check_strided(array, name, operation)
+        raise
+    if array.is_neg():
+        raise DTypeError(
+            f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
+            f"Pass {name}.resolve_neg()."
+        )
+    seen = _torch_forms.get(form)
+    if seen is None:
+        _check_strided(array, name, operation)
+        shape, strides, torch_dtype, torch_device, _ = form
+        dtype = dtypes.of_torch(torch_dtype)
+        if dtype is None:
+            raise unknown_dtype(name, operation, torch_dtype)
+        device = _torch_device_name(torch_device, name, operation)
+        seen = _torch_forms.keep(form, ArrayView(pointer, tuple(shape), strides, dtype, device))
+    return seen if seen.ptr == pointer else seen.at(pointer)
+
+
+def _check_strided(array: Any, name: str, operation: str) -> None:
+    if str(array.layout) != "torch.strided":
+        raise DTypeError(f"{operation}: {name} is a torch tensor of layout {array.layout}. Pass {name}.to_dense().")
+
+
+def _torch_device_name(device: Any, name: str, operation: str) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return f"cuda:{device.index or 0}"
+    raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a CPU or CUDA tensor.")
+
+
+def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
+    if not hasattr(array, "arr"):
+        raise DTypeError(
+            f"{operation}: {name} is a {type(array).__name__}. Of Taichi's containers only ti.ndarray is seen."
+        )
+    if runtime.is_stale_ndarray(array):
+        raise StaleRuntimeError(
+            f"{operation}: {name} is a ti.ndarray made before the last ti.init() or ti.reset(); its memory is gone. "
+            f"Make it again."
+        )
+    live = runtime.current()
+    taichi_name = str(array.dtype)
+    element_name = {"u16": "bf16"}.get(taichi_name, taichi_name)  # Taichi has no bfloat16; u16 holds its bits
+    dtype = next((row for row in dtypes.ALL if row.short == element_name), None)
+    if dtype is None:
+        raise unknown_dtype(name, operation, taichi_name)
+    shape = tuple(array.shape) + tuple(array.element_shape)
+    if live.is_spirv:
+        if len(shape) != 1:
+            staged = StagedNdarray(array)
+            return ArrayView(staged.host.ctypes.data, shape, contiguous_strides(shape), dtype, "cpu", owner=staged)
+        return ArrayView(0, shape, (1,), dtype, live.arch, handle=array, owner=array)
+    pointer = live.program.get_ndarray_data_ptr_as_int(array.arr)
+    device = "cuda:0" if live.is_cuda else "cpu"
+    return ArrayView(pointer, shape, contiguous_strides(shape), dtype, device, owner=array)
+
+
+def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
+    described = array.__cuda_array_interface__
+    dtype = dtypes.of_numpy(np.dtype(described["typestr"]))
+    if dtype is None:
+        raise unknown_dtype(name, operation, described["typestr"])
+    shape = tuple(described["shape"])
+    byte_strides = described.get("strides")
+    strides = contiguous_strides(shape) if byte_strides is None else tuple(s // dtype.itemsize for s in byte_strides)
+    pointer, read_only = described["data"]
+    return ArrayView(pointer, shape, strides, dtype, "cuda:0", writable=not read_only, owner=array)

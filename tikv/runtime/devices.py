@@ -1,0 +1,192 @@
+"""What this machine is: its devices, their names and memory, and which archs are worth trying on it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+ARCHS = ("metal", "cuda", "vulkan", "cpu")  # the order in which "auto" looks
+
+
+def candidate_archs() -> Iterator[str]:
+    """The archs that "auto" tries, best first: those this machine has hardware for. CPU is always last."""
+    if sys.platform == "darwin":
+        yield "metal"
+    if _has_library("libcuda.so.1", "nvcuda.dll"):
+        yield "cuda"
+    if any(kind != "cpu" for _, kind in vulkan_devices()):
+        yield "vulkan"
+    yield "cpu"
+
+
+def _has_library(*names: str) -> bool:
+    return _library(*names) is not None
+
+
+def _library(*names: str) -> Any:
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+class _ApplicationInfo(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("version", ctypes.c_uint32),
+        ("engine", ctypes.c_char_p),
+        ("engine_version", ctypes.c_uint32),
+        ("api", ctypes.c_uint32),
+    ]
+
+
+class _InstanceCreateInfo(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("flags", ctypes.c_uint32),
+        ("application", ctypes.POINTER(_ApplicationInfo)),
+        ("num_layers", ctypes.c_uint32),
+        ("layers", ctypes.c_void_p),
+        ("num_extensions", ctypes.c_uint32),
+        ("extensions", ctypes.c_void_p),
+    ]
+
+
+class _SubgroupProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("size", ctypes.c_uint32),
+        ("stages", ctypes.c_uint32),
+        ("operations", ctypes.c_uint32),
+        ("quads", ctypes.c_uint32),
+    ]
+
+
+class _Properties2(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("properties", ctypes.c_uint64 * 512)]
+
+
+_VULKAN_1_1 = (1 << 22) | (1 << 12)
+_PROPERTIES_2, _SUBGROUP_PROPERTIES = 1000059001, 1000094000  # types of structures
+_COMPUTE, _BASIC, _ARITHMETIC = 0x20, 1, 4
+_VULKAN_KINDS = {0: "other", 1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
+
+
+@contextlib.contextmanager
+def _physical_devices() -> Iterator[tuple[Any, list[Any]]]:
+    """Vulkan's loader and a handle of each device; (None, []) without a loader."""
+    vulkan = _library("libvulkan.so.1", "vulkan-1.dll", "libvulkan.1.dylib")
+    if vulkan is None:
+        yield None, []
+        return
+    application = _ApplicationInfo(0, None, b"tikv", 1, b"tikv", 1, _VULKAN_1_1)
+    create = _InstanceCreateInfo(1, None, 0, ctypes.pointer(application), 0, None, 0, None)
+    instance = ctypes.c_void_p()
+    if vulkan.vkCreateInstance(ctypes.byref(create), None, ctypes.byref(instance)) != 0:
+        yield None, []
+        return
+    try:
+        count = ctypes.c_uint32()
+        if vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), None) != 0:
+            count.value = 0
+        handles = (ctypes.c_void_p * count.value)()
+        if count.value and vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles) != 0:
+            count.value = 0
+        yield vulkan, [ctypes.c_void_p(handle) for handle in handles[: count.value]]
+    finally:
+        vulkan.vkDestroyInstance(instance, None)
+
+
+def _properties(vulkan: Any, handle: Any) -> bytes:
+    properties = ctypes.create_string_buffer(4096)  # VkPhysicalDeviceProperties is 824 bytes
+    vulkan.vkGetPhysicalDeviceProperties(handle, properties)
+    return properties.raw
+
+
+def vulkan_devices() -> list[tuple[str, str]]:
+    """(name, kind) of each Vulkan device; kind is integrated, discrete, virtual, other or cpu. Empty without a loader.
+
+    A software driver such as lavapipe answers "cpu": good for tests, never chosen by "auto".
+    """
+    found = []
+    with _physical_devices() as (vulkan, handles):
+        for handle in handles:
+            raw = _properties(vulkan, handle)
+            kind = int.from_bytes(raw[16:20], sys.byteorder)
+            found.append((raw[20:276].split(b"\0", 1)[0].decode(errors="replace"), _VULKAN_KINDS.get(kind, "other")))
+    return found
+
+
+def vulkan_subgroups() -> bool:
+    """Whether kernels may reduce over subgroups, on every Vulkan device: Taichi does not say which it took."""
+    with _physical_devices() as (vulkan, handles):
+        return bool(handles) and all(_reduces(vulkan, handle) for handle in handles)
+
+
+def _reduces(vulkan: Any, handle: Any) -> bool:
+    if int.from_bytes(_properties(vulkan, handle)[:4], sys.byteorder) < _VULKAN_1_1:
+        return False
+    subgroups = _SubgroupProperties(_SUBGROUP_PROPERTIES, None)
+    both = _Properties2(_PROPERTIES_2, ctypes.cast(ctypes.pointer(subgroups), ctypes.c_void_p))
+    vulkan.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(both))
+    wanted = _BASIC | _ARITHMETIC
+    return bool(subgroups.stages & _COMPUTE) and subgroups.operations & wanted == wanted
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, without importing it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name(arch: str) -> str:
+    """A name for the device an arch runs on."""
+    if arch == "vulkan":
+        devices = vulkan_devices()
+        hardware = [name for name, kind in devices if kind != "cpu"]
+        return (hardware or [name for name, _ in devices] or ["unknown"])[0]
+    if arch == "cuda":
+        return _cuda_device()[0]
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cuda_device() -> tuple[str, int]:
+    """(name, total bytes) of CUDA device 0, through the driver."""
+    cuda = _library("libcuda.so.1", "nvcuda.dll")
+    if cuda is None or cuda.cuInit(0) != 0:
+        return "unknown", 0
+    device, name, total = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return "unknown", 0
+    cuda.cuDeviceGetName(name, 256, device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    return name.value.decode(errors="replace"), total.value
+
+
+def memory_bytes(arch: str) -> int | None:
+    """Total bytes of memory an arch allocates from, where the system tells; else None."""
+    if arch == "cuda":
+        return _cuda_device()[1] or None
+    if arch in ("cpu", "metal") and hasattr(os, "sysconf"):
+        with contextlib.suppress(ValueError, OSError):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

@@ -1,0 +1,127 @@
+"""The engine that compiles and runs the kernels, which is Taichi. This module alone imports and starts it.
+
+Whatever it takes to do so beyond Taichi's public names stands here too. Others take `ti` from `tikv.runtime`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tikv.errors import ArchError
+
+_lock = threading.RLock()
+_taichi: Any = None
+_impl: Any = None
+_program_at_load: Any = None
+
+
+def load() -> Any:
+    """Import Taichi once: no banner, no version check on the network, and each ndarray stamped with its program."""
+    global _taichi, _impl, _program_at_load
+    if _taichi is None:
+        with _lock:
+            if _taichi is None:
+                os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")
+                os.environ.setdefault("TI_SKIP_VERSION_CHECK", "ON")
+                try:
+                    taichi = importlib.import_module("taichi")
+                except ImportError as error:
+                    raise ArchError(
+                        f"runtime: Taichi cannot be imported ({error}). "
+                        f"Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
+                    ) from error
+                _impl = importlib.import_module("taichi.lang.impl")
+                _program_at_load = _impl.get_runtime().prog
+                _stamp_ndarrays(importlib.import_module("taichi.lang._ndarray").Ndarray)
+                _taichi = taichi
+    return _taichi
+
+
+def _stamp_ndarrays(ndarray_class: Any) -> None:
+    """Let every `ti.ndarray` remember its program: a stale one is otherwise a dangling pointer nobody can recognise."""
+    original = ndarray_class.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._tikv_program = _impl.get_runtime().prog
+
+    ndarray_class.__init__ = __init__
+
+
+def is_stale_ndarray(array: Any) -> bool:
+    """Whether a `ti.ndarray` belongs to a program that no longer runs."""
+    made_in = getattr(array, "_tikv_program", _program_at_load)
+    return made_in is None or _impl.get_runtime().prog is not made_in
+
+
+def is_imported() -> bool:
+    """Whether anybody has imported Taichi."""
+    return _taichi is not None or "taichi" in sys.modules
+
+
+def front() -> Any:
+    """Taichi's own runtime in Python. Its `prog` is the program that runs, and None before the start and after the end.
+
+    Every start makes another one.
+    """
+    load()
+    return _impl.get_runtime()
+
+
+def start(arch: str, options: Mapping[str, Any]) -> None:
+    """Start a program on this arch and no other, quietly; whatever ran before ends."""
+    taichi = load()
+    # Taichi's CUDA session fixes at its start whether a product and a sum may become one rounding. Ours may not.
+    exact = {"fast_math": False} if arch == "cuda" else {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        taichi.init(
+            arch=getattr(taichi, arch), **(exact | {"log_level": taichi.WARN, **options, "enable_fallback": False})
+        )
+    _impl.get_runtime().materialize()  # else the first kernel must be compiled by this thread
+
+
+def known_options() -> set[str]:
+    """What `start` takes beside the arch."""
+    special = load().lang.misc._SpecialConfig()
+    of_program = {n for n in dir(_impl.default_cfg()) if not n.startswith("_")} - {"arch", "default_up"}
+    return {"default_fp", "default_ip", "require_version", *vars(special), *of_program}
+
+
+def arch_of(program: Any) -> str:
+    """The arch a program runs on, "cpu" whatever the processor."""
+    name: str = _taichi.lang.misc._ti_core.arch_name(program.config().arch)
+    return {"x64": "cpu", "arm64": "cpu"}.get(name, name)
+
+
+@contextlib.contextmanager
+def compiling(program: Any, fast_math: bool) -> Iterator[None]:
+    """Compile under this library's settings whatever the caller chose, and put the caller's back.
+
+    The choices of the caller (`fast_math`, `default_fp`, `debug` ...) must not change one bit of a copy.
+    """
+    front, config = _impl.get_runtime(), program.config()
+    of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
+    of_front = {
+        "default_fp": _taichi.f32,
+        "default_ip": _taichi.i32,
+        "default_up": _taichi.u32,
+        "short_circuit_operators": True,
+        "unrolling_limit": 0,
+    }
+    wanted = [(config, name, value) for name, value in of_config.items()]
+    wanted += [(front, name, value) for name, value in of_front.items() if hasattr(front, name)]
+    saved = [(where, name, getattr(where, name)) for where, name, _ in wanted]
+    try:
+        for where, name, value in wanted:
+            setattr(where, name, value)
+        yield
+    finally:
+        for where, name, value in saved:
+            setattr(where, name, value)
