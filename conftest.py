@@ -27,7 +27,7 @@ ARCHS = ("cpu", "vulkan", "cuda", "metal")
 
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
-_outcomes = pytest.StashKey[dict[str, dict[str, str]]]()
+_done = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
@@ -44,17 +44,33 @@ def pytest_addoption(parser):
         default=None,
         help="how kernels are launched; sets TIKV_LAUNCHER for this run",
     )
+    group.addoption(
+        "--full",
+        metavar="ARCHS",
+        default="",
+        help="back ends, or 'all', on which the cases marked full run too: each is put together from parts of the code "
+        "that other cases run, and compiles for seconds",
+    )
+    group.addoption(
+        "--done",
+        metavar="FILE",
+        default=None,
+        help="leave out the tests that FILE names, and add those of back ends, or marked once, that pass: of several "
+        "runs, with more packages installed in each, one runs them",
+    )
+
+
+def _archs(option: str, text: str) -> list[str]:
+    names = list(ARCHS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in ARCHS]:
+        raise pytest.UsageError(f"{option} {text}: unknown {', '.join(unknown)}; choose from {', '.join(ARCHS)}, all")
+    return list(dict.fromkeys(names))
 
 
 def _wanted(config) -> list[str]:
-    text = config.getoption("--arch")
-    names = list(ARCHS) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in ARCHS]
-    if unknown or not names:
-        raise pytest.UsageError(
-            f"--arch {text}: unknown {', '.join(unknown) or 'nothing'}; choose from {', '.join(ARCHS)}"
-        )
-    return list(dict.fromkeys(names))
+    if names := _archs("--arch", config.getoption("--arch")):
+        return names
+    raise pytest.UsageError(f"--arch names no back end; choose from {', '.join(ARCHS)}, all")
 
 
 def _why_absent(arch: str) -> str | None:
@@ -69,23 +85,54 @@ def _why_absent(arch: str) -> str | None:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "archs(*names): run on these back ends only")
-    config.stash[_outcomes] = {}
-    config.stash[_absent] = {}
+    config.addinivalue_line(
+        "markers",
+        "full(*archs, unless=None): run with --full only, on these back ends or on all; "
+        "but for cases whose parameters, a dict, `unless` is true of",
+    )
+    config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher
     if "TI_OFFLINE_CACHE_FILE_PATH" not in os.environ:
         # A cache of this test run's own: kernels are compiled once for all tests and children, never an older run's.
         config.stash[_cache_dir] = tempfile.TemporaryDirectory(prefix="tikv-kernels-")
         os.environ["TI_OFFLINE_CACHE_FILE_PATH"] = config.stash[_cache_dir].name
+    # Else Taichi deletes a quarter of a cache that exceeds 100 MB whenever a process ends.
+    os.environ.setdefault("TI_OFFLINE_CACHE_CLEANING_POLICY", "never")
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist: its parent has found this out
+        config.stash[_absent], done = config.workerinput["tikv"]
+        config.stash[_done] = set(done)
+        return
+    config.stash[_absent], config.stash[_done] = {}, set()
     wanted = _wanted(config)
     if config.option.help or config.option.collectonly:
         return
+    if (done := config.getoption("--done")) and os.path.exists(done):
+        with open(done, encoding="utf-8") as file:
+            config.stash[_done] = set(file.read().splitlines())
     absent = {arch: why for arch in wanted if arch != "cpu" and (why := _why_absent(arch))}
     if absent and config.getoption("--arch") != "all":
         raise pytest.UsageError(
             "; ".join(f"--arch {arch} was asked for and does not start: {why}" for arch, why in absent.items())
         )
     config.stash[_absent] = absent
+    config.pluginmanager.register(_Outcomes(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a process of pytest-xdist what its parent knows."""
+    node.workerinput["tikv"] = node.config.stash[_absent], sorted(node.config.stash[_done])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each process takes one stretch of the tests in their order, so it seldom changes its back end or its kernels."""
+    if config.getoption("dist") != "load":
+        return None  # chosen on the command line
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_unconfigure(config):
@@ -112,13 +159,35 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("arch", params, indirect=True, scope="session")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    def rank(item):
-        arch = getattr(item, "callspec", None) and item.callspec.params.get("arch")
-        return -1 if arch is None else ARCHS.index(arch)
+def _arch_of(item) -> str | None:
+    return item.callspec.params.get("arch") if hasattr(item, "callspec") else None
 
-    items.sort(key=rank)
+
+def _is_left(item, arch, full: list[str]) -> bool:
+    """Whether a test waits for --full; one of no back end goes with the CPU's."""
+    if (arch or "cpu") in full:
+        return False
+    for marker in item.iter_markers("full"):
+        unless = marker.kwargs.get("unless")
+        if (not marker.args or arch in marker.args) and not (unless and unless(item.callspec.params)):
+            return True
+    return False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    done, full = config.stash[_done], _archs("--full", config.getoption("--full"))
+    if out := [item for item in items if item.nodeid in done]:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item.nodeid not in done]
+    items.sort(key=lambda item: ARCHS.index(arch) if (arch := _arch_of(item)) else -1)
+    for item in items:
+        arch = _arch_of(item)
+        # Properties travel with a report from the process that ran the test to the one that counts.
+        item.user_properties += [("arch", arch), ("once", bool(arch or item.get_closest_marker("once")))]
+        if _is_left(item, arch, full):
+            item.user_properties.append(("left", "--full"))
+            item.add_marker(pytest.mark.skip(reason="left for --full"))
 
 
 @pytest.fixture(scope="session")
@@ -138,26 +207,44 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
-def pytest_runtest_makereport(item, call):
-    arch = getattr(item, "callspec", None) and item.callspec.params.get("arch")
-    if arch and (call.when == "call" or call.excinfo is not None):
-        skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
-        outcome = "skipped" if skipped else "failed" if call.excinfo is not None else "passed"
-        item.config.stash[_outcomes].setdefault(arch, {})[item.nodeid] = outcome
+class _Outcomes:
+    """How each test of a back end went, in whichever process it ran."""
 
+    def __init__(self, config):
+        self.config = config
+        self.seen: dict[str, dict[str, str]] = {}
+        self.done = set(config.stash[_done])
 
-def pytest_terminal_summary(terminalreporter, config):
-    counts = {name: Counter(outcomes.values()) for name, outcomes in config.stash[_outcomes].items()}
-    if not counts:
-        return
-    terminalreporter.section("back ends")
-    for name in ARCHS:
-        if name in config.stash[_absent]:
-            skipped = sum(counts.get(name, Counter()).values())
-            terminalreporter.line(f"{name}: absent here, {skipped} skipped: {config.stash[_absent][name]}")
-        elif name in counts:
-            terminalreporter.line(
-                f"{name}: {', '.join(f'{n} {outcome}' for outcome, n in sorted(counts[name].items()))}"
-            )
-        else:
-            terminalreporter.line(f"{name}: not asked for (--arch)")
+    def pytest_runtest_logreport(self, report):
+        properties = dict(report.user_properties)
+        if properties.get("once"):
+            if report.failed:
+                self.done.discard(report.nodeid)
+            elif report.passed and report.when == "call":
+                self.done.add(report.nodeid)
+        arch = properties.get("arch")
+        if arch and (report.when == "call" or report.outcome != "passed"):
+            left = report.outcome == "skipped" and "left" in properties
+            self.seen.setdefault(arch, {})[report.nodeid] = "left for --full" if left else report.outcome
+
+    def pytest_sessionfinish(self):
+        if done := self.config.getoption("--done"):
+            with open(done, "w", encoding="utf-8") as file:
+                file.writelines(f"{test}\n" for test in sorted(self.done))
+
+    def pytest_terminal_summary(self, terminalreporter, config):
+        counts = {arch: Counter(tests.values()) for arch, tests in self.seen.items()}
+        absent, done = config.stash[_absent], config.stash[_done]
+        if not counts and not done:
+            return
+        terminalreporter.section("back ends")
+        for arch in ARCHS:
+            told = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.get(arch, Counter()).items()))
+            if arch in absent:
+                skipped = sum(counts.get(arch, Counter()).values())
+                told = f"absent here, {skipped} skipped: {absent[arch]}"
+            elif arch not in _wanted(config):
+                told = "not asked for (--arch)"
+            terminalreporter.line(f"{arch}: {told or 'nothing'}")
+        if done:
+            terminalreporter.line(f"{len(done)} more had passed in an earlier run (--done)")

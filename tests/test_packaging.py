@@ -78,3 +78,37 @@ def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):
     (told,) = (child.stdout + child.stderr).splitlines()
     assert told.startswith(f"user.py:{len(lines)}: error:")
     assert '"KVCacheStor"' in told
+
+
+@pytest.fixture
+def uncompiled(request, tmp_path):
+    """Run Python with no byte code at hand, as after `uv pip install`: it compiles every file that it imports."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(request.config.rootpath),
+        "PYTHONPYCACHEPREFIX": str(tmp_path / "no byte code"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, env=environment,
+            timeout=300,
+        )  # fmt: skip
+
+    return run
+
+
+def test_taichi_is_compiled_quietly(uncompiled):
+    """Python finds fault with Taichi's sources; warnings about any others stay errors here."""
+    script = "import numpy, tikv; tikv.init(arch='cpu'); tikv.copy(*numpy.zeros((2, 1, 1, 4), 'f4'), position=0)"
+    child = uncompiled("-W", "error::SyntaxWarning", "-W", "error::DeprecationWarning", "-c", script)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+
+def test_the_tests_run_where_taichi_was_not_compiled(uncompiled, request, tmp_path):
+    """By the filters of pyproject.toml alone: this test imports Taichi without the library."""
+    (tmp_path / "test_taichi.py").write_text("def test_import():\n    import taichi\n", encoding="utf-8")
+    configuration = request.config.rootpath / "pyproject.toml"
+    child = uncompiled("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", configuration, tmp_path / "test_taichi.py")
+    assert child.returncode == 0, child.stdout + child.stderr

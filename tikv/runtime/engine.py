@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ def load() -> Any:
                 os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")
                 os.environ.setdefault("TI_SKIP_VERSION_CHECK", "ON")
                 try:
-                    taichi = importlib.import_module("taichi")
+                    with _quiet_compilation():
+                        taichi = importlib.import_module("taichi")
                 except ImportError as error:
                     raise ArchError(
                         f"runtime: Taichi cannot be imported ({error}). "
@@ -42,6 +44,23 @@ def load() -> Any:
                 _stamp_ndarrays(importlib.import_module("taichi.lang._ndarray").Ndarray)
                 _taichi = taichi
     return _taichi
+
+
+@contextlib.contextmanager
+def _quiet_compilation() -> Iterator[None]:
+    """Hide what Python says of Taichi's sources, which it compiles here when they were installed without byte code.
+
+    A warning of the compiler carries the file's path as its module, one of running code the module's name.
+    """
+    if "taichi" in sys.modules:
+        yield
+        return
+    with warnings.catch_warnings():
+        for category in (SyntaxWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"(.*[/\\])?taichi([./\\]|$)")
+        yield
+    # Taichi adds this one when it is imported, and it ended with the context.
+    warnings.filterwarnings("once", category=DeprecationWarning, module="taichi")
 
 
 def _stamp_ndarrays(ndarray_class: Any) -> None:
