@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 
 import pytest
 
@@ -185,3 +186,31 @@ def test_arguments_are_not_checked_by_assert(module):
 def test_no_module_is_a_drawer():
     drawers = {"utils", "helpers", "common", "misc"}
     assert drawers.isdisjoint(name.split(".")[-1] for name in modules())
+
+
+def test_few_modules_lie_at_the_top():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == set(TOP)
+
+
+def test_taichi_is_imported_in_one_module():
+    found = [name for name in modules() if "taichi" in {i.split(".")[0] for i in imports_of(name)}]
+    assert found == ["tikv.runtime.engine"]
+
+
+def test_kernels_are_imported_by_import_statements():
+    """Where a type checker and an editor see them."""
+    for module in inside():
+        text = modules()[module].read_text(encoding="utf-8")
+        assert not re.search(r"import_module\(f?[\"']tikv", text), module
+
+
+def test_files_classes_and_functions_are_of_a_readable_size():
+    large = []
+    for module in modules():
+        if (lines := len(modules()[module].read_text(encoding="utf-8").splitlines())) > MOST_LINES:
+            large.append(f"{module}: {lines} lines")
+        for node in ast.walk(tree_of(module)):
+            limit = 600 if isinstance(node, ast.ClassDef) else 150 if isinstance(node, ast.FunctionDef) else None
+            if limit is not None and node.end_lineno - node.lineno >= limit:
+                large.append(f"{module}.{node.name}: {node.end_lineno - node.lineno + 1} lines")
+    assert large == []

@@ -17,7 +17,11 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
-NEEDS = {"torch_ops": ["torch"], "integrations.transformers": ["torch", "transformers"], "compat.vllm": ["torch"]}
+NEEDS = {
+    "integrations.torch_ops": ["torch"],
+    "integrations.transformers": ["torch", "transformers"],
+    "compat.vllm": ["torch"],
+}
 
 
 def documented() -> list[str]:

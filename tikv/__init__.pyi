@@ -20,19 +20,18 @@ from tikv.errors import PositionError as PositionError
 from tikv.errors import ShapeError as ShapeError
 from tikv.errors import StaleRuntimeError as StaleRuntimeError
 from tikv.errors import TikvError as TikvError
-from tikv.graphs.graph import GraphBuilder as GraphBuilder
-from tikv.graphs.graph import compile_step as compile_step
+from tikv.graphs.builder import GraphBuilder as GraphBuilder
 from tikv.integrations import torch_ops as torch_ops
 from tikv.launch import use_stream as use_stream
-from tikv.ops.attention.plan import decode_attention as decode_attention
-from tikv.ops.attention.plan import merge_states as merge_states
-from tikv.ops.attention.plan import paged_decode_attention as paged_decode_attention
+from tikv.ops.attention import decode_attention as decode_attention
+from tikv.ops.attention import merge_states as merge_states
+from tikv.ops.attention import paged_decode_attention as paged_decode_attention
+from tikv.ops.blocks import copy_blocks as copy_blocks
+from tikv.ops.blocks import swap_blocks as swap_blocks
 from tikv.ops.copy import copy as copy
 from tikv.ops.copy import copy_kv as copy_kv
 from tikv.ops.copy import linearize as linearize
-from tikv.ops.paged import copy_blocks as copy_blocks
 from tikv.ops.paged import gather_paged as gather_paged
-from tikv.ops.paged import swap_blocks as swap_blocks
 from tikv.ops.paged import write_slots as write_slots
 from tikv.ops.quantize import dequantize as dequantize
 from tikv.ops.quantize import quantize as quantize
@@ -40,13 +39,14 @@ from tikv.ops.ragged import KVCacheAppendArgs as KVCacheAppendArgs
 from tikv.ops.ragged import KVCacheAppendDescriptor as KVCacheAppendDescriptor
 from tikv.ops.ragged import KVCacheAppendPlan as KVCacheAppendPlan
 from tikv.ops.ragged import append_ragged as append_ragged
-from tikv.ops.write_qkv import NormRope as NormRope
+from tikv.ops.rope import NormRope as NormRope
 from tikv.ops.write_qkv import norm_rope as norm_rope
 from tikv.ops.write_qkv import write_qkv as write_qkv
 from tikv.runtime import init as init
 from tikv.stores.block_pool import BlockPool as BlockPool
 from tikv.stores.contiguous import KVCacheStore as KVCacheStore
 from tikv.stores.paged import PagedKVCacheStore as PagedKVCacheStore
+from tikv.stores.step import compile_step as compile_step
 from tikv.tools.doctor import info as info
 
 __version__: str

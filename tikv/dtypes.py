@@ -46,6 +46,28 @@ FLOATS = (float32, float16, bfloat16, float64)
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
 ALL = (*STORED, *INDICES)
+QUANTIZABLE = (float32, float16, bfloat16)  # into int8
+SCALES = (float16, float32)  # of int8
+
+CONVERSIONS = {
+    "float32": ("float32", "float16", "bfloat16"),
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16", "float32"),
+    "float64": ("float64",),
+    "int8": ("int8",),
+    "int32": ("int32",),
+    "int64": ("int64",),
+}
+"""What a copy may turn a source dtype into, without being asked for more."""
+
+APPENDED = {
+    "float32": ("float32",),
+    "float16": ("float32", "float16"),
+    "bfloat16": ("float32", "bfloat16"),
+    "float64": ("float64",),
+    "int8": ("float32", "float16", "bfloat16"),
+}
+"""What may be appended to a cache of each dtype; its keys are the dtypes that a cache may have."""
 
 _BY_NAME: dict[str, DType] = {name: row for row in ALL for name in (row.name, row.short)}
 _BY_NUMPY: dict[Any, DType] = {row.numpy: row for row in ALL}

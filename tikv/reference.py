@@ -2,7 +2,7 @@
 
 The kernels compute addresses; here tokens are kept in lists, slots come off a wheel that is turned one notch a token,
 and paged pools are reshaped to one row a slot. Nothing is written in place: each function returns the cache as it must
-be. Taichi is never imported. Rank 1.
+be. Taichi is never imported.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import shapes
-from bench_cuda import captured
+from capture import captured
 
 import tikv
 from tikv import arrays, dtypes, runtime
@@ -89,7 +89,9 @@ class Prefixed(Step):
         if self.arch in ("cpu", "cuda"):
             return cache[None]
         array = cache.view_for("bench")
-        return arrays.CacheArray(array.moved((1, *array.shape), (array.strides[0], *array.strides)), runtime.current())
+        return arrays.CacheArray(
+            array.restrided((1, *array.shape), (array.strides[0], *array.strides)), runtime.current()
+        )
 
     def written(self, form):
         return [self.given[n] for n in ("k_rows", "v_rows")]
@@ -167,7 +169,7 @@ class Stored(Step):
         if self.arch in ("cpu", "cuda"):
             return q[i]
         array = q.view_for("bench")
-        at = array.moved(array.shape[1:], array.strides[1:], i * array.strides[0])
+        at = array.restrided(array.shape[1:], array.strides[1:], i * array.strides[0])
         return arrays.CacheArray(at, runtime.current())
 
     def written(self, form):

@@ -4,27 +4,13 @@ import numpy as np
 import oracle
 import pytest
 import shapes
+from capture import captured
 
 import tikv
 from tikv import dtypes, reference
 from tikv.tools import roofline
 
 pytestmark = pytest.mark.archs("cuda")
-
-
-def captured(step):
-    """A call that replays what a step launches; it is run once before, where everything is compiled."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 @pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)

@@ -66,7 +66,7 @@ def test_jax_sees_the_cache_in_place(arch, rng, jax, dtype):
     src = oracle.random_bits(rng, (5, 2, 8), DTYPES[dtype])
     store.append(0, jax.numpy.asarray(src), jax.numpy.asarray(src))
     oracle.assert_same_bits(np.asarray(seen)[0, :, :5], src.swapaxes(0, 1))
-    memory = weakref.ref(store._blocks[0][1])
+    memory = weakref.ref(store.keys(0)._array.owner)
     del store
     gc.collect()
     assert memory() is not None

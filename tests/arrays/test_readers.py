@@ -179,7 +179,7 @@ def test_ti_ndarray(arch, write, dtype, axes):
     src, before, keywords, after = write(dtype)
     if axes == 1:
         flat = ti_ndarray(before.reshape(-1))
-        seen = arrays.view(flat, "cache", "test").moved(before.shape, arrays.contiguous_strides(before.shape))
+        seen = arrays.view(flat, "cache", "test").restrided(before.shape, arrays.contiguous_strides(before.shape))
         tikv.copy(oracle.place(src, arch), seen, **keywords)
         oracle.assert_same_bits(read(flat, dtype).reshape(before.shape), after)
         return
@@ -229,7 +229,7 @@ def test_cache_array(arch, rng):
     src = oracle.random_bits(rng, (9, 2, 8), BF16)
     store.append(1, oracle.place(src, arch), oracle.place(src, arch))
     seen = arrays.view(store.keys(1), "cache", "test")
-    ring = seen.moved(seen.shape[1:], seen.strides[1:])
+    ring = seen.restrided(seen.shape[1:], seen.strides[1:])
     out = oracle.place(np.zeros((2, 5, 8), BF16), arch)
     tikv.linearize(ring, out, length=9)
     oracle.assert_same_bits(out, src[-5:].swapaxes(0, 1))
@@ -260,7 +260,7 @@ def test_exports_over_dlpack(arch, dtype):
     assert tensor.dtype == getattr(torch, dtype)
     assert tuple(tensor.shape) == (1, 2, 5, 8)
     assert tensor.data_ptr() == arrays.view(store.values(0), "values", "test").ptr
-    memory = weakref.ref(store._blocks[0][2])
+    memory = weakref.ref(store.values(0)._array.owner)
     del store
     gc.collect()
     assert memory() is not None

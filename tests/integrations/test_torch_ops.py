@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import tikv  # noqa: E402
 from tikv import dtypes, reference  # noqa: E402
 from tikv.arrays import last_call  # noqa: E402
+from tikv.integrations import torch_ops  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -236,12 +237,11 @@ def whole(function, *arguments):
 
 
 def test_copy_kv_is_compiled_whole(arch, rng):
-
     rows = [tensor(oracle.numbers(rng, (2, 2, 8), np.float32), arch) for _ in "kv"]
     before = [tensor(oracle.random_bits(rng, (2, 6, 8), np.float32), arch) for _ in "kv"]
 
     def step(k, v, k_cache, v_cache):
-        torch.copy_kv(k * 2, v + 1, k_cache, v_cache, position=7, window=5)
+        torch_ops.copy_kv(k * 2, v + 1, k_cache, v_cache, position=7, window=5)
         return k_cache.view(torch.int32) + 0
 
     got, want = [b.clone() for b in before], [contents(b) for b in before]
@@ -266,7 +266,7 @@ def test_write_slots_is_compiled_whole(arch, rng, name):
     slots = tensor(np.array([9, -1, 2], np.int32), arch)
 
     def step(k, v, k_pool, v_pool, k_scale, v_scale):
-        torch.write_slots(k, v, k_pool, v_pool, slots, k_scale=k_scale, v_scale=v_scale)
+        torch_ops.write_slots(k, v, k_pool, v_pool, slots, k_scale=k_scale, v_scale=v_scale)
 
     def copies():
         return [None if a is None else a.clone() for a in (*before, *scales)]
@@ -290,7 +290,7 @@ def test_decode_attention_is_compiled_whole(arch, rng, queries):
     lens = tensor(np.array([6, 4], np.int32), arch)
 
     def step(q, k, v, lens):
-        out, lse = torch.decode_attention(q, k, v, lens, window=3, return_lse=True)
+        out, lse = torch_ops.decode_attention(q, k, v, lens, window=3, return_lse=True)
         return out * 1, lse * 1
 
     got = whole(step, q, k, v, lens)
@@ -313,7 +313,7 @@ def test_paged_decode_attention_is_compiled_whole(arch, rng, layout):
     tables, lens = tensor(np.array([[2, 0], [1, -1]], np.int32), arch), tensor(np.array([7, 3], np.int32), arch)
 
     def step(q):
-        return torch.paged_decode_attention(q, k, v, tables, lens, layout=layout) * 1
+        return torch_ops.paged_decode_attention(q, k, v, tables, lens, layout=layout) * 1
 
     want = tikv.paged_decode_attention(q, k, v, tables, lens, layout=layout)
     oracle.assert_same_bits(contents(whole(step, q)), contents(want))
@@ -321,7 +321,7 @@ def test_paged_decode_attention_is_compiled_whole(arch, rng, layout):
 
 def test_the_operators_say_what_they_do(arch, rng):
     """By torch's own check: schema, aliasing, mutation and the fake implementation against the real one."""
-    assert torch.copy_kv
+    assert torch_ops.copy_kv
     rows = [tensor(oracle.numbers(rng, (2, 2, 8), np.float32), arch) for _ in "kv"]
     caches = [tensor(oracle.numbers(rng, (2, 6, 8), np.float32), arch) for _ in "kv"]
     pool = [tensor(oracle.numbers(rng, (3, 4, 2, 8), np.float32), arch) for _ in "kv"]
@@ -345,10 +345,10 @@ def test_the_operators_say_what_they_do(arch, rng):
 
 
 def test_a_refusal_passes_through_the_operator(arch):
-    from tikv.integrations import torch
+    from tikv.integrations import torch_ops
 
     cache = torch.zeros(2, 4, 8, device=arch)
     with pytest.raises(tikv.CapacityError, match="capacity=4"):
-        torch.copy_kv(
+        torch_ops.copy_kv(
             torch.ones(1, 2, 8, device=arch), torch.ones(1, 2, 8, device=arch), cache, cache.clone(), position=4
         )

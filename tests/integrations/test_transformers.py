@@ -16,10 +16,11 @@ import transformers  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
+from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations import transformers as integration  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
-from tikv.stores.contiguous import KVCacheStore  # noqa: E402
+from tikv.stores.growing import GrowingLayer  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 
@@ -234,7 +235,7 @@ def test_what_update_returns_is_the_cache_itself(arch, rng):
         keys, _ = layer.update(*rows(rng, 3))
         layer.update(*rows(rng, 1))
         again, _ = layer.update(*rows(rng, 1))
-    assert keys.data_ptr() == again.data_ptr() == layer.store.keys(0).numpy().ctypes.data
+    assert keys.data_ptr() == again.data_ptr() == layer.store.keys.numpy().ctypes.data
     oracle.assert_same_bits(keys.numpy(), again[:, :, :3].numpy())
 
 
@@ -299,9 +300,9 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
     read = []
-    attention = integration.decode_attention
+    attention = by_name.decode_attention
     monkeypatch.setattr(
-        integration, "decode_attention", lambda q, k, *a, **o: (read.append(k.dtype), attention(q, k, *a, **o))[1]
+        by_name, "decode_attention", lambda q, k, *a, **o: (read.append(k.dtype), attention(q, k, *a, **o))[1]
     )
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)
@@ -360,9 +361,9 @@ def attention_of(q, k, v, softcap=None):
 def test_a_soft_cap_leaves_attention_to_all_tokens(arch, rng):
     module, (q, k), (v, _) = torch.nn.Module(), rows(rng, 4), rows(rng, 4)
     module.is_causal = False
-    got = [integration.attend(module, q, k, v, None, softcap=5.0)[0]]
+    got = [by_name.attend(module, q, k, v, None, softcap=5.0)[0]]
     module.is_causal = True
-    got.append(integration.attend(module, q, k, v, None, softcap=5.0, is_causal=False)[0])
+    got.append(by_name.attend(module, q, k, v, None, softcap=5.0, is_causal=False)[0])
     for a in got:
         torch.testing.assert_close(a, attention_of(q, k, v, 5.0))
 
@@ -371,7 +372,7 @@ def test_a_soft_cap_leaves_attention_to_all_tokens(arch, rng):
 def test_attention_by_name_of_one_query_has_gradients(arch, rng, graded):
     q, k, v = rows(rng, 1)[0], *rows(rng, 4)
     new = (q, k, v)[graded].requires_grad_()
-    outs = integration.attend(torch.nn.Module(), q, k, v, None)[0], attention_of(q, k, v)
+    outs = by_name.attend(torch.nn.Module(), q, k, v, None)[0], attention_of(q, k, v)
     got, want = (torch.autograd.grad(out.square().sum(), new)[0] for out in outs)
     torch.testing.assert_close(got, want)
 
@@ -758,8 +759,8 @@ def test_models_with_another_state_are_refused_by_name(arch, name, options, why)
 def test_tokens_like_those_before_skip_the_checks_and_others_do_not(arch, rng, monkeypatch):
     """Each step brings tokens like the last one's, at other addresses; now and then of another form or alignment."""
     checked = []
-    append = KVCacheStore.append
-    monkeypatch.setattr(KVCacheStore, "append", lambda *args, **more: (checked.append(1), append(*args, **more))[1])
+    append = GrowingLayer.append
+    monkeypatch.setattr(GrowingLayer, "append", lambda *args, **more: (checked.append(1), append(*args, **more))[1])
     layer, past = layer_of(), []
 
     def step(k, v):
@@ -805,7 +806,7 @@ def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch)
         layer.update(k, v)
     with monkeypatch.context() as ended:
         ended.setattr(layer.store.runtime.front, "prog", None)
-        with pytest.raises(tikv.StaleRuntimeError, match=r"^KVCacheStore\.append: made in"):
+        with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: made in"):
             layer.update(k, v)
     keys, _ = layer.update(k, v)
     assert layer.get_seq_length() == 5

@@ -97,19 +97,34 @@ def fused():
 
 def attention():
     for dtype in (F32, F16, BF16):
-        for keys in (6, 4096):
-            caches = [np.zeros((1, 2, keys, 32), dtype) for _ in "kv"]
-            lens = np.array([keys], np.int32)
-            tikv.decode_attention(np.zeros((1, 4, 32), dtype), *caches, lens, return_lse=True)
-        tikv.decode_attention(np.zeros((1, 4, 2, 32), dtype), *caches, lens, num_splits=2, return_mass=True)
-        pools = [np.zeros((4, 2, 2, 32), dtype) for _ in "kv"]
-        tables, lens = np.array([[0, 1, 2, 3]], np.int32), np.array([7], np.int32)
-        tikv.paged_decode_attention(np.zeros((1, 4, 32), dtype), *pools, tables, lens)
-        state = np.zeros((1, 4, 32), dtype), np.zeros((1, 4), F32)
-        tikv.merge_states(*state, *state)
+        attend(dtype, keys=6)
+    attend_in_parts(F32)
 
 
-GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, attention)}
+def attention_in_parts():
+    attend_in_parts(F16)
+    attend_in_parts(BF16)
+
+
+def attend(dtype, keys):
+    caches = [np.zeros((1, 2, keys, 32), dtype) for _ in "kv"]
+    tikv.decode_attention(np.zeros((1, 4, 32), dtype), *caches, np.array([keys], np.int32), return_lse=True)
+    return caches
+
+
+def attend_in_parts(dtype):
+    caches = attend(dtype, keys=4096)
+    tikv.decode_attention(
+        np.zeros((1, 4, 2, 32), dtype), *caches, np.array([4096], np.int32), num_splits=2, return_mass=True
+    )
+    pools = [np.zeros((4, 2, 2, 32), dtype) for _ in "kv"]
+    tables, lens = np.array([[0, 1, 2, 3]], np.int32), np.array([7], np.int32)
+    tikv.paged_decode_attention(np.zeros((1, 4, 32), dtype), *pools, tables, lens)
+    state = np.zeros((1, 4, 32), dtype), np.zeros((1, 4), F32)
+    tikv.merge_states(*state, *state)
+
+
+GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, attention, attention_in_parts)}
 
 
 def metal_capabilities(ti):

@@ -24,8 +24,8 @@ def lanes(arch):
 def tried(lanes, way):
     """What a trial of a way leaves."""
     live = runtime.current()
-    found = np.zeros(lanes.TRIED * lanes.BLOCK, np.float32)
-    kernel = launch.kernel(live, lanes.make_trial, way)
+    found = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
+    kernel = launch.kernel(live, lanes.make_self_test, way)
     with live.compiling(kernel.fast_math):
         kernel.function(found)
     return found
@@ -33,17 +33,17 @@ def tried(lanes, way):
 
 def test_the_parties_are_a_partition_of_the_block(arch, lanes):
     """For every way that the back end has."""
-    for way in (lanes.WARP if arch == "cuda" else lanes.SUBGROUP, lanes.ALONE):
-        assert lanes.agreed(tried(lanes, way)), way
+    for way in (lanes.WARP if arch == "cuda" else lanes.SUBGROUP, lanes.SINGLE):
+        assert lanes.self_test_passed(tried(lanes, way)), way
 
 
 def test_a_driver_whose_subgroups_are_wrong_is_found_out(arch, lanes):
     """Each number of a trial matters."""
-    found = tried(lanes, lanes.ALONE)
-    for n in range(lanes.TRIED):
+    found = tried(lanes, lanes.SINGLE)
+    for n in range(lanes.SELF_TEST_ROWS):
         wrong = found.copy()
         wrong[n * lanes.BLOCK + 37] += 1
-        assert not lanes.agreed(wrong), n
+        assert not lanes.self_test_passed(wrong), n
 
 
 @pytest.mark.archs("vulkan", "metal")
@@ -56,7 +56,7 @@ def test_subgroups_are_used_where_they_are_announced(arch, lanes):
 def test_wrong_numbers_are_not_used(arch, lanes, monkeypatch):
     """A warning, and a thread a party."""
     live = runtime.current()
-    monkeypatch.setattr(lanes, "agreed", lambda found: False)
+    monkeypatch.setattr(lanes, "self_test_passed", lambda found: False)
     monkeypatch.setattr(live, "has_subgroups", None)
     assert not launch.has_subgroups(live)
 
@@ -81,7 +81,7 @@ def test_attention_without_subgroups(arch, lanes, monkeypatch):
     monkeypatch.setattr(live, "_plans", BoundedCache())
     check()
     check(width=6, group=1)
-    assert any(lanes.ALONE in kernel.choices for kernel in live.kernels.values())
+    assert any(lanes.SINGLE in kernel.choices for kernel in live.kernels.values())
 
 
 NARROW = """

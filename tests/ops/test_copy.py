@@ -310,7 +310,7 @@ def test_an_array_past_32_bits_is_refused(arch):
     with pytest.raises(tikv.CapacityError, match=rf"copy: cache \(f32\[{limit // 4 + 1}\]\) spans {limit + 4} bytes"):
         checks.addressable(too_large, 4, live, "cache", "copy")
     with pytest.raises(tikv.CapacityError, match="Split the cache"):
-        checks.addressable(too_large.moved((2, 2), (2**31 * 2, 1), 0), 4, live, "cache", "copy")
+        checks.addressable(too_large.restrided((2, 2), (2**31 * 2, 1), 0), 4, live, "cache", "copy")
 
 
 @pytest.mark.archs("cpu")

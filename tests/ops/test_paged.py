@@ -187,7 +187,7 @@ def test_later_calls_only_launch(arch, rng, monkeypatch):
     case.check(SLOTS)
     if arch in ("cpu", "cuda"):  # elsewhere these arrays are the host's, and each call brings them over
         monkeypatch.setattr(paged, "bind_copy", None)
-        monkeypatch.setattr(paged, "plan_write_slots", None)
+        monkeypatch.setattr(paged, "check_write_slots", None)
     case.before = [oracle.to_numpy(pool).copy() for pool in case.pools]
     other = [SLOTS[-1], *SLOTS[:-1]]
     index[:] = oracle.place(np.array(other), arch)

@@ -243,7 +243,7 @@ def test_a_plan_binds_once(arch, rng, monkeypatch):
     # On Vulkan and Metal these arrays are the host's, and each run brings them over.
     if arch in ("cpu", "cuda"):
         monkeypatch.setattr(ragged, "bind_copy", None)
-        monkeypatch.setattr(ragged, "_check_append", None)
+        monkeypatch.setattr(ragged, "_check_arrays", None)
     first.offsets[:] = [0, 1, 2]
     again = first.args(oracle.place(first.offsets, arch))
     first.before = [oracle.to_numpy(cache).copy() for cache in first.caches]
@@ -259,7 +259,7 @@ def test_a_plan_binds_once(arch, rng, monkeypatch):
 def test_a_plan_of_another_runtime_is_refused(arch, rng):
     case = Case(rng, arch)
     plan = tikv.KVCacheAppendPlan.select(describe(case))
-    plan.runtime = types.SimpleNamespace(program=object(), epoch=1)
+    plan.runtime = types.SimpleNamespace(program=object(), epoch=1, front=runtime.current().front)
     for call in (plan.can_implement, plan.run):
         with pytest.raises(tikv.StaleRuntimeError, match="epoch 1"):
             call(case.args())

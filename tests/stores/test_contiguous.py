@@ -14,7 +14,8 @@ import pytest
 
 import tikv
 from tikv import arrays, launch, reference, runtime
-from tikv.stores import contiguous
+from tikv.stores import layer as layer_module
+from tikv.stores import storage
 
 HEADS, LAYERS = 2, 3
 
@@ -371,7 +372,7 @@ def test_a_batch_that_finds_no_memory_changes_nothing(arch, rng, monkeypatch):
     """Whether a launch could not address it or the device has no more: also of several blocks, made one by one."""
     row = ROWS[2]
     layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
-    monkeypatch.setitem(contiguous.BLOCK_BYTES, arch, 2 * layer_bytes)
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2 * layer_bytes)
     kept, model = row.make(), Model(row)
     append_everywhere(rng, arch, kept, model, 4, together=True)
     kept.repeat(2)
@@ -390,7 +391,7 @@ def test_a_batch_that_finds_no_memory_changes_nothing(arch, rng, monkeypatch):
         with pytest.raises(tikv.CapacityError, match=r"in one block .* addresses"):
             call()
         expect(kept, model)
-    monkeypatch.setattr(contiguous, "Memory", scarce)
+    monkeypatch.setattr(layer_module, "Memory", scarce)
     for call in (lambda: kept.repeat(2), lambda: kept.restore(larger)):
         made.clear()
         with pytest.raises(MemoryError):
@@ -654,7 +655,7 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
     row = ROWS[2]
     layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
     for limit, blocks in ((2 * layer_bytes, 2), (layer_bytes, 3)):
-        monkeypatch.setitem(contiguous.BLOCK_BYTES, arch, limit)
+        monkeypatch.setitem(storage.BLOCK_BYTES, arch, limit)
         kept, model = row.make(), Model(row)
         k, v = model.tokens(rng, 9)
         given = give(arch, k, v)
@@ -667,7 +668,7 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
         kept.reorder([1, 0])
         model.map(lambda a: a[[1, 0]])
         expect(kept, model)
-    monkeypatch.setitem(contiguous.BLOCK_BYTES, arch, layer_bytes - 1)
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, layer_bytes - 1)
     with pytest.raises(tikv.CapacityError, match=rf"layer 0 needs {layer_bytes} bytes in one block .* addresses"):
         row.make()
 
@@ -676,12 +677,12 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[2], ROWS[5], FLOAT64], ids=lambda row: row.name)
 def test_keys_and_values_are_one_array_to_a_launch_or_two(arch, rng, monkeypatch, row):
     """One where it can address all of it, two where not: the same is kept, layer by layer and all at once."""
-    for joint_bytes, arrays_given in ((contiguous.JOINT_BYTES, 3), (64, 4)):
-        monkeypatch.setattr(contiguous, "JOINT_BYTES", joint_bytes)
+    for joint_bytes, arrays_given in ((layer_module.JOINT_BYTES, 3), (64, 4)):
+        monkeypatch.setattr(layer_module, "JOINT_BYTES", joint_bytes)
         kept, model = row.make(), Model(row)
         for together in (False, True, False):
             append_everywhere(rng, arch, kept, model, 2, together=together)
-        bound = [plan.bound for plan in kept._appends.values()]
+        bound = [bound for plan in kept._appends.plans.values() for bound in plan.launches]
         assert [sum(map(bool, b.kernel.words)) - 1 for b in bound] == [arrays_given] * len(bound)
         expect(kept, model)
 
@@ -771,7 +772,7 @@ def test_memory_of_a_dropped_store_is_given_back(arch):
     k, v = (oracle.place(np.zeros((1, HEADS, 8), np.float16), arch) for _ in "kv")
     kept.append(0, k, v)
     kept.append(0, k, v)
-    memory = kept._blocks[0][1]
+    memory = kept.keys(0)._array.owner
     watched = [weakref.ref(a) for a in (k, v, memory, kept)]
     assert isinstance(memory, arrays.Memory)
     assert memory.runtime is live

@@ -10,8 +10,9 @@ import oracle
 import pytest
 
 import tikv
-from tikv.ops import paged as ops_paged
-from tikv.stores import files, paged
+from tikv.ops import blocks
+from tikv.stores import files, storage
+from tikv.stores.layer_pools import LayerPools
 
 
 def filled(rng, **form):
@@ -79,8 +80,8 @@ def test_a_file_has_the_permissions_of_any_other(arch, rng, tmp_path):
 
 def test_the_ending_is_refused_before_anything_is_read(arch, rng, tmp_path, monkeypatch):
     store, pool = filled(rng, dtype="float32"), several(rng, "float32")[0]
-    monkeypatch.setattr(tikv.KVCacheStore, "export_layers", None)
-    monkeypatch.setattr(paged.PagedKVCacheStore, "_to_host", None)
+    monkeypatch.setattr(tikv.KVCacheStore, "host_layers", None)
+    monkeypatch.setattr(LayerPools, "read_blocks", None)
     for each in (store, pool):
         with pytest.raises(tikv.CacheFileError, match=r"cache\.bin' does not end in \.safetensors"):
             each.save(tmp_path / "cache.bin")
@@ -246,7 +247,7 @@ def held(pool, seqs):
     """What sequences hold: for each its lengths and the bits of all layers; those swapped out by their length."""
     found = []
     for seq in seqs:
-        if pool._sequences[seq].swapped is not None:
+        if pool._sequences.states[seq].swapped is not None:
             found.append(("swapped out", pool.length(seq)))
             continue
         lengths = [pool.layer_length(layer, seq) for layer in range(pool.num_layers)]
@@ -257,7 +258,7 @@ def held(pool, seqs):
 
 def sharing(pool, seqs):
     """Which blocks are the same, whatever their numbers."""
-    tables = [[] if pool._sequences[s].swapped is not None else pool.block_table(s).tolist() for s in seqs]
+    tables = [[] if pool._sequences.states[s].swapped is not None else pool.block_table(s).tolist() for s in seqs]
     names = {}
     return [[names.setdefault(block, len(names)) for block in table] for table in tables]
 
@@ -269,7 +270,7 @@ def bookkeeping(pool):
         sharing(pool, pool.sequences),
         pool.num_free_blocks,
         pool.num_shared_blocks,
-        pool._next,
+        pool._sequences.next,
     )
 
 
@@ -306,9 +307,9 @@ def scales(pool, seq):
 
 def test_layers_in_several_pieces_of_memory_are_saved(arch, rng, tmp_path, monkeypatch):
     path = tmp_path / "pool.safetensors"
-    monkeypatch.setitem(paged.BLOCK_BYTES, arch, 2 * pool_of("float16").form.bytes_of_layer)
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2 * pool_of("float16").form.bytes_of_layer)
     pool, _ = several(rng, "float16", num_layers=5)
-    assert [pages.layers for pages in pool._pages] == [2, 2, 1]
+    assert [group.layers for group in pool._pools.groups] == [2, 2, 1]
     pool.save(path)
     monkeypatch.undo()
     assert bookkeeping(tikv.PagedKVCacheStore.load(path)) == bookkeeping(pool)
@@ -414,7 +415,7 @@ def test_what_cannot_be_loaded_leaves_the_pool_as_it_was(arch, rng, tmp_path, mo
         raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops_paged, "swap_blocks", fail)
+        patch.setattr(blocks, "swap_blocks", fail)
         refused(RuntimeError, "the device is lost")
     whole = path.read_bytes()
     path.write_bytes(whole[:-3] + b"abc")

@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 
 import tikv
 from tikv import arrays, launch, reference
-from tikv.stores import block_pool, paged
+from tikv.ops.paged import WriteSlotsPlan
+from tikv.stores import block_pool, storage
+from tikv.stores.layer_pools import LayerPools
 
 LAYOUTS = ["NHD", "HND", "VLLM"]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -47,8 +49,8 @@ def rows(rng, tokens, dtype=np.float32, width=WIDTH):
 
 def fill(store, rng):
     """Every byte of every pool becomes a random one."""
-    for pages in store._pages:
-        for array in pages.arrays:
+    for group in store._pools.groups:
+        for array in group.arrays:
             arrays.write_host(oracle.random_bits(rng, array.shape, array.dtype.numpy), array)
 
 
@@ -106,109 +108,6 @@ def count_launches(monkeypatch):
         if "launch" in vars(kind):
             monkeypatch.setattr(kind, "launch", counting(kind.launch))
     return counted
-
-
-# --- blocks
-
-
-def test_blocks_are_taken_last_in_first_out_and_all_or_none():
-    pool = block_pool.BlockPool(5)
-    assert pool.allocate(3) == [0, 1, 2]
-    pool.release([0, 1])
-    assert pool.allocate(1) == [0]
-    with pytest.raises(tikv.CapacityError, match=r"4 blocks are needed and 3 of 5 are free"):
-        pool.allocate(4)
-    assert pool.num_free == 3
-    assert pool.allocate(3) == [1, 3, 4]
-
-
-def test_a_block_is_free_when_its_last_holder_lets_go():
-    pool = block_pool.BlockPool(2)
-    (block,) = pool.allocate(1)
-    pool.acquire([block])
-    assert (pool.holders(block), pool.num_shared, pool.num_free) == (2, 1, 1)
-    pool.release([block])
-    assert (pool.holders(block), pool.num_shared, pool.num_free) == (1, 0, 1)
-    pool.release([block])
-    assert pool.num_free == 2
-
-
-def test_a_registered_block_is_found_until_it_is_taken_for_something_else():
-    pool = block_pool.BlockPool(3)
-    a, b = pool.allocate(2)
-    pool.register(a, b"a")
-    pool.register(b, b"b")
-    pool.register(a, b"c")  # it keeps the name it has
-    assert pool.prefix([b"a", b"b", b"c"]) == [a, b]
-    assert pool.prefix([b"c", b"a"]) == []
-    pool.release([a, b])
-    assert pool.num_free == 3
-    pool.acquire(pool.prefix([b"a"]))  # revived
-    assert (pool.holders(a), pool.num_free) == (1, 2)
-    assert pool.allocate(1) == [2], "a block without a name is taken first"
-    assert pool.find(b"b") == b
-    assert pool.allocate(1) == [b]
-    assert pool.find(b"b") is None
-
-
-def test_all_blocks_of_a_digest_are_found_as_long_as_one_is_left():
-    pool = block_pool.BlockPool(4)
-    a, b, c = pool.allocate(3)
-    for block in (a, b, c):
-        pool.register(block, b"same")
-    assert pool.find(b"same") == a
-    pool.release([a])
-    assert pool.find(b"same") == b
-    assert pool.allocate(1) == [a], "as if it had no name: others have it"
-    pool.forget(b)
-    assert pool.find(b"same") == c
-    pool.release([c])
-    assert pool.find(b"same") == c
-    pool.register(b, b"same")
-    assert pool.find(b"same") == b, "rather one that is held than one that is free"
-    pool.forget(b)
-    assert pool.allocate(2) == [3, c]
-    assert pool.find(b"same") is None
-
-
-def test_what_was_allocated_can_be_given_back_as_it_was():
-    pool = block_pool.BlockPool(4)
-    held = pool.allocate(3)
-    for block, digest in zip(held, (b"1", b"2", b"3"), strict=True):
-        pool.register(block, digest)
-    for block in (1, 0, 2):
-        pool.release([block])
-    for _ in range(2):
-        lost = {}
-        assert pool.allocate(3, lost=lost) == [3, 1, 0]
-        assert lost == {1: b"2", 0: b"1"}
-        assert pool.prefix([b"1"]) == []
-        pool.give_back([3, 1, 0], lost)
-        assert pool.prefix([b"1", b"2", b"3"]) == [0, 1, 2]
-    assert pool.allocate(4) == [3, 1, 0, 2]
-    pool.give_back([3, 1, 0, 2], {})
-    assert (pool.num_free, pool.find(b"1")) == (4, None)
-
-
-def test_the_longest_unused_name_is_lost_first_and_a_tail_before_its_head():
-    pool = block_pool.BlockPool(4)
-    for digest, block in zip((b"1", b"2"), pool.allocate(2), strict=True):
-        pool.register(block, digest)
-    for digest, block in zip((b"3", b"4"), pool.allocate(2), strict=True):
-        pool.register(block, digest)
-    pool.release([2, 3])
-    pool.release([0, 1])
-    assert pool.allocate(4) == [3, 2, 1, 0]
-
-
-def test_digests_depend_on_everything_before_and_leave_out_a_part_block():
-    whole = block_pool.chained_digests(list(range(12)), 4)
-    assert len(set(whole)) == 3
-    assert block_pool.chained_digests(list(range(11)), 4) == whole[:2]
-    other = block_pool.chained_digests([9, *range(1, 12)], 4)
-    assert not set(whole) & set(other)
-    assert block_pool.chained_digests([0, 1, 2, 3] * 2, 4)[0] != block_pool.chained_digests([0, 1, 2, 3] * 2, 4)[1]
-    assert block_pool.chained_digests([1 << 40, 2], 2) != block_pool.chained_digests([1, 2], 2)
 
 
 # --- writing
@@ -345,9 +244,9 @@ def test_layers_of_a_step_may_come_in_any_order_and_composition(arch, rng):
 def test_layers_that_need_several_pieces_of_memory(arch, rng, monkeypatch):
     one = make(layers=1)
     per_layer = one.form.bytes_of_layer
-    monkeypatch.setitem(paged.BLOCK_BYTES, arch, 2 * per_layer)
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2 * per_layer)
     store = make(layers=5)
-    assert [pages.layers for pages in store._pages] == [2, 2, 1]
+    assert [group.layers for group in store._pools.groups] == [2, 2, 1]
     a = store.add()
     given = extend(store, rng, [a], [6])
     b = store.fork(a)
@@ -358,7 +257,7 @@ def test_layers_that_need_several_pieces_of_memory(arch, rng, monkeypatch):
         for seq in (a, b):
             oracle.assert_same_bits(oracle.to_numpy(store.tokens(layer, seq)[0])[:6], k)
             oracle.assert_same_bits(oracle.to_numpy(store.tokens(layer, seq)[1])[:6], v)
-    monkeypatch.setitem(paged.BLOCK_BYTES, arch, per_layer - 1)
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, per_layer - 1)
     with pytest.raises(tikv.CapacityError, match="num_blocks=12 x block_size=4"):
         make(layers=5)
 
@@ -426,7 +325,7 @@ def test_int8_rounds_ties_to_even(arch):
 # --- the whole step
 
 
-def softmax_attention(q, k, v, window=None):
+def softmax_attention(q, k, v, window=None, softcap=None):
     """What q (Hq, T, D), the last T tokens, reads of k and v (length, H, D), in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     heads, queries, width = q.shape
@@ -438,6 +337,7 @@ def softmax_attention(q, k, v, window=None):
         if end > start:
             kv = h // (heads // k.shape[1])
             scores = k[start:end, kv] @ q[h, t] / np.sqrt(width)
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             top = scores.max()
             weights = np.exp(scores - top)
             out[h, t] = weights @ v[start:end, kv] / weights.sum()
@@ -445,6 +345,9 @@ def softmax_attention(q, k, v, window=None):
     return out, lse
 
 
+@pytest.mark.full(
+    unless=lambda case: case["dtype"] in (("float32", "int8") if case["queries"] == 1 else ("float16", "bfloat16"))
+)
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 @pytest.mark.parametrize(("queries", "window"), [(1, None), (3, None), (3, 4)])
 def test_attention_reads_what_each_sequence_holds(arch, rng, dtype, queries, window):
@@ -468,6 +371,20 @@ def test_attention_reads_what_each_sequence_holds(arch, rng, dtype, queries, win
         wanted, wanted_lse = softmax_attention(q[i], *kept, window)
         np.testing.assert_allclose(oracle.to_numpy(out)[i].reshape(wanted.shape), wanted, atol=2e-5)
         np.testing.assert_allclose(oracle.to_numpy(lse)[i].reshape(wanted_lse.shape), wanted_lse, atol=2e-5)
+
+
+def test_attention_takes_a_softcap_and_a_place_for_the_result(arch, rng):
+    store = make(layers=1)
+    a, b = store.add(), store.add()
+    k, v = (rng.standard_normal((9, HEADS, WIDTH)).astype(np.float32) for _ in "kv")
+    store.append(0, oracle.place(k, arch), oracle.place(v, arch), [a, b], [0, 2, 9])
+    q = 4 * rng.standard_normal((2, HEADS, WIDTH)).astype(np.float32)
+    out = oracle.place(np.full_like(q, np.nan), arch)
+    options = {"softcap": 1.5, "impl": "taichi", "out": out}
+    assert store.attend(0, oracle.place(q, arch), [a, b], **options) is out
+    for i, (first, end) in enumerate(((0, 2), (2, 9))):
+        wanted, _ = softmax_attention(q[i][:, None], k[first:end], v[first:end], softcap=1.5)
+        np.testing.assert_allclose(oracle.to_numpy(out)[i], wanted[:, 0], atol=2e-5)
 
 
 def test_attention_follows_the_tables_as_they_change(arch, rng):
@@ -517,7 +434,7 @@ def test_the_fused_write_gives_the_bits_of_its_steps(arch, rng, dtype, layout):
     )
     fused, steps = make(dtype, layout=layout), make(dtype, layout=layout)
     fill(fused, rng)
-    for ours, theirs in zip(fused._pages, steps._pages, strict=True):
+    for ours, theirs in zip(fused._pools.groups, steps._pools.groups, strict=True):
         for a, b in zip(ours.arrays, theirs.arrays, strict=True):
             arrays.write_host(arrays.read_host(a, fused.runtime), b)
     for store in (fused, steps):
@@ -838,6 +755,26 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
             tikv.PositionError,
             r"^PagedKVCacheStore.attend: 4 queries of sequence 2, which has 3 tokens in layer 0\. The queries are",
         ),
+        (
+            lambda s, k: s.attend(0, k, [0, 2], impl="torch"),
+            tikv.OptionError,
+            r"^PagedKVCacheStore.attend: torch has no attention over pages\. Use impl='taichi'\.$",
+        ),
+        (
+            lambda s, k: s.attend(0, k[..., :4].copy(), [0, 2]),
+            tikv.ShapeError,
+            "^PagedKVCacheStore.attend: .*q",
+        ),
+        (
+            lambda s, k: s.attend(0, k, [0, 2], out=np.zeros((3, HEADS, WIDTH), np.float32)),
+            tikv.ShapeError,
+            "^PagedKVCacheStore.attend: out is ",
+        ),
+        (
+            lambda s, k: s.write_qkv(0, k.reshape(2, -1), [0, 2], num_q_heads=3),
+            tikv.ShapeError,
+            "^PagedKVCacheStore.write_qkv: the width of qkv",
+        ),
         (lambda s, k: s.add([1 << 70]), tikv.DTypeError, "token_ids"),
         (lambda s, k: s.add("abc"), tikv.DTypeError, "token_ids"),
     ],
@@ -887,7 +824,7 @@ def test_a_write_that_fails_gives_its_blocks_back(arch, rng, monkeypatch):
         raise RuntimeError("device lost")
 
     k = oracle.place(rows(rng, 8), arch)
-    monkeypatch.setattr(paged.CopyCall, "run", broken)
+    monkeypatch.setattr(WriteSlotsPlan, "run", broken)
     with pytest.raises(RuntimeError, match="device lost"):
         store.append(0, k, k, [a, b], [0, 4, 8])
     monkeypatch.undo()
@@ -1105,6 +1042,6 @@ def test_any_order_of_operations_keeps_every_row(arch, dtype, layout):
 
 
 def test_the_comparison_of_any_order_notices_a_copy_that_is_left_out(arch, monkeypatch):
-    monkeypatch.setattr(tikv.PagedKVCacheStore, "_copy_blocks", lambda *_: None)
+    monkeypatch.setattr(LayerPools, "copy_blocks", lambda *_: None)
     with pytest.raises(AssertionError, match="elements differ"):
         run_in_any_order(arch, "float32", "NHD", 24)

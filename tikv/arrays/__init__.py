@@ -4,48 +4,23 @@ An `ArrayView` says where the elements of an array lie; on Vulkan and Metal, whe
 Taichi's handle. `view` and `view_all` make one of whatever a caller brings.
 """
 
-from tikv.arrays.array_view import (
-    ALIGNMENT,
-    ArrayView,
-    Views,
-    contiguous_strides,
-    describe,
-    host_bytes,
-    is_contiguous,
-)
-from tikv.arrays.cache_array import CacheArray, new_like
-from tikv.arrays.last_call import last_test, view_all
-from tikv.arrays.memory import (
-    CudaBytes,
-    Memory,
-    StagedNdarray,
-    as_numpy,
-    new_array,
-    read_host,
-    to_device,
-    write_host,
-)
-from tikv.arrays.readers import view
-
-__all__ = [
-    "ALIGNMENT",
-    "ArrayView",
-    "CacheArray",
-    "CudaBytes",
-    "Memory",
-    "StagedNdarray",
-    "Views",
-    "as_numpy",
-    "contiguous_strides",
-    "describe",
-    "host_bytes",
-    "is_contiguous",
-    "last_test",
-    "new_array",
-    "new_like",
-    "read_host",
-    "to_device",
-    "view",
-    "view_all",
-    "write_host",
-]
+from tikv.arrays.array_view import ALIGNMENT as ALIGNMENT
+from tikv.arrays.array_view import ArrayView as ArrayView
+from tikv.arrays.array_view import Views as Views
+from tikv.arrays.array_view import contiguous_strides as contiguous_strides
+from tikv.arrays.array_view import describe as describe
+from tikv.arrays.array_view import host_bytes as host_bytes
+from tikv.arrays.array_view import is_contiguous as is_contiguous
+from tikv.arrays.cache_array import CacheArray as CacheArray
+from tikv.arrays.cache_array import new_like as new_like
+from tikv.arrays.last_call import last_call_test as last_call_test
+from tikv.arrays.last_call import view_all as view_all
+from tikv.arrays.memory import CudaBytes as CudaBytes
+from tikv.arrays.memory import Memory as Memory
+from tikv.arrays.memory import StagedNdarray as StagedNdarray
+from tikv.arrays.memory import as_numpy as as_numpy
+from tikv.arrays.memory import new_array as new_array
+from tikv.arrays.memory import read_host as read_host
+from tikv.arrays.memory import to_device as to_device
+from tikv.arrays.memory import write_host as write_host
+from tikv.arrays.readers import view as view

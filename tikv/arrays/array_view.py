@@ -70,7 +70,7 @@ class ArrayView:
         """Bytes of the elements, without the gaps between them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def at(self, ptr: int) -> ArrayView:
+    def at_address(self, ptr: int) -> ArrayView:
         """Another array of this form, at an address with the same alignment; nothing holds its memory."""
         found: ArrayView = object.__new__(ArrayView)
         found.ptr = ptr
@@ -80,7 +80,7 @@ class ArrayView:
         found.span, found.key = self.span, self.key
         return found
 
-    def bare(self) -> ArrayView:
+    def without_owner(self) -> ArrayView:
         """The same address without a hold on the memory, for what outlives a call."""
         if self.owner is None:
             return self
@@ -88,7 +88,7 @@ class ArrayView:
             self.ptr, self.shape, self.strides, self.dtype, self.device, writable=self.writable, offset=self.offset
         )
 
-    def moved(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
+    def restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
         """The same memory seen with another shape and strides, starting `first` elements further on."""
         jump = first * self.dtype.itemsize
         return ArrayView(
@@ -149,13 +149,13 @@ class Views(list[ArrayView]):
         self.key = _form_number(tuple([v.key for v in views]))
         self.pointers = tuple([v.ptr for v in views])
 
-    def at(self, pointers: tuple[int, ...]) -> Views | None:
+    def at_addresses(self, pointers: tuple[int, ...]) -> Views | None:
         """Arrays of these forms at other addresses; None where one is aligned differently."""
         views = []
         for v, p in zip(self, pointers, strict=True):
             if (p ^ v.ptr) % ALIGNMENT:
                 return None
-            views.append(v if p == v.ptr else v.at(p))
+            views.append(v if p == v.ptr else v.at_address(p))
         found: Views = Views.__new__(Views)
         found.extend(views)
         found.key, found.pointers = self.key, pointers

@@ -44,7 +44,7 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
             found = last.views
             if pointers == found.pointers:
                 return found
-            elsewhere = found.at(pointers)
+            elsewhere = found.at_addresses(pointers)
             if elsewhere is not None:
                 last.views = elsewhere
                 return elsewhere
@@ -73,7 +73,7 @@ def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _Last
     _last_calls[operation] = _LastCall(views, fits, guards)
 
 
-def last_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int], int] | None:
+def last_call_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int], int] | None:
     """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
 
     The key depends on their alignment too, which is not tested. None where those arrays have no such test.

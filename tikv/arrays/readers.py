@@ -117,7 +117,7 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     like = _numpy_forms.get(form)
     if like is None:
         like = _numpy_forms.keep(form, _view_of_numpy(array, pointer, name, operation))
-    found = like.at(pointer)
+    found = like.at_address(pointer)
     _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
     return found
 
@@ -161,7 +161,7 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
             raise unknown_dtype(name, operation, torch_dtype)
         device = _torch_device_name(torch_device, name, operation)
         seen = _torch_forms.keep(form, ArrayView(pointer, tuple(shape), strides, dtype, device))
-    return seen if seen.ptr == pointer else seen.at(pointer)
+    return seen if seen.ptr == pointer else seen.at_address(pointer)
 
 
 def _check_strided(array: Any, name: str, operation: str) -> None:

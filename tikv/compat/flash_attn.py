@@ -9,8 +9,7 @@ import numpy as np
 
 from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
 from tikv.errors import ShapeError
-from tikv.ops import paged
-from tikv.ops.attention import plan
+from tikv.ops import attention, paged
 
 OPERATION = "flash_attn_with_kvcache"
 
@@ -135,7 +134,7 @@ def flash_attn_with_kvcache(
     lens = before + new
     if cache_leftpad is None:
         tables, contexts = _int32(table), _int32(lens)
-        out, lse = plan.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
+        out, lse = attention.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
     else:
         out, lse = _padded(heads_first, k_cache, v_cache, table, lens, cache_leftpad, options, library)
     out = _swap(out, 1, 2)
@@ -150,7 +149,7 @@ def _padded(
     pads, rows, ends = (np.asarray(x.tolist()) for x in (leftpad, table[:, 0], lens))
     for b, (pad, row, end) in enumerate(zip(pads, rows, ends, strict=True)):
         k, v = (_swap(cache[row : row + 1, pad:end], 1, 2) for cache in (k_cache, v_cache))
-        out, lse = plan.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
+        out, lse = attention.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
         outs.append(out)
         lses.append(lse)
     join = np.concatenate if library is np else library.cat

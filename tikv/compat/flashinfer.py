@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
-from tikv.ops import paged
-from tikv.ops.attention import plan
+from tikv.ops import attention, paged
 
 
 def append_paged_kv_cache(
@@ -141,7 +140,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
         v_a, v_b: (T, H, D).
         s_a, s_b: (T, H) float32.
     """
-    merged = plan.merge_states(v_a, s_a, v_b, s_b, lse_base2=True)
+    merged = attention.merge_states(v_a, s_a, v_b, s_b, lse_base2=True)
     return merged[0], merged[1]
 
 

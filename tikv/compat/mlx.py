@@ -60,7 +60,7 @@ def save_prompt_cache(
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     classes: list[str] = []
     numbers: dict[str, int] = {}  # of the layers, by the names of either form
-    for i, (state, arrays) in enumerate(cache.export_layers()):
+    for i, (state, arrays) in enumerate(cache.host_layers()):
         if state.ring and state.valid_from > max(0, state.length - state.ring):
             raise OptionError(
                 f"{operation}: layer {i} was trimmed after its window had wrapped, which is not offered. Fill it first."
@@ -169,7 +169,7 @@ def load_prompt_cache(
         window=windows,
         sinks=sinks.pop() if sinks else 0,
     )
-    store.import_layers(counts, arrays, operation)
+    store.take_over(counts, arrays, operation)
     metadata = {name[2:]: text for name, text in facts.items() if name.startswith("0." if newer else "1.")}
     return (store, metadata) if return_metadata else store
 

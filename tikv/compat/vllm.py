@@ -7,7 +7,7 @@ from typing import Any
 
 from tikv.compat.indices import refuse_option
 from tikv.errors import ShapeError
-from tikv.ops import paged
+from tikv.ops import blocks, paged
 
 DTYPES = ("auto", "int8")
 
@@ -92,14 +92,14 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
     Cost: one launch a layer.
     """
-    blocks = [cache.shape[0] for cache in (*key_caches, *value_caches)]
-    if len(key_caches) != len(value_caches) or len(set(blocks)) > 1:
+    counts = [cache.shape[0] for cache in (*key_caches, *value_caches)]
+    if len(key_caches) != len(value_caches) or len(set(counts)) > 1:
         raise ShapeError(
-            f"vllm.copy_blocks: {len(key_caches)} key caches and {len(value_caches)} value caches of {blocks} blocks. "
+            f"vllm.copy_blocks: {len(key_caches)} key caches and {len(value_caches)} value caches of {counts} blocks. "
             f"Pass one of each a layer, all of as many blocks."
         )
     for k_cache, v_cache in zip(key_caches, value_caches, strict=True):
-        paged.copy_blocks(k_cache, v_cache, block_mapping)
+        blocks.copy_blocks(k_cache, v_cache, block_mapping)
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mapping: Any = None) -> None:
@@ -128,4 +128,4 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mappi
             refuse_option(
                 operation, block_size_in_bytes=(block_size_in_bytes, f"{actual}, the bytes of a block of src")
             )
-    paged.swap_blocks(src, dst, block_mapping)
+    blocks.swap_blocks(src, dst, block_mapping)

@@ -11,8 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tikv.ops import copy, paged
-from tikv.ops.attention import plan
+from tikv.ops import attention, copy, paged
 
 # torch reads these signatures: Optional[...] rather than ... | None, which torch 2.4 does not parse.
 
@@ -73,7 +72,7 @@ def _decode_attention(
     v_scale: Optional[Tensor],  # noqa: UP045
     softcap: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
-    found = plan.decode_attention(
+    found = attention.decode_attention(
         q,
         k_cache,
         v_cache,
@@ -106,7 +105,7 @@ def _paged_decode_attention(
     causal: bool,
     softcap: Optional[float],  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
-    found = plan.paged_decode_attention(
+    found = attention.paged_decode_attention(
         q,
         k_pool,
         v_pool,

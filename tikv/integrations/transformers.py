@@ -12,23 +12,20 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
-from transformers import AttentionInterface, AttentionMaskInterface, cache_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import cache_utils
 
 from tikv import dtypes, runtime
+from tikv.dtypes import APPENDED
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
-from tikv.ops.attention.plan import decode_attention
-from tikv.stores.contiguous import SOURCES
-from tikv.stores.growing import LayerStore
+from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
+from tikv.stores.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
 SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
 OPERATION = "TikvCache"
-ATTENTION = "tikv"  # the name for attn_implementation
 
 
 def _find_part() -> Any:
@@ -67,7 +64,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = True
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        self.store: LayerStore | None = None
+        self.store: GrowingLayer | None = None
         self._staged: dict[str, Any] = {}
         super().__init__()
         self.index = index
@@ -92,7 +89,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         _share_memory_with(self.device)
         batch, heads, _, width = key_states.shape
         self._check_storage(key_states)
-        self.store = LayerStore(
+        self.store = GrowingLayer(
             num_kv_heads=heads,
             head_dim=width,
             head_dim_v=value_states.shape[3],
@@ -106,8 +103,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _check_storage(self, key_states: Any) -> None:
         model = dtypes.parse(key_states.dtype, self._name)
-        if self.storage is not None and model.name not in SOURCES.get(self.storage.name, ()):
-            fit = [name for name, sources in SOURCES.items() if model.name in sources]
+        if self.storage is not None and model.name not in APPENDED.get(self.storage.name, ()):
+            fit = [name for name, sources in APPENDED.items() if model.name in sources]
             raise DTypeError(
                 f"{self._name}: keys of {model.name} are not stored as {self.storage.name}. Use dtype=None, or one of "
                 f"{', '.join(fit)}."
@@ -143,8 +140,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store = self.store
         assert store is not None
         with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
-            self._k, self._v = store.keys(0).torch(), store.values(0).torch()
-            self._scales = [a.torch() for a in store.scales(0)] if store.dtype is dtypes.int8 else None
+            self._k, self._v = store.keys.torch(), store.values.torch()
+            self._scales = [a.torch() for a in store.scales] or None
         self.batch_size, self.num_heads, _, self.head_dim = self._k.shape
         self.max_batch_size = self.batch_size
         self._v_width = self._v.shape[3]
@@ -153,7 +150,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
         self._bound = self._bound_of(store)
 
-    def _bound_of(self, store: LayerStore) -> int:
+    def _bound_of(self, store: GrowingLayer) -> int:
         """Tokens that may be held as things are: that there are slots for, and that `limit` allows."""
         return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
 
@@ -180,7 +177,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             key_states, value_states = _of_one_dtype(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         store: Any = self.store
-        end = store.again(key_states, value_states, self._bound)
+        end = store.append_alike(key_states, value_states, self._bound)
         if end:
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
@@ -189,7 +186,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
                 _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
             )
-        if key_states.dtype is not value_states.dtype:  # `again` takes no such tokens
+        if key_states.dtype is not value_states.dtype:  # `append_alike` takes no such tokens
             return self.update(*_of_one_dtype(key_states, value_states))
         if _has_gradient(key_states, value_states):  # nor these
             return self._ungraded(key_states, value_states)
@@ -201,7 +198,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._make_room(tokens)
             held = store.length
         try:
-            store.append_heads(key_states, value_states)
+            store.append(key_states, value_states)
         except (ShapeError, ArchError) as error:
             self._refit(key_states, value_states, error)
             return self.update(key_states, value_states)
@@ -395,7 +392,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         keys, values = new["keys"].clone(), new["values"].clone()
         self.lazy_initialization(keys, values)
         assert self.store is not None
-        self.store.append(0, keys, values, layout="head_major")
+        self.store.append(keys, values)
         self.store.origin = max(0, end - tensor.shape[2])
         self._settled = self.store.end
         self._attach()
@@ -615,10 +612,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             )
         limit = None if max_cache_len is None else _capacity(max_cache_len)
         storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
-        if storage is not None and storage.name not in SOURCES:
+        if storage is not None and storage.name not in APPENDED:
             raise DTypeError(
                 f"{OPERATION}: dtype={storage.name} is not stored. Use None for the model's, or one of "
-                f"{', '.join(SOURCES)}."
+                f"{', '.join(APPENDED)}."
             )
         layers: list[Any] = []
         for i, (kind, window) in enumerate(shim.layer_kinds(text)):
@@ -672,91 +669,6 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Bytes of keys, values and scales, filled or not."""
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         return sum(store.nbytes for store in stores if store is not None)
-
-
-def attend(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Any, None]:
-    """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
-
-    Torch's `scaled_dot_product_attention` takes prompts, padded batches, training and what `torch.compile` traces; with
-    a soft cap plain torch does.
-
-    Args:
-        module: the attention module.
-        query: (batch, heads, T, head_dim).
-        key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
-        attention_mask: None where all keys, or with T = n and a causal module those up to a query itself, are seen;
-            else (batch, 1, T, n).
-        scaling: of the scores; None for ``1 / sqrt(head_dim)``.
-        dropout, softcap: as the model says.
-        **kwargs: for torch's attention.
-
-    Returns:
-        ((batch, T, heads, head_dim_v), None).
-
-    Raises:
-        OptionError: the model wants learned attention sinks.
-    """
-    if kwargs.get("s_aux") is not None:
-        raise OptionError(
-            f"attention {ATTENTION!r}: {type(module).__name__} has learned sinks (s_aux), which are not offered. Use "
-            f"attn_implementation='eager'."
-        )
-    stored = getattr(key, "tikv_stored", None)
-    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout and not _is_traced():
-        lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
-        k_scale, v_scale = (None, None) if stored is None else stored[3:]
-        out = decode_attention(
-            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale
-        )
-        return out.transpose(1, 2), None
-    if stored is not None:
-        layer, first, end, *_ = stored
-        key, value = layer._read(first, end)
-    if softcap is not None:
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap, causal), None
-    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return out, None
-
-
-def _with_softcap(
-    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float, causal: bool
-) -> Any:
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and causal and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
-
-
-def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
-    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window."""
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
-    if mask is None or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
-        return mask
-    return None if bool(mask.all()) else mask
-
-
-AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, mask_for_attend)
 
 
 def _share_memory_with(device: Any) -> None:

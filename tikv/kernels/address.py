@@ -1,11 +1,11 @@
 """Tokens to slots, slots to words: the only place that computes where a row lies.
 
-A placement answers "which slot does token t of group g go to", or -1 for none. A group is a sequence, or a layer and a
-sequence. Positions reach a kernel either as a scalar that the host has reduced (see `moves.reduced_position`), or as
-absolute values in device memory, which are bounds-checked here.
+A placement answers "which slot does token t of sequence b go to", or -1 for none. A sequence here is one of a batch,
+or one of a layer and a batch. Positions reach a kernel either as a scalar that the host has reduced (see
+`ops.layouts.reduced_position`), or as absolute values in device memory, which are bounds-checked here.
 
-The numbers a kernel needs travel as two vectors of 32-bit integers: `where` holds strides, `which` placements. On CPU
-the copy finds both in one array.
+The numbers a kernel needs travel as two vectors of 32-bit integers, `strides` and `params`. On CPU the copy finds both
+in one array.
 """
 
 import functools
@@ -16,17 +16,17 @@ from tikv.runtime import ti
 PLACEMENTS = ("linear", "ring", "ragged", "slots", "table", "group", "layers")
 
 
-class Where(NamedTuple):
+class RowStrides(NamedTuple):
     """Strides of one end of one stream, counted in words of its array; `first` is the first row's first word."""
 
-    group: int = 0
+    sequence: int = 0
     block: int = 0
-    step: int = 0
+    token: int = 0
     head: int = 0
     first: int = 0
 
 
-class Which(NamedTuple):
+class CopyParams(NamedTuple):
     """What placements and scales need beside the strides."""
 
     iterations: int = 0
@@ -52,11 +52,19 @@ class Which(NamedTuple):
     v_scale: int = 0
 
 
-K_SRC, K_DST, V_SRC, V_DST = (len(Where._fields) * i for i in range(4))
-W = Which(*range(len(Which._fields)))  # W.ring is the place of `ring` in a kernel's vector
-WHERE_VECTOR = ti.types.vector(4 * len(Where._fields), ti.i32)
-WHICH_VECTOR = ti.types.vector(len(Which._fields), ti.i32)
-NUMBERS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `which`, and `where` behind it
+# The place of each number in its vector: strides[K_DST + S.head], params[P.ring].
+S = RowStrides(*range(len(RowStrides._fields)))
+P = CopyParams(*range(len(CopyParams._fields)))
+K_SRC, K_DST, V_SRC, V_DST = (len(S) * i for i in range(4))
+STRIDES = ti.types.vector(4 * len(S), ti.i32)
+PARAMS = ti.types.vector(len(P), ti.i32)
+INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}  # by its bits; 0 where there is none
+PARAMS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `params`, and `strides` behind them
+
+
+def index_array(bits):
+    """The type of an array of slots, pages, positions or lengths."""
+    return ti.types.ndarray(dtype=INDEX[bits], ndim=1)
 
 
 @ti.func
@@ -78,94 +86,94 @@ def ring_slot_of_absolute(p, sinks, ring):
 
 
 @functools.cache
-def make_place(kind, page, position, limit, first):
-    """place(g, t, index, which) -> slot or -1; the last three choices name the entries of `which` for this end.
+def make_slot_of(placement, page, position, limit, first):
+    """slot_of(b, t, index, params) -> slot or -1; the last three choices are the entries of `params` for this end.
 
     linear: position + t. ring: the same behind sinks; tokens before `keep`, which the ring would lose, are skipped.
-    ragged: index[g] + t if inside [0, limit), or in the ring when there is one. slots: index[t] if inside [0, limit).
-    table: page index[(position + t) // page] if inside [0, limit). group: as linear, in the group that index[g] names.
-    layers: as ring or linear, by the sinks and ring of group g in index[4g + 2] and index[4g + 3].
+    ragged: index[b] + t if inside [0, limit), or in the ring when there is one. slots: index[t] if inside [0, limit).
+    table: page index[(position + t) // page] if inside [0, limit). group: as linear, in sequence index[b].
+    layers: as ring or linear, by the sinks and ring of sequence b in index[4b + 2] and index[4b + 3].
     """
 
     @ti.func
-    def place(g, t, index: ti.template(), which):
+    def slot_of(b, t, index: ti.template(), params):
         slot = -1
-        if ti.static(kind == "linear" or kind == "group"):
-            slot = which[position] + t
-        elif ti.static(kind == "ring"):
-            p = which[position] + t
-            if t >= which[W.keep] or p < which[W.sinks]:
-                slot = ring_slot(p, which[W.sinks], which[W.ring])
-        elif ti.static(kind == "ragged"):
-            p = ti.cast(index[g * which[W.index_group] + which[first]], ti.i64) + t
+        if ti.static(placement == "linear" or placement == "group"):
+            slot = params[position] + t
+        elif ti.static(placement == "ring"):
+            p = params[position] + t
+            if t >= params[P.keep] or p < params[P.sinks]:
+                slot = ring_slot(p, params[P.sinks], params[P.ring])
+        elif ti.static(placement == "ragged"):
+            p = ti.cast(index[b * params[P.index_group] + params[first]], ti.i64) + t
             if p >= 0:
-                if which[W.ring] > 0:
-                    if t >= which[W.keep] or p < which[W.sinks]:
-                        slot = ring_slot_of_absolute(p, which[W.sinks], which[W.ring])
-                elif p < which[limit]:
+                if params[P.ring] > 0:
+                    if t >= params[P.keep] or p < params[P.sinks]:
+                        slot = ring_slot_of_absolute(p, params[P.sinks], params[P.ring])
+                elif p < params[limit]:
                     slot = ti.cast(p, ti.i32)
-        elif ti.static(kind == "slots"):
-            s = ti.cast(index[g * which[W.index_group] + t * which[W.index_step] + which[first]], ti.i64)
-            if s >= 0 and s < which[limit]:
+        elif ti.static(placement == "slots"):
+            s = ti.cast(index[b * params[P.index_group] + t * params[P.index_step] + params[first]], ti.i64)
+            if s >= 0 and s < params[limit]:
                 slot = ti.cast(s, ti.i32)
-        elif ti.static(kind == "layers"):
-            p = which[position] + t
-            sinks = ti.cast(index[which[first] + 4 * g + 2], ti.i32)
-            ring = ti.cast(index[which[first] + 4 * g + 3], ti.i32)
+        elif ti.static(placement == "layers"):
+            p = params[position] + t
+            sinks = ti.cast(index[params[first] + 4 * b + 2], ti.i32)
+            ring = ti.cast(index[params[first] + 4 * b + 3], ti.i32)
             slot = p
             if ring > 0:
                 slot = -1
-                if p < sinks or t >= which[W.tokens] - ring:
+                if p < sinks or t >= params[P.tokens] - ring:
                     slot = ring_slot(p, sinks, ring)
         else:
-            p = which[position] + t
-            entry = g * which[W.index_group] + (p // page) * which[W.index_step] + which[first]
+            p = params[position] + t
+            entry = b * params[P.index_group] + (p // page) * params[P.index_step] + params[first]
             block = ti.cast(index[entry], ti.i64)
             # Without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
-            if ti.cast(block, ti.u64) < ti.cast(which[limit], ti.u64):
+            if ti.cast(block, ti.u64) < ti.cast(params[limit], ti.u64):
                 slot = ti.cast(block, ti.i32) * page + p % page
         return slot
 
-    return place
+    return slot_of
 
 
 @ti.func
-def row_of_layer(g, h, slot, index: ti.template(), first):
+def row_of_layer(b, h, slot, index: ti.template(), first):
     """The row of a slot in a block of layers of different lengths.
 
-    index[4g] is the group's first row, index[4g + 1] the rows of a head.
+    index[4b] is the sequence's first row, index[4b + 1] the rows of a head.
     """
-    return ti.cast(index[first + 4 * g], ti.i32) + h * ti.cast(index[first + 4 * g + 1], ti.i32) + slot
+    return ti.cast(index[first + 4 * b], ti.i32) + h * ti.cast(index[first + 4 * b + 1], ti.i32) + slot
 
 
 @functools.cache
-def make_row(page, end):
-    """row(g, slot, h, where) -> word of the row's first element, by the strides at `end`; page 0 means no pages."""
+def make_row_offset(page, end):
+    """row_offset(b, slot, h, strides) -> the row's first word, by the strides from `end` on; page 0 means no pages."""
 
     @ti.func
-    def row(g, slot, h, where):
-        word = where[end + 4] + g * where[end] + h * where[end + 3]
+    def row_offset(b, slot, h, strides):
+        word = strides[end + S.first] + b * strides[end + S.sequence] + h * strides[end + S.head]
         if ti.static(page > 0):
-            word = word + (slot // page) * where[end + 1] + (slot % page) * where[end + 2]
+            word = word + (slot // page) * strides[end + S.block] + (slot % page) * strides[end + S.token]
         else:
-            word = word + slot * where[end + 2]
+            word = word + slot * strides[end + S.token]
         return word
 
-    return row
+    return row_offset
 
 
 @functools.cache
-def make_inner(chunk, chunk_stride):
-    """inner(word): where a row's word lies behind the row's first. Chunk 0 means side by side.
+def make_word_offset(chunk, chunk_stride):
+    """word_offset(word): where a row's word lies behind the row's first. Chunk 0 means side by side.
 
     vLLM's pages cut a row of K into 16-byte chunks, and one of V into single elements, `chunk_stride` words apart.
     """
 
     @ti.func
-    def inner(word):
+    def word_offset(word):
         found = word
         if ti.static(chunk > 0):
             found = (word // chunk) * chunk_stride + word % chunk
         return found
 
-    return inner
+    return word_offset

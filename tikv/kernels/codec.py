@@ -12,6 +12,8 @@ from tikv.runtime import ti
 
 WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
 SIZE = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+SCALE_WORD = {"": ti.u32, "f16": ti.u16, "f32": ti.u32}  # of an int8 row's scale
+ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "i8": ti.i8}  # as CPU kernels see an array whose words are it
 
 
 class Codec(NamedTuple):
@@ -32,6 +34,21 @@ class Codec(NamedTuple):
     def dst_words(self) -> int:
         """Words of a unit at the destination."""
         return 1 if self.dst == "raw" else self.elements * SIZE[self.dst] * 8 // self.dst_bits
+
+
+def word_array(bits):
+    """The type of an array of words."""
+    return ti.types.ndarray(dtype=WORD[bits], ndim=1)
+
+
+def element_array(code):
+    """The type of an array whose words are an element each."""
+    return word_array(SIZE[code] * 8)
+
+
+def scale_array(code):
+    """The type of an array of the scales of int8 rows."""
+    return ti.types.ndarray(dtype=SCALE_WORD[code], ndim=1)
 
 
 @ti.func
@@ -167,6 +184,22 @@ def make_bits_to_f32(code):
         return value
 
     return bits_to_f32
+
+
+@functools.cache
+def make_element_to_f32(code):
+    """element_to_f32(x): the float32 value of an `ELEMENT`."""
+
+    @ti.func
+    def element_to_f32(x):
+        found = ti.f32(0.0)
+        if ti.static(code == "bf16"):
+            found = bf16_to_f32(x)
+        else:
+            found = ti.cast(x, ti.f32)
+        return found
+
+    return element_to_f32
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The copy: every contiguous, ragged, slot-mapped, paged, casting or quantising move of rows is this one kernel.
 
-    for each group g, token t, head h:  dst[g, place(t), h] = codec(src[g, place'(t), h])
+    for each sequence b, token t, head h:  dst[b, slot(t), h] = codec(src[b, slot'(t), h])
 
 One top-level loop, one task, one launch, for K alone or K and V. On CPU an iteration is a token's rows, first those of
 K, then those of V; on a GPU it is one unit of a row of both, so that neighbouring threads touch neighbouring words.
@@ -13,19 +13,21 @@ from typing import NamedTuple
 from tikv.kernels.address import (
     K_DST,
     K_SRC,
-    NUMBERS_ARRAY,
+    PARAMS,
+    PARAMS_ARRAY,
+    STRIDES,
     V_DST,
     V_SRC,
-    WHERE_VECTOR,
-    WHICH_VECTOR,
-    W,
-    Where,
-    make_inner,
-    make_place,
-    make_row,
+    P,
+    S,
+    index_array,
+    make_row_offset,
+    make_slot_of,
+    make_word_offset,
     row_of_layer,
 )
 from tikv.kernels.codec import (
+    SCALE_WORD,
     WORD,
     Codec,
     finite_magnitude_bits,
@@ -35,15 +37,17 @@ from tikv.kernels.codec import (
     make_scale,
     make_store,
     make_word_magnitude,
+    scale_array,
+    word_array,
 )
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
 
 
-class Side(NamedTuple):
+class EndLayout(NamedTuple):
     """One end of a copy: placement, page length (0: none), how K's and V's rows are cut (chunk, stride in words)."""
 
-    place: str = "linear"
+    placement: str = "linear"
     page: int = 0
     k_inner: tuple[int, int] = (0, 0)
     v_inner: tuple[int, int] = (0, 0)
@@ -63,147 +67,199 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         style: "cpu", "cuda" or "spirv": the shape of the loop.
         serial: on CPU, run in the calling thread; cheaper than waking the others for a small copy.
         heads: rows per token.
-        grouped: whether there is more than one group.
+        grouped: whether there is more than one sequence.
         streams: one `Stream` (K) or two (K and V).
-        src, dst: the `Side` of each end.
+        src, dst: the `EndLayout` of each end.
         lanes: threads that share a row; 1 on CPU.
         index_bits: 0 without an index array, else 32 or 64.
         scale: dtype code of the int8 scales, or "" without.
         joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
     """
     k, v = streams[0], streams[-1]
-    two = len(streams) == 2
-    planes = two and style == "cpu"
-    uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale)).encode()) >> 1
-    KS = ti.types.ndarray(dtype=WORD[k.codec.src_bits], ndim=1)
-    KD = ti.types.ndarray(dtype=WORD[k.codec.dst_bits], ndim=1)
-    VS = ti.types.ndarray(dtype=WORD[v.codec.src_bits], ndim=1)
-    VD = ti.types.ndarray(dtype=WORD[v.codec.dst_bits], ndim=1)
-    IX = ti.types.ndarray(dtype=ti.i64 if index_bits == 64 else ti.i32, ndim=1)
-    SC = ti.types.ndarray(dtype=ti.u16 if scale == "f16" else ti.u32, ndim=1)
-    place_src = make_place(src.place, src.page, W.src_position, W.src_limit, W.src_index)
-    place_dst = make_place(dst.place, dst.page, W.dst_position, W.dst_limit, W.dst_index)
+    KS, KD, VS, VD = (word_array(bits) for s in (k, v) for bits in (s.codec.src_bits, s.codec.dst_bits))
+    IX, SC = index_array(index_bits), scale_array(scale)
     plain = index_bits == 0 and scale == ""
-    rows_k = rows_v = read_k = read_v = write_k = write_v = None
+    decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
+    find_rows = make_find_rows(src, dst, k.codec.src == "i8")
     if style == "cpu":
-        rows_k = make_rows(heads, k, src.k_inner, dst.k_inner, scale, (KS, KD, KS if plain else SC), uid)
-        rows_v = make_rows(heads, v, src.v_inner, dst.v_inner, scale, (VS, VD, KS if plain else SC), uid)
+        uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale)).encode()) >> 1
+        types = (KS, KD, KS if plain else SC), (VS, VD, KS if plain else SC)
+        move_rows = make_move_token_rows(heads, streams, src, dst, scale, types, uid)
     else:
-        read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
-        read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
-    k_src, k_dst = make_row(src.page, K_SRC), make_row(dst.page, K_DST)
-    v_src, v_dst = make_row(src.page, V_SRC), make_row(dst.page, V_DST)
-    scale_slot_is_src = k.codec.src == "i8"
+        move_rows = make_move_row(style, streams, src, dst, lanes, scale)
 
     @ti.func
-    def step(i, ks: ti.template(), kd: ti.template(), vs: ti.template(), vd: ti.template(), index: ti.template(),
-             k_scale: ti.template(), v_scale: ti.template(), where, which):  # fmt: skip
-        """Move the part of a row that iteration i stands for."""
+    def copy_item(i, arrays: ti.template(), strides, params):
+        """Move what iteration i stands for."""
+        ks, kd, vs, vd, index, k_scale, v_scale = ti.static(arrays)
+        b, t, h, lane, is_v, inside = decode_item(i, params)
+        rows = find_rows(b, t, h, inside, index, strides, params)
+        move_rows(i, b, h, lane, is_v, rows, (ks, kd, vs, vd, k_scale, v_scale), strides, params)
+
+    if style == "cpu":
+        placed, strided = len(P), 4 * len(S)  # here, since Taichi warns of `len` in what it compiles
+
+        @ti.func
+        def copy_item_cpu(i, arrays: ti.template(), numbers: ti.template()):
+            """`copy_item`, its numbers in memory of the host's, where it changes one without a call of Taichi's."""
+            params = ti.Vector([numbers[n] for n in range(placed)])
+            strides = ti.Vector([numbers[placed + n] for n in range(strided)])
+            copy_item(i, arrays, strides, params)
+
+        loop_cpu = make_loop(style, serial, copy_item_cpu, P.iterations)
+
+        @ti.kernel
+        def copy_cpu(ks: KS, kd: KD, vs: VS, vd: VD, numbers: PARAMS_ARRAY):
+            """As `copy_plain`."""
+            loop_cpu(ks, numbers, ((ks, kd, vs, vd, ks, ks, ks), numbers))
+
+        @ti.kernel
+        def copy_joint(ks: KS, d: KD, vs: VS, numbers: PARAMS_ARRAY):
+            """The same, K and V to one array."""
+            loop_cpu(ks, numbers, ((ks, d, vs, d, ks, ks, ks), numbers))
+
+        @ti.kernel
+        def copy_full_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC, numbers: PARAMS_ARRAY):
+            """As `copy_full`."""
+            loop_cpu(ks, numbers, ((ks, kd, vs, vd, index, k_scale, v_scale), numbers))
+
+        return copy_joint if joint else copy_cpu if plain else copy_full_cpu
+
+    loop = make_loop(style, serial, copy_item, P.iterations)
+
+    @ti.kernel
+    def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, strides: STRIDES, params: PARAMS):
+        """K, its destination, V, its destination; with one stream V's arrays repeat K's."""
+        loop(ks, params, ((ks, kd, vs, vd, ks, ks, ks), strides, params))
+
+    @ti.kernel
+    def copy_full(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC,
+                  strides: STRIDES, params: PARAMS):  # fmt: skip
+        """The same with an index array and scales; those a placement or codec does not use repeat another array."""
+        loop(ks, params, ((ks, kd, vs, vd, index, k_scale, v_scale), strides, params))
+
+    return copy_plain if plain else copy_full
+
+
+def make_decode_item(style, heads, grouped, lanes, two):
+    """decode_item(i, params) -> (sequence, token, head, lane, whether it is of V, whether there is such a token)."""
+
+    @ti.func
+    def decode_item(i, params):
         n = ti.cast(i, ti.u32)
-        second = False
-        if ti.static(planes):
-            half = ti.cast(which[W.iterations], ti.u32) >> ti.u32(1)
-            second = n >= half
-            n = ti.select(second, n - half, n)
+        is_v = False
+        if ti.static(two and style == "cpu"):
+            half = ti.cast(params[P.iterations], ti.u32) >> ti.u32(1)
+            is_v = n >= half
+            n = ti.select(is_v, n - half, n)
         r, lane, h = n, 0, 0
         if ti.static(style != "cpu"):
             lane = ti.cast(n % ti.u32(lanes), ti.i32)
             r = n // ti.u32(lanes)
             h = ti.cast(r % ti.u32(heads), ti.i32)
             r = r // ti.u32(heads)
-        t, g = ti.cast(r, ti.i32), 0
-        inside = t < which[W.tokens]
+        t, b = ti.cast(r, ti.i32), 0
+        inside = t < params[P.tokens]
         if ti.static(grouped):
-            tokens = ti.cast(which[W.tokens], ti.u32)
-            t, g = ti.cast(r % tokens, ti.i32), ti.cast(r // tokens, ti.i32)
-            inside = g < which[W.groups]
+            tokens = ti.cast(params[P.tokens], ti.u32)
+            t, b = ti.cast(r % tokens, ti.i32), ti.cast(r // tokens, ti.i32)
+            inside = b < params[P.groups]
+        return b, t, h, lane, is_v, inside
+
+    return decode_item
+
+
+def make_find_rows(src, dst, scales_at_src):
+    """find_rows(b, t, h, inside, index, strides, params) -> where head h of token t of sequence b lies at both ends.
+
+    (whether it is copied, slot and sequence at the source, slot at the destination, offset of its scale, strides
+    between heads of K's and V's destination and of the scales).
+    """
+    src_slot_of = make_slot_of(src.placement, src.page, P.src_position, P.src_limit, P.src_index)
+    dst_slot_of = make_slot_of(dst.placement, dst.page, P.dst_position, P.dst_limit, P.dst_index)
+
+    @ti.func
+    def find_rows(b, t, h, inside, index: ti.template(), strides, params):
         s, d = -1, -1
         if inside:
-            s = place_src(g, t, index, which)
-            d = place_dst(g, t, index, which)
+            s = src_slot_of(b, t, index, params)
+            d = dst_slot_of(b, t, index, params)
         ok = s >= 0 and d >= 0
-        gs = ti.select(inside, g, 0)
-        k_head, v_head, scale_head = where[K_DST + 3], where[V_DST + 3], which[W.scale_head]
-        if ti.static(dst.place == "layers"):
+        src_sequence = ti.select(inside, b, 0)
+        k_head, v_head, scale_head = strides[K_DST + S.head], strides[V_DST + S.head], params[P.scale_head]
+        if ti.static(dst.placement == "layers"):
             if ok:
-                d = row_of_layer(g, h, d, index, which[W.dst_index])
-                rows_of_head = ti.cast(index[which[W.dst_index] + 4 * g + 1], ti.i32)
-                k_head, v_head = rows_of_head * where[K_DST + 2], rows_of_head * where[V_DST + 2]
-                scale_head = rows_of_head * which[W.scale_step]
-        if ti.static(src.place == "group"):
+                d = row_of_layer(b, h, d, index, params[P.dst_index])
+                rows_of_head = ti.cast(index[params[P.dst_index] + 4 * b + 1], ti.i32)
+                k_head, v_head = rows_of_head * strides[K_DST + S.token], rows_of_head * strides[V_DST + S.token]
+                scale_head = rows_of_head * params[P.scale_step]
+        if ti.static(src.placement == "group"):
             if ok:
-                gs = ti.cast(index[g * which[W.index_group] + which[W.src_index]], ti.i32)
-        scale_at = g * which[W.scale_group] + h * which[W.scale_head]
-        if ti.static(scale_slot_is_src):
-            scale_at = scale_at + s * which[W.scale_step]
+                src_sequence = ti.cast(index[b * params[P.index_group] + params[P.src_index]], ti.i32)
+        scale_offset = b * params[P.scale_group] + h * params[P.scale_head]
+        if ti.static(scales_at_src):
+            scale_offset = scale_offset + s * params[P.scale_step]
         else:
-            scale_at = scale_at + d * which[W.scale_step]
-        k_at, v_at = scale_at + which[W.k_scale], scale_at + which[W.v_scale]
-        k_to, v_to = k_dst(g, d, h, where), v_dst(g, d, h, where)
-        if ti.static(style == "cpu"):
-            k_from, v_from = k_src(gs, s, h, where), v_src(gs, s, h, where)
-            if second:
-                if ti.static(two):
-                    rows_v(
-                        vs, vd, v_scale, ok, v_from, v_to, v_at, which[W.v_units], where[V_SRC + 3], v_head, scale_head
-                    )
-            else:
-                rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, which[W.k_units], where[K_SRC + 3], k_head, scale_head)
-        else:
-            # A row that is skipped is read all the same, from slot 0, one of no group from group 0: a load without a
-            # test is under way sooner.
-            s = ti.select(ok, s, 0)
-            k_held = read_k(ks, lane, k_src(gs, s, h, where))
+            scale_offset = scale_offset + d * params[P.scale_step]
+        return ok, s, src_sequence, d, scale_offset, k_head, v_head, scale_head
+
+    return find_rows
+
+
+def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
+    """CPU: move_token_rows(...): all heads of a token, of K or of V."""
+    k, v = streams[0], streams[-1]
+    two = len(streams) == 2
+    rows_k = make_rows(heads, k, src.k_inner, dst.k_inner, scale, types[0], uid)
+    rows_v = make_rows(heads, v, src.v_inner, dst.v_inner, scale, types[1], uid)
+    k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
+    v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
+
+    @ti.func
+    def move_token_rows(i, b, h, lane, is_v, rows: ti.template(), arrays: ti.template(), strides, params):
+        ks, kd, vs, vd, k_scale, v_scale = ti.static(arrays)
+        ok, s, src_sequence, d, scale_offset, k_head, v_head, scale_head = rows
+        k_at, v_at = scale_offset + params[P.k_scale], scale_offset + params[P.v_scale]
+        k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
+        k_from, v_from = k_src(src_sequence, s, h, strides), v_src(src_sequence, s, h, strides)
+        if is_v:
             if ti.static(two):
-                v_held = read_v(vs, lane, v_src(gs, s, h, where))
-                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
-                write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
-            else:
-                write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+                rows_v(vs, vd, v_scale, ok, v_from, v_to, v_at, params[P.v_units], strides[V_SRC + S.head], v_head,
+                       scale_head)  # fmt: skip
+        else:
+            rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, params[P.k_units], strides[K_SRC + S.head], k_head,
+                   scale_head)  # fmt: skip
 
-    if style == "cpu":
-        placed, strides = len(W), 4 * len(Where._fields)
+    return move_token_rows
 
-        @ti.func
-        def step_cpu(i, arrays: ti.template(), numbers: ti.template()):
-            """`step`, its numbers in memory of the host's, where it changes one without a call of Taichi's."""
-            which = ti.Vector([numbers[n] for n in range(placed)])
-            where = ti.Vector([numbers[placed + n] for n in range(strides)])
-            step(i, *arrays, where, which)
 
-        share = make_loop(style, serial, step_cpu, W.iterations)
+def make_move_row(style, streams, src, dst, lanes, scale):
+    """GPU: move_row(...): a lane's part of a row, of K and of V."""
+    k, v = streams[0], streams[-1]
+    two = len(streams) == 2
+    read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
+    read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
+    k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
+    v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
 
-        @ti.kernel
-        def copy_cpu(ks: KS, kd: KD, vs: VS, vd: VD, numbers: NUMBERS_ARRAY):
-            """As `copy_plain`."""
-            share(ks, numbers, ((ks, kd, vs, vd, ks, ks, ks), numbers))
+    @ti.func
+    def move_row(i, b, h, lane, is_v, rows: ti.template(), arrays: ti.template(), strides, params):
+        ks, kd, vs, vd, k_scale, v_scale = ti.static(arrays)
+        ok, s, src_sequence, d, scale_offset, _, _, _ = rows
+        k_at, v_at = scale_offset + params[P.k_scale], scale_offset + params[P.v_scale]
+        k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
+        # A row that is skipped is read all the same, from slot 0, one of no sequence from sequence 0: a load without a
+        # test is under way sooner.
+        s = ti.select(ok, s, 0)
+        k_held = read_k(ks, lane, k_src(src_sequence, s, h, strides))
+        if ti.static(two):
+            v_held = read_v(vs, lane, v_src(src_sequence, s, h, strides))
+            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+            write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
+        else:
+            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
 
-        @ti.kernel
-        def copy_joint(ks: KS, d: KD, vs: VS, numbers: NUMBERS_ARRAY):
-            """The same, K and V to one array."""
-            share(ks, numbers, ((ks, d, vs, d, ks, ks, ks), numbers))
-
-        @ti.kernel
-        def copy_full_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC, numbers: NUMBERS_ARRAY):
-            """As `copy_full`."""
-            share(ks, numbers, ((ks, kd, vs, vd, index, k_scale, v_scale), numbers))
-
-        return copy_joint if joint else copy_cpu if plain else copy_full_cpu
-
-    loop = make_loop(style, serial, step, W.iterations)
-
-    @ti.kernel
-    def copy_plain(ks: KS, kd: KD, vs: VS, vd: VD, where: WHERE_VECTOR, which: WHICH_VECTOR):
-        """K, its destination, V, its destination; with one stream V's arrays repeat K's."""
-        loop(ks, which, (ks, kd, vs, vd, ks, ks, ks, where, which))
-
-    @ti.kernel
-    def copy_full(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, k_scale: SC, v_scale: SC,
-                  where: WHERE_VECTOR, which: WHICH_VECTOR):  # fmt: skip
-        """The same with an index array and scales; those a placement or codec does not use repeat another array."""
-        loop(ks, which, (ks, kd, vs, vd, index, k_scale, v_scale, where, which))
-
-    return copy_plain if plain else copy_full
+    return move_row
 
 
 def make_unit(style, codec, src_inner, dst_inner):
@@ -225,7 +281,7 @@ def make_unit_parts(style, codec, src_inner, dst_inner):
     """(read, write, largest, numbers, type): a unit as a vector of numbers of that type, from and to words."""
     raw = codec.src == "raw"
     dequantising = not raw and codec.src == "i8"
-    src_at, dst_at = make_inner(*src_inner), make_inner(*dst_inner)
+    src_at, dst_at = make_word_offset(*src_inner), make_word_offset(*dst_inner)
     src_words, dst_words = codec.src_words, codec.dst_words
     load = None if raw else make_load(codec.src, codec.elements, codec.src_bits)
     store = None if raw else make_store(codec.dst, codec.elements, codec.dst_bits, style)
@@ -267,11 +323,11 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     dequantising = codec.src == "i8"
     _, move_unit = make_unit("cpu", codec, src_inner, dst_inner)
     number_type, magnitude, to_bits = make_word_magnitude(codec.src) if quantising else (None, None, None)
-    src_at = make_inner(*src_inner)
+    src_at = make_word_offset(*src_inner)
     scale_bits = make_scale(scale, "cpu") if quantising else None
     reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if scale else None
-    scale_word = ti.u16 if scale == "f16" else ti.u32
+    scale_word = SCALE_WORD[scale]
     SRC, DST, SCALE = types
 
     # A real function takes the arrays' pointers into registers, so that LLVM may vectorise the loops. Its number
@@ -317,7 +373,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
     scale_bits = make_scale(scale, style) if quantising else None
     reciprocal = make_reciprocal(style)
     scale_value = make_bits_to_f32(scale) if scale else None
-    scale_word = ti.u16 if scale == "f16" else ti.u32
+    scale_word = SCALE_WORD[scale]
     row_max = make_row_max(style, lanes)
     rounds = -(-units // lanes)
     full = units == rounds * lanes

@@ -1,8 +1,8 @@
 """The loop of a kernel, the threads that share a row in it, and how they agree on a number.
 
 They agree by shuffles on CUDA and by shared memory on Vulkan and Metal, where subgroups have no width that a row could
-be cut to. On CPU a row belongs to one thread, which gets back what it gives. `make_across` is for kernels that take
-parties as wide as they come: warps, subgroups, or threads alone.
+be cut to. On CPU a row belongs to one thread, which gets back what it gives. `make_group_operations` is for kernels
+that take groups of threads as wide as they come: warps, subgroups, or single threads.
 """
 
 import functools
@@ -16,21 +16,21 @@ ALL = 0xFFFFFFFF  # lanes of a warp
 SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the work, so the loop bound is constant
 
 
-def halves(lanes):
-    """The steps by which lanes meet each other, pair by pair: half of them first.
+def butterfly_distances(lanes):
+    """The distances over which lanes exchange in a butterfly reduction: half of them first.
 
     Example:
-        >>> halves(8)
+        >>> butterfly_distances(8)
         [4, 2, 1]
     """
     return [lanes >> n for n in range(1, lanes.bit_length())]
 
 
-WHOLE = halves(32)  # steps that join a warp
+WARP_DISTANCES = butterfly_distances(32)  # of a whole warp
 
 
-def make_loop(style, serial, step, count):
-    """loop(extent, numbers, arguments): a kernel's one top-level loop, step(i, *arguments) for each iteration i.
+def make_loop(style, serial, body, count):
+    """loop(extent, numbers, arguments): a kernel's one top-level loop, body(i, *arguments) for each iteration i.
 
     On CPU and CUDA there are as many as the array `extent` is said to have elements. On Vulkan and Metal, where only a
     constant bound leaves it one task, `SPIRV_THREADS` threads stride over numbers[count]. All of loop's arguments are
@@ -43,46 +43,46 @@ def make_loop(style, serial, step, count):
             ti.loop_config(block_dim=BLOCK)
             for i in range(SPIRV_THREADS):
                 for n in range((numbers[count] - i + SPIRV_THREADS - 1) // SPIRV_THREADS):
-                    step(i + n * SPIRV_THREADS, *arguments)
+                    body(i + n * SPIRV_THREADS, *arguments)
         elif ti.static(style == "cuda"):
             ti.loop_config(block_dim=BLOCK)
             for i in range(extent.shape[0]):
-                step(i, *arguments)
+                body(i, *arguments)
         else:
             ti.loop_config(serialize=serial)
             for i in range(extent.shape[0]):
-                step(i, *arguments)
+                body(i, *arguments)
 
     return loop
 
 
 @ti.func
-def across_lanes(x, step: ti.template()):
+def shuffle_xor(x, distance: ti.template()):
     """The value of the lane of a CUDA warp at this distance."""
-    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), step), ti.f32)
+    return ti.bit_cast(ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), distance), ti.f32)
 
 
 @ti.func
-def from_lane(x, lane):
+def shuffle(x, lane):
     """The value of a lane of the CUDA warp."""
     return ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), ti.bit_cast(x, ti.i32), lane), ti.f32)
 
 
 @ti.func
-def sum_over(x, steps: ti.template()):
-    """The float32 sum over the lanes of a CUDA warp that these steps join, the same bits for each."""
+def butterfly_sum(x, distances: ti.template()):
+    """The float32 sum over the lanes of a CUDA warp that these distances join, the same bits for each."""
     found = x
-    for step in ti.static(steps):
-        found = found + across_lanes(found, step)
+    for distance in ti.static(distances):
+        found = found + shuffle_xor(found, distance)
     return found
 
 
 @ti.func
-def highest_over(x, steps: ti.template()):
-    """The largest float32, none a NaN, of the lanes of a CUDA warp that these steps join."""
+def butterfly_max(x, distances: ti.template()):
+    """The largest float32, none a NaN, of the lanes of a CUDA warp that these distances join."""
     found = x
-    for step in ti.static(steps):
-        found = ti.max(found, across_lanes(found, step))
+    for distance in ti.static(distances):
+        found = ti.max(found, shuffle_xor(found, distance))
     return found
 
 
@@ -94,68 +94,69 @@ def make_row_max(style, lanes):
     def row_max(thread, value):
         found = value
         if ti.static(lanes > 1 and style == "cuda"):
-            for step in ti.static(halves(lanes)):
-                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(found, ti.i32), step)
+            for distance in ti.static(butterfly_distances(lanes)):
+                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(found, ti.i32), distance)
                 found = ti.max(found, ti.bit_cast(other, ti.u32))
         elif ti.static(lanes > 1):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.u32)
-            place = thread % BLOCK
-            for step in ti.static(halves(lanes)):
+            own = thread % BLOCK
+            for distance in ti.static(butterfly_distances(lanes)):
                 ti.simt.block.sync()
-                shared[place] = found
+                shared[own] = found
                 ti.simt.block.sync()
-                found = ti.max(found, shared[place ^ step])
+                found = ti.max(found, shared[own ^ distance])
         return found
 
     return row_max
 
 
 @functools.cache
-def make_row_sum(style, steps):
-    """row_sum(thread, value): the float32 sum over the lanes of a row that these steps join, the same bits for each."""
+def make_row_sum(style, distances):
+    """row_sum(thread, value): the float32 sum over a row's lanes that these distances join, the same bits for each."""
 
     @ti.func
     def row_sum(thread, value):
         found = value
         if ti.static(style == "cuda"):
-            found = sum_over(value, steps)
-        elif ti.static(len(steps) > 0):
+            found = butterfly_sum(value, distances)
+        elif ti.static(len(distances) > 0):
             shared = ti.simt.block.SharedArray((BLOCK,), ti.f32)
-            place = thread % BLOCK
-            for step in ti.static(steps):
+            own = thread % BLOCK
+            for distance in ti.static(distances):
                 ti.simt.block.sync()
-                shared[place] = found
+                shared[own] = found
                 ti.simt.block.sync()
-                found = found + shared[place ^ step]
+                found = found + shared[own ^ distance]
         return found
 
     return row_sum
 
 
-class Across(NamedTuple):
-    """How neighbours in a block, a party, agree without a barrier; whoever calls these, all of a party do together."""
+class GroupOperations(NamedTuple):
+    """How a group of neighbours in a block agrees without a barrier; all threads of a group call these together."""
 
-    place: Any  # place(thread) -> the vector `Place`; with a barrier, so for all threads of the block together
-    total: Any  # total(x): the float32 sum over the party
-    highest: Any  # highest(x): the largest float32 of the party, none of which is a NaN
+    position: Any  # position(thread) -> the vector `GroupPosition`; with a barrier: for all of a block together
+    sum: Any  # sum(x): the float32 sum over the group
+    max: Any  # max(x): the largest float32 of the group, none of which is a NaN
 
 
-class Place(NamedTuple):
-    """Entries of what `Across.place` returns: where a thread stands in its party, and the party in the block."""
+class GroupPosition(NamedTuple):
+    """Entries of what `GroupOperations.position` returns: of a thread in its group, and of the group in the block."""
 
     rank: int = 0  # of the thread, from 0
-    size: int = 1  # threads of the party
-    before: int = 2  # threads of the parties before it
-    number: int = 3  # of the party, from 0
-    parties: int = 4  # of the block
+    size: int = 1  # threads of the group
+    offset: int = 2  # threads of the groups before it
+    index: int = 3  # of the group, from 0
+    groups: int = 4  # of the block
 
 
-SUBGROUP, WARP, ALONE = "subgroup", "warp", "alone"  # ways
+G = GroupPosition()
+SUBGROUP, WARP, SINGLE = "subgroup", "warp", "single"  # kinds of group
 
 
 @functools.cache
-def make_across(way):
-    """The `Across` of a way: `WARP` on CUDA, `SUBGROUP` on Vulkan and Metal, `ALONE`, a thread a party, anywhere.
+def make_group_operations(kind):
+    """The operations of `WARP` on CUDA, of `SUBGROUP` on Vulkan and Metal, of `SINGLE`, groups of one thread, anywhere.
 
     Nothing is taken for granted of subgroups but that they partition the block: their widths differ by device, by
     kernel on some, and may be less than what the device reports. They are counted, and their threads ranked, as they
@@ -163,90 +164,89 @@ def make_across(way):
     """
 
     @ti.func
-    def place(thread):
+    def group_position(thread):
         found = ti.Vector([0, 1, thread, thread, BLOCK])
-        if ti.static(way == WARP):
+        if ti.static(kind == WARP):
             found = ti.Vector([thread % 32, 32, thread - thread % 32, thread // 32, BLOCK // 32])
-        elif ti.static(way == SUBGROUP):
-            sizes = ti.simt.block.SharedArray((BLOCK,), ti.i32)  # of each party, at its first thread
+        elif ti.static(kind == SUBGROUP):
+            sizes = ti.simt.block.SharedArray((BLOCK,), ti.i32)  # of each group, at its first thread
             size = ti.simt.subgroup.reduce_add(1)
             rank = ti.simt.subgroup.inclusive_add(1) - 1
             first = ti.simt.subgroup.reduce_min(thread)
             sizes[thread] = ti.select(thread == first, size, 0)
             ti.simt.block.sync()
-            before, number, parties = 0, 0, 0
+            offset, index, groups = 0, 0, 0
             for n in range((BLOCK + size - 1) // size):
                 other = n * size + rank
                 counts = ti.select(other < BLOCK, sizes[ti.min(other, BLOCK - 1)], 0)
                 earlier = ti.select(other < first, counts, 0)
-                before = before + earlier
-                number = number + ti.min(earlier, 1)
-                parties = parties + ti.min(counts, 1)
-            found = ti.Vector([rank, size, ti.simt.subgroup.reduce_add(before), ti.simt.subgroup.reduce_add(number),
-                               ti.simt.subgroup.reduce_add(parties)])  # fmt: skip
+                offset = offset + earlier
+                index = index + ti.min(earlier, 1)
+                groups = groups + ti.min(counts, 1)
+            found = ti.Vector([rank, size, ti.simt.subgroup.reduce_add(offset),
+                               ti.simt.subgroup.reduce_add(index), ti.simt.subgroup.reduce_add(groups)])  # fmt: skip
         return found
 
     @ti.func
-    def total(x):
+    def group_sum(x):
         found = x
-        if ti.static(way == WARP):
-            found = sum_over(x, WHOLE)
-        elif ti.static(way == SUBGROUP):
+        if ti.static(kind == WARP):
+            found = butterfly_sum(x, WARP_DISTANCES)
+        elif ti.static(kind == SUBGROUP):
             found = ti.simt.subgroup.reduce_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
         return found
 
     @ti.func
-    def highest(x):
+    def group_max(x):
         found = x
-        if ti.static(way == WARP):
-            found = highest_over(x, WHOLE)
-        elif ti.static(way == SUBGROUP):
+        if ti.static(kind == WARP):
+            found = butterfly_max(x, WARP_DISTANCES)
+        elif ti.static(kind == SUBGROUP):
             found = ti.simt.subgroup.reduce_max(x)
         return found
 
-    return Across(place, total, highest)
+    return GroupOperations(group_position, group_sum, group_max)
 
 
-def make_trial(way):
-    """trial(out): of each thread of one block its `Place`, and the total and the highest of the threads' numbers."""
+def make_self_test(kind):
+    """self_test(out): of each thread of one block its `GroupPosition`, and sum and maximum of the threads' numbers."""
     OUT = ti.types.ndarray(dtype=ti.f32, ndim=1)
-    across = make_across(way)
-    place_of, total, highest = across.place, across.total, across.highest
-    entries = len(Place._fields)
+    group_position, group_sum, group_max = make_group_operations(kind)
+    entries = len(GroupPosition._fields)
 
     @ti.kernel
-    def trial(out: OUT):
+    def self_test(out: OUT):
         ti.loop_config(block_dim=BLOCK)
         for i in range(BLOCK):
-            place = place_of(i)
+            position = group_position(i)
             for n in ti.static(range(entries)):
-                out[n * BLOCK + i] = ti.cast(place[n], ti.f32)
-            out[entries * BLOCK + i] = total(ti.cast(i, ti.f32))
-            out[(entries + 1) * BLOCK + i] = highest(ti.cast(i, ti.f32))
+                out[n * BLOCK + i] = ti.cast(position[n], ti.f32)
+            out[entries * BLOCK + i] = group_sum(ti.cast(i, ti.f32))
+            out[(entries + 1) * BLOCK + i] = group_max(ti.cast(i, ti.f32))
 
-    return trial
-
-
-TRIED = len(Place._fields) + 2  # numbers of a thread that a trial leaves
+    return self_test
 
 
-def agreed(found):
-    """Whether what a trial left is right: the parties are a partition of the block, in order, and each agrees."""
+SELF_TEST_ROWS = len(GroupPosition._fields) + 2  # numbers of a thread that a self-test leaves
+
+
+def self_test_passed(found):
+    """Whether what a self-test left is right: the groups are a partition of the block, in order, and each agrees."""
     if not abs(found).max() <= BLOCK * BLOCK:  # or a NaN
         return False
-    rank, size, before, number, parties, totals, tops = found.astype(int).reshape(TRIED, BLOCK).tolist()
+    rank, size, offset, index, groups, sums, maxima = found.astype(int).reshape(SELF_TEST_ROWS, BLOCK).tolist()
     threads = range(BLOCK)
-    members = [[j for j in threads if number[j] == number[i]] for i in threads]
+    members = [[j for j in threads if index[j] == index[i]] for i in threads]
     return (
-        sorted(b + r for b, r in zip(before, rank, strict=True)) == list(threads)
-        and sorted(set(number)) == list(range(parties[0]))
-        and set(parties) == {parties[0]}
+        sorted(b + r for b, r in zip(offset, rank, strict=True)) == list(threads)
+        and sorted(set(index)) == list(range(groups[0]))
+        and set(groups) == {groups[0]}
         and all(
             size[i] == len(members[i])
-            and before[i] == before[members[i][0]]
+            and offset[i] == offset[members[i][0]]
             and rank[i] < size[i]
-            and totals[i] == sum(members[i])
-            and tops[i] == max(members[i])
+            and sums[i] == sum(members[i])
+            and maxima[i] == max(members[i])
             for i in threads
         )
     )

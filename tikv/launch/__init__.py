@@ -19,7 +19,7 @@ from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
 from tikv.launch.cuda.driver import use_stream as use_stream
 from tikv.launch.cuda.native import argument_layout as argument_layout
 from tikv.launch.cuda.native import blocks_of as blocks_of
-from tikv.launch.cuda.native import refuse_baked as refuse_baked
+from tikv.launch.cuda.native import refuse_during_capture as refuse_during_capture
 from tikv.launch.graph import TaichiGraph as TaichiGraph
 from tikv.launch.launcher import choose_launcher as choose_launcher
 from tikv.launch.launcher import launcher_report as launcher_report

@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,11 +41,11 @@ class Bound:
 
     def set_array(self, i: int, array: ArrayView) -> None:
         """Let array argument `i` be `array`."""
-        self.arguments[i] = array.bare() if array.handle is None else array
+        self.arguments[i] = array.without_owner() if array.handle is None else array
 
     def set_pointer(self, i: int, pointer: int) -> None:
         """Let array argument `i`, which has an address, lie at another one; its form stays."""
-        self.arguments[i] = self.arguments[i].at(pointer)
+        self.arguments[i] = self.arguments[i].at_address(pointer)
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         """Let entry `j` of vector argument `i` be `value`."""
@@ -60,16 +60,9 @@ class Bound:
         """Let the entry of that name be `value`."""
         self.set_entry(*place_in(self.places, name, self.kernel.name), value)
 
-    @overload
-    def setter(self, which: str) -> Callable[[int], None]: ...
-    @overload
-    def setter(self, which: int) -> Callable[[int, int], None]: ...
-    def setter(self, which: str | int) -> Callable[..., None]:
-        """`set` of an entry's name, or `set_entry` of a vector argument, by the cheapest call."""
-        if isinstance(which, str):
-            return self._setter_at(*place_in(self.places, which, self.kernel.name))
-        numbers = self.arguments[which]
-        return numbers.__setitem__ if isinstance(numbers, memoryview) else functools.partial(self.set_entry, which)
+    def setter(self, name: str) -> Callable[[int], None]:
+        """`set` of an entry's name, by the cheapest call."""
+        return self._setter_at(*place_in(self.places, name, self.kernel.name))
 
     def _setter_at(self, i: int, j: int) -> Callable[[int], None]:
         numbers = self.arguments[i]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tikv import runtime
+from tikv.arrays import ArrayView
 from tikv.launch.compiled import Kernel
 from tikv.launch.vectors import fields_of, place_in, places_of
 
@@ -24,7 +27,8 @@ class TaichiGraph:
     def __init__(self, launches: Sequence[tuple[Kernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
         graph, kinds = runtime.ti.graph, runtime.ti.graph.ArgKind
         arrays = {name: graph.Arg(kinds.NDARRAY, name, a.dtype, ndim=1) for name, a in ndarrays.items()}
-        self.values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name
+        self._values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name
+        self._names = list(ndarrays)
         self._launches = [(kernel, fields_of(arguments, kernel.is_float)) for kernel, arguments in launches]
         builder = graph.GraphBuilder()
         for n, (kernel, arguments) in enumerate(launches):
@@ -38,22 +42,28 @@ class TaichiGraph:
                 name = f"{n}.{i}"
                 if kernel.lengths[i]:
                     given.append(graph.Arg(kinds.MATRIX, name, runtime.ti.types.vector(kernel.lengths[i], number)))
-                    self.values[name] = runtime.ti.Vector(list(argument), number)
+                    self._values[name] = runtime.ti.Vector(list(argument), number)
                 else:
                     given.append(graph.Arg(kinds.SCALAR, name, number))
-                    self.values[name] = argument
+                    self._values[name] = argument
             builder._graph_builder.dispatch(kernel.taichi_kernel, given)
         self._compiled = builder.compile()
 
-    def set_entry(self, n: int, i: int, j: int, value: int) -> None:
-        """Let entry `j` of the vector that is argument `i` of launch `n` be `value`."""
-        self.values[f"{n}.{i}"].entries[j] = value
+    def set_array(self, i: int, array: ArrayView) -> None:
+        """Let the ndarray of that number, counted in the order they were given in, be that of `array`."""
+        self._values[self._names[i]] = array.handle
 
-    def set(self, n: int, name: str, value: int) -> None:
-        """Let the entry of that name of launch `n` be `value`."""
+    def setter(self, n: int, name: str) -> Callable[[int], None]:
+        """What sets the entry of that name of launch `n`."""
         kernel, fields = self._launches[n]
-        self.set_entry(n, *place_in(places_of(fields), name, kernel.name), value)
+        i, j = place_in(places_of(fields), name, kernel.name)
+        return functools.partial(operator.setitem, self._values[f"{n}.{i}"].entries, j)
 
-    def run(self) -> None:
+    def launch(self) -> None:
         """Run all launches in their order; returns before the device is done."""
-        self._compiled.run(self.values)
+        self._compiled.run(self._values)
+
+    def release(self, which: Sequence[int]) -> None:
+        """Let go of these ndarrays, which would otherwise be kept alive; set them again to launch."""
+        for i in which:
+            self._values[self._names[i]] = None

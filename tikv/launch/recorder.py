@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tikv import runtime
@@ -23,7 +23,6 @@ class Recorded(NamedTuple):
     kernel: Kernel
     iterations: int
     arguments: tuple[Any, ...]  # vectors keep the names of their entries
-    entries: tuple[tuple[int, int], ...]  # (vector, entry) of what the operation put in before the launch, in its order
 
     @property
     def named(self) -> dict[str, tuple[int, int]]:
@@ -48,12 +47,12 @@ def recording(live: runtime.Runtime, plans: BoundedCache[Any, Any]) -> Iterator[
     """
     launches: list[Recorded] = []
     with live.lock:
-        before, runtime.recorded.plans = runtime.recorded.plans, plans
+        before, runtime.thread_plans.plans = runtime.thread_plans.plans, plans
         _recording.launches = launches
         try:
             yield launches
         finally:
-            runtime.recorded.plans = before
+            runtime.thread_plans.plans = before
             _recording.launches = None
 
 
@@ -77,7 +76,6 @@ class RecordedBound(Bound):
         self._make: dict[int, Callable[[list[Any]], tuple[Any, ...]]] = {
             i: getattr(v, "_make", tuple) for i, v in enumerate(arguments) if isinstance(v, tuple)
         }
-        self._entries: list[tuple[int, int]] = []
         self._launches = launches
 
     def set_array(self, i: int, array: ArrayView) -> None:
@@ -85,9 +83,11 @@ class RecordedBound(Bound):
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         self.arguments[i][j] = value
-        self._entries.append((i, j))
 
     def launch(self) -> None:
         arguments = tuple(self._make[i](v) if i in self._make else v for i, v in enumerate(self.arguments))
-        self._launches.append(Recorded(self.kernel, self.iterations, arguments, tuple(self._entries)))
+        self._launches.append(Recorded(self.kernel, self.iterations, arguments))
         self.arguments, self._launches = [], []  # who keeps the operation's plan does not keep its arrays
+
+    def release(self, which: Sequence[int] | None = None) -> None:
+        """Nothing: `launch` has let go of all arrays."""

@@ -22,11 +22,11 @@ def has_subgroups(live: runtime.Runtime) -> bool:
 def _agree(live: runtime.Runtime) -> bool:
     from tikv.kernels import lanes
 
-    tried = kernel(live, lanes.make_trial, lanes.SUBGROUP)
-    found = np.zeros(lanes.TRIED * lanes.BLOCK, np.float32)
+    tried = kernel(live, lanes.make_self_test, lanes.SUBGROUP)
+    found = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
     with live.lock, live.compiling(tried.fast_math):
         tried.function(found)
-    right: bool = lanes.agreed(found)
+    right: bool = lanes.self_test_passed(found)
     if not right:
         runtime.log.warning("subgroup operations give wrong numbers on %s: attention does without", live.arch)
     return right

@@ -14,15 +14,6 @@ from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, Posit
 
 MAX_POSITION = 2**63 - 1
 LAYOUTS = ("token_major", "head_major")
-CONVERSIONS = {
-    "float32": ("float32", "float16", "bfloat16"),
-    "float16": ("float16",),
-    "bfloat16": ("bfloat16", "float32"),
-    "float64": ("float64",),
-    "int8": ("int8",),
-    "int32": ("int32",),
-    "int64": ("int64",),
-}  # what a copy may turn a source dtype into, without being asked for more
 
 
 def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = MAX_POSITION) -> int:
@@ -139,7 +130,7 @@ def convertible(src: ArrayView, dst: ArrayView, src_name: str, dst_name: str, op
     Raises:
         DTypeError: it does not.
     """
-    allowed = CONVERSIONS[src.dtype.name]
+    allowed = dtypes.CONVERSIONS[src.dtype.name]
     if dst.dtype.name not in allowed:
         raise DTypeError(
             f"{operation}: cannot copy {src.dtype.name} into {dst.dtype.name} ({src_name}: {describe(src)}, "

@@ -6,13 +6,15 @@ everything and binds a launch, later ones put in pointers and the position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tikv import launch, runtime
+from tikv import runtime
 from tikv.arrays import ArrayView, Views, describe, view, view_all
 from tikv.ops import checks
-from tikv.ops.row_copy import CopyCall, End, Placement, bind_copy, entry_of, keep_plan, reduced_position
+from tikv.ops.layouts import Placement, Rows, reduced_position, token_and_head_axes
+from tikv.ops.plan import Entries, Launch, Plan
+from tikv.ops.row_copy import bind_copy
 
 
 def copy(
@@ -102,44 +104,44 @@ def copy_kv(
     write("copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
 
 
-class WritePlan:
-    """A checked write that takes a position each time it runs."""
-
-    __slots__ = ("call", "capacity", "names", "position_entry", "tokens", "window")
+class CopyPlan(Plan):
+    """A checked contiguous write, whose position comes with each run."""
 
     def __init__(
-        self, call: CopyCall, tokens: int, capacity: int, window: int | None, names: checks.RangeNames
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        array_names: Sequence[str],
+        bind: Callable[[Sequence[ArrayView]], Sequence[Launch]] | None,
+        tokens: int,
+        capacity: int,
+        window: int | None,
+        names: checks.RangeNames,
     ) -> None:
-        self.call = call
-        self.names = names
+        super().__init__(live, operation, array_names, [False, True] * (len(array_names) // 2), bind)
         self.tokens = tokens
         self.capacity = capacity
         self.window = window
-        self.position_entry = entry_of("dst_position")
+        self.range_names = names
 
-    def run(self, operation: str, arrays: Sequence[ArrayView], position: int) -> None:
-        """Check the position, and launch over these arrays: source, destination of each stream, in turn."""
-        self.call.run(operation, arrays, self.position_entry, self.reduced(operation, position))
-
-    def reduced(self, operation: str, position: int) -> int:
-        """The position as the launch takes it, checked."""
+    def entries_at(self, position: int) -> Entries:
+        """The entries of a launch that writes from a position on, which is checked."""
+        names = self.range_names
         if type(position) is not int or position < 0:
-            position = checks.integer(position, self.names.position, operation)
+            position = checks.integer(position, names.position, self.operation)
         if self.window is None:
             if position + self.tokens > self.capacity:
-                checks.fits_linear(position, self.tokens, self.capacity, operation, self.names)
+                checks.fits_linear(position, self.tokens, self.capacity, self.operation, names)
         else:
             if position + self.tokens > checks.MAX_POSITION:
-                end = f"{self.names.position} + {self.names.num_tokens}"
-                checks.integer(position + self.tokens, end, operation)
+                end = f"{names.position} + {names.num_tokens}"
+                checks.integer(position + self.tokens, end, self.operation)
             position = reduced_position(position, 0, self.window)
-        return position
+        return {"dst_position": position}
 
-    def again(
-        self, live: runtime.Runtime, operation: str, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
-    ) -> tuple[None, tuple[int, ...]]:
-        """For a graph: check what may change from run to run; nothing to choose by, and the entries of the launch."""
-        return None, (self.reduced(operation, numbers["position"]),)
+    def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[None, Entries]:
+        """Check the position."""
+        return None, self.entries_at(numbers["position"])
 
 
 # What callers call the source and the destination of each stream, in turn.
@@ -177,11 +179,11 @@ def write(
     plan = live.plans.get(key)
     if plan is None:
         options = (window, num_tokens, src_offset, src_layout, cache_layout, names)
-        plan = keep_plan(live, key, _plan_write(live, operation, arrays, array_names, *options))
-    plan.run(operation, arrays, position)
+        plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, *options))
+    plan.run(arrays, plan.entries_at(position))
 
 
-def _plan_write(
+def check_copy(
     live: runtime.Runtime,
     operation: str,
     given: Sequence[ArrayView],
@@ -192,7 +194,7 @@ def _plan_write(
     src_layout: str,
     cache_layout: str,
     names: checks.RangeNames = checks.RANGE_NAMES,
-) -> WritePlan:
+) -> CopyPlan:
     """Check everything but the position and what lies where."""
     src, dst, src_names, dst_names = given[0::2], given[1::2], array_names[0::2], array_names[1::2]
     src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
@@ -225,22 +227,22 @@ def _plan_write(
     widths = [a.shape[2] for a in src]
     streams = [i for i, w in enumerate(widths) if w]
 
-    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         sources, targets = arrays[0::2], arrays[1::2]
-        return bind_copy(
+        bound = bind_copy(
             live,
             operation,
             src=[
-                End(
+                Rows(
                     sources[i],
-                    step=sources[i].strides[src_token],
+                    token=sources[i].strides[src_token],
                     head=sources[i].strides[src_head],
                     first=offset * sources[i].strides[src_token],
                 )
                 for i in streams
             ],
             dst=[
-                End(targets[i], step=targets[i].strides[dst_slot], head=targets[i].strides[dst_head]) for i in streams
+                Rows(targets[i], token=targets[i].strides[dst_slot], head=targets[i].strides[dst_head]) for i in streams
             ],
             widths=[widths[i] for i in streams],
             heads=heads,
@@ -249,16 +251,10 @@ def _plan_write(
             keep=max(0, tokens - window) if window else 0,
             ring=window or 0,
         )
+        return [bound]
 
     nothing = tokens == 0 or heads == 0 or not streams
-    chosen = [] if nothing else [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)]
-    call = CopyCall(live, array_names, [False, True] * len(src), None if nothing else bind, chosen)
-    return WritePlan(call, tokens, capacity, window, names)
-
-
-def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
-    """The axes of tokens and of heads in a layout."""
-    return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
+    return CopyPlan(live, operation, array_names, None if nothing else bind, tokens, capacity, window, names)
 
 
 def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:
@@ -307,13 +303,13 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
     checks.extent(to.shape[head], heads, "the number of heads of out", operation, detail)
     checks.extent(to.shape[2], width, "the head width of out", operation, detail)
 
-    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         source, target = arrays
-        return bind_copy(
+        bound = bind_copy(
             live,
             operation,
-            src=[End(source, step=source.strides[slot], head=source.strides[head])],
-            dst=[End(target, step=target.strides[slot], head=target.strides[head])],
+            src=[Rows(source, token=source.strides[slot], head=source.strides[head])],
+            dst=[Rows(target, token=target.strides[slot], head=target.strides[head])],
             widths=[width],
             heads=heads,
             tokens=tokens,
@@ -321,6 +317,7 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
             src_position=reduced_position(length - tokens, 0, capacity),
             ring=capacity,
         )
+        return [bound]
 
     nothing = tokens == 0 or heads == 0 or width == 0
-    CopyCall(live, ("cache", "out"), (False, True), None if nothing else bind).run(operation, (ring, to))
+    Plan(live, operation, ("cache", "out"), (False, True), None if nothing else bind).run((ring, to))

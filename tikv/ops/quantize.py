@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tikv import dtypes, launch, runtime
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
-from tikv.ops.row_copy import CopyCall, End, bind_copy
-
-FROM = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
-SCALES = (dtypes.float16, dtypes.float32)
+from tikv.ops.layouts import Rows
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.row_copy import bind_copy
 
 
 def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArray]:
@@ -55,10 +54,10 @@ def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArr
     live = runtime.current()
     rows = view(x, "x", operation)
     checks.on_device([("x", rows)], live, operation)
-    if rows.dtype not in FROM:
+    if rows.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
     scales = dtypes.parse(scale_dtype, operation)
-    if scales not in SCALES:
+    if scales not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale_dtype is {scales}; it is float16 or float32.")
     checks.readable(rows, "x", operation)
     if rows.ndim == 0 or rows.shape[-1] == 0 != math.prod(rows.shape[:-1]):
@@ -98,7 +97,7 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
     checks.on_device([("q", rows), ("scale", scales)], live, operation)
     if rows.dtype is not dtypes.int8:
         raise DTypeError(f"{operation}: q is {describe(rows)}, not int8.")
-    if scales.dtype not in SCALES:
+    if scales.dtype not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale is {describe(scales)}; it is float16 or float32.")
     if rows.ndim == 0 or scales.shape != rows.shape[:-1]:
         raise ShapeError(f"{operation}: scale is {describe(scales)} where {describe(rows)} needs {rows.shape[:-1]}.")
@@ -110,7 +109,7 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
     else:
         target = view(out, "out", operation)
         checks.on_device([("out", target)], live, operation)
-        if target.dtype not in FROM:
+        if target.dtype not in dtypes.QUANTIZABLE:
             raise DTypeError(f"{operation}: out is {describe(target)}. Pass float32, float16 or bfloat16.")
         if target.shape != rows.shape:
             raise ShapeError(f"{operation}: out is {describe(target)} where {describe(rows)} was given.")
@@ -139,12 +138,12 @@ def _run(
     groups, tokens = (1,) * (2 - len(extents)) + tuple(extents)
     (src_group, src), (dst_group, dst), (scale_group, scale) = ((0,) * (2 - len(extents)) + s for s in strides)
 
-    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
-        return bind_copy(
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        bound = bind_copy(
             live,
             operation,
-            src=[End(arrays[0], group=src_group, step=src)],
-            dst=[End(arrays[1], group=dst_group, step=dst)],
+            src=[Rows(arrays[0], sequence=src_group, token=src)],
+            dst=[Rows(arrays[1], sequence=dst_group, token=dst)],
             widths=[shape[-1]],
             heads=1,
             tokens=tokens,
@@ -154,8 +153,9 @@ def _run(
             scale_group=scale_group,
             scale_step=scale,
         )
+        return [bound]
 
-    CopyCall(live, names, written, bind).run(operation, arrays)
+    Plan(live, operation, names, written, bind).run(arrays)
 
 
 def merged_axes(

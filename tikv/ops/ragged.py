@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tikv import dtypes, launch, runtime
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Views, describe, view_all
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
-from tikv.ops.row_copy import CopyCall, End, Placement, bind_copy, keep_plan
+from tikv.ops.layouts import Placement, Rows
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.row_copy import bind_copy
+from tikv.runtime.cache import BoundedCache
 
 _NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
 _WRITTEN = (False, True, False, True, False)
@@ -49,24 +52,24 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
     given = (k_new, k_cache, v_new, v_cache, cache_offsets)
     arrays = view_all(given, _NAMES, operation)
     key = (operation, arrays.key)
-    call = live.plans.get(key)
-    if call is None:
-        call = keep_plan(live, key, _plan_append(live, operation, arrays))
-    call.run(operation, arrays)
+    plan = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, check_append(live, operation, arrays))
+    plan.run(arrays)
 
 
-def _plan_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> CopyCall:
+def check_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> Plan:
     """Check everything but where the arrays lie."""
-    _check_append(live, operation, arrays)
+    _check_arrays(live, operation, arrays)
     k_new, k_cache, v_new = arrays[:3]
     batch, heads, tokens, _ = k_new.shape
     capacity = k_cache.shape[2]
     widths = [k_new.shape[3], v_new.shape[3]]
     streams = [i for i in (0, 1) if widths[i]]
 
-    def bind(arrays: Sequence[ArrayView]) -> launch.Bound:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         new, caches, offsets = arrays[0:4:2], arrays[1:4:2], arrays[4]
-        return bind_copy(
+        bound = bind_copy(
             live,
             operation,
             src=[_rows(new[i]) for i in streams],
@@ -80,18 +83,18 @@ def _plan_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVi
             index_group=offsets.strides[0],
             dst_limit=capacity,
         )
+        return [bound]
 
     nothing = 0 in (batch, heads, tokens, capacity) or not streams
-    chosen = [] if nothing else [2 * i + end for i in (streams[0], streams[-1]) for end in (0, 1)] + [4, 4, 4]
-    return CopyCall(live, _NAMES, _WRITTEN, None if nothing else bind, chosen)
+    return Plan(live, operation, _NAMES, _WRITTEN, None if nothing else bind)
 
 
-def _rows(array: ArrayView) -> End:
-    group, head, step, _ = array.strides
-    return End(array, group=group, head=head, step=step)
+def _rows(array: ArrayView) -> Rows:
+    sequence, head, token, _ = array.strides
+    return Rows(array, sequence=sequence, token=token, head=head)
 
 
-def _check_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
+def _check_arrays(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
     named = dict(zip(_NAMES, arrays, strict=True))
     checks.on_device(list(named.items()), live, operation)
     k_new, k_cache, v_new, v_cache, offsets = arrays
@@ -199,7 +202,7 @@ class KVCacheAppendPlan:
         self.runtime = live
         d = descriptor
         self.sku = f"append_ragged_{self.dtype.short}_h{d.num_heads}_k{d.d_k}_v{d.d_v}_{live.arch}"
-        self._last: tuple[int, CopyCall] | None = None  # `Views.key` of the last run's arrays, and the call for those
+        self._plans: BoundedCache[int, Plan] = BoundedCache()  # by `Views.key`
 
     @classmethod
     def select(cls, descriptor: KVCacheAppendDescriptor) -> KVCacheAppendPlan:
@@ -239,7 +242,7 @@ class KVCacheAppendPlan:
         return True
 
     def run(self, args: KVCacheAppendArgs) -> None:
-        """Append. Checks what `can_implement` checks, unless the arrays have the form of the last run's.
+        """Append. Checks what `can_implement` checks, unless arrays of these forms came before.
 
         Raises:
             ShapeError, DTypeError, StaleRuntimeError: as `can_implement`; nothing was written.
@@ -247,11 +250,11 @@ class KVCacheAppendPlan:
         operation = "KVCacheAppendPlan.run"
         runtime.require_alive(self.runtime, operation)
         arrays = self._views(args, operation)
-        last = self._last  # read once: another thread may come with other arrays
-        if last is None or last[0] != arrays.key:
+        plan = self._plans.get(arrays.key)
+        if plan is None:
             self._check(operation, arrays)
-            last = self._last = arrays.key, _plan_append(self.runtime, operation, arrays)
-        last[1].run(operation, arrays)
+            plan = self._plans.keep(arrays.key, check_append(self.runtime, operation, arrays))
+        plan.run(arrays)
 
     @staticmethod
     def _views(args: KVCacheAppendArgs, operation: str) -> Views:
@@ -278,7 +281,7 @@ class KVCacheAppendPlan:
                     f"{operation}: {name} is {describe(array)} where the descriptor says {self.dtype}. "
                     f"Select a plan for it."
                 )
-        _check_append(self.runtime, operation, arrays)
+        _check_arrays(self.runtime, operation, arrays)
 
     def __repr__(self) -> str:
         return f"KVCacheAppendPlan({self.sku})"

@@ -9,49 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 from tikv.runtime import engine
-from tikv.runtime.devices import (
-    ARCHS,
-    candidate_archs,
-    device_name,
-    memory_bytes,
-    version_of,
-    vulkan_devices,
-    vulkan_subgroups,
-)
-from tikv.runtime.engine import is_stale_ndarray
-from tikv.runtime.start import (
-    Runtime,
-    before_synchronize,
-    current,
-    init,
-    is_started,
-    log,
-    recorded,
-    require_alive,
-    running,
-    side_streams,
-)
-
-__all__ = [
-    "ARCHS",
-    "Runtime",
-    "before_synchronize",
-    "candidate_archs",
-    "current",
-    "device_name",
-    "init",
-    "is_stale_ndarray",
-    "is_started",
-    "log",
-    "memory_bytes",
-    "recorded",
-    "require_alive",
-    "running",
-    "side_streams",
-    "version_of",
-    "vulkan_devices",
-    "vulkan_subgroups",
-]
+from tikv.runtime.devices import ARCHS as ARCHS
+from tikv.runtime.devices import candidate_archs as candidate_archs
+from tikv.runtime.devices import device_name as device_name
+from tikv.runtime.devices import memory_bytes as memory_bytes
+from tikv.runtime.devices import version_of as version_of
+from tikv.runtime.devices import vulkan_devices as vulkan_devices
+from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups
+from tikv.runtime.engine import is_stale_ndarray as is_stale_ndarray
+from tikv.runtime.start import Runtime as Runtime
+from tikv.runtime.start import before_synchronize as before_synchronize
+from tikv.runtime.start import current as current
+from tikv.runtime.start import init as init
+from tikv.runtime.start import is_started as is_started
+from tikv.runtime.start import log as log
+from tikv.runtime.start import require_alive as require_alive
+from tikv.runtime.start import running as running
+from tikv.runtime.start import side_streams as side_streams
+from tikv.runtime.start import thread_plans as thread_plans
 
 
 def __getattr__(name: str) -> Any:

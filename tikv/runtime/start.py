@@ -23,13 +23,13 @@ side_streams: set[int] = set()  # CUDA streams beside the default one that kerne
 before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than Taichi's
 
 
-class _Recorded(threading.local):
+class _ThreadPlans(threading.local):
     """The bound one-shot calls of a thread that records for a graph, see `launch.recording`."""
 
     plans: BoundedCache[Any, Any] | None = None
 
 
-recorded = _Recorded()
+thread_plans = _ThreadPlans()
 
 
 class Runtime:
@@ -60,7 +60,7 @@ class Runtime:
     @property
     def plans(self) -> BoundedCache[Any, Any]:
         """Bound one-shot calls, filled by `ops`; a thread that records has its own."""
-        own = recorded.plans
+        own = thread_plans.plans
         return self._plans if own is None else own
 
     @property

@@ -22,6 +22,7 @@ from tikv.errors import CacheFileError, CapacityError, DTypeError
 Array = np.ndarray[Any, Any]
 SUFFIX = ".safetensors"
 VERSION = 1
+LAYER_ARRAYS = ("k", "v", "k_scale", "v_scale")  # of a layer, by the names they have in files
 
 
 def target_of(path: str | os.PathLike[str], operation: str) -> Path:

@@ -1,4 +1,4 @@
-"""One layer of a cache whose tokens always lie in temporal order, and which can grow, shrink and let go of its oldest.
+"""One layer whose tokens always lie in temporal order, and which can grow, shrink and let go of its oldest.
 
 What a model library wants to hand to any attention function: a plain slice of memory, oldest token first. A ring would
 need its window copied for each token; this layer moves its tokens to the front once in many.
@@ -9,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tikv.arrays import ArrayView, CacheArray, last_test, new_array
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import CacheArray, last_call_test, new_array, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
-from tikv.stores.contiguous import KVCacheStore
+from tikv.stores.append import NAMES, Appends
+from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.storage import size_in_words, storage
 
-# again(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms decide;
-# returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots, are not
-# appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
-Again = Callable[[Any, Any, int], int]
+# append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
+# decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
+# are not appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
+AppendAlike = Callable[[Any, Any, int], int]
 
 
-def _other(k: Any, v: Any, room: int) -> int:
-    """An `again` that knows no tokens."""
+def _takes_nothing(k: Any, v: Any, room: int) -> int:
+    """An `append_alike` that knows no tokens."""
     return 0
 
 
-class LayerStore(KVCacheStore):
-    """A `KVCacheStore` of one layer without a window, with room that changes.
+class GrowingLayer:
+    """Keys and values of one layer without a window, head-major, with room that changes.
 
     Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
     less those trimmed.
@@ -43,11 +48,11 @@ class LayerStore(KVCacheStore):
 
     Example:
         >>> import numpy as np
-        >>> layer = LayerStore(num_kv_heads=1, head_dim=2, capacity=3, dtype="float32")
-        >>> rows = np.arange(6, dtype=np.float32).reshape(3, 1, 2)
-        >>> layer.append(0, rows, rows)
+        >>> layer = GrowingLayer(num_kv_heads=1, head_dim=2, capacity=3, dtype="float32")
+        >>> rows = np.arange(6, dtype=np.float32).reshape(1, 1, 3, 2)
+        >>> layer.append(rows, rows)
         >>> layer.make_room(capacity=8, drop=1)
-        >>> layer.origin, layer.end, layer.capacity, layer.keys(0).numpy()[0, 0, :2].tolist()
+        >>> layer.origin, layer.end, layer.capacity, layer.keys.numpy()[0, 0, :2].tolist()
         (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
     """
 
@@ -62,56 +67,107 @@ class LayerStore(KVCacheStore):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
     ) -> None:
-        self.origin = 0
-        super().__init__(
-            num_layers=1,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            capacity=capacity,
-            batch_size=batch_size,
-            dtype=dtype,
-            head_dim_v=head_dim_v,
-            scale_dtype=scale_dtype,
+        operation = "GrowingLayer"
+        self.runtime = runtime.current()
+        heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        width = checks.integer(head_dim, "head_dim", operation, low=1)
+        width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
+        stored, scales = storage(dtype, scale_dtype, self.runtime, operation)
+        self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
+        self._memory = LayerMemory(
+            self.runtime,
+            [self._layer],
+            batch_size=checks.integer(batch_size, "batch_size", operation, low=1),
+            num_kv_heads=heads,
+            head_dim=width,
+            head_dim_v=width_v,
+            dtype=stored,
+            scale_dtype=scales or dtypes.parse(scale_dtype, operation),
         )
+        self._appends = Appends(self._memory)
+        self.origin = 0
+        self.append_alike: AppendAlike = _takes_nothing
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self._layers[0].length
+        return self._layer.length
 
     @property
     def end(self) -> int:
         """Position of the next token."""
-        return self.origin + self._layers[0].length
+        return self.origin + self._layer.length
 
-    def _allocate(self) -> None:
-        super()._allocate()
-        self.again: Again = _other  # what is bound writes to the memory before
+    @property
+    def capacity(self) -> int:
+        """Slots there are."""
+        return self._layer.slots
 
-    def append_heads(self, k: Any, v: Any) -> None:
-        """`append` of (batch, H, T, D) tokens, after which `again` takes tokens like these, if torch can tell them.
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self._memory.batch_size
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        """What keys and values are stored in."""
+        return self._memory.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return self._memory.nbytes
+
+    @property
+    def keys(self) -> CacheArray:
+        """(batch, num_kv_heads, capacity, head_dim): the keys where they lie, not a copy."""
+        return CacheArray(self._layer.k, self.runtime)
+
+    @property
+    def values(self) -> CacheArray:
+        """(batch, num_kv_heads, capacity, head_dim_v): the values where they lie, not a copy."""
+        return CacheArray(self._layer.v, self.runtime)
+
+    @property
+    def scales(self) -> tuple[CacheArray, ...]:
+        """The int8 scales of K and of V, each (batch, num_kv_heads, capacity); none for other dtypes."""
+        return tuple(CacheArray(a, self.runtime) for a in self._layer.scales)
+
+    def append(self, k: Any, v: Any) -> None:
+        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them.
 
         Raises:
-            As `append`.
+            As `KVCacheStore.append`.
         """
-        self.append(0, k, v, layout="head_major")
-        self.again = self._like_the_last()
-
-    def _like_the_last(self) -> Again:
-        """An `again` for tokens of the forms just appended. It holds no reference to the store, which holds it."""
-        operation = "KVCacheStore.append"
-        test = last_test(operation)
-        if test is None:
-            return _other
-        same, address, key = test
-        plan = self._appends.get((0, key, "head_major"))
+        operation = "TikvCache.update"
+        require_alive(self.runtime, operation)
+        rows = view_all((k, v), NAMES[:2], operation)
+        plan = self._appends.plans.get((0, rows.key))
         if plan is None:
-            return _other
-        layer, tokens, slots, live = self._layers[0], plan.tokens, self.capacity, self.runtime
-        lock, put, launch = plan.bound.lock, plan.put, plan.bound.launcher()
-        position, front, program = self._position, live.front, live.program
+            self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)
+        else:
+            plan.append(rows)
+        self.append_alike = self._like_the_last(operation)
 
-        def again(k: Any, v: Any, room: int) -> int:
+    def _like_the_last(self, operation: str) -> AppendAlike:
+        """An `append_alike` for tokens of the forms just appended; it keeps no reference to this layer, which has it.
+
+        `benches/integrations/bench_transformers.py` justifies it: a decoded token's `TikvCache.update` is mostly the
+        host's work, and this leaves out the views, the key and the checks that the forms decide.
+        """
+        test = last_call_test(operation)
+        if test is None:
+            return _takes_nothing
+        same, address, key = test
+        plan = self._appends.plans.get((0, key))
+        if plan is None or not plan.launches or not plan.pointers:
+            return _takes_nothing
+        layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
+        bound, lock = plan.launches[0], plan.lock
+        put, start = bound.setter("dst_position"), bound.launcher()
+        front, program = live.front, live.program
+
+        def append_alike(k: Any, v: Any, room: int) -> int:
             length = layer.length
             end = length + tokens
             if not same(k, v) or end > room or end > slots:
@@ -120,16 +176,14 @@ class LayerStore(KVCacheStore):
                 require_alive(live, operation)
             pointers = (address(k), address(v))
             with lock:
-                if pointers != plan.pointers:
-                    if not plan.is_aligned(pointers):
-                        return 0
-                    plan.rebind(operation, pointers)
-                put(position, length)
-                launch()
+                if pointers != plan.pointers and not plan.move_to(pointers):
+                    return 0
+                put(length)
+                start()
                 layer.length = end
             return end
 
-        return again
+        return append_alike
 
     def make_room(self, *, capacity: int, drop: int = 0) -> None:
         """Forget the ``drop`` oldest tokens, move the others to the front, and have ``capacity`` slots.
@@ -141,9 +195,9 @@ class LayerStore(KVCacheStore):
         Cost: nothing if nothing changes; else one launch or two per array. With another capacity memory is allocated
             anew, and arrays handed out before keep the old.
         """
-        operation = "LayerStore.make_room"
+        operation = "GrowingLayer.make_room"
         require_alive(self.runtime, operation)
-        layer = self._layers[0]
+        layer, memory = self._layer, self._memory
         drop = checks.integer(drop, "drop", operation)
         if drop > layer.length:
             raise PositionError(
@@ -154,66 +208,105 @@ class LayerStore(KVCacheStore):
         checks.fits_linear(0, keep, capacity, operation)
         if capacity == self.capacity and drop == 0:
             return
-        kept = [a.moved((*a.shape[:2], keep, *a.shape[3:]), a.strides, drop * a.strides[2]) for a in self._arrays()]
+        kept = [a.restrided((*a.shape[:2], keep, *a.shape[3:]), a.strides, drop * a.strides[2]) for a in layer.arrays]
         if capacity == self.capacity:
-            taken = []
-            for a in kept:
-                taken.append(new_array(a.shape, a.dtype, self.runtime))
-                self._move_slots(a, taken[-1], keep, self.batch_size, None)
+            taken = [new_array(a.shape, a.dtype, self.runtime) for a in kept]
+            for a, b in zip(kept, taken, strict=True):
+                memory.move_slots(a, b, keep)
             kept = taken
         else:
-            before, self.capacity = self.capacity, capacity
-            layer.slots = capacity
+            before, layer.slots = layer.slots, capacity
             try:
                 self._allocate()
-            except Exception:
-                self.capacity = layer.slots = before
+            except BaseException:
+                layer.slots = before
                 raise
-            self._appends.clear()
-        for a, b in zip(kept, self._arrays(), strict=True):
-            self._move_slots(a, b, keep, self.batch_size, None)
+        for a, b in zip(kept, layer.arrays, strict=True):
+            memory.move_slots(a, b, keep)
         layer.length = keep
         self.origin += drop
 
+    def _allocate(self) -> None:
+        self._memory.allocate(self.batch_size)
+        self.append_alike = _takes_nothing  # what is bound writes to the memory before
+
     def recount(self, *, length: int, origin: int) -> None:
         """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
-        self._layers[0].length = length
+        self._layer.length = length
         self.origin = origin
-
-    def _arrays(self) -> list[ArrayView]:
-        layer = self._layers[0]
-        return [a for a in (layer.k, layer.v, layer.k_scale, layer.v_scale) if a is not None]
 
     def decoded(self, first: int) -> tuple[CacheArray, CacheArray]:
         """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v); int8 as float32.
 
         Cost: one launch, each row read and written once.
         """
-        layer = self._layer(0, "LayerStore.decoded")
-        first = checks.integer(first, "first", "LayerStore.decoded", high=layer.length)
-        before = layer.valid_from
-        layer.valid_from = first
-        try:
-            return self.tokens(0)
-        finally:
-            layer.valid_from = before
+        operation = "GrowingLayer.decoded"
+        require_alive(self.runtime, operation)
+        first = checks.integer(first, "first", operation, high=self.length)
+        return self._memory.tokens(operation, self._layer, first)
+
+    def trim(self, n: int) -> None:
+        """Drop the ``n`` newest tokens.
+
+        Raises:
+            PositionError: more than `length`.
+        """
+        operation = "GrowingLayer.trim"
+        require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self.length:
+            raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
+        self._layer.length -= n
 
     def reset(self) -> None:
         """Forget all tokens; the next one is at position 0. The memory stays, with what was in it."""
-        super().reset()
-        self.origin = 0
+        require_alive(self.runtime, "GrowingLayer.reset")
+        self._layer.length = self._layer.valid_from = self.origin = 0
 
-    def twin(self) -> LayerStore:
+    def reorder(self, index: Any) -> None:
+        """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
+        require_alive(self.runtime, "TikvCache.reorder_cache")
+        self._memory.reorder("TikvCache.reorder_cache", index)
+
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; as `KVCacheStore.select`."""
+        operation = "TikvCache.batch_select_indices"
+        require_alive(self.runtime, operation)
+        self._select(self._memory.sequences_of(operation, index))
+
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
+        operation = "TikvCache.batch_repeat_interleave"
+        require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation, low=1)
+        self._select(np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
+
+    def _select(self, sequences: np.ndarray[Any, Any]) -> None:
+        self._memory.select(sequences)
+        self.append_alike = _takes_nothing
+
+    def twin(self) -> GrowingLayer:
         """A copy of this layer in memory of its own, from which it can continue on its own."""
-        found = LayerStore(
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+        memory = self._memory
+        found = GrowingLayer(
+            num_kv_heads=memory.num_kv_heads,
+            head_dim=memory.head_dim,
             capacity=self.capacity,
-            batch_size=self.batch_size,
-            dtype=self.dtype,
-            head_dim_v=self.head_dim_v,
-            scale_dtype=self.scale_dtype,
+            batch_size=memory.batch_size,
+            dtype=memory.dtype,
+            head_dim_v=memory.head_dim_v,
+            scale_dtype=memory.scale_dtype,
         )
-        found.restore(self.snapshot())
-        found.origin = self.origin
+        found.recount(length=self.length, origin=self.origin)
+        found._memory.write_filled(memory.copy_filled())
         return found
+
+    def __repr__(self) -> str:
+        memory = self._memory
+        width = (
+            str(memory.head_dim) if memory.head_dim == memory.head_dim_v else f"{memory.head_dim}|{memory.head_dim_v}"
+        )
+        return (
+            f"GrowingLayer(batch {memory.batch_size} x {memory.num_kv_heads} heads x {width}, {memory.dtype.name}, "
+            f"{self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, {self.runtime.arch})"
+        )

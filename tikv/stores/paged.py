@@ -1,7 +1,7 @@
 """PagedKVCacheStore: sequences of any length over one pool of blocks, sharing what they have in common.
 
-All layers have pools of one form, so a block id names the same block of every layer, and a sequence has one block
-table. The layers lie side by side in as few pieces of memory as a launch can address; copying a block copies it in all.
+Which sequence holds which blocks is kept in `sequences`, keys and values in `layer_pools`, slots and block tables on
+the device in `device_tables`; `paged_files` saves and loads sequences.
 """
 
 from __future__ import annotations
@@ -9,209 +9,25 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, as_numpy, describe, new_array, read_host, view, write_host
+from tikv.arrays import CacheArray, new_array, view
 from tikv.dtypes import DType
-from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError, TikvError
-from tikv.ops import checks, paged
-from tikv.ops import write_qkv as qkv_ops
-from tikv.ops.attention import plan
-from tikv.ops.row_copy import MAX_PLANS, CopyCall
-from tikv.stores import block_pool, draw, files
-from tikv.stores.contiguous import BLOCK_BYTES, size_in_words, storage
-
-HostArray: TypeAlias = np.ndarray[Any, Any]
-
-
-def _row_axes(axes: str) -> str:
-    """The axes of a pool, a row's parts last and in order, as layout NHD has them."""
-    return "NSHCX" if "X" in axes else "NSHD"
-
-
-@dataclass(frozen=True)
-class PoolForm:
-    """What the pools of all layers have in common."""
-
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: DType
-    scale_dtype: DType | None  # of int8 pools
-    layout: str
-
-    @classmethod
-    def checked(
-        cls,
-        operation: str,
-        live: runtime.Runtime,
-        *,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        dtype: Any,
-        scale_dtype: Any,
-        layout: str,
-    ) -> PoolForm:
-        """The form that a user's arguments mean.
-
-        Raises:
-            CapacityError: a layer is larger than a launch on this arch addresses.
-            DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
-        """
-        stored, scales = storage(dtype, scale_dtype, live, operation)
-        form = cls(
-            checks.integer(num_blocks, "num_blocks", operation, low=1),
-            checks.integer(block_size, "block_size", operation, low=1),
-            checks.integer(num_kv_heads, "num_kv_heads", operation, low=1),
-            checks.integer(head_dim, "head_dim", operation, low=1),
-            checks.integer(head_dim if head_dim_v is None else head_dim_v, "head_dim_v", operation, low=1),
-            stored,
-            scales,
-            checks.option(layout, "layout", operation, tuple(paged.LAYOUTS)),
-        )
-        chunk = paged.CHUNK_BYTES // stored.itemsize
-        if "X" in paged.LAYOUTS[form.layout][0] and form.head_dim % chunk:
-            raise ShapeError(
-                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {stored.name} elements of a "
-                f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
-            )
-        if form.bytes_of_layer > form.limit(live):
-            raise CapacityError(
-                f"{operation}: a layer needs {form.bytes_of_layer} bytes in one piece of memory "
-                f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.num_kv_heads} heads); "
-                f"{live.arch} addresses {form.limit(live)}. Use fewer blocks, or several stores."
-            )
-        return form
-
-    @property
-    def bytes_of_layer(self) -> int:
-        """Bytes of the larger of a layer's two pools."""
-        rows = self.num_blocks * self.block_size * self.num_kv_heads
-        return rows * max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
-
-    def limit(self, live: runtime.Runtime) -> int:
-        """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
-        return min(BLOCK_BYTES[live.arch], 2**31 * self.dtype.itemsize)
-
-    def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
-        """The shape of K's (0) or V's (1) pool of that many blocks."""
-        width, chunk = (self.head_dim, self.head_dim_v)[stream], paged.CHUNK_BYTES // self.dtype.itemsize
-        extent = {"N": num_blocks, "S": self.block_size, "H": self.num_kv_heads, "D": width, "C": width // chunk}
-        return tuple(extent.get(axis, chunk) for axis in paged.LAYOUTS[self.layout][stream])
-
-    def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """The shape of an int8 pool's scales."""
-        return num_blocks, self.block_size, self.num_kv_heads
-
-    def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
-        slots = (self.block_size, self.num_kv_heads)
-        found: dict[str, tuple[tuple[int, ...], DType]] = {
-            "k": ((*slots, self.head_dim), self.dtype),
-            "v": ((*slots, self.head_dim_v), self.dtype),
-        }
-        if self.scale_dtype is not None:
-            found |= {"k_scale": (slots, self.scale_dtype), "v_scale": (slots, self.scale_dtype)}
-        return found
-
-    def to_rows(self, stream: int, array: HostArray) -> HostArray:
-        """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
-        if stream > 1:
-            return array
-        axes = paged.LAYOUTS[self.layout][stream]
-        rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
-        found: HostArray = rows.reshape(*rows.shape[:3], (self.head_dim, self.head_dim_v)[stream])
-        return found
-
-    def from_rows(self, stream: int, rows: HostArray) -> HostArray:
-        """The reverse of `to_rows`."""
-        if stream > 1:
-            return rows
-        axes = paged.LAYOUTS[self.layout][stream]
-        order = _row_axes(axes)
-        extent = dict(zip(axes, self.shape(stream, len(rows)), strict=True))
-        split = rows.reshape([extent[axis] for axis in order])
-        return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
-
-    def facts(self) -> dict[str, Any]:
-        """The arguments that make a store of this form, as JSON has them."""
-        return {
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "head_dim_v": self.head_dim_v,
-            "dtype": self.dtype.name,
-            "scale_dtype": (self.scale_dtype or dtypes.float16).name,
-            "layout": self.layout,
-        }
-
-
-class Pages:
-    """The pools of some layers that lie one after the other: K, V and, for int8, their scales."""
-
-    def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
-        self.form = form
-        self.layers = layers
-        shapes = [(form.shape(stream, layers * form.num_blocks), form.dtype) for stream in (0, 1)]
-        if form.scale_dtype is not None:
-            shapes += [(form.scale_shape(layers * form.num_blocks), form.scale_dtype)] * 2
-        self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
-
-    def of_layer(self, i: int) -> list[ArrayView]:
-        """K's and V's pool of the i-th of these layers, and their scales if there are any."""
-        n = self.form.num_blocks
-        return [a.moved((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in self.arrays]
-
-    def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> np.ndarray[Any, Any]:
-        """(layers * n, 2) int32: each block to move and its destination, in each layer of pools of so many blocks."""
-        pair = np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
-        layer = np.arange(self.layers, dtype=np.int32)[:, None, None]
-        return np.ascontiguousarray((pair + layer * np.array([src_blocks, dst_blocks], np.int32)).reshape(-1, 2))
-
-
-@dataclass
-class SequenceState:
-    """What the store knows of one sequence."""
-
-    blocks: list[int]
-    lengths: list[int]  # tokens of each layer
-    digests: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
-    registered: int = 0  # how many of those every layer has written
-    swapped: list[list[np.ndarray[Any, Any]]] | None = None  # on the host: the arrays of each of the store's `Pages`
-
-    @property
-    def length(self) -> int:
-        """Tokens of the layers ahead."""
-        return max(self.lengths)
-
-
-@dataclass
-class Step:
-    """Where the new tokens of some sequences go, and what has to change in their tables; the same for every layer."""
-
-    ids: tuple[int, ...]
-    bounds: tuple[int, ...]  # cumulated numbers of tokens
-    states: list[SequenceState]
-    starts: list[int]
-    slots: np.ndarray[Any, Any]
-    positions: np.ndarray[Any, Any]
-    tables: list[list[int]]
-    fresh: list[int]  # blocks taken for this step
-    left: list[int]  # shared blocks that were copied before being written
-    overwritten: list[int]  # blocks whose tokens change
-    lost: dict[int, bytes] = field(default_factory=dict)  # digests of fresh blocks that are not written yet
-    index: ArrayView | None = None  # the slots on the device
-    done: bool = False  # by one layer, so that tables and counts are true already
+from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
+from tikv.ops import checks, paged, rope
+from tikv.ops.attention.paged import attend_paged
+from tikv.ops.indices import host_integers
+from tikv.ops.write_qkv import write_fused
+from tikv.runtime.cache import BoundedCache
+from tikv.stores import draw, files, paged_files
+from tikv.stores.device_tables import DeviceTables
+from tikv.stores.layer_pools import LayerPools
+from tikv.stores.pool_form import PoolForm
+from tikv.stores.sequences import AppendStep, Sequences, SequenceState
+from tikv.stores.storage import size_in_words
 
 
 class PagedKVCacheStore(draw.Drawn):
@@ -282,19 +98,10 @@ class PagedKVCacheStore(draw.Drawn):
             scale_dtype=scale_dtype,
             layout=layout,
         )
-        together = min(self.num_layers, self.form.limit(self.runtime) // self.form.bytes_of_layer)
-        self._pages = [
-            Pages(self.form, min(together, self.num_layers - first), self.runtime)
-            for first in range(0, self.num_layers, together)
-        ]
-        self._layers = [pages.of_layer(i) for pages in self._pages for i in range(pages.layers)]
-        self._blocks = block_pool.BlockPool(self.form.num_blocks)
-        self._sequences: dict[int, SequenceState] = {}
-        self._next = 0
-        self._appends: dict[Any, CopyCall] = {}
-        self._step: Step | None = None
-        self._tables: tuple[Any, ArrayView, ArrayView] | None = None
-        self._uploads: dict[str, ArrayView] = {}
+        self._pools = LayerPools(self.form, self.num_layers, self.runtime)
+        self._sequences = Sequences(self.num_layers, self.form.num_blocks, self.form.block_size)
+        self._appends: BoundedCache[Any, paged.WriteSlotsPlan] = BoundedCache()
+        self._on_device = DeviceTables(self.runtime)
 
     @property
     def num_kv_heads(self) -> int:
@@ -334,27 +141,27 @@ class PagedKVCacheStore(draw.Drawn):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales of all layers, filled or not."""
-        return sum(a.nbytes for pages in self._pages for a in pages.arrays)
+        return self._pools.nbytes
 
     @property
     def sequences(self) -> list[int]:
         """The sequences there are, in the order they came."""
-        return list(self._sequences)
+        return list(self._sequences.states)
 
     @property
     def context_lens(self) -> np.ndarray[Any, Any]:
         """(len(sequences),) int32: `length` of each of `sequences`, on the host."""
-        return np.array([state.length for state in self._sequences.values()], np.int32)
+        return np.array([state.length for state in self._sequences.states.values()], np.int32)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds."""
-        return self._blocks.num_free
+        return self._sequences.blocks.num_free
 
     @property
     def num_shared_blocks(self) -> int:
         """Blocks that more than one sequence holds."""
-        return self._blocks.num_shared
+        return self._sequences.blocks.num_shared
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence, shared ones included; while a step is under way, those of the layers ahead."""
@@ -371,11 +178,11 @@ class PagedKVCacheStore(draw.Drawn):
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys where it lies, in the store's layout; not a copy."""
-        return CacheArray(self._layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
+        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
 
     def values(self, layer: int) -> CacheArray:
         """A layer's pool of values where it lies, in the store's layout; not a copy."""
-        return CacheArray(self._layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
+        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
         """The int8 scales of a layer's keys and values, each (N, bs, H), where they lie.
@@ -384,7 +191,7 @@ class PagedKVCacheStore(draw.Drawn):
             DTypeError: the store is not int8.
         """
         operation = "PagedKVCacheStore.scales"
-        found = self._layers[self._layer(layer, operation)][2:]
+        found = self._pools.layers[self._layer(layer, operation)][2:]
         if not found:
             raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'.")
         return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
@@ -398,29 +205,7 @@ class PagedKVCacheStore(draw.Drawn):
     def _state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
         """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise."""
         runtime.require_alive(self.runtime, operation)
-        found = self._sequences.get(seq) if type(seq) is int else None
-        if found is None:
-            number = checks.integer(seq, "seq", operation)
-            found = self._sequences.get(number)
-            if found is None:
-                what = "was freed" if number < self._next else "was never added"
-                raise PositionError(
-                    f"{operation}: sequence {number} {what}. There are {len(self._sequences)} sequences; add() or "
-                    f"fork() makes one."
-                )
-        if found.swapped is not None and not swapped:
-            raise PositionError(f"{operation}: sequence {seq} is swapped out. Call swap_in({seq}) first.")
-        return found
-
-    def _distinct(
-        self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
-    ) -> list[SequenceState]:
-        """The states of sequences that are named once each."""
-        states = [self._state(seq, operation, swapped=swapped) for seq in ids]
-        if len(set(ids)) != len(ids):
-            twice = next(seq for seq in ids if ids.count(seq) > 1)
-            raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
-        return states
+        return self._sequences.state(seq, operation, swapped=swapped)
 
     def add(self, token_ids: Any = None) -> int:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
@@ -451,14 +236,10 @@ class PagedKVCacheStore(draw.Drawn):
         """
         operation = "PagedKVCacheStore.add"
         runtime.require_alive(self.runtime, operation)
-        ids = self._host_integers(token_ids, "token_ids", operation) if token_ids is not None else []
+        ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
-        digests = block_pool.chained_digests(ids, self.block_size)
-        shared = self._blocks.prefix(digests)
-        self._blocks.acquire(shared)
-        count = len(shared)
-        return self._new(SequenceState(shared, [count * self.block_size] * self.num_layers, digests, count))
+        return self._sequences.add(ids)
 
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
@@ -474,17 +255,7 @@ class PagedKVCacheStore(draw.Drawn):
 
         Cost: none on the device now; later one block in all layers for each shared block that is written into.
         """
-        state = self._state(seq, "PagedKVCacheStore.fork")
-        self._blocks.acquire(state.blocks)
-        self._step = None
-        known = state.digests[: min(state.lengths) // self.block_size]
-        return self._new(SequenceState(list(state.blocks), list(state.lengths), known, state.registered))
-
-    def _new(self, state: SequenceState) -> int:
-        seq = self._next
-        self._next += 1
-        self._sequences[seq] = state
-        return seq
+        return self._sequences.fork(self._state(seq, "PagedKVCacheStore.fork"))
 
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
@@ -502,13 +273,7 @@ class PagedKVCacheStore(draw.Drawn):
                 f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
                 f"Keep at most {state.length}."
             )
-        keep = -(-n // self.block_size)
-        self._blocks.release(state.blocks[keep:])
-        del state.blocks[keep:]
-        state.lengths = [min(n, held) for held in state.lengths]
-        del state.digests[n // self.block_size :]
-        state.registered = min(state.registered, len(state.digests))
-        self._step = self._tables = None
+        self._sequences.truncate(state, n)
 
     def free(self, seq: int) -> None:
         """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
@@ -518,10 +283,8 @@ class PagedKVCacheStore(draw.Drawn):
 
         Cost: none on the device.
         """
-        state = self._state(seq, "PagedKVCacheStore.free", swapped=True)
-        self._blocks.release(state.blocks)
-        del self._sequences[checks.integer(seq, "seq", "PagedKVCacheStore.free")]
-        self._step = self._tables = None
+        self._state(seq, "PagedKVCacheStore.free", swapped=True)
+        self._sequences.free(seq)
 
     def swap_out(self, seq: int) -> None:
         """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
@@ -535,10 +298,7 @@ class PagedKVCacheStore(draw.Drawn):
         """
         operation = "PagedKVCacheStore.swap_out"
         state = self._state(seq, operation)
-        swapped = self._to_host(state.blocks)
-        self._blocks.release(state.blocks)
-        state.blocks, state.swapped = [], swapped
-        self._step = self._tables = None
+        self._sequences.swap_out(state, self._pools.read_blocks(state.blocks))
 
     def swap_in(self, seq: int) -> None:
         """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
@@ -553,42 +313,9 @@ class PagedKVCacheStore(draw.Drawn):
         state = self._state(seq, operation, swapped=True)
         if state.swapped is None:
             raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
-        total = -(-state.length // self.block_size)
-        shared = self._blocks.prefix(state.digests[: state.registered])
-        self._blocks.acquire(shared)
-        try:
-            fresh = self._blocks.allocate(total - len(shared), operation)
-        except CapacityError:
-            self._blocks.release(shared)
-            raise
-        self._from_host(state.swapped, range(len(shared), total), fresh)
-        state.blocks, state.swapped = shared + fresh, None
-        state.registered = len(shared)
-        self._register(state)
-        self._step = self._tables = None
-
-    def _to_host(self, chosen: Sequence[int]) -> list[list[HostArray]]:
-        """Copies of these blocks in all layers: the arrays of each of the store's `Pages`, waited for."""
-        n, found = len(chosen), []
-        for pages in self._pages:
-            host = [np.empty((pages.layers * n, *a.shape[1:]), a.dtype.numpy) for a in pages.arrays]
-            if n:
-                pairs = pages.pairs(chosen, range(n), self.num_blocks, n)
-                for array, to in zip(pages.arrays, host, strict=True):
-                    paged.swap_blocks(array, to, pairs)
-            found.append(host)
-        self.runtime.synchronize()
-        return found
-
-    def _from_host(self, host: list[list[HostArray]], src: Sequence[int], dst: Sequence[int]) -> None:
-        """Write blocks that `_to_host` copied into blocks of the pool, in all layers, and wait for it."""
-        if not dst:
-            return
-        for pages, arrays in zip(self._pages, host, strict=True):
-            pairs = pages.pairs(src, dst, len(arrays[0]) // pages.layers, self.num_blocks)
-            for array, found in zip(pages.arrays, arrays, strict=True):
-                paged.swap_blocks(found, array, pairs)
-        self.runtime.synchronize()
+        shared, fresh = self._sequences.blocks_to_swap_in(state, operation)
+        self._pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+        self._sequences.swap_in(state, shared, fresh)
 
     def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
@@ -614,23 +341,21 @@ class PagedKVCacheStore(draw.Drawn):
         layer = self._layer(layer, operation)
         k_view, v_view = view(k, "k", operation), view(v, "v", operation)
         checks.rank(k_view, (3,), "k", "(T, H, D)", operation)
-        pages = self._layers[layer]
+        pools = self._pools.layers[layer]
         key = (layer, k_view.key, v_view.key)
-        call = self._appends.get(key)
-        if call is None:
+        plan = self._appends.get(key)
+        if plan is None:
             index = new_array(k_view.shape[:1], dtypes.int32, self.runtime)
-            arrays = [k_view, pages[0], v_view, pages[1], index, *pages[2:]]
-            call, _ = paged.plan_write_slots(self.runtime, operation, arrays, self.layout)
-            if len(self._appends) >= MAX_PLANS:
-                self._appends.clear()
-            self._appends[key] = call
+            arrays = [k_view, pools[0], v_view, pools[1], index, *pools[2:]]
+            plan = self._appends.keep(key, paged.check_write_slots(self.runtime, operation, arrays, self.layout))
+
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
-            call.run(operation, [k_view, pages[0], v_view, pages[1], self._index(step), *pages[2:]])
+            plan.run([k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *pools[2:]])
         except BaseException as error:
-            self._undo(step, error)
+            self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
-        self._commit(layer, step)
+        self._sequences.commit(layer, step)
 
     def write_qkv(
         self,
@@ -640,7 +365,7 @@ class PagedKVCacheStore(draw.Drawn):
         cu_seqlens: Any = None,
         *,
         num_q_heads: int,
-        norm_rope: qkv_ops.NormRope | None = None,
+        norm_rope: rope.NormRope | None = None,
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
@@ -668,190 +393,44 @@ class PagedKVCacheStore(draw.Drawn):
         layer = self._layer(layer, operation)
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
-        pages = self._layers[layer]
-        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+        pools = self._pools.layers[layer]
+        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+
         step = self._begin(operation, layer, seqs, cu_seqlens, rows.shape[0])
         try:
             if norm_rope is not None and rope_positions is None:
-                rope_positions = self._upload("positions", step.positions)
-            q = qkv_ops.write_qkv(
+                rope_positions = self._on_device.upload("positions", step.positions)
+            q = write_fused(
+                operation,
                 qkv,
-                pages[0],
-                pages[1],
+                pools[0],
+                pools[1],
                 num_q_heads=num_q_heads,
                 norm_rope=norm_rope,
-                slot_mapping=self._index(step),
+                slot_mapping=self._on_device.slots(step),
                 rope_positions=rope_positions,
                 layout=self.layout,
                 q_layout=q_layout,
                 **scales,
             )
         except BaseException as error:
-            self._undo(step, error)
+            self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
-        self._commit(layer, step)
+        self._sequences.commit(layer, step)
         return q
 
-    def _begin(self, operation: str, layer: int, seqs: Sequence[int], cu_seqlens: Any, tokens: int) -> Step:
-        """Where a layer's new tokens go. Takes blocks and copies shared ones; `_commit` or `_undo` ends it."""
-        ids = tuple(self._host_integers(seqs, "seqs", operation))
-        bounds = self._bounds(operation, len(ids), cu_seqlens, tokens)
-        step = self._step
-        if (
-            step is not None
-            and (step.ids, step.bounds, len(step.slots)) == (ids, bounds, tokens)
-            and [state.lengths[layer] for state in step.states] == step.starts
-        ):
-            return step
-        states = self._distinct(ids, operation, "Append its tokens in one piece.")
-        starts = [state.lengths[layer] for state in states]
-        step = self._plan(
-            operation, Step(ids, bounds, states, starts, *_positions(starts, bounds, tokens), [], [], [], [])
-        )
-        self._fill_slots(step)
-        return step
-
-    def _bounds(self, operation: str, count: int, cu_seqlens: Any, tokens: int) -> tuple[int, ...]:
-        """The cumulated numbers of tokens, which agree with the rows there are."""
-        if cu_seqlens is None:
-            checks.extent(
-                tokens, count, "the number of rows", operation, f"{count} sequences; cu_seqlens=None is one each"
-            )
-            return tuple(range(count + 1))
-        bounds = tuple(self._host_integers(cu_seqlens, "cu_seqlens", operation))
-        checks.extent(len(bounds), count + 1, "the length of cu_seqlens", operation, f"{count} sequences")
-        if bounds[0] != 0 or bounds[-1] > tokens or any(a > b for a, b in itertools.pairwise(bounds)):
-            raise ShapeError(
-                f"{operation}: cu_seqlens={list(bounds)} must begin with 0, never fall, and end at most at the "
-                f"{tokens} rows given."
-            )
-        return bounds
-
-    def _plan(self, operation: str, step: Step) -> Step:
-        """Take the blocks that the step needs and copy the shared ones it writes into; all of them or nothing."""
-        size, pool = self.block_size, self._blocks
-        wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
-        copied: dict[int, int] = {}
-        for state, start, tokens in zip(step.states, step.starts, np.diff(step.bounds).tolist(), strict=True):
-            have = len(state.blocks)
-            places = range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
-            mine = []
-            for place in places:
-                if place >= have:
-                    mine.append(place)
-                    continue
-                block = state.blocks[place]
-                if pool.holders(block) - copied.get(block, 0) > 1:
-                    copied[block] = copied.get(block, 0) + 1
-                    mine.append(place)
-                    step.left.append(block)
-                else:
-                    step.overwritten.append(block)
-            wanted.append(mine)
-        step.fresh = pool.allocate(sum(map(len, wanted)), operation, step.lost)
-        fresh, moved = iter(step.fresh), []
-        for state, mine in zip(step.states, wanted, strict=True):
-            table = state.blocks
-            if mine:
-                table = table + [-1] * (mine[-1] + 1 - len(table))
-                for place in mine:
-                    block = next(fresh)
-                    if table[place] >= 0:
-                        moved.append((table[place], block))
-                        step.lost.pop(block, None)
-                    table[place] = block
-            step.tables.append(table)
-        if moved:
+    def _begin(self, operation: str, layer: int, seqs: Sequence[int], cu_seqlens: Any, rows: int) -> AppendStep:
+        """Take blocks for a layer's new tokens and copy shared ones; `Sequences.commit` or `undo` ends it."""
+        ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
+        bounds = _cumulated(cu_seqlens, len(ids), rows, operation, self.runtime)
+        step = self._sequences.begin(operation, layer, ids, bounds, rows)
+        if step.copies and not step.committed:
             try:
-                self._copy_blocks(moved)
+                self._pools.copy_blocks(step.copies)
             except BaseException as error:
-                self._undo(step, error)
+                self._sequences.undo(step, refused=isinstance(error, TikvError))
                 raise
         return step
-
-    def _copy_blocks(self, moved: list[tuple[int, int]]) -> None:
-        src, dst = zip(*moved, strict=True)
-        for pages in self._pages:
-            pairs = pages.pairs(src, dst, self.num_blocks, self.num_blocks)
-            for k, v in zip(pages.arrays[::2], pages.arrays[1::2], strict=True):
-                paged.copy_blocks(k, v, pairs)
-
-    def _fill_slots(self, step: Step) -> None:
-        size = self.block_size
-        for table, first, end in zip(step.tables, step.bounds, step.bounds[1:], strict=False):
-            if end - first == 1:
-                position = int(step.positions[first])
-                step.slots[first] = table[position // size] * size + position % size
-            elif end > first:
-                step.slots[first:end] = block_pool.slots_of(table, step.positions[first:end], size)
-
-    def _index(self, step: Step) -> ArrayView:
-        """The slots of a step on the device; every layer of the step uses the same."""
-        if step.index is None:
-            self._step = None  # the step before this one had its slots in the same memory
-            step.index = self._upload("slots", step.slots)
-        return step.index
-
-    def _upload(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
-        """A host array on the device, in the memory that the last one of this name and shape had."""
-        found = self._uploads.get(name)
-        if found is None or found.shape != array.shape:
-            found = self._uploads[name] = new_array(array.shape, dtypes.int32, self.runtime)
-        write_host(array, found)
-        return found
-
-    def _undo(self, step: Step, error: BaseException) -> None:
-        """Give back the blocks of a step that failed; with what they were found by, if it was refused, so not begun."""
-        if not step.done:
-            self._blocks.give_back(step.fresh, step.lost if isinstance(error, TikvError) else {})
-
-    def _commit(self, layer: int, step: Step) -> None:
-        if not step.done:
-            for state, table in zip(step.states, step.tables, strict=True):
-                state.blocks = table
-            for block in step.overwritten:
-                self._blocks.forget(block)
-            self._blocks.release(step.left)
-            if step.fresh:
-                self._tables = None
-            step.done = True
-            self._step = step
-        for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
-            state.lengths[layer] = start + step.bounds[i + 1] - step.bounds[i]
-            if state.registered < len(state.digests):
-                self._register(state)
-
-    def _register(self, state: SequenceState) -> None:
-        """Let others find the full blocks that every layer has written by now."""
-        full = min(min(state.lengths) // self.block_size, len(state.digests))
-        for i in range(state.registered, full):
-            self._blocks.register(state.blocks[i], state.digests[i])
-        state.registered = max(state.registered, full)
-
-    def _host_integers(self, values: Any, name: str, operation: str) -> list[int]:
-        """A list of integers, from wherever they lie.
-
-        Raises:
-            DTypeError, ShapeError: it is none.
-        """
-        if isinstance(values, list | tuple | range):
-            if all(type(n) is int for n in values):
-                return list(values)
-            try:
-                values = np.asarray(values)
-            except ValueError as error:  # lists of different lengths
-                raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from error
-        if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
-            return values.tolist()  # type: ignore[no-any-return]
-        if isinstance(values, int):
-            raise ShapeError(f"{operation}: {name} is {values}, one integer. Pass a list: [{values}].")
-        array = view(values, name, operation)
-        checks.rank(array, (1,), name, "a list of integers", operation)
-        if array.dtype not in dtypes.INDICES:
-            raise DTypeError(f"{operation}: {name} is {describe(array)}. Pass integers, int32 or int64.")
-        host = as_numpy(array) if array.device == "cpu" else read_host(array, self.runtime)
-        found: list[int] = host.tolist()
-        return found
 
     def attend(
         self,
@@ -862,6 +441,9 @@ class PagedKVCacheStore(draw.Drawn):
         scale: float | None = None,
         window: int | None = None,
         return_lse: bool = False,
+        impl: str = "auto",
+        softcap: float | None = None,
+        out: Any = None,
     ) -> Any:
         """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
 
@@ -872,21 +454,22 @@ class PagedKVCacheStore(draw.Drawn):
             scale: of the scores; None for 1 / sqrt(D).
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores.
+            impl, softcap, out: as in `tikv.paged_decode_attention`.
 
         Returns:
-            out, of q's dtype, (B, Hq, D_v) or (B, Hq, T, D_v); with ``return_lse`` also lse, float32 without the last
-            axis.
+            ``out`` or a new array, of q's dtype, (B, Hq, D_v) or (B, Hq, T, D_v); with ``return_lse`` also lse, float32
+            without the last axis.
 
         Raises:
             PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
-            ShapeError, DTypeError: q does not fit.
+            ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
         Cost: one launch; each key and value is read once for all query heads of its KV head.
         """
         operation = "PagedKVCacheStore.attend"
         layer = self._layer(layer, operation)
-        ids = tuple(self._host_integers(seqs, "seqs", operation))
+        ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
         states = [self._state(seq, operation) for seq in ids]
         rows = view(q, "q", operation)
         lengths = tuple(state.lengths[layer] for state in states)
@@ -897,36 +480,13 @@ class PagedKVCacheStore(draw.Drawn):
                         f"{operation}: {rows.shape[2]} queries of sequence {seq}, which has {length} tokens in layer "
                         f"{layer}. The queries are the last tokens: append theirs first, or pass fewer."
                     )
-        tables, lens = self._on_device(ids, states, lengths)
-        pages = self._layers[layer]
-        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
-        return plan.paged_decode_attention(
-            q,
-            pages[0],
-            pages[1],
-            tables,
-            lens,
-            layout=self.layout,
-            scale=scale,
-            window=window,
-            return_lse=return_lse,
-            **scales,
-        )
-
-    def _on_device(
-        self, ids: tuple[int, ...], states: list[SequenceState], lengths: tuple[int, ...]
-    ) -> tuple[ArrayView, ArrayView]:
-        """(B, most blocks) block tables padded with -1, and (B,) lengths; kept for the next layer of the step."""
-        kept = self._tables
-        if kept is None or kept[0] != (ids, lengths):
-            most = max([1, *(len(state.blocks) for state in states)])
-            table = np.full((len(ids), most), -1, np.int32)
-            for row, state in zip(table, states, strict=True):
-                row[: len(state.blocks)] = state.blocks
-            lens = np.array(lengths, np.int32)
-            self._tables = None
-            kept = self._tables = ((ids, lengths), self._upload("tables", table), self._upload("lengths", lens))
-        return kept[1], kept[2]
+        tables, lens = self._on_device.block_tables(self._sequences.version, ids, states, lengths)
+        pools = self._pools.layers[layer]
+        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+        return attend_paged(
+            operation, q, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
+            return_lse=return_lse, out=out, softcap=softcap, impl=impl, **scales,
+        )  # fmt: skip
 
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
         """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v). int8 comes as float32.
@@ -941,14 +501,14 @@ class PagedKVCacheStore(draw.Drawn):
         state = self._state(seq, operation)
         length = state.lengths[layer]
         dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
-        pages = self._layers[layer]
-        table = np.array(state.blocks[: -(-length // self.block_size)], np.int32)
+        pools = self._pools.layers[layer]
+        table = np.array(state.blocks[: self._sequences.blocks_for(length)], np.int32)
         found = []
         for stream, width in enumerate((self.head_dim, self.head_dim_v)):
             out = new_array((length, self.num_kv_heads, width), dtype, self.runtime)
             if length:
-                scale = pages[2 + stream] if self.dtype is dtypes.int8 else None
-                paged.gather_paged(pages[stream], table, length, layout=self.layout, scale=scale, out=out)
+                scale = pools[2 + stream] if self.dtype is dtypes.int8 else None
+                paged.gather_paged(pools[stream], table, length, layout=self.layout, scale=scale, out=out)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
@@ -984,40 +544,9 @@ class PagedKVCacheStore(draw.Drawn):
         operation = "PagedKVCacheStore.save"
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
-        ids = self.sequences if seqs is None else self._host_integers(seqs, "seqs", operation)
-        states = self._distinct(ids, operation, "Name it once.", swapped=True)
-        held = list(dict.fromkeys(block for state in states for block in state.blocks))
-        parts = [self._to_host(held), *(state.swapped for state in states if state.swapped is not None)]
-        place = {block: i for i, block in enumerate(held)}
-        count, tables = len(held), []
-        for state in states:
-            if state.swapped is None:
-                tables.append([place[block] for block in state.blocks])
-            else:
-                tables.append(list(range(count, count + self._table_size(state.length))))
-                count += len(tables[-1])
-        filled = np.zeros((self.num_layers, count), np.int64)  # slots of each block
-        for state, table in zip(states, tables, strict=True):
-            behind = np.array(state.lengths)[:, None] - self.block_size * np.arange(len(table))
-            filled[:, table] = np.maximum(filled[:, table], behind)
-        tensors = {}
-        for layer, found in enumerate(zip(*map(self._rows, parts), strict=True)):
-            unused = np.arange(self.block_size) >= filled[layer, :, None]
-            for name, pieces in zip(self.form.names(), zip(*found, strict=True), strict=True):
-                tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
-                array[unused] = 0
-        sequences = [
-            {
-                "seq": seq,
-                "blocks": table,
-                "lengths": state.lengths,
-                "digests": [digest.hex() for digest in state.digests],
-                "swapped": state.swapped is not None,
-            }
-            for seq, state, table in zip(ids, states, tables, strict=True)
-        ]
-        facts = {"form": self._facts(), "next": self._next, "sequences": sequences}
-        files.write(path, "PagedKVCacheStore", tensors, facts, operation)
+        ids = self.sequences if seqs is None else host_integers(seqs, "seqs", operation, self.runtime)
+        states = self._sequences.distinct(ids, operation, "Name it once.", swapped=True)
+        paged_files.write(path, self._sequences, self._pools, ids, states, operation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> PagedKVCacheStore:
@@ -1034,12 +563,13 @@ class PagedKVCacheStore(draw.Drawn):
         operation = "PagedKVCacheStore.load"
         if num_blocks is not None:
             num_blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
-        tensors, facts = files.read(path, "PagedKVCacheStore", operation)
+        contents = paged_files.read(path, operation)
+        _, facts = contents
         with files.understanding(path, operation):
             store = cls(**facts["form"] | ({} if num_blocks is None else {"num_blocks": num_blocks}))
             numbers = [saved["seq"] for saved in facts["sequences"]]
-            store._next = max([facts["next"], *(number + 1 for number in numbers)])
-        store._take_over(path, tensors, facts, numbers, operation)
+            store._sequences.next = max([facts["next"], *(number + 1 for number in numbers)])
+        paged_files.restore(path, contents, numbers, store._sequences, store._pools, operation)
         return store
 
     def load_sequences(self, path: str | os.PathLike[str]) -> list[int]:
@@ -1064,137 +594,26 @@ class PagedKVCacheStore(draw.Drawn):
         """
         operation = "PagedKVCacheStore.load_sequences"
         runtime.require_alive(self.runtime, operation)
-        tensors, facts = files.read(path, "PagedKVCacheStore", operation)
-        with files.understanding(path, operation):
-            theirs = facts["form"]
-            numbers = list(range(self._next, self._next + len(facts["sequences"])))
-            other = [name for name, mine in self._facts().items() if theirs[name] != mine]
-        for name in other:
-            if name not in ("num_blocks", "layout"):
-                raise (DTypeError if "dtype" in name else ShapeError)(
-                    f"{operation}: the pool of {str(path)!r} had {name}={theirs[name]}, this one has "
-                    f"{self._facts()[name]}. Use PagedKVCacheStore.load, or a pool of that form."
-                )
-        self._take_over(path, tensors, facts, numbers, operation)
-        self._next += len(numbers)
-        return numbers
-
-    def _facts(self) -> dict[str, Any]:
-        """The arguments that make a store of this form."""
-        return {"num_layers": self.num_layers, **self.form.facts()}
-
-    def _take_over(
-        self,
-        path: str | os.PathLike[str],
-        tensors: dict[str, HostArray],
-        facts: dict[str, Any],
-        numbers: list[int],
-        operation: str,
-    ) -> None:
-        """Make the sequences of a file under these numbers; all of them or none.
-
-        Raises:
-            CacheFileError: the file contradicts itself.
-            CapacityError: too few blocks are free.
-        """
-        with files.understanding(path, operation):
-            rows = self._saved_rows(tensors)
-            saved = [self._saved_state(sequence, len(rows[0][0])) for sequence in facts["sequences"]]
-            if len({*numbers}) != len(saved) or any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError(f"the sequences have the numbers {numbers}")
-        used = sorted({block for state, swapped in saved if not swapped for block in state.blocks})
-        fresh = self._blocks.allocate(len(used), operation)
-        try:
-            self._from_host(self._pooled([[a[used] for a in layer] for layer in rows]), range(len(used)), fresh)
-        except BaseException:
-            self._blocks.release(fresh)
-            raise
-        of = dict(zip(used, fresh, strict=True))
-        for number, (state, swapped) in zip(numbers, saved, strict=True):
-            if swapped:
-                state.swapped = self._pooled([[a[state.blocks] for a in layer] for layer in rows])
-                state.blocks = []
-                state.registered = min(min(state.lengths) // self.block_size, len(state.digests))
-            else:
-                state.blocks = [of[block] for block in state.blocks]
-                self._blocks.acquire(state.blocks)
-                self._register(state)
-            self._sequences[number] = state
-        self._blocks.release(fresh)
-        self._step = self._tables = None
-
-    def _saved_rows(self, tensors: dict[str, HostArray]) -> list[list[HostArray]]:
-        """The arrays of each layer in a file.
-
-        Raises:
-            KeyError, ValueError: one is missing or has another form than this store's.
-        """
-        names = self.form.names()
-        count = len(tensors["layers.0.k"])
-        for layer in range(self.num_layers):
-            for name, (shape, dtype) in names.items():
-                array = tensors[f"layers.{layer}.{name}"]
-                if array.shape != (count, *shape) or array.dtype != dtype.numpy:
-                    raise ValueError(
-                        f"{name} of layer {layer} is {array.dtype.name} {array.shape} where {dtype.name} "
-                        f"{(count, *shape)} is needed"
-                    )
-        return [[tensors[f"layers.{layer}.{name}"] for name in names] for layer in range(self.num_layers)]
-
-    def _saved_state(self, sequence: dict[str, Any], count: int) -> tuple[SequenceState, bool]:
-        """A sequence of a file, its blocks numbered as there, and whether it was swapped out.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is none.
-        """
-        found, lengths = sequence["blocks"], sequence["lengths"]
-        digests = [bytes.fromhex(digest) for digest in sequence["digests"]]
-        if any(type(n) is not int or n < 0 for n in [*found, *lengths]) or max(found, default=-1) >= count:
-            raise ValueError(f"sequence {sequence['seq']} names blocks or lengths that are none")
-        if len({*found}) != len(found) or len(lengths) != self.num_layers:
-            raise ValueError(f"sequence {sequence['seq']} has {len(lengths)} layers, or a block twice")
-        if len(found) != self._table_size(max(lengths)):
-            raise ValueError(f"sequence {sequence['seq']} has {len(found)} blocks for {max(lengths)} tokens")
-        return SequenceState(found, lengths, digests), bool(sequence["swapped"])
-
-    def _table_size(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
-        return -(-tokens // self.block_size)
-
-    def _rows(self, host: list[list[HostArray]]) -> list[list[HostArray]]:
-        """What `_to_host` copied, by layer, as layout NHD has it."""
-        found = []
-        for pages, arrays in zip(self._pages, host, strict=True):
-            n = len(arrays[0]) // pages.layers
-            for i in range(pages.layers):
-                found.append([self.form.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
-        return found
-
-    def _pooled(self, rows: list[list[HostArray]]) -> list[list[HostArray]]:
-        """The reverse of `_rows`."""
-        layers = iter([[self.form.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
-        return [
-            [np.concatenate(a) for a in zip(*(next(layers) for _ in range(pages.layers)), strict=True)]
-            for pages in self._pages
-        ]
+        return paged_files.add(path, paged_files.read(path, operation), self._sequences, self._pools, operation)
 
     def _picture(self) -> str:
+        sequences = self._sequences
         rows = [
             draw.Table(seq, state.length, state.blocks, state.swapped is not None)
-            for seq, state in self._sequences.items()
+            for seq, state in sequences.states.items()
         ]
         return draw.table(
-            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, self._blocks.holders, rows
+            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, sequences.blocks.holders, rows
         )
 
     def __len__(self) -> int:
         """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
-        return len(self._sequences)
+        return len(self._sequences.states)
 
     def __repr__(self) -> str:
         width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
         used = self.num_blocks - self.num_free_blocks
-        swapped = sum(state.swapped is not None for state in self._sequences.values())
+        swapped = sum(state.swapped is not None for state in self._sequences.states.values())
         return (
             f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
             f"{self.layout}, {len(self)} sequences{f' ({swapped} swapped out)' if swapped else ''}, "
@@ -1203,12 +622,18 @@ class PagedKVCacheStore(draw.Drawn):
         )
 
 
-def _positions(
-    starts: Sequence[int], bounds: Sequence[int], rows: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(slots still unknown, position of each row in its sequence), int32; rows behind the last bound are padding."""
-    counts = np.diff(bounds)
-    positions = np.zeros(rows, np.int32)
-    shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(bounds[:-1], np.int64), counts)
-    positions[: bounds[-1]] = np.arange(bounds[-1]) + shift
-    return np.full(rows, -1, np.int32), positions
+def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: runtime.Runtime) -> tuple[int, ...]:
+    """The cumulated numbers of tokens, which agree with the rows there are."""
+    if cu_seqlens is None:
+        if rows != count:
+            detail = f"{count} sequences; cu_seqlens=None is one each"
+            checks.extent(rows, count, "the number of rows", operation, detail)
+        return tuple(range(count + 1))
+    bounds = tuple(host_integers(cu_seqlens, "cu_seqlens", operation, live))
+    checks.extent(len(bounds), count + 1, "the length of cu_seqlens", operation, f"{count} sequences")
+    if bounds[0] != 0 or bounds[-1] > rows or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise ShapeError(
+            f"{operation}: cu_seqlens={list(bounds)} must begin with 0, never fall, and end at most at the "
+            f"{rows} rows given."
+        )
+    return bounds

@@ -20,8 +20,7 @@ import numpy as np
 
 from tikv import arrays, dtypes, launch, reference, runtime
 from tikv.errors import TikvError
-from tikv.ops import copy, paged
-from tikv.ops.attention import plan
+from tikv.ops import attention, copy, paged
 from tikv.stores import contiguous, draw
 from tikv.tools import roofline
 
@@ -273,7 +272,7 @@ def _attention(machine: Machine) -> tuple[int, Contenders]:
     out = machine.place(np.zeros_like(q))
     found: Contenders = {
         "tikv": Contender(
-            lambda: plan.decode_attention(asked, k_cache, v_cache, lens, out=out, impl="taichi"),
+            lambda: attention.decode_attention(asked, k_cache, v_cache, lens, out=out, impl="taichi"),
             lambda: [(out, wanted)],
             1e-5,
         )

@@ -1,6 +1,6 @@
 """Bytes an operation has to move, and how near a measured time comes to a measured roof.
 
-A GB is 10**9 bytes. Bytes are counted once read and once written, whatever the caches of the machine do. Rank 1.
+A GB is 10**9 bytes. Bytes are counted once read and once written, whatever the caches of the machine do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every operation in every dtype on one back end, compared with the NumPy reference: `python -m tikv.trials ARCH`.
+"""Every operation in every dtype on one back end, against the NumPy reference: `python -m tikv.tools.support ARCH`.
 
 Prints a line of JSON for each, as it is done, so that a driver that crashes loses only what comes after.
 """
@@ -15,9 +15,8 @@ import numpy as np
 
 from tikv import arrays, dtypes, reference, runtime
 from tikv.errors import ArchError, DTypeError
-from tikv.graphs.graph import GraphBuilder
-from tikv.ops import copy, paged, quantize, ragged, write_qkv
-from tikv.ops.attention import plan
+from tikv.graphs.builder import GraphBuilder
+from tikv.ops import attention, blocks, copy, paged, quantize, ragged, write_qkv
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.paged import PagedKVCacheStore
 from tikv.tools.doctor import FAILED, REFUSED, TESTED, Trial
@@ -50,7 +49,7 @@ class Bench:
         """Ordinary numbers; of int8, all its values but -128."""
         if dtype == "int8":
             return self.rng.integers(-127, 128, shape).astype(np.int8)
-        return self.rng.standard_normal(shape).astype(dtypes.parse(dtype, "trials").numpy)
+        return self.rng.standard_normal(shape).astype(dtypes.parse(dtype, "support").numpy)
 
     def on_device(self, array: Array) -> Any:
         """A copy of a host array in device memory, as a CacheArray."""
@@ -130,7 +129,7 @@ def _blocks(operation: Callable[..., None]) -> Callable[[Bench, str, str], Trial
             (a, b), _ = bench.pool(stored)
             got, pairs = [bench.on_device(a), bench.on_device(b)], np.array([[1, 5], [0, 2]], np.int32)
             operation(*got, pairs)
-            within = operation is paged.copy_blocks
+            within = operation is blocks.copy_blocks
             yield got[0], reference.copy_blocks(a, a, pairs) if within else a, None
             yield got[1], reference.copy_blocks(b if within else a, b, pairs), None
 
@@ -176,7 +175,7 @@ def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
             scales = [abs(bench.rows("float32", 1, 2, 8)) / 64 for _ in "kv"]
             plain = [reference.dequantize(c, s) for c, s in zip(caches, scales, strict=True)]
             given = {"k_scale": bench.on_device(scales[0]), "v_scale": bench.on_device(scales[1])}
-        got = plan.decode_attention(*map(bench.on_device, [q, *caches, _SEVEN]), impl="taichi", **given)
+        got = attention.decode_attention(*map(bench.on_device, [q, *caches, _SEVEN]), impl="taichi", **given)
         yield got, _attended(q[0], [c[0, :, :7] for c in plain]), _tolerance(src)
 
 
@@ -186,7 +185,7 @@ def _paged_decode_attention(bench: Bench, src: str, stored: str) -> Trials:
         caches, scales = bench.pool(stored)
         given: dict[str, Any] = {name: bench.on_device(scale) for name, scale in scales.items()}
         plain = [reference.dequantize(c, s) for c, s in zip(caches, scales.values(), strict=True)] if scales else caches
-        got = plan.paged_decode_attention(*map(bench.on_device, [q, *caches, table, _SEVEN]), **given)
+        got = attention.paged_decode_attention(*map(bench.on_device, [q, *caches, table, _SEVEN]), **given)
         seen = [reference.gather_paged(c, table[0], 7).swapaxes(0, 1) for c in plain]
         yield got, _attended(q[0], seen), _tolerance(src)
 
@@ -206,7 +205,7 @@ def _tolerance(dtype: str) -> float:
 def _merge_states(bench: Bench, src: str, stored: str) -> Trials:
     if src == stored:
         outs, lses = ([bench.rows(form, *shape) for _ in "ab"] for form, shape in ((src, (2, 4, 16)), _LSE))
-        got, lse = plan.merge_states(*(bench.on_device(a) for pair in zip(outs, lses, strict=True) for a in pair))
+        got, lse = attention.merge_states(*(bench.on_device(a) for pair in zip(outs, lses, strict=True) for a in pair))
         weights = np.exp(np.stack(lses).astype(np.float64))
         both = np.stack(outs).astype(np.float64) * weights[..., None]
         yield got, both.sum(0) / weights.sum(0)[..., None], _tolerance(src)
@@ -239,7 +238,7 @@ def _stored(rows: Array, stored: str) -> Array:
     """The rows as a store gives them back."""
     if stored == "int8":
         return reference.dequantize(*reference.quantize(rows))
-    return reference.encode(rows, dtypes.parse(stored, "trials").numpy)
+    return reference.encode(rows, dtypes.parse(stored, "support").numpy)
 
 
 def _graph(bench: Bench, src: str, stored: str) -> Trials:
@@ -264,8 +263,8 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
     "append_ragged": _append_ragged,
     "write_slots": _write_slots,
     "gather_paged": _gather_paged,
-    "copy_blocks": _blocks(paged.copy_blocks),
-    "swap_blocks": _blocks(paged.swap_blocks),
+    "copy_blocks": _blocks(blocks.copy_blocks),
+    "swap_blocks": _blocks(blocks.swap_blocks),
     "quantize": _quantize,
     "dequantize": _dequantize,
     "write_qkv": _write_qkv,

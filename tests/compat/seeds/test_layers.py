@@ -158,6 +158,9 @@ def test_paged_and_contiguous_are_the_same_bits(arch, rng, dtype, start, tokens)
         oracle.assert_same_bits(gathered.swapaxes(0, 1), oracle.to_numpy(keys)[:, : start + tokens])
 
 
+@pytest.mark.full(
+    unless=lambda case: case["dtype"] in ("float32", {"contig": "bfloat16", "paged": "int8"}[case["kind"]])
+)
 @pytest.mark.parametrize(
     ("dtype", "q_layout"), [*((dtype, "token_major") for dtype in DTYPES), ("float32", "head_major")]
 )
@@ -233,9 +236,27 @@ def test_dropping_tokens_and_blocks(arch, rng):
         (lambda p, c, x: setattr(p, "paged_block_indices", [6]), tikv.PositionError, "a block index=6 is outside 0..5"),
         (lambda p, c, x: setattr(p, "paged_block_indices", range(6)) or p.set_len(25), tikv.CapacityError, "25 > 24"),
         (lambda p, c, x: p.paged_write(x[:, 1:], num_q_heads=4), tikv.CapacityError, "3 tokens"),
-        (lambda p, c, x: p.paged_write(x[:1, 1:], num_q_heads=4), tikv.ShapeError, "width of qkv"),
+        (
+            lambda p, c, x: p.paged_write(x[:1, 1:], num_q_heads=4),
+            tikv.ShapeError,
+            "^PagedKVLayer.paged_write: the width of",
+        ),
         (lambda p, c, x: p.paged_decode_attention(x), tikv.ShapeError, "q is f32"),
-        (lambda p, c, x: p.paged_decode_attention(x[:, None, :8]), tikv.ShapeError, "head width of q"),
+        (
+            lambda p, c, x: c.contig_write(x[:1, 1:], num_q_heads=4),
+            tikv.ShapeError,
+            "^ContiguousKVLayer.contig_write: the",
+        ),
+        (
+            lambda p, c, x: p.paged_decode_attention(x[:, None, :8]),
+            tikv.ShapeError,
+            "paged_decode_attention: the head width",
+        ),
+        (
+            lambda p, c, x: c.contig_decode_attention(x[:, None, :8]),
+            tikv.ShapeError,
+            "^ContiguousKVLayer.contig_decode_attention: the head width of q",
+        ),
         (lambda p, c, x: c.contig_decode_attention(x[:, None, :16], q_layout="HND"), tikv.OptionError, "q_layout"),
         (lambda p, c, x: p.pool.scales, tikv.DTypeError, "only int8 has"),
         (lambda p, c, x: paged(dtype="int8", pool=p.pool), tikv.ShapeError, "dtype=int8 where the pool has float32"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -45,22 +46,34 @@ def test_a_key_names_everything_that_the_ptx_depends_on(monkeypatch):
     assert len({first, *others}) == len(others) + 1
 
 
-def test_a_key_knows_the_sources_of_all_kernels(tmp_path, monkeypatch):
-    """A kernel in a folder of its own is made of functions of the folder above as well."""
-    inner = tmp_path / "library" / "kernels" / "attention"
-    inner.mkdir(parents=True)
-    for folder in (inner, inner.parent, inner.parent.parent):
-        (folder / "__init__.py").write_text("")
-    for source in (inner / "merge.py", inner.parent / "copy.py"):
-        assert compiler._kernels_of(source) == inner.parent
-    assert compiler._kernels_of(tmp_path / "alone.py") == tmp_path
-    digests = []
-    for source in (inner / "merge.py", inner.parent / "copy.py", tmp_path / "library" / "ops.py"):
-        source.write_text("1")
+@pytest.mark.parametrize("changed", ["copy.py", "attention/cuda.py", "attention/deeper/new.py"])
+def test_a_key_names_the_bytes_of_every_file_below_kernels(changed, monkeypatch, tmp_path):
+    """A kernel is made of functions from other files, above and below its own folder."""
+    for name in ("copy.py", "attention/cuda.py", "attention/deeper/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one\n")
+    monkeypatch.setattr(compiler, "kernels_folder", lambda: tmp_path)
+
+    def keys():
         compiler._sources.cache_clear()
-        digests.append(compiler._sources(inner.parent))
-    compiler._sources.cache_clear()
-    assert digests[0] != digests[1] == digests[2]
+        found = []
+        for name in ("copy.py", "attention/cuda.py"):
+            monkeypatch.setattr(compiler.inspect, "getsourcefile", lambda factory, name=name: str(tmp_path / name))
+            found.append(compiler.key_of(make_nothing, (1,), "sm_90"))
+        return found
+
+    before = keys()
+    assert keys() == before
+    (tmp_path / changed).write_text("two\n")
+    assert all(old != new for old, new in zip(before, keys(), strict=True))
+
+
+def test_the_kernels_of_tikv_are_below_one_folder():
+    from tikv.kernels import copy
+
+    folder = compiler.kernels_folder()
+    assert pathlib.Path(copy.__file__).parent == folder
+    assert list(folder.rglob("*.py"))
 
 
 def test_the_child_starts_and_ends_with_its_input():

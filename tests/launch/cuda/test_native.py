@@ -173,8 +173,8 @@ def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
         unchanging.launch()
     cuda = types.SimpleNamespace(is_cuda=True)
     with pytest.raises(tikv.ArchError, match=r"KVCacheStore\.append: a position on the host"):
-        launch.refuse_baked(cuda, "KVCacheStore.append")
-    launch.refuse_baked(types.SimpleNamespace(is_cuda=False), "KVCacheStore.append")
+        launch.refuse_during_capture(cuda, "KVCacheStore.append")
+    launch.refuse_during_capture(types.SimpleNamespace(is_cuda=False), "KVCacheStore.append")
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32], ids=["int8", "float16", "float32"])
@@ -182,10 +182,10 @@ def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_a_block_of_attention_has_room_for_its_results(rows, masked, bits):
     """A block may have 48 KiB of shared memory, and the rows of a task halve down to one among the lanes of a key."""
-    from tikv.kernels import attention_cuda as lanes
+    from tikv.kernels.attention import cuda as lanes
 
-    for width in range(8, lanes.WIDEST + 1, 8):
-        shape = lanes.shape_of(width, lanes.BITS // bits, rows, masked)
+    for width in range(8, lanes.MAX_WIDTH + 1, 8):
+        shape = lanes.shape_of(width, lanes.WORD_BITS // bits, rows, masked)
         kept, groups = lanes.rows_kept(rows), lanes.BLOCK // shape.lanes
         assert 4 * kept * groups * (width + 2) <= 48 << 10, (width, shape)
         assert kept <= shape.lanes <= 32, (width, shape)

@@ -15,11 +15,14 @@ from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray, new_array, new_like, to_device, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
-from tikv.ops import checks, copy, write_qkv
-from tikv.ops.attention import plan
+from tikv.ops import checks, copy, layouts, rope
+from tikv.ops.attention.contiguous import attend_contiguous
+from tikv.ops.attention.paged import attend_paged
+from tikv.ops.write_qkv import write_fused
 from tikv.stores import block_pool
-from tikv.stores.contiguous import storage
-from tikv.stores.paged import Pages, PoolForm
+from tikv.stores.layer_pools import LayerPools
+from tikv.stores.pool_form import PoolForm
+from tikv.stores.storage import storage
 
 # Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
 SEED_NAMES: dict[str, tuple[str, ...]] = {
@@ -128,14 +131,14 @@ class _Layer:
         runtime.require_alive(self.runtime, operation)
         rows = view(q, "q", operation)
         checks.rank(rows, (3,), "q", "(T, Hq, D) or (Hq, T, D)", operation)
-        token, head = copy.token_and_head_axes(q_layout, "q_layout", operation)
+        token, head = layouts.token_and_head_axes(q_layout, "q_layout", operation)
         order = (head, token, 2)
         out = new_like(q, (*rows.shape[:2], self.head_dim), rows.dtype, self.runtime)
         queries, result = (
-            _batch_of_one(a.moved(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
+            _batch_of_one(a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
             for a in (rows, view(out, "out", operation))
         )
-        attend(queries, out=result, **options)
+        attend(operation, queries, out=result, **options)
         return out
 
     def __repr__(self) -> str:
@@ -146,7 +149,7 @@ class _Layer:
 
 
 def _batch_of_one(a: ArrayView) -> ArrayView:
-    return a.moved((1, *a.shape), (0, *a.strides))
+    return a.restrided((1, *a.shape), (0, *a.strides))
 
 
 class ContiguousKVLayer(_Layer):
@@ -236,7 +239,7 @@ class ContiguousKVLayer(_Layer):
         rows: Any,
         *,
         num_q_heads: int,
-        norm_rope: write_qkv.NormRope | None = None,
+        norm_rope: rope.NormRope | None = None,
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
@@ -258,8 +261,10 @@ class ContiguousKVLayer(_Layer):
 
         Exactness, cost: as `tikv.write_qkv`; one launch.
         """
-        self._end("ContiguousKVLayer.contig_write", rows)
-        return write_qkv.write_qkv(
+        operation = "ContiguousKVLayer.contig_write"
+        self._end(operation, rows)
+        return write_fused(
+            operation,
             rows,
             *self._arrays[:2],
             num_q_heads=num_q_heads,
@@ -300,7 +305,7 @@ class ContiguousKVLayer(_Layer):
         arrays = map(_batch_of_one, self._arrays)
         return self._attend(
             "ContiguousKVLayer.contig_decode_attention",
-            plan.decode_attention,
+            attend_contiguous,
             q,
             q_layout,
             **dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False)),
@@ -313,7 +318,7 @@ class ContiguousKVLayer(_Layer):
 
 def _rows(a: ArrayView) -> ArrayView:
     """K, V or scales as rows (H, capacity, width)."""
-    return a if a.ndim == 3 else a.moved((*a.shape, 1), (*a.strides, 1))
+    return a if a.ndim == 3 else a.restrided((*a.shape, 1), (*a.strides, 1))
 
 
 class KVPool:
@@ -353,7 +358,7 @@ class KVPool:
             scale_dtype=scale_dtype,
             layout=layout,
         )
-        self.arrays = Pages(self.form, 1, self.runtime).of_layer(0)
+        self.arrays = LayerPools(self.form, 1, self.runtime).layers[0]
 
     @property
     def keys(self) -> CacheArray:
@@ -517,7 +522,7 @@ class PagedKVLayer(_Layer):
         rows: Any,
         *,
         num_q_heads: int,
-        norm_rope: write_qkv.NormRope | None = None,
+        norm_rope: rope.NormRope | None = None,
         rope_positions: Any = None,
         q_layout: str = "token_major",
     ) -> Any:
@@ -535,10 +540,12 @@ class PagedKVLayer(_Layer):
 
         Exactness, cost: as `tikv.write_qkv`; one launch.
         """
-        end = self._end("PagedKVLayer.paged_write", rows)
+        operation = "PagedKVLayer.paged_write"
+        end = self._end(operation, rows)
         positions = np.arange(self._len, end, dtype=np.int32)
         slots = block_pool.slots_of(self._blocks, positions, self.block_size).astype(np.int32)
-        return write_qkv.write_qkv(
+        return write_fused(
+            operation,
             rows,
             *self._arrays[:2],
             num_q_heads=num_q_heads,
@@ -568,7 +575,7 @@ class PagedKVLayer(_Layer):
         """
         return self._attend(
             "PagedKVLayer.paged_decode_attention",
-            plan.paged_decode_attention,
+            attend_paged,
             q,
             q_layout,
             **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),

@@ -72,7 +72,7 @@ def _rows(name: str, src: Any, cache: Any, write_pos: int, is_sliding: bool, n_n
     rows = []
     for (array_name, a), shape in zip(_typed(spec, src, cache), ("(n_new, row)", "(capacity, row)"), strict=True):
         checks.rank(a, (2,), array_name, shape, name)
-        rows.append(a.moved((a.shape[0], 1, a.shape[1]), (a.strides[0], a.shape[1], a.strides[1])))
+        rows.append(a.restrided((a.shape[0], 1, a.shape[1]), (a.strides[0], a.shape[1], a.strides[1])))
     if is_sliding:
         _has_slots(rows[1], 0, "cache", name)
     _write(spec, rows, write_pos, rows[1].shape[0] if is_sliding else None, n_new)
@@ -89,8 +89,8 @@ def _token(name: str, seq_pos: int, *given: Any) -> None:
         if src.ndim == 1:
             detail = f"{src_name}: {describe(src)}, {cache_name}: {describe(cache)}"
             checks.extent(src.shape[0], heads * width, f"the length of {src_name}", name, detail)
-            src = src.moved((heads, width), (width * src.strides[0], src.strides[0]))
-        shaped += [src.moved((1, *src.shape), (0, *src.strides)), cache]
+            src = src.restrided((heads, width), (width * src.strides[0], src.strides[0]))
+        shaped += [src.restrided((1, *src.shape), (0, *src.strides)), cache]
     position = checks.integer(seq_pos, "seq_pos", name)
     capacity = min(cache.shape[1] for cache in shaped[1::2])
     if position >= capacity:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from tikv import runtime
+from tikv import kernels, runtime
 from tikv.errors import ArchError
 from tikv.launch.cuda import disk_cache
 
@@ -50,8 +50,9 @@ def ptx_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
 
 def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -> str:
     """What the PTX depends on, as a name: the kernels' sources, the choices, the versions, the GPU."""
+    source, all_kernels = pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or ""), kernels_folder()
     parts = (
-        _sources(_kernels_of(pathlib.Path(inspect.getsourcefile(inspect.unwrap(factory)) or ""))),
+        _sources(all_kernels if all_kernels in source.parents else source.parent),
         f"{factory.__module__}.{factory.__qualname__}",
         repr(choices),
         str(bool(getattr(factory, "fast_math", False))),
@@ -62,16 +63,14 @@ def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _kernels_of(source: pathlib.Path) -> pathlib.Path:
-    """The folder of all kernels that one of them may be made of: the outermost package but one, as ``tikv/kernels``."""
-    folder = source.parent
-    while (folder.parent / "__init__.py").exists() and (folder.parent.parent / "__init__.py").exists():
-        folder = folder.parent
-    return folder
+def kernels_folder() -> pathlib.Path:
+    """The folder of tikv's kernels: a factory in it may use code of any file below it."""
+    return pathlib.Path(kernels.__file__).parent
 
 
-@functools.cache  # a process has one folder of kernels, and Python does not read a changed source again
+@functools.cache
 def _sources(directory: pathlib.Path) -> str:
+    """A digest of every Python file in a folder and below it: its path from there, and its bytes."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
         digest.update(path.relative_to(directory).as_posix().encode() + b"\n" + path.read_bytes() + b"\n")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tikv.launch.compiled import Kernel
 
 
-def refuse_baked(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
+def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
     """Refuse what lies on the host while a CUDA graph is captured: each replay would use the same position or values.
 
     Raises:
@@ -158,7 +158,7 @@ class NativeBound(Bound):
     def launch(self) -> None:
         stream = driver.stream()
         if stream and self._by_host:  # the default stream cannot be captured
-            refuse_baked(self.kernel.runtime, self.kernel.name)
+            refuse_during_capture(self.kernel.runtime, self.kernel.name)
         if stream != self._stream:
             self._config.hStream = driver.stream_object(stream)
             self._stream = stream

@@ -1,6 +1,6 @@
-"""The fused write: split a row of [Q heads | K heads | V heads], normalise and rotate Q and K, store all three.
+"""The write of Q, K and V: split a row of [Q heads | K heads | V heads], normalise and rotate Q and K, store all three.
 
-    for each token t, head h:  dst[place(t), h] = codec(rotate(normalise(src[t, h]), position(t)))
+    for each token t, head h:  dst[slot(t), h] = codec(rotate(normalise(src[t, h]), position(t)))
 
 One top-level loop, one task, one launch. On CPU an iteration is the heads of Q, K or V of a token; on a GPU it is a
 lane of a row, and all lanes of a block meet wherever a row's lanes agree on a number. Rows that are not rotated are
@@ -11,38 +11,52 @@ so that every use of this kernel gives the same bits on every back end.
 import zlib
 from typing import NamedTuple
 
-from tikv.kernels.address import K_DST, K_SRC, V_DST, V_SRC, WHICH_VECTOR, W, Where, make_inner, make_place, make_row
+from tikv.kernels.address import (
+    K_DST,
+    K_SRC,
+    PARAMS,
+    V_DST,
+    V_SRC,
+    P,
+    S,
+    index_array,
+    make_row_offset,
+    make_slot_of,
+    make_word_offset,
+)
 from tikv.kernels.codec import (
-    WORD,
+    SCALE_WORD,
     finite_magnitude_bits,
     make_bits_to_f32,
     make_load,
     make_reciprocal,
     make_scale,
     make_store,
+    scale_array,
+    word_array,
 )
 from tikv.kernels.copy import make_rows, make_unit
 from tikv.kernels.exact import make_divide_by, make_product, make_reciprocal_root
-from tikv.kernels.lanes import LEAST_ITERATIONS, halves, make_loop, make_row_max, make_row_sum
+from tikv.kernels.lanes import LEAST_ITERATIONS, butterfly_distances, make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
 
-class Turn(NamedTuple):
-    """What norms and rotations need beside `address.Which`, whose `src_position` is the rope position of token 0."""
+class RopeParams(NamedTuple):
+    """What norms and rotations need beside `CopyParams`, whose `src_position` is the rope position of token 0."""
 
-    limit: int = 0  # rows of the tables
-    first: int = 0  # first entry of the array of rope positions, and its stride
-    step: int = 0
-    cos: int = 0  # first entry of each table, and its stride
-    cos_step: int = 0
-    sin: int = 0
-    sin_step: int = 0
-    q_weight: int = 0
-    k_weight: int = 0
+    table_rows: int = 0
+    positions_first: int = 0  # first entry of the array of rope positions, and its stride
+    positions_stride: int = 0
+    cos_first: int = 0  # first entry of each table, and its stride
+    cos_stride: int = 0
+    sin_first: int = 0
+    sin_stride: int = 0
+    q_weight_first: int = 0
+    k_weight_first: int = 0
     q_units: int = 0  # units in a row of Q
 
 
-class Change(NamedTuple):
+class NormRopeChoices(NamedTuple):
     """The transform of a stream: how pairs lie, elements rotated, the norm's epsilon and whether it has a weight."""
 
     pairs: str = ""  # "half": i with i + rope_dim / 2; "interleaved": 2i with 2i + 1; "": nothing is done
@@ -51,13 +65,14 @@ class Change(NamedTuple):
     weighted: bool = False
 
 
-Q_SRC, Q_DST = 4 * len(Where._fields), 5 * len(Where._fields)
-T = Turn(*range(len(Turn._fields)))
-FUSED_WHERE_VECTOR = ti.types.vector(6 * len(Where._fields), ti.i32)
-TURN_VECTOR = ti.types.vector(len(Turn._fields), ti.i32)
+Q_SRC, Q_DST = 4 * len(S), 5 * len(S)
+R = RopeParams(*range(len(RopeParams._fields)))
+STRIDES = ti.types.vector(6 * len(S), ti.i32)
+ROPE_PARAMS = ti.types.vector(len(R), ti.i32)
+FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
 SUM_CHUNK = 4  # neighbouring elements that a GPU lane takes for a norm's sum
 CPU_TERMS = 32  # most terms of a running sum that are written out one by one
-CPU_HEADS = 8  # most heads whose norms are found before the first of them is turned
+CPU_HEADS = 8  # most heads whose norms are found before the first of them is rotated
 CPU_PAIRS = 64  # most pairs of a row that are on the stack at once: more compile longer, fewer run slower
 
 
@@ -67,12 +82,12 @@ def lanes_of(width):
 
 
 def far_and_near(lanes):
-    """The steps of a norm's sum over lanes: those before the sums of a chunk's elements are joined, and those after.
+    """Distances of a norm's sum over lanes: those before the sums of a chunk's elements are joined, and those after.
 
     On CPU a vector register holds what is left after the first ones.
     """
-    steps = halves(lanes)
-    return tuple(n for n in steps if n >= 4), tuple(n for n in steps if n < 4)
+    distances = butterfly_distances(lanes)
+    return tuple(n for n in distances if n >= 4), tuple(n for n in distances if n < 4)
 
 
 def largest_divisor(n, most):
@@ -80,215 +95,266 @@ def largest_divisor(n, most):
     return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
 
 
-def make_fused(style, serial, q_heads, kv_heads, width, streams, dst, changes, index_bits, rope_bits, scale):
-    """The fused write for one set of compile-time choices. Not cached, as `copy.make_copy`.
+def make_write_qkv(style, serial, q_heads, kv_heads, width, streams, dst, transforms, index_bits, rope_bits, scale):
+    """The write of Q, K and V for one set of compile-time choices. Not cached, as `copy.make_copy`.
 
     Args:
         style, serial: as in `copy.make_copy`.
         q_heads, kv_heads: heads of Q, and of K and of V; none of K and V makes it the transform alone.
         width: elements of a row.
         streams: the `Stream` of Q, K and V.
-        dst: the `Side` that K and V go to.
-        changes: the `Change` of Q and of K, equal but for the weight.
+        dst: the `EndLayout` that K and V go to.
+        transforms: the `NormRopeChoices` of Q and of K, equal but for the weight.
         index_bits, rope_bits: 0 without an array of slots, or of rope positions, else 32 or 64.
         scale: dtype code of the int8 scales, or "" without.
     """
-    q, k, v = streams
-    heads = q_heads + 2 * kv_heads
-    kinds = 3 if kv_heads else 1
-    lanes = lanes_of(width)
-    choices = (style, serial, q_heads, kv_heads, width, streams, dst, changes, index_bits, rope_bits, scale)
-    uid = zlib.crc32(repr(choices).encode()) >> 2
-    QS, QD, KS, KD, VS, VD = (
-        ti.types.ndarray(dtype=WORD[bits], ndim=1) for s in streams for bits in (s.codec.src_bits, s.codec.dst_bits)
-    )
-    F = ti.types.ndarray(dtype=ti.f32, ndim=1)
-    IX = ti.types.ndarray(dtype=ti.i64 if index_bits == 64 else ti.i32, ndim=1)
-    RX = ti.types.ndarray(dtype=ti.i64 if rope_bits == 64 else ti.i32, ndim=1)
-    SC = ti.types.ndarray(dtype=ti.u16 if scale == "f16" else ti.u32, ndim=1)
+    choices = (style, serial, q_heads, kv_heads, width, streams, dst, transforms, index_bits, rope_bits, scale)
+    QS, QD, KS, KD, VS, VD = (word_array(bits) for s in streams for bits in (s.codec.src_bits, s.codec.dst_bits))
+    IX, RX, SC = index_array(index_bits), index_array(rope_bits), scale_array(scale)
     plain = index_bits == 0 and rope_bits == 0 and scale == ""
-    place = make_place(dst.place, dst.page, W.dst_position, W.dst_limit, W.dst_index)
-    q_src, q_dst = make_row(0, Q_SRC), make_row(0, Q_DST)
-    k_src, k_dst = make_row(0, K_SRC), make_row(dst.page, K_DST)
-    v_src, v_dst = make_row(0, V_SRC), make_row(dst.page, V_DST)
-    q_change, k_change = changes
-    eps, normed, rotated = q_change.eps, q_change.eps is not None, q_change.pairs != ""
-    SQ = QS if plain else SC
+    slot_of = make_slot_of(dst.placement, dst.page, P.dst_position, P.dst_limit, P.dst_index)
+    rope_position = make_rope_position(transforms[0].pairs != "", rope_bits)
     if style == "cpu":
-        store_q = make_turned_rows(width, q_heads, q, (0, 0), q_change, "", (QS, QD, SQ), 2 * uid)
-        store_k = make_turned_rows(width, kv_heads, k, dst.k_inner, k_change, scale, (KS, KD, SQ), 2 * uid + 1)
-        store_v = make_turned_rows(width, kv_heads, v, dst.v_inner, Change(), scale, (VS, VD, SQ), 2 * uid)
+        uid = zlib.crc32(repr(choices).encode()) >> 2
+        scales = QS if plain else SC
+        types = (QS, QD, scales), (KS, KD, scales), (VS, VD, scales)
+        write_heads = make_write_heads(q_heads, kv_heads, width, streams, dst, transforms, scale, types, uid)
+        write_token = make_write_token(kv_heads, dst.page, slot_of, rope_position, write_heads)
+        write_item = make_worker_share(serial, kv_heads, write_token)
     else:
-        q_part, k_part, v_part = (
-            make_part(style, width, s, inner, c)
-            for s, inner, c in ((q, (0, 0), q_change), (k, dst.k_inner, k_change), (v, dst.v_inner, Change()))
+        write_item = make_write_row(
+            style, q_heads, kv_heads, width, streams, dst, transforms, scale, slot_of, rope_position
         )
-        q_squares = make_squares(style, width, q.codec) if normed else None
-        k_squares = make_squares(style, width, k.codec) if normed else None
-        norm_of = make_norm(style, width, eps) if normed else None
-        far_sum, near_sum = (make_row_sum(style, steps) for steps in far_and_near(lanes))
-        row_max = make_row_max(style, lanes)
-        scale_bits = make_scale(scale, style) if scale else None
-        reciprocal = make_reciprocal(style)
-        scale_value = make_bits_to_f32(scale) if scale else None
-        scale_word = ti.u16 if scale == "f16" else ti.u32
-        q_rounds, k_rounds, v_rounds = (-(-part.count // lanes) for part in (q_part, k_part, v_part))
+    loop = make_loop(style, serial, write_item, P.iterations)
+
+    @ti.kernel
+    def write_qkv_plain(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: FLOATS, sin: FLOATS, q_weight: FLOATS,
+                        k_weight: FLOATS, strides: STRIDES, rope: ROPE_PARAMS, params: PARAMS):  # fmt: skip
+        """Q, K and V, each a source and a destination, and the arrays of the transform; unused ones repeat another."""
+        loop(
+            qs, params, ((qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs), strides, params, rope)
+        )
+
+    @ti.kernel
+    def write_qkv_full(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: FLOATS, sin: FLOATS, q_weight: FLOATS,
+                       k_weight: FLOATS, index: IX, positions: RX, k_scale: SC, v_scale: SC, strides: STRIDES,
+                       rope: ROPE_PARAMS, params: PARAMS):  # fmt: skip
+        """The same with slots, rope positions and scales."""
+        loop(qs, params, ((qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale),
+                          strides, params, rope))  # fmt: skip
+
+    return write_qkv_plain if plain else write_qkv_full
+
+
+def make_rope_position(rotated, rope_bits):
+    """rope_position(t, positions, params, rope): the row of the tables for token t, or -1 if they have none."""
 
     @ti.func
-    def rope_position(t, positions: ti.template(), which, turn):
-        """The row of the tables for token t, or -1 if they have none."""
+    def rope_position(t, positions: ti.template(), params, rope):
         p = 0
         if ti.static(rotated):
-            p = which[W.src_position] + t
+            p = params[P.src_position] + t
             if ti.static(rope_bits > 0):
-                wanted = ti.cast(positions[turn[T.first] + t * turn[T.step]], ti.i64)
+                wanted = ti.cast(positions[rope[R.positions_first] + t * rope[R.positions_stride]], ti.i64)
                 p = -1
-                if wanted >= 0 and wanted < turn[T.limit]:
+                if wanted >= 0 and wanted < rope[R.table_rows]:
                     p = ti.cast(wanted, ti.i32)
         return p
 
+    return rope_position
+
+
+def make_write_heads(q_heads, kv_heads, width, streams, dst, transforms, scale, types, uid):
+    """CPU: the functions that transform and store all heads of Q, of K and of V of a token."""
+    q, k, v = streams
+    return (
+        make_norm_rope_rows(width, q_heads, q, (0, 0), transforms[0], "", types[0], 2 * uid),
+        make_norm_rope_rows(width, kv_heads, k, dst.k_inner, transforms[1], scale, types[1], 2 * uid + 1),
+        make_norm_rope_rows(width, kv_heads, v, dst.v_inner, NormRopeChoices(), scale, types[2], 2 * uid),
+    )
+
+
+def make_write_token(kv_heads, page, slot_of, rope_position, write_heads):
+    """CPU: write_token(i, ...): the heads of Q, of K or of V of a token."""
+    store_q, store_k, store_v = write_heads
+    kinds = 3 if kv_heads else 1
+    q_src, q_dst = make_row_offset(0, Q_SRC), make_row_offset(0, Q_DST)
+    k_src, k_dst = make_row_offset(0, K_SRC), make_row_offset(page, K_DST)
+    v_src, v_dst = make_row_offset(0, V_SRC), make_row_offset(page, V_DST)
+
     @ti.func
-    def step_cpu(i, qs: ti.template(), qd: ti.template(), ks: ti.template(), kd: ti.template(), vs: ti.template(),
-                 vd: ti.template(), cos: ti.template(), sin: ti.template(), q_weight: ti.template(),
-                 k_weight: ti.template(), index: ti.template(), positions: ti.template(), k_scale: ti.template(),
-                 v_scale: ti.template(), where, which, turn):  # fmt: skip
-        """The heads of Q, of K or of V of a token."""
+    def write_token(i, arrays: ti.template(), strides, params, rope):
+        qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale = ti.static(arrays)
         n = ti.cast(i, ti.u32)
         t = ti.cast(n // ti.u32(kinds), ti.i32)
         kind = ti.cast(n % ti.u32(kinds), ti.i32)
-        p = rope_position(t, positions, which, turn)
+        p = rope_position(t, positions, params, rope)
         if p >= 0:
-            cos_row, sin_row = turn[T.cos] + p * turn[T.cos_step], turn[T.sin] + p * turn[T.sin_step]
+            cos_row, sin_row = rope[R.cos_first] + p * rope[R.cos_stride], rope[R.sin_first] + p * rope[R.sin_stride]
             if kind == 0:
-                a, b = q_src(0, t, 0, where), q_dst(0, t, 0, where)
-                store_q(qs, qd, k_scale, cos, sin, q_weight, a, b, 0, cos_row, sin_row, turn[T.q_weight],
-                        turn[T.q_units], where[Q_SRC + 3], where[Q_DST + 3], 0)  # fmt: skip
+                a, b = q_src(0, t, 0, strides), q_dst(0, t, 0, strides)
+                store_q(qs, qd, k_scale, cos, sin, q_weight, a, b, 0, cos_row, sin_row, rope[R.q_weight_first],
+                        rope[R.q_units], strides[Q_SRC + S.head], strides[Q_DST + S.head], 0)  # fmt: skip
             elif ti.static(kv_heads > 0):
-                slot = place(0, t, index, which)
+                slot = slot_of(0, t, index, params)
                 if slot >= 0:
-                    at = slot * which[W.scale_step]
+                    at = slot * params[P.scale_step]
                     if kind == 1:
-                        a, b = k_src(0, t, 0, where), k_dst(0, slot, 0, where)
-                        store_k(ks, kd, k_scale, cos, sin, k_weight, a, b, at + which[W.k_scale], cos_row, sin_row,
-                                turn[T.k_weight], which[W.k_units], where[K_SRC + 3], where[K_DST + 3],
-                                which[W.scale_head])  # fmt: skip
+                        a, b = k_src(0, t, 0, strides), k_dst(0, slot, 0, strides)
+                        store_k(ks, kd, k_scale, cos, sin, k_weight, a, b, at + params[P.k_scale], cos_row, sin_row,
+                                rope[R.k_weight_first], params[P.k_units], strides[K_SRC + S.head],
+                                strides[K_DST + S.head], params[P.scale_head])  # fmt: skip
                     else:
-                        a, b = v_src(0, t, 0, where), v_dst(0, slot, 0, where)
-                        store_v(vs, vd, v_scale, cos, sin, k_weight, a, b, at + which[W.v_scale], cos_row, sin_row,
-                                turn[T.k_weight], which[W.v_units], where[V_SRC + 3], where[V_DST + 3],
-                                which[W.scale_head])  # fmt: skip
+                        a, b = v_src(0, t, 0, strides), v_dst(0, slot, 0, strides)
+                        store_v(vs, vd, v_scale, cos, sin, k_weight, a, b, at + params[P.v_scale], cos_row, sin_row,
+                                rope[R.k_weight_first], params[P.v_units], strides[V_SRC + S.head],
+                                strides[V_DST + S.head], params[P.scale_head])  # fmt: skip
 
-    @ti.func
-    def step_shared(i, qs: ti.template(), qd: ti.template(), ks: ti.template(), kd: ti.template(), vs: ti.template(),
-                    vd: ti.template(), cos: ti.template(), sin: ti.template(), q_weight: ti.template(),
-                    k_weight: ti.template(), index: ti.template(), positions: ti.template(), k_scale: ti.template(),
-                    v_scale: ti.template(), where, which, turn):  # fmt: skip
-        """A lane of a row. Threads without a row, and rows that are skipped, still meet the others."""
-        n = ti.cast(i, ti.u32)
-        lane = ti.cast(n % ti.u32(lanes), ti.i32)
-        r = n // ti.u32(lanes)
-        h = ti.cast(r % ti.u32(heads), ti.i32)
-        t = ti.cast(r // ti.u32(heads), ti.i32)
-        p, slot = -1, -1
-        if t < which[W.tokens]:
-            p = rope_position(t, positions, which, turn)
-            if ti.static(kv_heads > 0):
-                slot = place(0, t, index, which)
-        is_q = p >= 0 and h < q_heads
-        is_k = p >= 0 and slot >= 0 and h >= q_heads and h < q_heads + kv_heads
-        is_v = p >= 0 and slot >= 0 and h >= q_heads + kv_heads
-        cos_row, sin_row = turn[T.cos] + p * turn[T.cos_step], turn[T.sin] + p * turn[T.sin_step]
-        g = h - q_heads
-        g = ti.select(g >= kv_heads, g - kv_heads, g)
-        norm = ti.f32(1.0)
-        if ti.static(normed):
-            sums = ti.Vector([ti.f32(0.0) for _ in range(SUM_CHUNK)])
-            if is_q:
-                sums = q_squares(qs, q_src(0, t, h, where), lane)
-            if ti.static(kv_heads > 0):
-                if is_k:
-                    sums = k_squares(ks, k_src(0, t, g, where), lane)
-            for e in ti.static(range(SUM_CHUNK)):
-                sums[e] = far_sum(i, sums[e])
-            norm = norm_of(near_sum(i, (sums[0] + sums[1]) + (sums[2] + sums[3])))
-        if is_q:
-            a, b = q_src(0, t, h, where), q_dst(0, t, h, where)
-            for m in ti.static(range(q_rounds)):
-                if lane + m * lanes < q_part.count:
-                    q_part.move(qs, qd, a, b, lane + m * lanes, ti.f32(1.0), norm, cos, cos_row, sin, sin_row,
-                                q_weight, turn[T.q_weight])  # fmt: skip
-        if ti.static(kv_heads > 0):
-            factor = ti.f32(1.0)
-            at = g * which[W.scale_head] + slot * which[W.scale_step]
-            if ti.static(scale != ""):
-                peak = ti.u32(0)
-                if is_k:
-                    for m in ti.static(range(k_rounds)):
-                        if lane + m * lanes < k_part.count:
-                            found = k_part.peak(ks, k_src(0, t, g, where), lane + m * lanes, norm, cos, cos_row, sin,
-                                                sin_row, k_weight, turn[T.k_weight])  # fmt: skip
-                            peak = ti.max(peak, found)
-                if is_v:
-                    for m in ti.static(range(v_rounds)):
-                        if lane + m * lanes < v_part.count:
-                            found = v_part.peak(vs, v_src(0, t, g, where), lane + m * lanes, norm, cos, cos_row, sin,
-                                                sin_row, k_weight, turn[T.k_weight])  # fmt: skip
-                            peak = ti.max(peak, found)
-                bits = scale_bits(row_max(i, peak))
-                factor = reciprocal(scale_value(bits))
-                if is_k and lane == 0:
-                    k_scale[at + which[W.k_scale]] = ti.cast(bits, scale_word)
-                if is_v and lane == 0:
-                    v_scale[at + which[W.v_scale]] = ti.cast(bits, scale_word)
-            if is_k:
-                a, b = k_src(0, t, g, where), k_dst(0, slot, g, where)
-                for m in ti.static(range(k_rounds)):
-                    if lane + m * lanes < k_part.count:
-                        k_part.move(ks, kd, a, b, lane + m * lanes, factor, norm, cos, cos_row, sin, sin_row,
-                                    k_weight, turn[T.k_weight])  # fmt: skip
-            if is_v:
-                a, b = v_src(0, t, g, where), v_dst(0, slot, g, where)
-                for m in ti.static(range(v_rounds)):
-                    if lane + m * lanes < v_part.count:
-                        v_part.move(vs, vd, a, b, lane + m * lanes, factor, norm, cos, cos_row, sin, sin_row,
-                                    k_weight, turn[T.k_weight])  # fmt: skip
+    return write_token
 
+
+def make_worker_share(serial, kv_heads, write_token):
+    """CPU: worker_share(i, ...): a worker's tokens, done by the first of the iterations that Taichi gives it."""
+    kinds = 3 if kv_heads else 1
     every = 1 if serial else LEAST_ITERATIONS
 
     @ti.func
-    def share_cpu(i, qs: ti.template(), qd: ti.template(), ks: ti.template(), kd: ti.template(), vs: ti.template(),
-                  vd: ti.template(), cos: ti.template(), sin: ti.template(), q_weight: ti.template(),
-                  k_weight: ti.template(), index: ti.template(), positions: ti.template(), k_scale: ti.template(),
-                  v_scale: ti.template(), where, which, turn):  # fmt: skip
-        """A worker's share of the steps, done by the first of the iterations that Taichi gives it."""
-        steps = which[W.tokens] * kinds
-        workers = which[W.iterations] // every
-        most = (steps + workers - 1) // workers
+    def worker_share(i, arrays: ti.template(), strides, params, rope):
+        items = params[P.tokens] * kinds
+        workers = params[P.iterations] // every
+        most = (items + workers - 1) // workers
         first = (i // every) * most
-        end = ti.min(steps, first + most)
+        end = ti.min(items, first + most)
         if i % every != 0:
             end = 0
         for n in range(first, end):
-            step_cpu(n, qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
-                     where, which, turn)  # fmt: skip
+            write_token(n, arrays, strides, params, rope)
 
-    loop = make_loop(style, serial, share_cpu if style == "cpu" else step_shared, W.iterations)
+    return worker_share
 
-    @ti.kernel
-    def fused_plain(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: F, sin: F, q_weight: F, k_weight: F,
-                    where: FUSED_WHERE_VECTOR, turn: TURN_VECTOR, which: WHICH_VECTOR):  # fmt: skip
-        """Q, K and V, each a source and a destination, and the arrays of the transform; unused ones repeat another."""
-        loop(qs, which, (qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, qs, qs, qs, qs, where, which, turn))
 
-    @ti.kernel
-    def fused_full(qs: QS, qd: QD, ks: KS, kd: KD, vs: VS, vd: VD, cos: F, sin: F, q_weight: F, k_weight: F, index: IX,
-                   positions: RX, k_scale: SC, v_scale: SC, where: FUSED_WHERE_VECTOR, turn: TURN_VECTOR,
-                   which: WHICH_VECTOR):  # fmt: skip
-        """The same with slots, rope positions and scales."""
-        loop(qs, which, (qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale,
-                         where, which, turn))  # fmt: skip
+def make_write_row(style, q_heads, kv_heads, width, streams, dst, transforms, scale, slot_of, rope_position):
+    """GPU: write_row(i, ...): a lane of a row. Threads whose row is none, or skipped, still meet the others."""
+    q, k, v = streams
+    lanes, normed = lanes_of(width), transforms[0].eps is not None
+    q_src, q_dst = make_row_offset(0, Q_SRC), make_row_offset(0, Q_DST)
+    k_src, k_dst = make_row_offset(0, K_SRC), make_row_offset(dst.page, K_DST)
+    v_src, v_dst = make_row_offset(0, V_SRC), make_row_offset(dst.page, V_DST)
+    row_norm = make_row_norm(style, width, q, k, kv_heads, transforms[0].eps) if normed else None
+    _, q_move = make_row_parts(lanes, make_row_part(style, width, q, (0, 0), transforms[0]))
+    k_peak, k_move = make_row_parts(lanes, make_row_part(style, width, k, dst.k_inner, transforms[1]))
+    v_peak, v_move = make_row_parts(lanes, make_row_part(style, width, v, dst.v_inner, NormRopeChoices()))
+    store_scale = make_store_scale(style, lanes, scale) if scale else None
 
-    return fused_plain if plain else fused_full
+    @ti.func
+    def write_row(i, arrays: ti.template(), strides, params, rope):
+        qs, qd, ks, kd, vs, vd, cos, sin, q_weight, k_weight, index, positions, k_scale, v_scale = ti.static(arrays)
+        n = ti.cast(i, ti.u32)
+        lane = ti.cast(n % ti.u32(lanes), ti.i32)
+        r = n // ti.u32(lanes)
+        h = ti.cast(r % ti.u32(q_heads + 2 * kv_heads), ti.i32)
+        t = ti.cast(r // ti.u32(q_heads + 2 * kv_heads), ti.i32)
+        p, slot = -1, -1
+        if t < params[P.tokens]:
+            p = rope_position(t, positions, params, rope)
+            if ti.static(kv_heads > 0):
+                slot = slot_of(0, t, index, params)
+        is_q = p >= 0 and h < q_heads
+        is_k = p >= 0 and slot >= 0 and h >= q_heads and h < q_heads + kv_heads
+        is_v = p >= 0 and slot >= 0 and h >= q_heads + kv_heads
+        cos_row, sin_row = rope[R.cos_first] + p * rope[R.cos_stride], rope[R.sin_first] + p * rope[R.sin_stride]
+        kv_head = h - q_heads
+        kv_head = ti.select(kv_head >= kv_heads, kv_head - kv_heads, kv_head)
+        norm = ti.f32(1.0)
+        if ti.static(normed):
+            norm = row_norm(i, lane, t, h, kv_head, is_q, is_k, qs, ks, strides)
+        if is_q:
+            q_move(qs, qd, q_src(0, t, h, strides), q_dst(0, t, h, strides), lane, ti.f32(1.0), norm, cos, cos_row,
+                   sin, sin_row, q_weight, rope[R.q_weight_first])  # fmt: skip
+        if ti.static(kv_heads > 0):
+            factor = ti.f32(1.0)
+            at = kv_head * params[P.scale_head] + slot * params[P.scale_step]
+            if ti.static(scale != ""):
+                peak = ti.u32(0)
+                if is_k:
+                    k_peak(peak, ks, k_src(0, t, kv_head, strides), lane, norm, cos, cos_row, sin, sin_row, k_weight,
+                           rope[R.k_weight_first])  # fmt: skip
+                if is_v:
+                    v_peak(peak, vs, v_src(0, t, kv_head, strides), lane, norm, cos, cos_row, sin, sin_row, k_weight,
+                           rope[R.k_weight_first])  # fmt: skip
+                factor = store_scale(i, lane, peak, is_k, is_v, at, k_scale, v_scale, params)
+            if is_k:
+                k_move(ks, kd, k_src(0, t, kv_head, strides), k_dst(0, slot, kv_head, strides), lane, factor, norm, cos,
+                       cos_row, sin, sin_row, k_weight, rope[R.k_weight_first])  # fmt: skip
+            if is_v:
+                v_move(vs, vd, v_src(0, t, kv_head, strides), v_dst(0, slot, kv_head, strides), lane, factor, norm, cos,
+                       cos_row, sin, sin_row, k_weight, rope[R.k_weight_first])  # fmt: skip
+
+    return write_row
+
+
+def make_row_norm(style, width, q, k, kv_heads, eps):
+    """GPU: row_norm(i, lane, t, h, kv_head, is_q, is_k, qs, ks, strides): what a row of Q or K is multiplied by."""
+    q_squares, k_squares = make_squares(style, width, q.codec), make_squares(style, width, k.codec)
+    q_src, k_src = make_row_offset(0, Q_SRC), make_row_offset(0, K_SRC)
+    norm_of = make_norm(style, width, eps)
+    far_sum, near_sum = (make_row_sum(style, distances) for distances in far_and_near(lanes_of(width)))
+
+    @ti.func
+    def row_norm(i, lane, t, h, kv_head, is_q, is_k, qs: ti.template(), ks: ti.template(), strides):
+        sums = ti.Vector([ti.f32(0.0) for _ in range(SUM_CHUNK)])
+        if is_q:
+            sums = q_squares(qs, q_src(0, t, h, strides), lane)
+        if ti.static(kv_heads > 0):
+            if is_k:
+                sums = k_squares(ks, k_src(0, t, kv_head, strides), lane)
+        for e in ti.static(range(SUM_CHUNK)):
+            sums[e] = far_sum(i, sums[e])
+        return norm_of(near_sum(i, (sums[0] + sums[1]) + (sums[2] + sums[3])))
+
+    return row_norm
+
+
+def make_store_scale(style, lanes, scale):
+    """GPU: store_scale(i, lane, peak, ...) -> the reciprocal of a row's scale, which one lane of K or V stores."""
+    row_max, scale_bits, reciprocal = make_row_max(style, lanes), make_scale(scale, style), make_reciprocal(style)
+    scale_value = make_bits_to_f32(scale)
+    scale_word = SCALE_WORD[scale]
+
+    @ti.func
+    def store_scale(i, lane, peak, is_k, is_v, at, k_scale: ti.template(), v_scale: ti.template(), params):
+        bits = scale_bits(row_max(i, peak))
+        factor = reciprocal(scale_value(bits))
+        if is_k and lane == 0:
+            k_scale[at + params[P.k_scale]] = ti.cast(bits, scale_word)
+        if is_v and lane == 0:
+            v_scale[at + params[P.v_scale]] = ti.cast(bits, scale_word)
+        return factor
+
+    return store_scale
+
+
+def make_row_parts(lanes, part):
+    """GPU: (peak, move) of all the parts of a row that a lane has: every `lanes`-th. `peak` raises `highest`."""
+    rounds = -(-part.count // lanes)
+
+    @ti.func
+    def peak(highest: ti.template(), a: ti.template(), row, lane, norm, cos: ti.template(), cos_row,
+             sin: ti.template(), sin_row, weight: ti.template(), weight_at):  # fmt: skip
+        for m in ti.static(range(rounds)):
+            if lane + m * lanes < part.count:
+                found = part.peak(a, row, lane + m * lanes, norm, cos, cos_row, sin, sin_row, weight, weight_at)
+                highest = ti.max(highest, found)
+
+    @ti.func
+    def move(a: ti.template(), b: ti.template(), src_row, dst_row, lane, factor, norm, cos: ti.template(), cos_row,
+             sin: ti.template(), sin_row, weight: ti.template(), weight_at):  # fmt: skip
+        for m in ti.static(range(rounds)):
+            if lane + m * lanes < part.count:
+                part.move(a, b, src_row, dst_row, lane + m * lanes, factor, norm, cos, cos_row, sin, sin_row, weight,
+                          weight_at)  # fmt: skip
+
+    return peak, move
 
 
 def make_norm(style, width, eps):
@@ -330,11 +396,11 @@ def make_squares(style, width, codec):
     return squares
 
 
-def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
+def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, uid):
     """CPU: the function that transforms and stores all heads of a token of a stream; it ends in the heads' strides."""
     codec = stream.codec
     SRC, DST, SCALE = types
-    if change.pairs == "":
+    if transform.pairs == "":
         rows = make_rows(heads, stream, (0, 0), inner, scale, types, uid)
 
         @ti.func
@@ -345,22 +411,21 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
 
         return move_rows
 
-    normed, weighted, quantising = change.eps is not None, change.weighted, codec.dst == "i8"
-    interleaved, half, behind = change.pairs == "interleaved", change.rope_dim // 2, width - change.rope_dim
+    normed, weighted, quantising = transform.eps is not None, transform.weighted, codec.dst == "i8"
+    interleaved, half, behind = transform.pairs == "interleaved", transform.rope_dim // 2, width - transform.rope_dim
     decode = make_bits_to_f32(codec.src)
     store = make_store(codec.dst, 1, codec.dst_bits, "cpu")
-    dst_at, cut = make_inner(*inner), inner[0] > 0
+    dst_at, cut = make_word_offset(*inner), inner[0] > 0
     scale_bits = make_scale(scale, "cpu") if quantising else None
     reciprocal = make_reciprocal("cpu")
     scale_value = make_bits_to_f32(scale) if quantising else None
-    scale_word = ti.u16 if scale == "f16" else ti.u32
+    scale_word = SCALE_WORD[scale]
     lanes = lanes_of(width)
     running = SUM_CHUNK * lanes
-    far, near = (len(steps) for steps in far_and_near(lanes))
+    far, near = (len(distances) for distances in far_and_near(lanes))
     terms, left = largest_divisor(width // running, CPU_TERMS), width % running
     together, held = largest_divisor(heads, CPU_HEADS), largest_divisor(half, CPU_PAIRS)
-    norm_of = make_norm("cpu", width, change.eps) if normed else None
-    F = ti.types.ndarray(dtype=ti.f32, ndim=1)
+    norm_of = make_norm("cpu", width, transform.eps) if normed else None
 
     @ti.func
     def scaled(value, norm, weight: ti.template(), at):
@@ -383,9 +448,9 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
     # Loops of one kind of work each, over a few numbers on the stack: LLVM vectorises each by what suits it, without a
     # test whether arrays overlap. All are here since a loop in a function that a real function calls comes out wrong.
     @ti.real_func
-    def turn(a: SRC, b: DST, scales: SCALE, cos: F, sin: F, weight: F, src_row: ti.i32, dst_row: ti.i32,
-             scale_at: ti.i32, cos_row: ti.i32, sin_row: ti.i32, weight_at: ti.i32, src_head: ti.i32, dst_head: ti.i32,
-             scale_head: ti.i32, number: ti.i32):  # fmt: skip
+    def norm_rope(a: SRC, b: DST, scales: SCALE, cos: FLOATS, sin: FLOATS, weight: FLOATS, src_row: ti.i32,
+                  dst_row: ti.i32, scale_at: ti.i32, cos_row: ti.i32, sin_row: ti.i32, weight_at: ti.i32,
+                  src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
         sums = ti.Vector([ti.f32(0.0) for _ in range(running)])
         fours = ti.Vector([ti.f32(0.0) for _ in range(1 << near)])
         norms = ti.Vector([ti.f32(1.0) for _ in range(together)])
@@ -424,7 +489,7 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
                 s, d, at = src_row + head * src_head, dst_row + head * dst_head, scale_at + head * scale_head
                 norm, factor = norms[h], ti.f32(1.0)
                 m = ti.u32(0)
-                # An int8 row is turned twice: first for its largest magnitude.
+                # An int8 row is rotated twice: first for its largest magnitude.
                 for storing in ti.static((False, True) if quantising else (True,)):
                     for block in range(half // held):
                         p0 = block * held
@@ -469,16 +534,16 @@ def make_turned_rows(width, heads, stream, inner, change, scale, types, uid):
                         scales[at] = ti.cast(bits, scale_word)
 
     @ti.func
-    def turn_rows(a: ti.template(), b: ti.template(), scales: ti.template(), cos: ti.template(), sin: ti.template(),
-                  weight: ti.template(), src_row, dst_row, scale_at, cos_row, sin_row, weight_at, units, src_head,
-                  dst_head, scale_head):  # fmt: skip
-        turn(a, b, scales, cos, sin, weight, src_row, dst_row, scale_at, cos_row, sin_row, weight_at, src_head,
+    def norm_rope_rows(a: ti.template(), b: ti.template(), scales: ti.template(), cos: ti.template(),
+                       sin: ti.template(), weight: ti.template(), src_row, dst_row, scale_at, cos_row, sin_row,
+                       weight_at, units, src_head, dst_head, scale_head):  # fmt: skip
+        norm_rope(a, b, scales, cos, sin, weight, src_row, dst_row, scale_at, cos_row, sin_row, weight_at, src_head,
              dst_head, scale_head, uid)  # fmt: skip
 
-    return turn_rows
+    return norm_rope_rows
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A share of a row: how many there are, and the functions that look for its largest magnitude and that move it."""
 
     count: int
@@ -486,13 +551,13 @@ class Part(NamedTuple):
     move: object
 
 
-def make_values(style, codec, change):
+def make_rotation(style, codec, transform):
     """(pair, rest): the new values of two units that are rotated into each other, and of one behind those."""
     elements, words = codec.elements, codec.src_words
     load = make_load(codec.src, elements, codec.src_bits)
-    half_units = change.rope_dim // 2 // elements
-    interleaved = change.pairs == "interleaved"
-    normed, weighted = change.eps is not None, change.weighted
+    half_units = transform.rope_dim // 2 // elements
+    interleaved = transform.pairs == "interleaved"
+    normed, weighted = transform.eps is not None, transform.weighted
     product = make_product(style)
 
     @ti.func
@@ -532,11 +597,11 @@ def make_values(style, codec, change):
     return pair, rest
 
 
-def make_part(style, width, stream, inner, change):
+def make_row_part(style, width, stream, inner, transform):
     """GPU: the parts of a row, by which its lanes share it: pairs of units that rotate into each other, or units."""
     codec = stream.codec
-    dst_at, words, elements = make_inner(*inner), codec.dst_words, codec.elements
-    if change.pairs == "":
+    dst_at, words, elements = make_word_offset(*inner), codec.dst_words, codec.elements
+    if transform.pairs == "":
         magnitude, move_unit = make_unit(style, codec, (0, 0), inner)
 
         @ti.func
@@ -549,11 +614,11 @@ def make_part(style, width, stream, inner, change):
                             cos_row, sin: ti.template(), sin_row, weight: ti.template(), weight_at):  # fmt: skip
             move_unit(a, b, src_row, dst_row, u, factor)
 
-        return Part(stream.units, peak_of_unit, move_unit_alone)
+        return RowPart(stream.units, peak_of_unit, move_unit_alone)
 
-    pair, rest = make_values(style, codec, change)
+    pair, rest = make_rotation(style, codec, transform)
     store = make_store(codec.dst, elements, codec.dst_bits, style)
-    pairs = change.rope_dim // 2 // elements
+    pairs = transform.rope_dim // 2 // elements
     count = width // elements - pairs
 
     @ti.func
@@ -581,4 +646,4 @@ def make_part(style, width, stream, inner, change):
             u = p + pairs
             store(b, dst_row + dst_at(u * words), rest(a, src_row, u, norm, weight, weight_at), factor)
 
-    return Part(count, peak, move)
+    return RowPart(count, peak, move)

@@ -1,0 +1,16 @@
+"""A step as a CUDA graph that torch has captured."""
+
+
+def captured(step):
+    """A call that replays what a step launches; it is run once before, where everything is compiled."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

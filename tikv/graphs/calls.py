@@ -1,0 +1,46 @@
+"""A call of a graph: an operation over names instead of arrays, and what those names stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+LENGTHS = ("seq_lens", "context_lens")  # parameters that are an array or a number
+
+
+class Call(NamedTuple):
+    """One operation of a graph: names of its arrays and numbers by parameter, options, names for what it returns."""
+
+    operation: str
+    function: Callable[..., Any]
+    arrays: dict[str, str]
+    numbers: dict[str, str | int]
+    options: dict[str, Any]
+    outputs: tuple[str, ...]
+    written: tuple[str, ...]  # parameters
+
+    def apply(self, arrays: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
+        """Make the call with these arrays and numbers; its results by their names."""
+        given = {p: arrays[n] if n in arrays else numbers[n] for p, n in self.arrays.items()}
+        given |= {p: numbers[n] if isinstance(n, str) else n for p, n in self.numbers.items()}
+        results = self.function(**given, **self.options)
+        if not self.outputs:
+            return {}
+        return dict(zip(self.outputs, results if isinstance(results, tuple) else (results,), strict=True))
+
+
+class Roles:
+    """What the names of some calls stand for: arrays and numbers to be given, or either, and outputs."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.arrays: set[str] = set()
+        self.numbers: set[str] = set()
+        self.either: set[str] = set()
+        self.outputs: set[str] = set()
+        for call in calls:
+            for parameter, name in call.arrays.items():
+                if name not in self.outputs:
+                    (self.either if parameter in LENGTHS else self.arrays).add(name)
+            self.numbers |= {n for n in call.numbers.values() if isinstance(n, str)}
+            self.outputs |= set(call.outputs)
+        self.either -= self.arrays | self.numbers

@@ -1,0 +1,101 @@
+"""Attention for transformers models under the name "tikv", and the mask that it gets; importing this registers both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as _is_traced
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tikv.errors import OptionError
+from tikv.ops.attention import decode_attention
+
+ATTENTION = "tikv"  # the name for attn_implementation
+
+
+def attend(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
+
+    Torch's `scaled_dot_product_attention` takes prompts, padded batches, training and what `torch.compile` traces; with
+    a soft cap plain torch does.
+
+    Args:
+        module: the attention module.
+        query: (batch, heads, T, head_dim).
+        key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
+        attention_mask: None where all keys, or with T = n and a causal module those up to a query itself, are seen;
+            else (batch, 1, T, n).
+        scaling: of the scores; None for ``1 / sqrt(head_dim)``.
+        dropout, softcap: as the model says.
+        **kwargs: for torch's attention.
+
+    Returns:
+        ((batch, T, heads, head_dim_v), None).
+
+    Raises:
+        OptionError: the model wants learned attention sinks.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise OptionError(
+            f"attention {ATTENTION!r}: {type(module).__name__} has learned sinks (s_aux), which are not offered. Use "
+            f"attn_implementation='eager'."
+        )
+    stored = getattr(key, "tikv_stored", None)
+    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout and not _is_traced():
+        lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
+        k_scale, v_scale = (None, None) if stored is None else stored[3:]
+        out = decode_attention(
+            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale
+        )
+        return out.transpose(1, 2), None
+    if stored is not None:
+        layer, first, end, *_ = stored
+        key, value = layer._read(first, end)
+    if softcap is not None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap, causal), None
+    forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return out, None
+
+
+def _with_softcap(
+    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float, causal: bool
+) -> Any:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
+
+
+def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
+    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    if mask is None or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
+        return mask
+    return None if bool(mask.all()) else mask
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, mask_for_attend)

@@ -1,0 +1,279 @@
+"""Decode attention on CPU: a worker thread walks over tasks, `CHUNK` keys at a time, its state in memory of its own.
+
+Taichi gives a CPU thread at least 512 iterations, so the loop has that many for each worker, and one of them works. The
+loops over keys and widths are those of `cpu_loops`. Where the keys of a chunk lie is listed first: pages and rings are
+read by the same loops as a row of keys is.
+"""
+
+import zlib
+from typing import NamedTuple
+
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.cpu_loops import CHUNK, LINE_BYTES, ROW, make_key_loops, make_row_loops, rows_per_band
+from tikv.kernels.attention.parameters import BITS, FLOATS, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.softmax import exp2, make_store_lse
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.visible import make_query_bounds
+from tikv.kernels.lanes import LEAST_ITERATIONS
+from tikv.runtime import ti
+
+LISTS = 6  # rows of numbers of a chunk's keys that a worker has beside its heads' state
+PREFETCH_TOKENS, PREFETCH_PAGES = 1, 2  # whose heads lie side by side, and are loaded ahead together; 0: nothing is
+LINE = LINE_BYTES // 4  # floats of a cache line
+MAX_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
+
+
+def head_floats(rows, width, width_v):
+    """Floats that a KV head takes of a worker's memory: queries, accumulators, scores, maxima and sums of its rows."""
+    padded = -(-rows // rows_per_band(rows)) * rows_per_band(rows)
+    return padded * (width + width_v + ROW + 2)
+
+
+def work_floats(rows, width, width_v, heads):
+    """Floats of a worker's memory, in whole cache lines."""
+    return -(-(heads * head_floats(rows, width, width_v)) // LINE) * LINE + LISTS * ROW
+
+
+def heads_per_task(rows, width, width_v, heads):
+    """KV heads that a task reads together where those of a token, or of a page, lie side by side in memory."""
+    most = max(1, min(heads, MAX_FLOATS // head_floats(rows, width, width_v)))
+    return -(-heads // -(-heads // most))
+
+
+class WorkerMemory(NamedTuple):
+    """Where a worker's numbers begin: lists of a chunk's keys, `ROW` floats each, and the state of its heads' rows."""
+
+    k_list: int = 0  # where their K lies
+    v_list: int = 1
+    scale_list: int = 2
+    indices: int = 3
+    k_scales: int = 4
+    v_scales: int = 5
+    queries: int = 6
+    acc: int = 7
+    scores: int = 8
+    maxima: int = 9
+    sums: int = 10
+
+
+M = WorkerMemory()
+
+
+def make_worker_memory(rows, c):
+    """worker_memory(worker, params) -> the vector `WorkerMemory`."""
+
+    @ti.func
+    def worker_memory(worker, params):
+        heads = params[P.heads_per_task]
+        lists = worker * params[P.work_floats]
+        queries = lists + LISTS * ROW
+        acc = queries + heads * rows * c.width
+        scores = acc + heads * rows * c.width_v
+        maxima = scores + heads * rows * ROW
+        sums = maxima + heads * rows
+        return ti.Vector([lists, lists + ROW, lists + 2 * ROW, lists + 3 * ROW, lists + 4 * ROW, lists + 5 * ROW,
+                          queries, acc, scores, maxima, sums])  # fmt: skip
+
+    return worker_memory
+
+
+def make_attend_cpu(workers, parts, c):
+    """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, work, strides, params, scalars) on CPU.
+
+    Not cached: its real functions belong to one Taichi program.
+
+    Args:
+        workers: threads; 1 runs in the calling thread.
+        parts: whether out and lse take the parts of splits, row by row and split by split, or the result.
+        c: the other `Choices`.
+
+    `work` holds `work_floats` floats for each worker.
+    """
+    Q, KV, LENS, TABLE, SC, OUT = array_types("cpu", c)
+    uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
+    rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
+    worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
+    iterations = workers * LEAST_ITERATIONS if workers > 1 else 1
+    every = LEAST_ITERATIONS if workers > 1 else 1
+
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(serialize=workers == 1)
+        for i in range(iterations):
+            worker = i // every
+            tasks = 0
+            if i % every == 0:
+                tasks = (params[P.tasks] - worker + workers - 1) // workers
+            memory = worker_memory(worker, params)
+            for turn in range(tasks):
+                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
+                attend_task(turn * workers + worker, memory, arrays, strides, params, scalars)
+
+    return attend
+
+
+make_attend_cpu.fast_math = True
+
+
+def make_attend_task(rows, uid, parts, c):
+    """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    keys, decode_task = make_key_loops(c), make_decode_task("cpu", CHUNK, c)
+    row_loops = make_row_loops(c)
+    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
+    list_chunk = make_list_chunk(keys, uid, c)
+    prefetch_k = make_prefetch_heads(keys, uid, S.k_head, c.width)
+    prefetch_v = make_prefetch_heads(keys, uid, S.v_head, c.width_v)
+    softmax = make_softmax(keys, row_loops, rows, uid, c)
+
+    @ti.func
+    def attend_task(number, memory, arrays: ti.template(), strides, params, scalars):
+        q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        heads = ti.min(params[P.heads_per_task], params[P.heads] - task[T.head])
+        start_rows(heads, task, memory, q, work, strides, params)
+        index = task[T.begin]
+        while index < task[T.end]:
+            n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
+            index = index_behind
+            if n > 0:
+                prefetch_k(k, memory[M.k_list], task[T.k_first], heads, n, memory[M.scores], work, strides, params)
+                keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, params[P.keys_per_pass],
+                          heads, memory[M.queries], memory[M.scores], uid)  # fmt: skip
+                masked = softmax(heads, n, visible, task, memory, k_scale, v_scale, work, strides, params, scalars)
+                prefetch_v(v, memory[M.v_list], task[T.v_first], heads, n, memory[M.k_scales], work, strides, params)
+                if masked == 0:
+                    keys.add_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n,
+                                    params[P.keys_per_pass], heads, memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                elif ti.static(c.masked):
+                    keys.add_visible_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n,
+                                            params[P.keys_per_pass], heads, memory[M.scores], memory[M.acc],
+                                            uid)  # fmt: skip
+        store_rows(heads, task, memory, out, lse, work, strides, params, scalars)
+
+    return attend_task
+
+
+def make_start_rows(row_loops, rows, uid, c):
+    """start_rows(heads, task, memory, ...): a task's queries to a worker's memory, and empty sums."""
+    query_row, D = make_query_row(c), c.width
+
+    @ti.func
+    def start_rows(heads, task, memory, q: ti.template(), work: ti.template(), strides, params):
+        for z in range(heads * rows):
+            r = ti.min(task[T.row] + ti.min(z % rows, c.rows - 1), params[P.queries] * c.group - 1)
+            at = query_row(task[T.sequence], task[T.head] + z // rows, r, strides, params)
+            row_loops.load_query(q, work, at, memory[M.queries] + z * D, uid)
+            work[memory[M.maxima] + z] = MASKED
+            work[memory[M.sums] + z] = 0.0
+        row_loops.clear(work, memory[M.acc], heads * rows * c.width_v, uid)
+
+    return start_rows
+
+
+def make_list_chunk(keys, uid, c):
+    """list_chunk(index, ...) -> (keys listed, index behind the last): where the next keys lie, at most a chunk."""
+    locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
+
+    @ti.func
+    def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
+        index, n = begin, 0
+        while index < task[T.end] and n < CHUNK:
+            found = locate(task[T.sequence], index, visible, table, strides, params)
+            slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
+            if slot >= 0:
+                k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
+                keys.list_keys(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
+                keys.list_keys(work, memory[M.v_list] + n, count, v_first, strides[S.v_token], uid)
+                if ti.static(c.scale != ""):
+                    scale_first = scale_offset(slot, strides)
+                    keys.list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
+                if ti.static(c.masked):
+                    keys.list_keys(work, memory[M.indices] + n, count, index, 1, uid)
+                n += count
+            index += count
+        if n > 0:  # keys are read in pairs
+            work[memory[M.k_list] + n] = work[memory[M.k_list] + n - 1]
+            work[memory[M.v_list] + n] = work[memory[M.v_list] + n - 1]
+        return n, index
+
+    return list_chunk
+
+
+def make_prefetch_heads(keys, uid, head, width):
+    """prefetch_heads(array, lists, ...): load K or V of the listed keys ahead, if that is wanted."""
+
+    @ti.func
+    def prefetch_heads(array: ti.template(), lists, first, heads, n, to, work: ti.template(), strides, params):
+        if params[P.prefetch] == PREFETCH_TOKENS:
+            keys.prefetch(array, work, lists, first, 0, 1, (heads - 1) * strides[head] + width, n, to, uid)
+        elif params[P.prefetch] == PREFETCH_PAGES:
+            keys.prefetch(array, work, lists, first, strides[head], heads, width, n, to, uid)
+
+    return prefetch_heads
+
+
+def make_softmax(keys, row_loops, rows, uid, c):
+    """softmax(heads, n, ...) -> how many keys rows do not see: the scores of a chunk turn into weights.
+
+    Where a maximum grows, the row's sum and accumulators fade to it.
+    """
+    query_bounds, DV = make_query_bounds(c), c.width_v
+
+    @ti.func
+    def softmax(heads, n, visible, task, memory, k_scale: ti.template(), v_scale: ti.template(), work: ti.template(),
+                strides, params, scalars):  # fmt: skip
+        masked = 0
+        for h in range(heads):
+            if ti.static(c.scale != ""):
+                at = task[T.scale_first] + h * strides[S.scale_head]
+                k_first, v_first = strides[S.k_scale_first] + at, strides[S.v_scale_first] + at
+                keys.load_scales(k_scale, work, memory[M.scale_list], k_first, n, memory[M.k_scales], uid)
+                keys.load_scales(v_scale, work, memory[M.scale_list], v_first, n, memory[M.v_scales], uid)
+            for g in range(rows):
+                z = h * rows + g
+                scores = memory[M.scores] + z * ROW
+                t = ti.min(task[T.row] + g, params[P.queries] * c.group - 1) // c.group
+                bounds = query_bounds(t, visible, params)
+                high = row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap],
+                                        memory[M.k_scales], memory[M.indices], bounds[0], bounds[1], bounds[2],
+                                        bounds[3], uid)  # fmt: skip
+                if ti.static(c.masked):
+                    masked += row_loops.count_masked(work, scores, n, uid)
+                low = work[memory[M.maxima] + z]
+                if high > low:
+                    factor = exp2(low - high)
+                    work[memory[M.maxima] + z] = high
+                    work[memory[M.sums] + z] = work[memory[M.sums] + z] * factor
+                    row_loops.shrink(work, memory[M.acc] + z * DV, factor, uid)
+                total = row_loops.weights(work, scores, n, ti.max(high, low), uid)
+                work[memory[M.sums] + z] = work[memory[M.sums] + z] + total
+                if ti.static(c.scale != ""):
+                    row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
+                if n % 2 == 1:  # the last key is added twice, by half each: 0 times infinity is NaN
+                    half = work[scores + n - 1] * 0.5
+                    work[scores + n - 1] = half
+                    work[scores + n] = half
+        return masked
+
+    return softmax
+
+
+def make_store_rows(row_loops, rows, uid, parts, c):
+    """store_rows(heads, task, memory, ...): a task's rows, divided by the sums of their weights, and log-sum-exps."""
+    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+
+    @ti.func
+    def store_rows(heads, task, memory, out: ti.template(), lse: ti.template(), work: ti.template(), strides, params,
+                   scalars):  # fmt: skip
+        for z in range(heads * rows):
+            r = task[T.row] + z % rows
+            if z % rows < c.rows and r < params[P.queries] * c.group:
+                inverse = ti.f32(0.0)
+                if work[memory[M.sums] + z] > 0.0:
+                    inverse = ti.f32(1.0) / work[memory[M.sums] + z]
+                at, lse_at = output_offsets(task[T.kv_head] + z // rows, r, task[T.split], strides, params)
+                row_loops.store(out, work, memory[M.acc] + z * c.width_v, at, inverse, uid)
+                store_lse(lse, lse_at, work[memory[M.maxima] + z], work[memory[M.sums] + z], scalars)
+
+    return store_rows

@@ -1,0 +1,285 @@
+"""The loops over keys and widths of attention on CPU.
+
+They are real functions: those take the arrays' pointers into registers, so that LLVM vectorises them. `work` is the
+memory of the workers; the last argument of each tells kernels apart that differ in nothing but the functions they call.
+"""
+
+from typing import Any, NamedTuple
+
+from tikv.kernels.address import make_word_offset
+from tikv.kernels.attention.parameters import FLOATS, LOWEST, MASKED, array_types
+from tikv.kernels.attention.softmax import exp2, make_logit
+from tikv.kernels.attention.visible import make_in_bounds
+from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
+from tikv.runtime import ti
+
+CHUNK = 64  # keys whose scores are held at once
+ROW = CHUNK + 16  # floats between two rows of numbers of a chunk's keys: pairs may write one more
+LINE_BYTES = 64  # of a cache line
+
+
+def rows_per_band(rows):
+    """Query rows whose sums are in registers at once; bands of one width cover all rows."""
+    bands = -(-rows // 4)
+    return -(-rows // bands)
+
+
+@ti.func
+def ordered(x):
+    """The bits of a float as an integer that orders as the floats do; LLVM vectorises its maximum."""
+    i = ti.bit_cast(x, ti.i32)
+    return i ^ ((i >> 31) & 0x7FFFFFFF)
+
+
+class KeyLoops(NamedTuple):
+    """Loops over listed keys of one head after another, with K and V."""
+
+    list_keys: Any
+    prefetch: Any
+    dots: Any
+    load_scales: Any
+    add_values: Any
+    add_visible_values: Any
+
+
+class RowLoops(NamedTuple):
+    """Loops over the numbers of one query row."""
+
+    load_query: Any
+    clear: Any
+    logits: Any
+    weights: Any
+    count_masked: Any
+    multiply: Any
+    shrink: Any
+    store: Any
+
+
+def make_key_loops(c):
+    """The `KeyLoops` of one set of choices."""
+    add_values = make_add_values(False, c)
+    return KeyLoops(
+        make_list_keys(),
+        make_prefetch(c),
+        make_dots(c),
+        make_load_scales(c),
+        add_values,
+        make_add_values(True, c) if c.masked else add_values,
+    )
+
+
+def make_list_keys():
+    """list_keys(...): note where keys side by side lie: integers, kept in the bits of floats."""
+
+    @ti.real_func
+    def list_keys(work: FLOATS, to: ti.i32, n: ti.i32, first: ti.i32, step: ti.i32, number: ti.i32):
+        for j in range(n):
+            work[to + j] = ti.bit_cast(first + j * step, ti.f32)
+
+    return list_keys
+
+
+def make_prefetch(c):
+    """prefetch(...): load a number of each cache line of the listed keys, in the order of memory, pages together.
+
+    Memory is slow to answer, and a core fetches ahead only what lies in order: several pages are waited for together.
+    """
+    _, KV, _, _, _, _ = array_types("cpu", c)
+    value = make_element_to_f32(c.cache)
+    PER_PAGE = min(c.page or CHUNK, CHUNK)
+    PER_LINE = LINE_BYTES // SIZE[c.cache]
+
+    @ti.real_func
+    def prefetch(rows: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, heads: ti.i32, span: ti.i32,
+                 n: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+        for h in range(heads):
+            for j in range(ti.min(PER_PAGE, n)):
+                total = ti.f32(0.0)
+                for line in range((span + PER_LINE - 1) // PER_LINE):
+                    for page in range((n - j + PER_PAGE - 1) // PER_PAGE):
+                        at = ti.bit_cast(work[lists + page * PER_PAGE + j], ti.i32) + first + h * head
+                        total += value(rows[at + line * PER_LINE])
+                work[to + j] = total
+
+    return prefetch
+
+
+def make_dots(c):
+    """dots(...): scores of all rows with the listed keys, two at a time; some keys of a head, then of the next."""
+    _, KV, _, _, _, _ = array_types("cpu", c)
+    value, k_word = make_element_to_f32(c.cache), make_word_offset(*c.k_inner)
+    D, B = c.width, rows_per_band(c.rows)
+    bands = -(-c.rows // B)
+    R = bands * B
+
+    @ti.real_func
+    def dots(k: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
+             heads: ti.i32, queries: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+        for group in range((n + keys_per_pass - 1) // keys_per_pass):
+            for h in range(heads):
+                for band in range(bands):
+                    for pair in range((ti.min(keys_per_pass, n - group * keys_per_pass) + 1) // 2):
+                        j = group * keys_per_pass + pair * 2
+                        k0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
+                        k1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
+                        q0 = queries + (h * R + band * B) * D
+                        at = to + (h * R + band * B) * ROW + j
+                        s0 = ti.Vector([ti.f32(0.0) for _ in range(B)])
+                        s1 = ti.Vector([ti.f32(0.0) for _ in range(B)])
+                        for d in range(D):
+                            x0, x1 = value(k[k0 + k_word(d)]), value(k[k1 + k_word(d)])
+                            for g in ti.static(range(B)):
+                                s0[g] += x0 * work[q0 + g * D + d]
+                                s1[g] += x1 * work[q0 + g * D + d]
+                        for g in ti.static(range(B)):
+                            work[at + g * ROW] = s0[g]
+                            work[at + g * ROW + 1] = s1[g]
+
+    return dots
+
+
+def make_load_scales(c):
+    """load_scales(...): the scales of the keys, of one head."""
+    _, _, _, _, SC, _ = array_types("cpu", c)
+
+    @ti.real_func
+    def load_scales(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
+        for j in range(n):
+            work[to + j] = ti.cast(scales[ti.bit_cast(work[lists + j], ti.i32) + first], ti.f32)
+
+    return load_scales
+
+
+def make_add_values(careful, c):
+    """add_values(...): add the values of the listed keys, weighted, to the accumulators, in the order of `dots`.
+
+    Careful: what weighs nothing is left out, since what a query does not see may be NaN.
+    """
+    _, KV, _, _, _, _ = array_types("cpu", c)
+    value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
+    DV, B = c.width_v, rows_per_band(c.rows)
+    bands = -(-c.rows // B)
+    R = bands * B
+
+    @ti.real_func
+    def add_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
+                   heads: ti.i32, weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+        for group in range((n + keys_per_pass - 1) // keys_per_pass):
+            for h in range(heads):
+                for band in range(bands):
+                    for pair in range((ti.min(keys_per_pass, n - group * keys_per_pass) + 1) // 2):
+                        j = group * keys_per_pass + pair * 2
+                        v0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
+                        v1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
+                        at = weights + (h * R + band * B) * ROW + j
+                        a0 = to + (h * R + band * B) * DV
+                        p0 = ti.Vector([work[at + g * ROW] for g in range(B)])
+                        p1 = ti.Vector([work[at + g * ROW + 1] for g in range(B)])
+                        for d in range(DV):
+                            x0, x1 = value(v[v0 + v_word(d)]), value(v[v1 + v_word(d)])
+                            for g in ti.static(range(B)):
+                                y0, y1 = p0[g] * x0, p1[g] * x1
+                                if ti.static(careful):
+                                    y0 = ti.select(p0[g] > 0.0, y0, ti.f32(0.0))
+                                    y1 = ti.select(p1[g] > 0.0, y1, ti.f32(0.0))
+                                work[a0 + g * DV + d] = work[a0 + g * DV + d] + y0 + y1
+
+    return add_values
+
+
+def make_row_loops(c):
+    """The `RowLoops` of one set of choices."""
+    return RowLoops(*make_start_loops(c), *make_softmax_loops(c), *make_accumulator_loops(c))
+
+
+def make_start_loops(c):
+    """(load_query, clear)."""
+    Q, _, _, _, _, _ = array_types("cpu", c)
+    load_q = make_load(c.query, 1, SIZE[c.query] * 8)
+    D = c.width
+
+    @ti.real_func
+    def load_query(q: Q, work: FLOATS, at: ti.i32, to: ti.i32, number: ti.i32):
+        for d in range(D):
+            work[to + d] = load_q(q, at + d)[0]
+
+    @ti.real_func
+    def clear(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32):
+        for d in range(n):
+            work[at + d] = 0.0
+
+    return load_query, clear
+
+
+def make_softmax_loops(c):
+    """(logits, weights, count_masked, multiply), each over the scores of a row with a chunk's keys."""
+    logit_of, in_bounds = make_logit(c), make_in_bounds(c)
+
+    @ti.real_func
+    def logits(work: FLOATS, at: ti.i32, n: ti.i32, scale: ti.f32, softcap: ti.f32, scales: ti.i32, index: ti.i32,
+               low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, number: ti.i32) -> ti.f32:  # fmt: skip
+        """Turn the scores of a row into logits, or `MASKED`; the largest."""
+        top = ti.i32(-0x7FFFFFFF)
+        for j in range(n):
+            x = work[at + j]
+            if ti.static(c.scale != ""):
+                x = x * work[scales + j]
+            x = logit_of(x, scale, softcap)
+            if ti.static(c.masked):
+                i = ti.bit_cast(work[index + j], ti.i32)
+                x = ti.select(in_bounds(i, low, high, sinks, last_sink) > 0, x, ti.f32(MASKED))
+            work[at + j] = x
+            top = ti.max(top, ordered(x))
+        return ti.bit_cast(top ^ ((top >> 31) & 0x7FFFFFFF), ti.f32)
+
+    @ti.real_func
+    def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:
+        """Turn the logits of a row into weights; their sum."""
+        total = ti.f32(0.0)
+        for j in range(n):
+            x = work[at + j]
+            p = exp2(x - high)
+            if ti.static(c.masked):
+                p = ti.select(x > ti.f32(LOWEST), p, ti.f32(0.0))
+            total += p
+            work[at + j] = p
+        return total
+
+    @ti.real_func
+    def count_masked(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.i32:
+        """How many keys a row does not see, by its logits."""
+        total = 0
+        for j in range(n):
+            total += ti.select(work[at + j] > ti.f32(LOWEST), 0, 1)
+        return total
+
+    @ti.real_func
+    def multiply(work: FLOATS, at: ti.i32, n: ti.i32, scales: ti.i32, number: ti.i32):
+        """Multiply the weights of a row by the scales of V; a loop of its own, for LLVM to vectorise it."""
+        for j in range(n):
+            p = work[at + j]
+            weight = p * work[scales + j]
+            if ti.static(c.masked):
+                weight = ti.select(p > 0.0, weight, ti.f32(0.0))
+            work[at + j] = weight
+
+    return logits, weights, count_masked, multiply
+
+
+def make_accumulator_loops(c):
+    """(shrink, store), of the accumulators of a row."""
+    _, _, _, _, _, OUT = array_types("cpu", c)
+    store_value = make_store(c.out, 1, SIZE[c.out] * 8, "cpu")
+    DV = c.width_v
+
+    @ti.real_func
+    def shrink(work: FLOATS, at: ti.i32, factor: ti.f32, number: ti.i32):
+        for d in range(DV):
+            work[at + d] = work[at + d] * factor
+
+    @ti.real_func
+    def store(out: OUT, work: FLOATS, at: ti.i32, to: ti.i32, inverse: ti.f32, number: ti.i32):
+        for d in range(DV):
+            store_value(out, to + d, ti.Vector([work[at + d] * inverse]), ti.f32(1.0))
+
+    return shrink, store

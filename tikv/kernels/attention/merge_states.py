@@ -1,0 +1,82 @@
+"""Two states of attention, over different keys, merged into one."""
+
+from typing import NamedTuple
+
+from tikv.kernels.attention.parameters import BITS, LOG2E, MASKED, MINUS_INFINITY, SCALARS, X
+from tikv.kernels.attention.softmax import exp2
+from tikv.kernels.codec import SIZE, element_array, make_load, make_store
+from tikv.kernels.lanes import make_loop
+from tikv.runtime import ti
+
+
+class MergeStatesParams(NamedTuple):
+    """Numbers of a merge of two states: items, extents of the last leading axes, first entries of the results."""
+
+    items: int = 0
+    extent_1: int = 1
+    extent_2: int = 1
+    out_first: int = 0
+    lse_first: int = 0
+
+
+P = MergeStatesParams(*range(len(MergeStatesParams._fields)))
+PARAMS = ti.types.vector(len(P), ti.i32)
+OUT_A, OUT_B, LSE_A, LSE_B = 0, 4, 8, 12  # of each, three strides and the first entry
+STRIDES = ti.types.vector(16, ti.i32)
+
+
+@ti.func
+def state_row(row, array: ti.template(), strides, params):
+    """Where a row of one of the four arrays begins."""
+    inner, rest = row % params[P.extent_2], row // params[P.extent_2]
+    middle, outer = rest % params[P.extent_1], rest // params[P.extent_1]
+    return outer * strides[array] + middle * strides[array + 1] + inner * strides[array + 2] + strides[array + 3]
+
+
+def make_merge_states(style, width, code_a, code_b, code_out):
+    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, params, scalars): one state of two; items: rows * width.
+
+    `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2. The extent of `out_a` is the number of
+    items.
+    """
+    A, B, OUT = element_array(code_a), element_array(code_b), element_array(code_out)
+    load_a, load_b = make_load(code_a, 1, SIZE[code_a] * 8), make_load(code_b, 1, SIZE[code_b] * 8)
+    store = make_store(code_out, 1, SIZE[code_out] * 8, style)
+
+    @ti.func
+    def merge_item(i, arrays: ti.template(), strides, params, scalars):
+        out_a, out_b, lse_a, lse_b, out, lse = ti.static(arrays)
+        row, d = i // width, i % width
+        a_bits = lse_a[state_row(row, LSE_A, strides, params)]
+        b_bits = lse_b[state_row(row, LSE_B, strides, params)]
+        a_counts, b_counts = a_bits != ti.u32(MINUS_INFINITY), b_bits != ti.u32(MINUS_INFINITY)
+        x, bits = ti.f32(0.0), ti.u32(MINUS_INFINITY)
+        if a_counts or b_counts:
+            a, b = ti.f32(MASKED), ti.f32(MASKED)
+            if a_counts:
+                a = ti.bit_cast(a_bits, ti.f32) * scalars[X.lse_scale]
+            if b_counts:
+                b = ti.bit_cast(b_bits, ti.f32) * scalars[X.lse_scale]
+            m = ti.max(a, b)
+            wa, wb = exp2(a - m), exp2(b - m)
+            inverse = ti.f32(1.0) / (wa + wb)
+            if a_counts:
+                x = x + wa * inverse * load_a(out_a, state_row(row, OUT_A, strides, params) + d)[0]
+            if b_counts:
+                x = x + wb * inverse * load_b(out_b, state_row(row, OUT_B, strides, params) + d)[0]
+            bits = ti.bit_cast((m + ti.log(wa + wb) * ti.f32(LOG2E)) / scalars[X.lse_scale], ti.u32)
+        store(out, params[P.out_first] + i, ti.Vector([x]), ti.f32(1.0))
+        if d == 0:
+            lse[params[P.lse_first] + row] = bits
+
+    loop = make_loop(style, False, merge_item, P.items)
+
+    @ti.kernel
+    def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: OUT, lse: BITS, strides: STRIDES,
+                     params: PARAMS, scalars: SCALARS):  # fmt: skip
+        loop(out_a, params, ((out_a, out_b, lse_a, lse_b, out, lse), strides, params, scalars))
+
+    return merge_states
+
+
+make_merge_states.fast_math = True

@@ -1,0 +1,136 @@
+"""What kernels of attention are given: compile-time choices, three vectors of numbers, and arrays of these types."""
+
+from typing import NamedTuple
+
+from tikv.kernels.address import index_array
+from tikv.kernels.codec import ELEMENT, SIZE, element_array, scale_array, word_array
+from tikv.runtime import ti
+
+LOG2E = 1.4426950408889634
+MASKED = -1e30  # the logit of a key that is not visible; infinities and fast arithmetic do not go together
+LOWEST = -9e29  # logits above are of visible keys
+MINUS_INFINITY = 0xFF800000
+MAX_TOKENS = 1 << 30  # more tokens than a launch can see
+
+
+class Choices(NamedTuple):
+    """Compile-time choices: how keys are found, what the words hold, which rows a task computes."""
+
+    place: str  # "linear", "ring" or "table"
+    page: int  # slots of a page; 0 without a table
+    sinks: bool
+    cache: str  # dtype code of K and V
+    bits: int  # of a word of K and V
+    scale: str  # dtype code of the int8 scales, or ""
+    k_inner: tuple[int, int]  # (chunk, stride) in words of a row that lies in pieces; (0, 0) for one that does not
+    v_inner: tuple[int, int]
+    query: str  # dtype code of q
+    out: str  # dtype code of the result; "f32" for the parts of splits
+    width: int
+    width_v: int
+    group: int  # query heads of a KV head
+    rows: int  # query rows of a task
+    causal: bool
+    masked: bool  # whether queries of a task may see different keys
+    softcap: bool
+    lens_bits: int  # 0: one length for all sequences, among the numbers
+    table_bits: int
+
+    @property
+    def unit(self) -> int:
+        """Elements in a word of K and V."""
+        return self.bits // (SIZE[self.cache] * 8)
+
+
+class AttentionStrides(NamedTuple):
+    """Strides and first entries, in elements of q, out, scales, lengths and table, and in words of K and V."""
+
+    q_sequence: int = 0
+    q_head: int = 0
+    q_token: int = 0
+    q_first: int = 0
+    out_sequence: int = 0
+    out_head: int = 0
+    out_token: int = 0
+    out_first: int = 0
+    k_sequence: int = 0
+    k_block: int = 0
+    k_token: int = 0
+    k_head: int = 0
+    k_first: int = 0
+    v_sequence: int = 0
+    v_block: int = 0
+    v_token: int = 0
+    v_head: int = 0
+    v_first: int = 0
+    scale_sequence: int = 0
+    scale_block: int = 0
+    scale_token: int = 0
+    scale_head: int = 0
+    k_scale_first: int = 0
+    v_scale_first: int = 0
+    lens_sequence: int = 0
+    lens_first: int = 0
+    table_sequence: int = 0
+    table_block: int = 0
+    table_first: int = 0
+
+
+class AttentionParams(NamedTuple):
+    """The other integers of a launch."""
+
+    tasks: int = 0
+    splits: int = 1
+    heads: int = 0  # KV heads
+    queries: int = 1
+    row_blocks: int = 1  # tasks of a KV head and split
+    length: int = 0  # of every sequence, when there is no array of lengths
+    capacity: int = 0  # slots that lengths of a cache that is no ring are bounded by
+    sinks: int = 0
+    window: int = MAX_TOKENS  # tokens behind the sinks that a query sees, itself included
+    ring: int = 0  # slots behind the sinks that wrap
+    first_valid: int = 0  # oldest position behind the sinks that is still there
+    blocks: int = 0  # of the pool
+    lse_first: int = 0  # of the parts' log-sum-exps, or the result's
+    out_lse_first: int = 0  # of the result's, where parts are merged
+    part_first: int = 0
+    mass_first: int = 0
+    batch: int = 1
+    heads_per_task: int = 1  # KV heads; more than one on CPU only
+    keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
+    prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
+    work_floats: int = 0  # of a worker
+
+
+class AttentionScalars(NamedTuple):
+    """The real numbers of a launch."""
+
+    logit_scale: float = 1.0  # with a soft cap, divided by it; else times log2(e)
+    softcap: float = 1.0  # times log2(e)
+    lse_scale: float = 1.0  # from base 2 to the base asked for
+
+
+# The place of each number in its vector: strides[S.k_head], params[P.splits], scalars[X.softcap].
+S = AttentionStrides(*range(len(AttentionStrides._fields)))
+P = AttentionParams(*range(len(AttentionParams._fields)))
+X = AttentionScalars(*range(len(AttentionScalars._fields)))
+STRIDES = ti.types.vector(len(S), ti.i32)
+PARAMS = ti.types.vector(len(P), ti.i32)
+SCALARS = ti.types.vector(len(X), ti.f32)
+BITS = ti.types.ndarray(dtype=ti.u32, ndim=1)  # log-sum-exps: the bits of float32
+FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
+
+
+def array_types(style, c):
+    """The types of (q, K and V, lengths, table, scales, out); on CPU words of K, V and scales are elements."""
+    cache, scale = word_array(c.bits), scale_array(c.scale)
+    if style == "cpu":
+        cache, scale = (ti.types.ndarray(dtype=ELEMENT[code], ndim=1) for code in (c.cache, c.scale or "f32"))
+    return (
+        element_array(c.query),
+        cache,
+        index_array(c.lens_bits),
+        index_array(c.table_bits),
+        scale,
+        element_array(c.out),
+    )

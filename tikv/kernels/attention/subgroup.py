@@ -1,0 +1,367 @@
+"""Decode attention by a block of threads on Vulkan and Metal, and on CUDA where nothing faster fits.
+
+A block takes `BLOCK` keys at a time. A group of neighbours, a subgroup or a warp, computes the score of one key after
+another: its threads read the key's words side by side, and q.k is a sum over the group. Then each thread owns a score,
+the groups agree on the highest, and each thread sums up columns of V. Where there are no such operations, a group is
+one thread.
+"""
+
+from typing import NamedTuple
+
+from tikv.kernels.address import make_word_offset
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.visible import make_is_visible
+from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
+from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group_operations
+from tikv.runtime import ti
+
+MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
+NARROW = 32  # words of a key; where there are more, a thread reads two at a time
+
+
+class Shape(NamedTuple):
+    """How the threads of a block share the work."""
+
+    units: int  # words of a row of K
+    units_v: int
+    rounds: int  # units of the result that a thread owns
+    sharers: int  # threads that own the same unit, each over keys of its own
+    max_groups: int  # of a block
+    keys: int  # of which a group reads K at a time
+    v_keys: int  # of which a thread reads V at a time
+    words: int  # of a key that a thread reads at a time
+
+
+def shape_of(kind, c):
+    """The `Shape` for a kind of group."""
+    units, units_v = c.width // c.unit, c.width_v // c.unit
+    sharers = 1
+    while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
+        sharers *= 2
+    in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # what registers allow
+    return Shape(
+        units=units,
+        units_v=units_v,
+        rounds=-(-units_v // BLOCK),
+        sharers=sharers,
+        max_groups=BLOCK // 32 if kind == WARP else BLOCK,
+        keys=1 if kind == SINGLE else in_flight,
+        v_keys=max(in_flight, 4),
+        words=1 if kind == SINGLE or units <= NARROW else 2,
+    )
+
+
+def make_attend_block(style, kind, parts, c):
+    """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on Vulkan, Metal and CUDA.
+
+    On CUDA the extent of q is tasks * `BLOCK`. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the
+    other choices as in `cpu.make_attend_cpu`.
+    """
+    Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
+    group_position = make_group_operations(kind).position
+    attend_task = make_attend_task(style, kind, parts, c)
+
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(block_dim=BLOCK)
+        if ti.static(style == "spirv"):
+            for i in range(SPIRV_THREADS):
+                thread, first = i % BLOCK, i // BLOCK
+                count = (params[P.tasks] - first + SPIRV_THREADS // BLOCK - 1) // (SPIRV_THREADS // BLOCK)
+                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+                if count > 0:
+                    position = group_position(thread)
+                    for n in range(count):
+                        number = first + n * (SPIRV_THREADS // BLOCK)
+                        attend_task(thread, position, number, arrays, strides, params, scalars)
+        else:
+            for i in range(q.shape[0]):
+                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+                position = group_position(i % BLOCK)
+                attend_task(i % BLOCK, position, i // BLOCK, arrays, strides, params, scalars)
+
+    return attend
+
+
+make_attend_block.fast_math = True
+
+
+def make_attend_task(style, kind, parts, c):
+    """attend_task(thread, position, number, ...): a thread's share of a task; all threads of a block call it."""
+    shape, group_sum = shape_of(kind, c), make_group_operations(kind).sum
+    decode_task = make_decode_task(style, 1, c)
+    load_queries, load_key = make_load_queries(shape, c), make_load_key(c)
+    group_logits = make_group_logits(shape, kind, c)
+    to_weights, add_values = make_to_weights(shape, c), make_add_values(shape, c)
+    add_sharers, store_rows = make_add_sharers(shape, c), make_store_rows(style, shape, parts, c)
+    R = c.rows
+
+    @ti.func
+    def attend_task(thread, position, number, arrays: ti.template(), strides, params, scalars):
+        q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
+        queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # as rows, elements of a word, words
+        weights = ti.simt.block.SharedArray((R * BLOCK,), ti.f32)
+        of_groups = ti.simt.block.SharedArray((R * shape.max_groups,), ti.f32)
+        k_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
+        v_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
+        mine = position[G.offset] + position[G.rank]  # which of the block's keys this thread owns
+        visible, task = decode_task(number, lens, strides, params)
+        sharer, column = thread // shape.units_v, thread % shape.units_v
+        if ti.static(shape.sharers == 1):
+            sharer, column = 0, thread
+        ti.simt.block.sync()
+        load_queries(thread, task, q, queries, strides, params)
+        m = ti.Vector([ti.f32(MASKED)] * R)
+        l = ti.Vector([ti.f32(0.0)] * R)  # of the keys that this thread owns
+        acc = ti.Vector([ti.f32(0.0)] * (R * shape.rounds * c.unit))
+        for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
+            left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
+            index = task[T.begin] + chunk * BLOCK + mine
+            slot, k_row, v_row, k_factor, v_factor = load_key(
+                index, visible, task, table, k_scale, v_scale, strides, params
+            )
+            k_rows[mine], v_rows[mine] = k_row, v_row
+            ti.simt.block.sync()
+            logits = group_logits(position, index, slot, left, k_factor, visible, task, k, queries, k_rows, of_groups,
+                                  params, scalars)  # fmt: skip
+            ti.simt.block.sync()
+            to_weights(mine, position, v_factor, logits, of_groups, weights, m, l, acc)
+            ti.simt.block.sync()
+            if sharer < shape.sharers:
+                add_values(sharer, column, left, v, v_rows, weights, acc)
+            ti.simt.block.sync()
+        for g in ti.static(range(R)):
+            l[g] = group_sum(l[g])
+        if position[G.rank] == 0:
+            for g in ti.static(range(R)):
+                of_groups[position[G.index] * R + g] = l[g]
+        add_sharers(thread, column, weights, acc)
+        store_rows(thread, sharer, column, position, task, of_groups, m, acc, out, lse, strides, params, scalars)
+
+    return attend_task
+
+
+def make_load_queries(shape, c):
+    """load_queries(thread, task, q, queries, strides, params): the task's rows of q to shared memory."""
+    query_row, load_q = make_query_row(c), make_load(c.query, 1, SIZE[c.query] * 8)
+    R, D, U, units = c.rows, c.width, c.unit, shape.units
+    rounds = -(-R * D // BLOCK)
+
+    @ti.func
+    def load_queries(thread, task, q: ti.template(), queries: ti.template(), strides, params):
+        rows = params[P.queries] * c.group
+        for n in range(rounds):
+            z = n * BLOCK + thread
+            if z < R * D:
+                r = ti.min(task[T.row] + z // D, rows - 1)
+                d = z % D
+                at = query_row(task[T.sequence], task[T.head], r, strides, params)
+                queries[(z // D * U + d % U) * units + d // U] = load_q(q, at + d)[0]
+
+    return load_queries
+
+
+def make_load_key(c):
+    """load_key(index, ...) -> (slot, row of K, row of V, scale of K, scale of V) of the key that a thread owns."""
+    locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
+    scale_value = make_bits_to_f32(c.scale) if c.scale else None
+
+    @ti.func
+    def load_key(index, visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides,
+                 params):  # fmt: skip
+        slot, k_row, v_row = -1, 0, -1
+        k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
+        if index < task[T.end]:
+            slot = locate(task[T.sequence], index, visible, table, strides, params)[0]
+        if slot >= 0:
+            k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
+            if ti.static(c.scale != ""):
+                at = task[T.scale_first] + scale_offset(slot, strides)
+                k_factor = scale_value(k_scale[strides[S.k_scale_first] + at])
+                v_factor = scale_value(v_scale[strides[S.v_scale_first] + at])
+        return slot, k_row, v_row, k_factor, v_factor
+
+    return load_key
+
+
+def make_group_dots(shape, group_sum, c):
+    """group_dots(position, left, k, queries, k_rows): the bits of q.k of this thread's key, row by row.
+
+    The threads of a group compute those of all their keys together, word by word.
+    """
+    load, k_word = make_load(c.cache, c.unit, c.bits), make_word_offset(*c.k_inner)
+    R, U, units, keys, words = c.rows, c.unit, shape.units, shape.keys, shape.words
+
+    @ti.func
+    def group_dots(position, left, k: ti.template(), queries: ti.template(), k_rows: ti.template()):
+        rank, size, offset = position[G.rank], position[G.size], position[G.offset]
+        bits = ti.Vector([0] * R)
+        for turn in range((ti.min(size, left - offset) + keys - 1) // keys):
+            found = ti.Vector([ti.f32(0.0)] * (R * keys))
+            here = ti.Vector([0] * keys)
+            for n in ti.static(range(keys)):
+                here[n] = k_rows[offset + ti.min(turn * keys + n, size - 1)]
+            for step in range((units + size * words - 1) // (size * words)):
+                for w in ti.static(range(words)):
+                    u = (step * words + w) * size + rank
+                    inside = u < units
+                    u = ti.min(u, units - 1)
+                    x = ti.Vector([ti.f32(0.0)] * (keys * U))
+                    for n in ti.static(range(keys)):
+                        values = load(k, here[n] + k_word(u))
+                        for e in ti.static(range(U)):
+                            x[n * U + e] = ti.select(inside, values[e], ti.f32(0.0))
+                    for g in ti.static(range(R)):
+                        for e in ti.static(range(U)):
+                            y = queries[(g * U + e) * units + u]
+                            for n in ti.static(range(keys)):
+                                found[n * R + g] += x[n * U + e] * y
+            for n in ti.static(range(keys)):
+                # Not `select`: Metal's evaluates but one side, and a sum only some of a group would take part in.
+                wanted = ti.select(rank == turn * keys + n, -1, 0)
+                for g in ti.static(range(R)):
+                    bits[g] = bits[g] | (ti.bit_cast(group_sum(found[n * R + g]), ti.i32) & wanted)
+        return bits
+
+    return group_dots
+
+
+def make_group_logits(shape, kind, c):
+    """group_logits(...): the logits of this thread's key, row by row; the highest of each group go to `of_groups`."""
+    operations = make_group_operations(kind)
+    group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
+    logit_of, is_visible = make_logit(c), make_is_visible(c)
+    R = c.rows
+
+    @ti.func
+    def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), queries: ti.template(),
+                     k_rows: ti.template(), of_groups: ti.template(), params, scalars):  # fmt: skip
+        rows = params[P.queries] * c.group
+        bits = group_dots(position, left, k, queries, k_rows)
+        logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
+        for g in ti.static(range(R)):
+            logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
+            logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
+            if ti.static(c.masked):
+                sees = is_visible(ti.min(task[T.row] + g, rows - 1) // c.group, index, visible, params)
+                logits[g] = ti.select(sees, logits[g], ti.f32(MASKED))
+            top[g] = group_max(ti.select(logits[g] > ti.f32(LOWEST), logits[g], ti.f32(MASKED)))
+        if position[G.rank] == 0:
+            for g in ti.static(range(R)):
+                of_groups[position[G.index] * R + g] = top[g]
+        return logits
+
+    return group_logits
+
+
+def make_to_weights(shape, c):
+    """to_weights(mine, ...): the weights of a thread's key to shared memory; sums and results fade to new maxima."""
+    R, elements = c.rows, shape.rounds * c.unit
+
+    @ti.func
+    def to_weights(mine, position, v_factor, logits, of_groups: ti.template(), weights: ti.template(),
+                   m: ti.template(), l: ti.template(), acc: ti.template()):  # fmt: skip
+        for g in ti.static(range(R)):
+            high = m[g]
+            for j in range(position[G.groups]):
+                high = ti.max(high, of_groups[j * R + g])
+            shrink = exp2(m[g] - high)
+            m[g] = high
+            p = ti.f32(0.0)
+            if logits[g] > ti.f32(LOWEST):
+                p = exp2(logits[g] - high)
+            l[g] = l[g] * shrink + p
+            for e in ti.static(range(elements)):
+                acc[g * elements + e] *= shrink
+            weight = p * v_factor
+            if ti.static(c.scale != "" and c.masked):  # the scale of what a query does not see may be NaN
+                weight = ti.select(p > ti.f32(0.0), weight, ti.f32(0.0))
+            weights[g * BLOCK + mine] = weight
+
+    return to_weights
+
+
+def make_add_values(shape, c):
+    """add_values(sharer, column, left, v, v_rows, weights, acc): a thread's columns of V, weighted, to its results."""
+    load, v_word = make_load(c.cache, c.unit, c.bits), make_word_offset(*c.v_inner)
+    R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
+
+    @ti.func
+    def add_values(sharer, column, left, v: ti.template(), v_rows: ti.template(), weights: ti.template(),
+                   acc: ti.template()):  # fmt: skip
+        for turn in range((left + sharers * v_keys - 1) // (sharers * v_keys)):
+            x = ti.Vector([ti.f32(0.0)] * (v_keys * rounds * U))
+            for n in ti.static(range(v_keys)):
+                at = v_rows[(turn * v_keys + n) * sharers + sharer]
+                for z in ti.static(range(rounds)):
+                    values = load(v, ti.max(at, 0) + v_word(ti.min(z * BLOCK + column, shape.units_v - 1)))
+                    for e in ti.static(range(U)):
+                        x[(n * rounds + z) * U + e] = ti.select(at >= 0, values[e], ti.f32(0.0))
+            for n in ti.static(range(v_keys)):
+                for g in ti.static(range(R)):
+                    p = weights[g * BLOCK + (turn * v_keys + n) * sharers + sharer]
+                    for e in ti.static(range(rounds * U)):
+                        y = p * x[n * rounds * U + e]
+                        if ti.static(c.masked):  # what a query does not see may be NaN
+                            y = ti.select(p > ti.f32(0.0), y, ti.f32(0.0))
+                        acc[g * rounds * U + e] += y
+
+    return add_values
+
+
+def make_add_sharers(shape, c):
+    """add_sharers(thread, column, memory, acc): the results of the threads that own the same columns, added up."""
+    R, U = c.rows, c.unit
+
+    @ti.func
+    def add_sharers(thread, column, memory: ti.template(), acc: ti.template()):
+        if ti.static(shape.sharers > 1):
+            for e in ti.static(range(U)):
+                for g in ti.static(range(R)):
+                    memory[g * BLOCK + thread] = acc[g * U + e]
+                ti.simt.block.sync()
+                for g in ti.static(range(R)):
+                    x = ti.f32(0.0)
+                    for j in ti.static(range(shape.sharers)):
+                        x = x + memory[g * BLOCK + j * shape.units_v + column]
+                    acc[g * U + e] = x
+                ti.simt.block.sync()
+        else:
+            ti.simt.block.sync()
+
+    return add_sharers
+
+
+def make_store_rows(style, shape, parts, c):
+    """store_rows(...): the task's rows of the result, divided by the sums of their weights, and log-sum-exps."""
+    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    store = make_store(c.out, 1, SIZE[c.out] * 8, style)
+    R, U, rounds = c.rows, c.unit, shape.rounds
+
+    @ti.func
+    def store_rows(thread, sharer, column, position, task, of_groups: ti.template(), m, acc, out: ti.template(),
+                   lse: ti.template(), strides, params, scalars):  # fmt: skip
+        for g in ti.static(range(R)):
+            r = task[T.row] + g
+            if r < params[P.queries] * c.group:
+                total = ti.f32(0.0)
+                for j in range(position[G.groups]):
+                    total = total + of_groups[j * R + g]
+                inverse = ti.f32(0.0)
+                if total > ti.f32(0.0):
+                    inverse = ti.f32(1.0) / total
+                at, lse_at = output_offsets(task[T.kv_head], r, task[T.split], strides, params)
+                for z in ti.static(range(rounds)):
+                    u = z * BLOCK + column
+                    if sharer == 0 and u < shape.units_v:
+                        for e in ti.static(range(U)):
+                            store(out, at + u * U + e, ti.Vector([acc[(g * rounds + z) * U + e] * inverse]),
+                                  ti.f32(1.0))  # fmt: skip
+                if thread == 0:
+                    store_lse(lse, lse_at, m[g], total, scalars)
+
+    return store_rows

@@ -1,0 +1,94 @@
+"""Which keys a query sees, counted by an index over what is visible: first the sinks, then the newest tokens."""
+
+from typing import NamedTuple
+
+from tikv.kernels.attention.parameters import MAX_TOKENS, P, S
+from tikv.runtime import ti
+
+
+class VisibleRange(NamedTuple):
+    """Entries of what `make_visible_range` returns for a sequence."""
+
+    count: int = 0  # keys that some query sees
+    sinks: int = 1  # of which fixed
+    first: int = 2  # slot, or for a table position, of the first key behind the sinks
+    recent: int = 3  # positions from that key to the end; negative when there is none
+    end: int = 4  # length, at most MAX_TOKENS
+
+
+V = VisibleRange()
+
+
+def make_visible_range(c):
+    """visible_range(b, lens, strides, params) -> the vector `VisibleRange` of sequence b.
+
+    Lengths are bounded here, whoever gave them.
+    """
+
+    @ti.func
+    def visible_range(b, lens: ti.template(), strides, params):
+        length = ti.cast(params[P.length], ti.i64)
+        if ti.static(c.lens_bits > 0):
+            length = ti.cast(lens[strides[S.lens_first] + b * strides[S.lens_sequence]], ti.i64)
+        length = ti.max(length, ti.i64(0))
+        if ti.static(c.place != "ring"):
+            length = ti.min(length, ti.cast(params[P.capacity], ti.i64))
+        sinks = ti.cast(params[P.sinks], ti.i64)
+        oldest = length - ti.cast(params[P.window], ti.i64)
+        if ti.static(c.causal):
+            oldest = oldest - ti.cast(params[P.queries] - 1, ti.i64)
+        if ti.static(c.place == "ring"):
+            oldest = ti.max(oldest, length - ti.cast(params[P.ring], ti.i64))
+        low = ti.max(ti.max(sinks, ti.cast(params[P.first_valid], ti.i64)), oldest)
+        first = ti.cast(ti.min(low, ti.i64(MAX_TOKENS)), ti.i32)
+        if ti.static(c.place == "ring"):
+            first = params[P.sinks] + ti.cast((low - sinks) % ti.cast(params[P.ring], ti.i64), ti.i32)
+        fixed = ti.cast(ti.min(sinks, length), ti.i32)
+        recent = ti.cast(ti.max(length - low, ti.i64(-MAX_TOKENS)), ti.i32)
+        end = ti.cast(ti.min(length, ti.i64(MAX_TOKENS)), ti.i32)
+        return ti.Vector([fixed + ti.max(recent, 0), fixed, first, recent, end])
+
+    return visible_range
+
+
+def make_query_bounds(c):
+    """query_bounds(t, visible, params) -> what query t of a sequence sees, by the keys' indices, for `make_in_bounds`.
+
+    (low, high, sinks, last_sink): behind the `sinks` above `low` up to `high`, and of the sinks up to `last_sink`.
+    """
+
+    @ti.func
+    def query_bounds(t, visible, params):
+        back = params[P.queries] - t  # the query is the back-th newest token
+        high = visible[V.sinks] + visible[V.recent] - back
+        return ti.Vector([high - params[P.window], high, visible[V.sinks], visible[V.end] - back])
+
+    return query_bounds
+
+
+def make_in_bounds(c):
+    """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0; no branch."""
+
+    @ti.func
+    def in_bounds(index, low, high, sinks, last_sink):
+        found = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
+        if ti.static(c.sinks):
+            found = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), found)
+        return found
+
+    return in_bounds
+
+
+def make_is_visible(c):
+    """is_visible(t, index, visible, params): whether query t of a sequence sees the key at this index."""
+    query_bounds, in_bounds = make_query_bounds(c), make_in_bounds(c)
+
+    @ti.func
+    def is_visible(t, index, visible, params):
+        found = True
+        if ti.static(c.masked):
+            bounds = query_bounds(t, visible, params)
+            found = in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0
+        return found
+
+    return is_visible

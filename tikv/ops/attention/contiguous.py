@@ -1,0 +1,196 @@
+"""Attention over contiguous caches and rings: `decode_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import runtime
+from tikv.arrays import ArrayView, describe, view
+from tikv.errors import CapacityError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.options import (
+    IMPLEMENTATIONS,
+    INTEGERS,
+    AttentionOptions,
+    CacheLayout,
+    add_scales,
+    plan_key,
+    real,
+    scales_of,
+    window_or_none,
+)
+from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.indices import index_array
+from tikv.ops.layouts import Rows
+
+
+def decode_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seq_lens: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    ring: bool = False,
+    sinks: int = 0,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    return_mass: bool = False,
+    lse_base2: bool = False,
+    first_valid: int | None = None,
+    impl: str = "auto",
+) -> Any:
+    """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
+
+    Query ``i`` of T belongs to the token at position ``seq_lens[b] - T + i`` and sees the tokens up to itself.
+
+    Args:
+        q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
+        k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16, or
+            int8 with scales; any strides with a contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
+        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
+            int for all. For a ring it counts all tokens ever written.
+        scale: of q.k; None for ``1 / sqrt(D)``.
+        causal: False lets every query see what the newest sees.
+        window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
+        ring: the slots behind the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all do.
+        sinks: first tokens that stay visible in spite of the window.
+        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches and of no other.
+        return_lse: also return the log-sum-exp of each query's scaled scores.
+        out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        num_splits: parts that the keys are read in, side by side; None chooses. The result is the same within rounding.
+        return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
+            the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0.
+        lse_base2: the log-sum-exp in base 2 rather than e.
+        first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed.
+        impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto". By
+            torch's a NaN in a key that only the newer of several queries see reaches all of them.
+
+    Returns:
+        ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
+        float32 (B, Hq) or (B, Hq, T), and with ``return_mass`` the mass. A query that sees nothing gets 0 and -inf.
+
+    Raises:
+        PositionError: a length on the host is negative or shorter than T. One that only the device knows is bounded.
+        CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
+        ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
+
+    Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
+        a query, or in a key that it sees, need not show in the result.
+    Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
+        splits. ``return_mass`` is one more launch, which reads K again for every query head.
+    Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k, v = np.zeros((1, 1, 4, 2), np.float32), np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
+        >>> tikv.decode_attention(np.ones((1, 2, 2), np.float32), k, v, np.array([3])).tolist()
+        [[[2.0, 3.0], [2.0, 3.0]]]
+    """
+    return attend_contiguous(
+        "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, softcap=softcap,
+        num_splits=num_splits, return_mass=return_mass, lse_base2=lse_base2, first_valid=first_valid, impl=impl,
+    )  # fmt: skip
+
+
+def attend_contiguous(
+    operation: str,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    seq_lens: Any,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    ring: bool = False,
+    sinks: int = 0,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    return_mass: bool = False,
+    lse_base2: bool = False,
+    first_valid: int | None = None,
+    impl: str = "auto",
+) -> Any:
+    """`decode_attention`, by the name that errors give as the operation."""
+    live = runtime.current()
+    k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
+    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
+    if isinstance(seq_lens, INTEGERS):
+        length = checks.integer(seq_lens, "seq_lens", operation)
+    else:
+        seq_lens = index_array(seq_lens)  # a view does not keep an array alive
+        arrays["lens"] = view(seq_lens, "seq_lens", operation)
+    if k_scale is not None or v_scale is not None:
+        add_scales(arrays, k_scale, v_scale, operation)
+    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    window = checks.integer_or_none(window, "window", operation)
+    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
+    sinks = checks.integer(sinks, "sinks", operation)
+    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
+    key = plan_key(operation, arrays, options)
+    plan = live.plans.get(key)
+    if plan is None:
+        cache = _contiguous(arrays, window, ring, sinks, live, operation)
+        span = None if window is None else window - cache.sinks
+        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
+    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+    return plan.attend(q, arrays, out, return_lse, impl, length, first_valid or 0)
+
+
+def _contiguous(
+    arrays: dict[str, ArrayView], window: int | None, ring: bool, sinks: int, live: runtime.Runtime, operation: str
+) -> CacheLayout:
+    """What contiguous caches and rings hold, checked."""
+    names = {"k": "k_cache", "v": "v_cache", "lens": "seq_lens"}
+    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    k, v = arrays["k"], arrays["v"]
+    for name, a in (("k_cache", k), ("v_cache", v)):
+        checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)
+        checks.readable(a, name, operation)
+    detail = f"k_cache: {describe(k)}, v_cache: {describe(v)}"
+    for axis, what in enumerate(("batch", "number of heads", "capacity")):
+        checks.extent(v.shape[axis], k.shape[axis], f"the {what} of v_cache", operation, detail)
+    capacity = k.shape[2]
+    window = checks.window_of(window, capacity, operation) if ring else window_or_none(window, operation)
+    slots = capacity if window is None else window
+    if sinks and (window is not None or ring) and sinks >= slots:
+        raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
+    scales = scales_of(arrays, operation)
+    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
+        if a.shape != k.shape[:3]:
+            raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
+    ringed = ring or window is not None
+    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=slots - sinks if ring else 0)
+
+
+def contiguous_cache(
+    k: ArrayView, v: ArrayView, scales: tuple[ArrayView, ...], *, sinks: int = 0, ring: int = 0
+) -> CacheLayout:
+    """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none."""
+    return CacheLayout(
+        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2]),
+        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2]),
+        heads=k.shape[1],
+        width=k.shape[3],
+        width_v=v.shape[3],
+        place="ring" if ring else "linear",
+        capacity=k.shape[2],
+        sinks=sinks,
+        ring=ring,
+        scales=scales,
+        scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
+    )

@@ -1,0 +1,281 @@
+"""The launches of an attention: kernels chosen and bound for one way of splitting the keys.
+
+Several splits leave normalised parts and their log-sum-exps in scratch memory, which a second launch merges. The mass
+of each key is one more launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ALIGNMENT, ArrayView, Memory
+from tikv.ops import checks
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape, query_shape
+from tikv.ops.attention.splits import SERIAL_PRODUCTS, choose_heads_per_task, rows_of_task
+from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+
+LEAST_SCRATCH = 1 << 16  # bytes
+
+
+def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int) -> Entries:
+    """A length and a first position as entries: they fit 32 bits and leave the same tokens in the same slots."""
+    if cache.place == "ring" and length >= 2**30:
+        enough = cache.sinks + 2 * cache.ring + queries
+        short = enough + (length - enough) % cache.ring
+        length, first_valid = short, max(0, first_valid - (length - short))
+    return {"length": length, "first_valid": first_valid}
+
+
+def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
+    """Memory for what lies between launches; grown as needed, shared by all plans of a runtime, in launch order."""
+    found: Memory | None = live.plans.get("attention scratch")
+    if found is None or found.nbytes < nbytes:
+        if found is not None:
+            live.synchronize()
+        found = live.plans["attention scratch"] = Memory(max(nbytes, LEAST_SCRATCH), live)
+    return found
+
+
+class Scratch(NamedTuple):
+    """Where in the scratch memory things lie, in bytes, and its size."""
+
+    parts: int  # of splits, from 0 on
+    lse: int  # of the result, where nobody asked for it
+    work: int  # of the workers of a CPU
+    nbytes: int
+
+
+class AttentionLaunches(Plan):
+    """The launches of an `AttentionPlan` for one number of splits, bound at the first run; see `ops.plan`.
+
+    Parts of splits, and log-sum-exps that nobody asked for, go to memory that all plans of a runtime share.
+    """
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        arrays: dict[str, ArrayView],
+        query: QueryShape,
+        cache: CacheLayout,
+        options: AttentionOptions,
+        splits: int,
+        workers: int,
+    ) -> None:
+        written = [name in ("out", "lse", "mass") for name in arrays]
+        super().__init__(live, operation, tuple(arrays), written)
+        self.lock = live.lock  # whose holder alone uses the scratch memory
+        self.query, self.cache, self.options = query, cache, options
+        self.splits, self.workers = splits, workers
+        self.rows = query.batch * query.heads * query.queries
+        parts = self.rows * splits if splits > 1 else 0
+        checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
+        part_bytes = parts * cache.width_v * 4
+        own_lse = part_bytes + parts * 4
+        work = -(-(own_lse + (0 if "lse" in arrays else self.rows) * 4) // ALIGNMENT) * ALIGNMENT
+        nbytes = work
+        self.heads_per_task, self.keys_per_pass, self.prefetch, self.work_floats = 1, 0, 0, 0
+        if live.is_cpu:
+            from tikv.kernels.attention import cpu
+
+            shape = rows_of_task(query.queries * (query.heads // cache.heads)), cache.width, cache.width_v
+            chosen = choose_heads_per_task(query, cache, splits, workers)
+            self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
+            self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
+            nbytes += workers * self.work_floats * 4
+        self.scratch = Scratch(part_bytes, own_lse, work, nbytes)
+        self.memory: Memory | None = None  # that the launches are bound to
+        self.first_valid = 0  # that the launches have
+
+    def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
+        """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
+
+    def attend(self, arrays: dict[str, ArrayView], length: int, first_valid: int) -> None:
+        """Launch over these arrays, all sequences of this length where there is no array of lengths."""
+        entries = length_entries(self.cache, self.query.queries, length, first_valid)
+        with self.lock:
+            memory = scratch_of(self.live, self.scratch.nbytes)
+            if memory is not self.memory:
+                self.memory, self.launches, self.first_valid = memory, None, 0
+            # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
+            oldest = entries["first_valid"]
+            on_host = "lens" not in arrays or oldest > 0 or oldest != self.first_valid
+            self.first_valid = oldest
+            self.run(list(arrays.values()), entries if on_host else NO_ENTRIES)
+
+    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+        """The launches over these arrays, without lengths that the host knows."""
+        from tikv.kernels.attention import mass, merge
+
+        arrays = dict(zip(self.names, given, strict=True))
+        live, cache, memory = self.live, self.cache, self.memory
+        assert memory is not None
+        style, split, q, to = live.kernel_style, self.splits > 1, arrays["q"], arrays["out"]
+        bits = self._word_bits(arrays["k"], arrays["v"], style)
+        for name in ("k", "v"):
+            checks.addressable(arrays[name], bits // 8, live, name.upper(), self.operation)
+        choices = self._choices(arrays, bits)
+        parts = memory.array((max(1, self.scratch.parts // 4),), dtypes.float32)
+        part_lse = memory.array((1,), dtypes.float32, self.scratch.parts)
+        lse = arrays.get("lse") or memory.array((1,), dtypes.float32, self.scratch.lse)
+        strides = self._strides(arrays, bits)
+        params = self._params(parts if split else to, part_lse if split else lse)
+        scalars = self._scalars()
+        cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
+        written = [parts, part_lse] if split else [to, lse]
+        if style == "cpu":
+            written.append(memory.array((1,), dtypes.float32, self.scratch.work))
+        factory, own_choices = self._factory(style, bits, choices)
+        kernel = launch.kernel(live, factory, *own_choices, split, choices)
+        items = params.tasks * _threads_of_task(style)
+        found = [Launch(kernel.bind(items, *cached, *written, strides, params, scalars), [*cached, *written])]
+        params = params._replace(out_lse_first=_first(lse))
+        if split:
+            items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
+            serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
+            kernel = launch.kernel(live, merge.make_merge, style, serial, choices._replace(out=to.dtype.short))
+            merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items)
+            found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
+        if self.options.mass:
+            items = self.query.batch * cache.heads * cache.capacity
+            kernel = launch.kernel(live, mass.make_mass, style, choices)
+            weighed = [*(arrays.get(name, q) for name in ("q", "k", "lens", "table", "k_scale")), lse, arrays["mass"]]
+            numbers = params._replace(tasks=items, mass_first=_first(arrays["mass"]))
+            found.append(Launch(kernel.bind(items, *weighed, strides, numbers, scalars), weighed))
+        return found
+
+    def _choices(self, arrays: dict[str, ArrayView], bits: int) -> Any:
+        """What the kernels are compiled for."""
+        from tikv.kernels.attention.parameters import Choices
+
+        cache, query, options = self.cache, self.query, self.options
+        unit = bits // (arrays["k"].dtype.itemsize * 8)
+        group = query.heads // cache.heads
+        return Choices(
+            place=cache.place,
+            page=cache.page,
+            sinks=cache.sinks > 0,
+            cache=arrays["k"].dtype.short,
+            bits=bits,
+            scale=cache.scales[0].dtype.short if cache.scales else "",
+            k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
+            v_inner=(cache.v.inner[0] // unit, cache.v.inner[1] // unit),
+            query=arrays["q"].dtype.short,
+            out="f32" if self.splits > 1 else arrays["out"].dtype.short,
+            width=cache.width,
+            width_v=cache.width_v,
+            group=group,
+            rows=rows_of_task(group * query.queries),
+            causal=options.causal,
+            masked=options.causal and query.queries > 1,
+            softcap=options.softcap is not None,
+            lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
+            table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
+        )
+
+    def _strides(self, arrays: dict[str, ArrayView], bits: int) -> tuple[int, ...]:
+        """Where rows lie: of q, of the result, of K and V in words, of scales, lengths and table."""
+        from tikv.kernels.attention.parameters import AttentionStrides
+
+        to, lens, table = arrays["out"], arrays.get("lens"), arrays.get("table")
+        found: list[int] = [*self.query.strides, _first(arrays["q"])]
+        found += [*query_shape(to, "out", self.operation).strides, _first(to)]
+        unit = bits // (arrays["k"].dtype.itemsize * 8)
+        for rows, a in ((self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])):
+            found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
+            found.append(a.offset * 8 // bits)
+        found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
+        found += [lens.strides[0] if lens is not None else 0, _first(lens)]
+        found += [*(table.strides if table is not None else (0, 0)), _first(table)]
+        return tuple(AttentionStrides(*found))
+
+    def _params(self, out: ArrayView, lse: ArrayView) -> Any:
+        """The numbers of the launch that attends; `out` and `lse` are what it writes."""
+        from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
+
+        cache, query, options = self.cache, self.query, self.options
+        rows = query.heads // cache.heads * query.queries
+        row_blocks = -(-rows // rows_of_task(rows))
+        return AttentionParams(
+            tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
+            splits=self.splits,
+            heads=cache.heads,
+            queries=query.queries,
+            row_blocks=row_blocks,
+            capacity=cache.capacity if cache.place != "table" or cache.blocks else 0,
+            sinks=cache.sinks,
+            window=MAX_TOKENS if options.span is None else min(options.span, MAX_TOKENS),
+            ring=cache.ring,
+            blocks=cache.blocks,
+            lse_first=_first(lse),
+            out_lse_first=_first(lse),
+            part_first=_first(out),
+            batch=query.batch,
+            heads_per_task=self.heads_per_task,
+            keys_per_pass=self.keys_per_pass,
+            prefetch=self.prefetch,
+            work_floats=self.work_floats,
+        )
+
+    def _scalars(self) -> tuple[float, ...]:
+        """Scales of the logits, the soft cap and the log-sum-exps."""
+        from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
+
+        options, cap = self.options, self.options.softcap
+        scale = 1 / math.sqrt(self.cache.width) if options.scale is None else options.scale
+        return tuple(
+            AttentionScalars(
+                logit_scale=scale * LOG2E if cap is None else scale / cap,
+                softcap=1.0 if cap is None else cap * LOG2E,
+                lse_scale=1.0 if options.base2 else math.log(2),
+            )
+        )
+
+    def _word_bits(self, k: ArrayView, v: ArrayView, style: str) -> int:
+        """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
+        itemsize, cache = k.dtype.itemsize, self.cache
+        if style == "cpu":
+            return itemsize * 8
+        widest = 0
+        if style == "cuda":
+            from tikv.kernels.attention import cuda
+
+            widest = cuda.MAX_WIDTH
+        common = 8 if max(cache.width, cache.width_v) <= widest and not cache.v.inner[0] else 4
+        for rows, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
+            jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
+            common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
+        return max(itemsize, common & -common) * 8
+
+    def _factory(self, style: str, bits: int, choices: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel's factory, and the choices it takes before the common ones."""
+        if style == "cpu":
+            from tikv.kernels.attention.cpu import make_attend_cpu
+
+            return make_attend_cpu, (self.workers,)
+        if style == "cuda":
+            from tikv.kernels.attention import cuda
+
+            if bits == cuda.WORD_BITS:
+                width = max(self.cache.width, self.cache.width_v)
+                return cuda.make_attend_lanes, (cuda.shape_of(width, choices.unit, choices.rows, choices.masked),)
+        from tikv.kernels import lanes
+        from tikv.kernels.attention.subgroup import make_attend_block
+
+        has_subgroups = style != "cuda" and launch.has_subgroups(self.live)
+        kind = lanes.WARP if style == "cuda" else lanes.SUBGROUP if has_subgroups else lanes.SINGLE
+        return make_attend_block, (style, kind)
+
+
+def _first(array: ArrayView | None) -> int:
+    """The first element of an array, counted from where its memory begins; 0 for none."""
+    return 0 if array is None else array.offset // array.dtype.itemsize
+
+
+def _threads_of_task(style: str) -> int:
+    from tikv.kernels.lanes import BLOCK
+
+    return 1 if style == "cpu" else BLOCK

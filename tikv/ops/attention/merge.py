@@ -1,0 +1,106 @@
+"""Attention states of two sets of keys made one: `merge_states`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ArrayView, describe, is_contiguous, new_like, view
+from tikv.errors import DTypeError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.options import QUERIES
+from tikv.ops.plan import Launch, Plan
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base2: bool = False, out: Any = None
+) -> tuple[Any, Any]:
+    """One attention state of two: what attention over both sets of keys would have given.
+
+    For a prefix that sequences share, a prompt in chunks, or keys on several devices.
+
+    Args:
+        out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
+        lse_a, lse_b: their log-sum-exps, float32 (...); -inf where a set was empty.
+        lse_base2: both, and the new one, are in base 2 rather than e.
+        out: array for the result, contiguous; None for a new one of the kind and dtype of `out_a`.
+
+    Returns:
+        (out, lse) of both sets together.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree.
+
+    Exactness: float32, one rounding at the end.
+    Cost: each state is read once; one launch.
+    Source: ``CascadeAttentionPlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> one, two = np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), 3, np.float32)
+        >>> merged, lse = tikv.merge_states(one, np.zeros((1, 1), np.float32), two, np.zeros((1, 1), np.float32))
+        >>> merged.tolist(), round(float(lse[0, 0]), 4)
+        ([[[2.0, 2.0]]], 0.6931)
+    """
+    operation = "merge_states"
+    live = runtime.current()
+    names = ("out_a", "out_b", "lse_a", "lse_b")
+    arrays = [view(a, n, operation) for n, a in zip(names, (out_a, out_b, lse_a, lse_b), strict=True)]
+    first, second = arrays[:2]
+    checks.on_device(list(zip(names, arrays, strict=True)), live, operation)
+    for name, a in zip(names[:2], arrays[:2], strict=True):
+        checks.rank(a, (2, 3, 4), name, "(..., D_v)", operation)
+        checks.readable(a, name, operation)
+        if a.dtype not in QUERIES:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; states are float32, float16 or bfloat16.")
+        if a.shape[-1] == 0:
+            raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
+    if second.shape != first.shape:
+        raise ShapeError(f"{operation}: out_b is {describe(second)} where {first.shape} is needed, the shape of out_a.")
+    for name, a in zip(names[2:], arrays[2:], strict=True):
+        if a.dtype is not dtypes.float32:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp is float32.")
+        if a.shape != first.shape[:-1]:
+            raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
+        checks.readable(a, name, operation)
+    result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
+    lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
+    to = view(result, "out", operation)
+    if out is not None:
+        checks.on_device([("out", to)], live, operation)
+        checks.writable(to, "out", operation)
+        if to.shape != first.shape or not is_contiguous(to) or to.dtype not in QUERIES:
+            raise ShapeError(f"{operation}: out is {describe(to)} where a contiguous float {first.shape} is needed.")
+    arrays += [to, view(lse, "lse", operation)]
+    key = (operation, *[a.key for a in arrays], lse_base2)
+    plan = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, _merge_plan(live, operation, first.shape, lse_base2))
+    plan.run(arrays)
+    return result, lse
+
+
+def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], base2: bool) -> Plan:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        from tikv.kernels.attention.merge_states import MergeStatesParams, make_merge_states
+        from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
+
+        out_a, out_b, _, _, to, lse = arrays
+        codes = [a.dtype.short for a in (out_a, out_b, to)]
+        kernel = launch.kernel(live, make_merge_states, live.kernel_style, shape[-1], *codes)
+        strides: list[int] = []
+        for i, a in enumerate(arrays[:4]):
+            lead = a.strides[:-1] if i < 2 else a.strides
+            strides += [*[0] * (3 - len(lead)), *lead, a.offset // a.dtype.itemsize]
+        extents = [*[1] * (4 - len(shape)), *shape[:-1]]
+        items = checks.integer(math.prod(shape), "elements of a state", operation, high=2**31 - 1)
+        two = MergeStatesParams(
+            items, extents[1], extents[2], out_first=to.offset // to.dtype.itemsize, lse_first=lse.offset // 4
+        )
+        factors = AttentionScalars(lse_scale=1.0 if base2 else LOG2E)
+        return [Launch(kernel.bind(items, *arrays, tuple(strides), tuple(two), tuple(factors)), arrays)]
+
+    names = ("out_a", "out_b", "lse_a", "lse_b", "out", "lse")
+    return Plan(live, operation, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None)

@@ -1,0 +1,199 @@
+"""What is asked of a cache: how it lies, what is asked, the shape of queries, and their checks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, view
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.layouts import Rows
+
+QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
+
+
+STORED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8)
+
+
+IMPLEMENTATIONS = ("auto", "taichi", "torch")
+
+
+class CacheLayout(NamedTuple):
+    """What attention reads: K and V, how their slots are found, and the scales of int8."""
+
+    k: Rows
+    v: Rows
+    heads: int
+    width: int
+    width_v: int
+    place: str  # "linear", "ring" or "table"
+    capacity: int  # tokens that a length may count; slots, or what the table can name
+    page: int = 0
+    blocks: int = 0
+    sinks: int = 0
+    ring: int = 0
+    scales: tuple[ArrayView, ...] = ()
+    scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, block, step, head
+
+
+class AttentionOptions(NamedTuple):
+    """What is query of a cache, without the arrays."""
+
+    scale: float | None
+    causal: bool
+    span: int | None  # tokens behind the sinks that a query sees
+    softcap: float | None
+    splits: int | None
+    base2: bool
+    mass: bool = False
+
+
+class QueryShape(NamedTuple):
+    """What the shape and strides of q or of the result say."""
+
+    batch: int
+    heads: int
+    queries: int
+    width: int
+    strides: tuple[int, int, int]  # of a sequence, a head, a query
+
+
+def real(value: Any, name: str, operation: str) -> float | None:
+    """A number of the options as a float, so that equal ones have one form."""
+    if value is None or type(value) is float:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from error
+
+
+MOST_SPLITS = 1024
+INTEGERS = (int, np.integer)
+
+
+def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an `AttentionPlan` is kept under; True is no 1 among the options."""
+    return (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+
+
+def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:
+    """The shape and strides of q, or of the result.
+
+    Raises:
+        ShapeError: it has other axes, or its last one is not contiguous.
+    """
+    checks.rank(a, (3, 4), name, "(B, Hq, D) or (B, Hq, T, D)", operation)
+    checks.readable(a, name, operation)
+    tokens, step = (a.shape[2], a.strides[2]) if a.ndim == 4 else (1, 0)
+    return QueryShape(a.shape[0], a.shape[1], tokens, a.shape[-1], (a.strides[0], a.strides[1], step))
+
+
+def check_form(
+    operation: str,
+    arrays: dict[str, ArrayView],
+    query: QueryShape,
+    cache: CacheLayout,
+    batch: int,
+    options: AttentionOptions,
+) -> None:
+    """Every precondition that is left of the form of a call."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if q.dtype not in QUERIES:
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+    if k.dtype not in STORED:
+        raise DTypeError(f"{operation}: K is {describe(k)}; attention reads float32, float16, bfloat16 and int8.")
+    checks.same_dtype(k, v, "K", "V", operation)
+    if (k.dtype is dtypes.int8) != bool(cache.scales):
+        rule = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
+        raise DTypeError(f"{operation}: K is {describe(k)}; {rule}.")
+    for scale in cache.scales:
+        if scale.dtype not in (dtypes.float16, dtypes.float32):
+            raise DTypeError(f"{operation}: a scale is {describe(scale)}; int8 scales are float16 or float32.")
+        checks.same_dtype(cache.scales[0], scale, "k_scale", "v_scale", operation)
+    checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
+    checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
+    if cache.heads == 0 or query.heads % cache.heads:
+        raise ShapeError(
+            f"{operation}: {query.heads} query heads do not divide among {cache.heads} KV heads (q: {describe(q)}, K: "
+            f"{describe(k)}). Use a multiple of {cache.heads}."
+        )
+    for name, a, width in (("K", k, cache.width), ("V", v, cache.width_v)):
+        if width == 0:
+            raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
+    for name, value in (("scale", options.scale), ("softcap", options.softcap)):
+        if value is not None and not (math.isfinite(value) and (name == "scale" or value > 0)):
+            wanted = "finite" if name == "scale" else "positive"
+            raise OptionError(f"{operation}: {name}={value} is no {wanted} number.")
+    if options.splits is not None:
+        checks.integer(options.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
+    if "lens" in arrays:
+        checks.indices(arrays["lens"], "lengths", operation)
+        checks.rank(arrays["lens"], (1,), "lengths", "(B,)", operation)
+        checks.extent(arrays["lens"].shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
+    if "table" in arrays:
+        checks.extent(arrays["table"].shape[0], batch, "the batch of block_tables", operation)
+
+
+def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what: str, operation: str) -> None:
+    """A length is within the cache, and long enough for the queries.
+
+    Raises:
+        CapacityError, PositionError: it is not.
+    """
+    if length > limit:
+        holds = f"the table names {cache.capacity} slots" if cache.place == "table" else f"capacity={cache.capacity}"
+        error = PositionError if cache.place == "table" else CapacityError
+        raise error(f"{operation}: {what} is {length}, and {holds}. Use lengths of at most {limit}, or ring=True.")
+    if length < 0 or 0 < length < queries:
+        raise PositionError(
+            f"{operation}: {what} is {length} for {queries} queries, whose tokens count. Use at least {queries}, or 0."
+        )
+
+
+def check_table(
+    operation: str, table: np.ndarray[Any, Any] | None, lens: np.ndarray[Any, Any], cache: CacheLayout
+) -> None:
+    """Each block of each context is in the pool."""
+    if table is None or table.size == 0:
+        return
+    used = np.arange(table.shape[1]) < -(-lens.astype(np.int64)[:, None] // cache.page)
+    wrong = used & ((table < 0) | (table >= cache.blocks))
+    if wrong.any():
+        b, i = (int(x) for x in np.argwhere(wrong)[0])
+        raise PositionError(
+            f"{operation}: block_tables[{b}, {i}]={int(table[b, i])} is none of the pool's {cache.blocks} blocks, and "
+            f"the context of {int(lens[b])} tokens needs it."
+        )
+
+
+def window_or_none(window: Any, operation: str) -> int | None:
+    """A window of at least one token, or None."""
+    return None if window is None else checks.integer(window, "window", operation, low=1)
+
+
+def add_scales(arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, operation: str) -> None:
+    """Views of both scales into `arrays`.
+
+    Raises:
+        ShapeError: one is missing.
+    """
+    if k_scale is None or v_scale is None:
+        missing = "k_scale" if k_scale is None else "v_scale"
+        raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
+    arrays["k_scale"] = view(k_scale, "k_scale", operation)
+    arrays["v_scale"] = view(v_scale, "v_scale", operation)
+
+
+def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
+    """The scales of K and V, where there are any; they lie alike."""
+    if "k_scale" not in arrays:
+        return ()
+    a, b = arrays["k_scale"], arrays["v_scale"]
+    if a.strides != b.strides and a.shape == b.shape:
+        raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
+    return a, b

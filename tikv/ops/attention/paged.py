@@ -1,0 +1,170 @@
+"""Attention over page pools through block tables: `paged_decode_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import runtime
+from tikv.arrays import ArrayView, describe, view
+from tikv.errors import OptionError
+from tikv.ops import checks
+from tikv.ops.attention.options import (
+    IMPLEMENTATIONS,
+    INTEGERS,
+    AttentionOptions,
+    CacheLayout,
+    add_scales,
+    plan_key,
+    real,
+    scales_of,
+    window_or_none,
+)
+from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.indices import index_array
+from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
+
+
+def paged_decode_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    layout: str = "NHD",
+    scale: float | None = None,
+    window: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    lse_base2: bool = False,
+    impl: str = "auto",
+) -> Any:
+    """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
+
+    Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
+
+    Args:
+        q: (B, Hq, D) or (B, Hq, T, D).
+        k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales.
+        block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
+            negative.
+        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included; or one int for all.
+        layout: "NHD", "HND" or "VLLM".
+        window: tokens a query sees, itself included.
+        k_scale, v_scale: (N, bs, H), of int8 pools and of no other.
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2, impl: as in `decode_attention`; torch has no
+            attention over pages, so "auto" is "taichi".
+
+    Returns:
+        As `decode_attention`.
+
+    Raises:
+        PositionError: a context on the host that is negative, shorter than T or longer than its table; a block of it,
+            on the host, that is not in the pool. Those that only the device knows are bounded, or seen by nobody.
+        ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
+
+    Exactness, cost: as `decode_attention`.
+    Source: ``paged_decode_attention``, ``int8_paged_decode_attention``, ``BatchPagedDecodePlan``.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k, v = np.zeros((3, 2, 1, 1), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
+        >>> q, table = np.ones((1, 1, 1), np.float32), np.array([[2, 0, -1]])
+        >>> tikv.paged_decode_attention(q, k, v, table, np.array([3])).tolist()
+        [[[3.0]]]
+    """
+    return attend_paged(
+        "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
+        window=window, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, causal=causal,
+        softcap=softcap, num_splits=num_splits, lse_base2=lse_base2, impl=impl,
+    )  # fmt: skip
+
+
+def attend_paged(
+    operation: str,
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_tables: Any,
+    context_lens: Any,
+    *,
+    layout: str = "NHD",
+    scale: float | None = None,
+    window: int | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    causal: bool = True,
+    softcap: float | None = None,
+    num_splits: int | None = None,
+    lse_base2: bool = False,
+    impl: str = "auto",
+) -> Any:
+    """`paged_decode_attention`, by the name that errors give as the operation."""
+    live = runtime.current()
+    block_tables = index_array(block_tables)  # a view does not keep an array alive
+    k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
+    table = view(block_tables, "block_tables", operation)
+    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v, "table": table}, 0
+    if isinstance(context_lens, INTEGERS):
+        length = checks.integer(context_lens, "context_lens", operation)
+    else:
+        context_lens = index_array(context_lens)
+        arrays["lens"] = view(context_lens, "context_lens", operation)
+    if k_scale is not None or v_scale is not None:
+        add_scales(arrays, k_scale, v_scale, operation)
+    if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
+        raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
+    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    window = checks.integer_or_none(window, "window", operation)
+    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
+    options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
+    key = plan_key(operation, arrays, options)
+    plan = live.plans.get(key)
+    if plan is None:
+        cache = _pages(arrays, layout, live, operation)
+        span = window_or_none(window, operation)
+        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
+    return plan.attend(q, arrays, out, return_lse, "taichi", length)
+
+
+def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> CacheLayout:
+    """What page pools hold behind a block table, checked."""
+    checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
+    names = {"k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
+    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    k, v, table = arrays["k"], arrays["v"], arrays["table"]
+    shapes = []
+    for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
+        checks.readable(a, name, operation)
+        shapes.append(pool_shape(a, POOL_LAYOUTS[layout][stream], name, operation))
+    detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}, layout {layout}"
+    for what in ("blocks", "page", "heads"):
+        checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
+    checks.indices(table, "block_tables", operation)
+    checks.rank(table, (2,), "block_tables", "(B, max_blocks)", operation)
+    shape = shapes[0]
+    scales = scales_of(arrays, operation)
+    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
+        checks.readable(a, name, operation)
+        pool_scale(a, shape, name, operation)
+    return CacheLayout(
+        k=pool_rows(k, POOL_LAYOUTS[layout][0]),
+        v=pool_rows(v, POOL_LAYOUTS[layout][1]),
+        heads=shape.heads,
+        width=shape.width,
+        width_v=shapes[1].width,
+        place="table",
+        capacity=table.shape[1] * shape.page,
+        page=shape.page,
+        blocks=shape.blocks,
+        scales=scales,
+        scale_strides=(0, scales[0].strides[0], scales[0].strides[1], scales[0].strides[2]) if scales else (0, 0, 0, 0),
+    )

@@ -1,0 +1,58 @@
+"""The same attention by torch's own, over the same memory, where that can be."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from tikv import runtime
+from tikv.arrays import ArrayView, CacheArray
+from tikv.errors import ArchError
+from tikv.ops.attention.options import AttentionOptions, CacheLayout
+
+if TYPE_CHECKING:
+    from tikv.ops.attention.plan import AttentionPlan
+
+
+def why_not_torch(
+    live: runtime.Runtime, arrays: dict[str, ArrayView], cache: CacheLayout, options: AttentionOptions
+) -> str:
+    """Why torch cannot attend over arrays of this form; empty where it can."""
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if live.is_spirv:
+        return f"torch has no view of memory on {live.arch}"
+    if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
+        return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
+    if q.dtype is not k.dtype:
+        return f"q is {q.dtype.name} and the cache {k.dtype.name}; torch wants one dtype"
+    if len({a.device for a in (q, k, v)}) > 1:
+        return "q and the cache lie on different devices"
+    return ""
+
+
+def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: int, first_valid: int) -> None:
+    """The same by torch's `scaled_dot_product_attention` over the same memory."""
+    options, q = plan.options, arrays["q"]
+    try:
+        import torch
+    except ImportError as error:
+        raise ArchError(f"{plan.operation}: torch is not installed. Install taichi-kv[torch].") from error
+    queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], plan.live)) for n in ("q", "k", "v", "out"))
+    queries = queries if q.ndim == 4 else queries[:, :, None]
+    tokens = plan.query.queries
+    span = options.span if options.span is not None else length
+    low = max(0, first_valid, length - span - (tokens - 1 if options.causal else 0))
+    if low >= length:
+        to.zero_()
+        return
+    mask = None
+    if tokens > 1 and options.causal:
+        at = torch.arange(length - tokens, length, device=queries.device)[:, None]
+        key = torch.arange(low, length, device=queries.device)[None]
+        mask = (key <= at) & (key > at - span)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        queries, k[:, :, low:length], v[:, :, low:length], attn_mask=mask, scale=options.scale, enable_gqa=True
+    )
+    to.copy_(found.reshape(to.shape))

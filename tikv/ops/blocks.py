@@ -1,0 +1,287 @@
+"""Whole blocks moved within a pool and between pools, on the device or between device and host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, StagedNdarray, as_numpy, describe, new_array, read_host, view
+from tikv.errors import PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.indices import check_unique, host_indices, index_array
+from tikv.ops.layouts import LINEAR, Placement, Rows
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.row_copy import bind_copy
+
+
+def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
+    """Copy whole blocks within K's and V's pool, in place, in one launch: what copy-on-write and beam search need.
+
+    Args:
+        k_pool, v_pool: pools of any layout and dtype with blocks on the first axis and no gaps within a block. The
+            scales of int8 pools are pools like these: copy them by a second call.
+        pairs: (P, 2) int32 or int64, each a block to copy from and one to copy to, on the host or the device. A pair
+            with a negative block is skipped.
+
+    Raises:
+        PositionError: a block is not in the pool; one is copied to twice, or copied to and from. On the device such a
+            block is skipped, and the other two are not defined; with ``tikv.init(debug=True)`` they raise.
+        ShapeError: the pools have different numbers of blocks, overlap, or have gaps within a block.
+
+    Exactness: bit-exact.
+    Cost: each block named is read once and written once; one launch.
+    Source: the copies behind copy-on-write, which the original left as stubs.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k_pool = np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
+        >>> v_pool = k_pool.copy()
+        >>> tikv.copy_blocks(k_pool, v_pool, np.array([[0, 2]]))
+        >>> k_pool.ravel().tolist()
+        [0.0, 1.0, 2.0, 3.0, 0.0, 1.0]
+    """
+    operation = "copy_blocks"
+    live = runtime.current()
+    pairs = index_array(pairs)
+    k, v, index = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation), _pairs(pairs, operation)
+    named = [("k_pool", k, True), ("v_pool", v, True), ("pairs", index, False)]
+    checks.on_device([(name, a) for name, a, _ in named], live, operation)
+    widths = []
+    for name, a, _ in named[:2]:
+        _check_writable_pool(a, name, operation)
+        widths.append(_block_elements(a, name, operation))
+    detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}"
+    checks.extent(v.shape[0], k.shape[0], "the number of blocks of v_pool", operation, detail)
+    found = host_indices(index, live)
+    if found is not None:
+        _check_pairs(found, k.shape[0], k.shape[0], True, operation)
+    streams = [i for i in (0, 1) if widths[i]]
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        pools = [arrays[i] for i in streams]
+        return [_bind_blocks(live, operation, pools, pools, [widths[i] for i in streams], arrays[2], "both")]
+
+    names, arrays, written = zip(*named, strict=True)
+    Plan(live, operation, names, written, bind if streams and index.shape[0] else None).run(arrays)
+
+
+def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
+    """Copy whole blocks of one pool into another; either may lie on the host and the other on the device.
+
+    Args:
+        src_pool, dst_pool: pools of one dtype whose blocks have one shape; the numbers of blocks may differ. They may
+            be the same array.
+        pairs: (P, 2), each a block of ``src_pool`` and one of ``dst_pool``, as in `copy_blocks`.
+
+    Raises:
+        PositionError, ShapeError: as `copy_blocks`.
+        DTypeError: the pools have different dtypes.
+
+    Exactness: bit-exact.
+    Cost: each block named is read once and written once. Between host and device the blocks travel through a compact
+        buffer, and only they do; the call then returns when they have arrived.
+    Source: ``swap_out`` and ``swap_in``, whose copies the original left as stubs.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> device, host = np.arange(4, dtype=np.float32).reshape(2, 2, 1, 1), np.zeros((1, 2, 1, 1), np.float32)
+        >>> tikv.swap_blocks(device, host, [(1, 0)])
+        >>> host.ravel().tolist()
+        [2.0, 3.0]
+    """
+    operation = "swap_blocks"
+    live = runtime.current()
+    pairs = index_array(pairs)
+    src, dst, index = (
+        view(src_pool, "src_pool", operation),
+        view(dst_pool, "dst_pool", operation),
+        _pairs(pairs, operation),
+    )
+    checks.on_device([("src_pool", src), ("dst_pool", dst), ("pairs", index)], live, operation)
+    checks.same_dtype(src, dst, "src_pool", "dst_pool", operation)
+    _check_writable_pool(dst, "dst_pool", operation)
+    width = _block_elements(src, "src_pool", operation)
+    _block_elements(dst, "dst_pool", operation)
+    if src.shape[1:] != dst.shape[1:] or _inner(src) != _inner(dst):
+        raise ShapeError(
+            f"{operation}: the blocks of src_pool ({describe(src)}, strides {src.strides}) and dst_pool "
+            f"({describe(dst)}, strides {dst.strides}) differ. Pass pools whose blocks are laid out alike."
+        )
+    within = src.ptr == dst.ptr and src.handle is dst.handle and src.offset == dst.offset
+    within = within and (src.shape, src.strides) == (dst.shape, dst.strides)
+    crossing = not live.is_cpu and "cpu" in (src.device, dst.device)
+    found = read_host(index, live) if crossing and index.device != "cpu" else host_indices(index, live)
+    if found is not None:
+        _check_pairs(found, src.shape[0], dst.shape[0], within, operation)
+    if width == 0 or index.shape[0] == 0:
+        return
+    if not crossing:
+        names: tuple[str, ...] = ("src_pool", "dst_pool", "pairs")
+        arrays: tuple[ArrayView, ...] = (src, dst, index)
+        if within:
+            names, arrays = ("src_pool", "pairs"), (src, index)
+        written = [name == names[-2] for name in names]
+
+        def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+            return [_bind_blocks(live, operation, [arrays[0]], [arrays[-2]], [width], arrays[-1], "both")]
+
+        Plan(live, operation, names, written, bind).run(arrays)
+        return
+    if not within:
+        checks.disjoint((("src_pool", src, False), ("dst_pool", dst, True)), operation)
+    assert found is not None
+    kept = found[np.all(found >= 0, axis=1)].astype(np.int64)
+    if len(kept):
+        _cross(live, operation, src, dst, np.ascontiguousarray(kept[:, 0]), np.ascontiguousarray(kept[:, 1]), width)
+
+
+def _cross(
+    live: runtime.Runtime,
+    operation: str,
+    src: ArrayView,
+    dst: ArrayView,
+    sources: np.ndarray[Any, Any],
+    targets: np.ndarray[Any, Any],
+    width: int,
+) -> None:
+    """Move blocks between host and device: gathered, brought over in one piece, scattered."""
+    count = len(sources)
+    if src.device == "cpu":
+        rows = _host_blocks(src, width)[sources]
+    else:
+        packed = new_array((count, width), src.dtype, live)
+        Plan(
+            live,
+            operation,
+            ("src_pool", "blocks", "pairs"),
+            (False, True, False),
+            lambda a: [_bind_blocks(live, operation, [a[0]], [a[1]], [width], a[2], "src")],
+        ).run((src, packed, view(sources, "pairs", operation)))
+        rows = read_host(packed, live)
+    if dst.device == "cpu":
+        _host_blocks(dst, width)[targets] = rows
+        if isinstance(dst.owner, StagedNdarray):
+            dst.owner.write_back()
+        return
+    Plan(
+        live,
+        operation,
+        ("src_pool", "dst_pool", "pairs"),
+        (False, True, False),
+        lambda a: [_bind_blocks(live, operation, [a[0]], [a[1]], [width], a[2], "dst")],
+    ).run((view(rows, "src_pool", operation), dst, view(targets, "pairs", operation)))
+    live.synchronize()  # the host's rows must outlive the launch
+
+
+def _host_blocks(pool: ArrayView, width: int) -> np.ndarray[Any, Any]:
+    """A host pool as (N, elements of a block)."""
+    return as_numpy(pool.restrided((pool.shape[0], width), (pool.strides[0], 1)))
+
+
+def _bind_blocks(
+    live: runtime.Runtime,
+    operation: str,
+    src: Sequence[ArrayView],
+    dst: Sequence[ArrayView],
+    widths: Sequence[int],
+    index: ArrayView,
+    indexed: str,
+) -> Launch:
+    """Bind the copy of blocks: a block is one row. `indexed` says which end the index array names blocks of."""
+    both = indexed == "both"
+    params: dict[str, Any] = {"index_step": index.strides[0]}
+    if indexed in ("both", "src"):
+        params["src_limit"] = src[0].shape[0]
+    if indexed in ("both", "dst"):
+        params["dst_limit"] = dst[0].shape[0]
+    if both:
+        params["dst_index"] = index.strides[1]
+    slots = Placement("slots")
+    return bind_copy(
+        live,
+        operation,
+        src=[Rows(a, token=a.strides[0]) for a in src],
+        dst=[Rows(a, token=a.strides[0]) for a in dst],
+        widths=widths,
+        heads=1,
+        tokens=index.shape[0],
+        src_place=slots if both or indexed == "src" else LINEAR,
+        dst_place=slots if both or indexed == "dst" else LINEAR,
+        index=index,
+        **params,
+    )
+
+
+def _pairs(pairs: Any, operation: str) -> ArrayView:
+    index = view(pairs, "pairs", operation)
+    if index.shape == (0,):
+        index = index.restrided((0, 2), (2, 1))
+    checks.indices(index, "pairs", operation)
+    if index.ndim != 2 or index.shape[1] != 2:
+        raise ShapeError(f"{operation}: pairs is {describe(index)} where (P, 2) is needed: a block from, a block to.")
+    return index
+
+
+def _check_pairs(pairs: np.ndarray[Any, Any], sources: int, targets: int, within: bool, operation: str) -> None:
+    """Blocks exist; none is a destination twice, or of one pair a source and of another a destination.
+
+    Raises:
+        PositionError: otherwise.
+    """
+    for column, limit, what in ((0, sources, "from"), (1, targets, "to")):
+        wrong = pairs[:, column] >= limit
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise PositionError(
+                f"{operation}: pairs[{at}] copies {what} block {int(pairs[at, column])}, and the pool has {limit} "
+                f"blocks. Use 0..{limit - 1}, or a negative number to skip the pair."
+            )
+    used = pairs[np.all(pairs >= 0, axis=1)]
+    check_unique(used[:, 1], "pairs", operation)
+    moving = used[used[:, 0] != used[:, 1]]
+    both = np.intersect1d(moving[:, 0], moving[:, 1])
+    if within and both.size:
+        raise PositionError(
+            f"{operation}: block {int(both[0])} is copied from by one pair and to by another. Make two calls."
+        )
+
+
+def _check_writable_pool(pool: ArrayView, name: str, operation: str) -> None:
+    if not pool.writable:
+        raise ShapeError(f"{operation}: the destination {name} ({describe(pool)}) is read-only. Pass a writable array.")
+
+
+def _inner(pool: ArrayView) -> list[int]:
+    """The strides that matter within a block."""
+    return [s for s, n in zip(pool.strides[1:], pool.shape[1:], strict=True) if n > 1]
+
+
+def _block_elements(pool: ArrayView, name: str, operation: str) -> int:
+    """Elements of a block, which lie side by side in memory whatever the order of the axes.
+
+    Raises:
+        ShapeError: there are gaps within a block, or blocks overlap.
+    """
+    if pool.ndim < 2:
+        raise ShapeError(
+            f"{operation}: {name} is {describe(pool)}; a pool has blocks on its first axis and rows behind."
+        )
+    expected = 1
+    for stride, extent in sorted(zip(pool.strides[1:], pool.shape[1:], strict=True)):
+        if extent == 0:
+            return 0
+        if extent > 1:
+            if stride != expected:
+                raise ShapeError(
+                    f"{operation}: the blocks of {name} ({describe(pool)}, strides {pool.strides} elements) have gaps. "
+                    f"Pass a pool whose blocks are contiguous."
+                )
+            expected *= extent
+    if pool.shape[0] > 1 and pool.strides[0] < expected:
+        raise ShapeError(
+            f"{operation}: the blocks of {name} ({describe(pool)}, strides {pool.strides} elements) overlap."
+        )
+    return expected

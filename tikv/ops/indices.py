@@ -1,0 +1,114 @@
+"""Index arguments: lists as arrays, values that the host knows, and the checks of slots, blocks and tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, as_numpy, describe, read_host, view
+from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.layouts import PoolShape
+
+
+def index_array(values: Any) -> Any:
+    """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is."""
+    if isinstance(values, list | tuple | range):
+        try:
+            found = np.asarray(values)
+        except ValueError as error:
+            raise ShapeError(f"an index argument is a list that is no array: {error}. Pass equal rows.") from error
+        return found.astype(np.int64) if found.size == 0 else found
+    return values
+
+
+def values_known(index: ArrayView, live: runtime.Runtime) -> bool:
+    """Whether the values of an index array are known: on the host, or anywhere in debug mode."""
+    return index.device == "cpu" or live.debug or getattr(index.owner, "on_host", None) is not None
+
+
+def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any] | None:
+    """The values of an index array, if they are known; None when only the device knows them."""
+    if index.owner is not None and (known := getattr(index.owner, "on_host", None)) is not None:
+        if isinstance(known, np.ndarray):
+            return known
+        index = known
+    if index.device == "cpu":
+        return as_numpy(index)
+    return read_host(index, live) if live.debug else None
+
+
+def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime) -> list[int]:
+    """A list of integers, from wherever they lie; those of a device are read back.
+
+    Raises:
+        DTypeError, ShapeError: it is none.
+    """
+    if isinstance(values, list | tuple | range):
+        if all(type(n) is int for n in values):
+            return list(values)
+        try:
+            values = np.asarray(values)
+        except ValueError as error:  # lists of different lengths
+            raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from error
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        return values.tolist()  # type: ignore[no-any-return]
+    if isinstance(values, int):
+        raise ShapeError(f"{operation}: {name} is {values}, one integer. Pass a list: [{values}].")
+    array = view(values, name, operation)
+    checks.rank(array, (1,), name, "a list of integers", operation)
+    if array.dtype not in dtypes.INDICES:
+        raise DTypeError(f"{operation}: {name} is {describe(array)}. Pass integers, int32 or int64.")
+    host = as_numpy(array) if array.device == "cpu" else read_host(array, live)
+    found: list[int] = host.tolist()
+    return found
+
+
+def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str) -> None:
+    """Of slots whose values are known none lies beyond the pool; in debug mode, no two tokens go to one slot.
+
+    Raises:
+        PositionError: one does, or two do.
+    """
+    name, slots = "slot_mapping", host_indices(index, live)
+    if slots is None or slots.size == 0:
+        return
+    if int(slots.max()) >= shape.slots:
+        token = int(np.argmax(slots >= shape.slots))
+        raise PositionError(
+            f"{operation}: {name}[{token}]={int(slots[token])} is beyond the pool of {shape.slots} slots "
+            f"({shape.blocks} blocks of {shape.page}). Use a slot below that, or a negative one to skip the token."
+        )
+    if live.debug:
+        check_unique(slots[slots >= 0], name, operation)
+
+
+def check_unique(targets: np.ndarray[Any, Any], name: str, operation: str) -> None:
+    """No destination is named twice.
+
+    Raises:
+        PositionError: one is.
+    """
+    found, counts = np.unique(targets, return_counts=True)
+    if found.size != targets.size:
+        twice = int(found[np.argmax(counts > 1)])
+        raise PositionError(
+            f"{operation}: {name} names destination {twice} more than once, and which row stays is undefined. Keep one."
+        )
+
+
+def check_blocks(blocks: np.ndarray[Any, Any], limit: int, name: str, operation: str) -> None:
+    """Blocks of a table that a length reaches are in the pool.
+
+    Raises:
+        PositionError: one is not.
+    """
+    wrong = (blocks < 0) | (blocks >= limit)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise PositionError(
+            f"{operation}: {name}[{at}]={int(blocks[at])} is not one of the pool's {limit} blocks, and the length "
+            f"reaches it. Use 0..{limit - 1}."
+        )

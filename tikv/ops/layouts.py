@@ -1,0 +1,145 @@
+"""Where rows lie: strides of the rows of a cache or a pool, the axes of named layouts, the slot of a position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe
+from tikv.errors import DTypeError, ShapeError
+from tikv.ops import checks
+
+
+def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
+    """The axes of tokens and of heads in a layout."""
+    return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
+
+
+class Rows(NamedTuple):
+    """Where the rows of K or of V lie in an array: its strides, in elements.
+
+    Attributes:
+        array: what holds them.
+        sequence, token, head: from a sequence, a token (or slot), a head to the next.
+        first: of the first row.
+        block: from a block of a pool to the next; `token` then counts within a block.
+        inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
+    """
+
+    array: ArrayView
+    sequence: int = 0
+    token: int = 0
+    head: int = 0
+    first: int = 0
+    block: int = 0
+    inner: tuple[int, int] = (0, 0)
+
+
+class Placement(NamedTuple):
+    """Which slot a token goes to at one end (see `kernels.address`), and the page length where there are pages."""
+
+    kind: str = "linear"
+    page: int = 0
+
+
+LINEAR = Placement()
+
+
+def reduced_position(position: int, sinks: int, ring: int) -> int:
+    """The smallest position in the same slot as an absolute one, which fits 32 bits however long the sequence is."""
+    return position if ring == 0 or position < sinks else sinks + (position - sinks) % ring
+
+
+# Axes of K's and V's pool: N blocks, S slots of a block, H heads, D elements; C and X are a row's chunks of 16 bytes.
+POOL_LAYOUTS = {"NHD": ("NSHD", "NSHD"), "HND": ("NHSD", "NHSD"), "VLLM": ("NHCSX", "NHDS")}
+
+
+CHUNK_BYTES = 16
+
+
+class PoolShape(NamedTuple):
+    """What the shape of a pool says: blocks, slots of a block, heads, elements of a row."""
+
+    blocks: int
+    page: int
+    heads: int
+    width: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of all blocks."""
+        return self.blocks * self.page
+
+
+def pool_axes(pool: ArrayView, layout: str) -> str:
+    """The axes of a pool that may be K's or V's: in vLLM's layout the number of axes tells."""
+    k, v = POOL_LAYOUTS[layout]
+    return k if pool.ndim == len(k) else v
+
+
+def pool_shape(pool: ArrayView, axes: str, name: str, operation: str) -> PoolShape:
+    """Read a pool's shape by its axes.
+
+    Raises:
+        ShapeError: it has other axes, or vLLM's chunks are not of 16 bytes.
+    """
+    spelled = {"C": "D/x", "X": "x", "S": "bs"}
+    shape = f"({', '.join(spelled.get(a, a) for a in axes)})"
+    checks.rank(pool, (len(axes),), name, shape, operation)
+    extent = dict(zip(axes, pool.shape, strict=True))
+    if "X" in extent and extent["X"] != CHUNK_BYTES // pool.dtype.itemsize:
+        raise ShapeError(
+            f"{operation}: {name} is {describe(pool)}: its last axis x is {extent['X']} where {CHUNK_BYTES} bytes are "
+            f"{CHUNK_BYTES // pool.dtype.itemsize} elements. Shape it {shape}."
+        )
+    width = extent["D"] if "D" in extent else extent["C"] * extent["X"]
+    return PoolShape(extent["N"], extent["S"], extent["H"], width)
+
+
+def pool_rows(pool: ArrayView, axes: str) -> Rows:
+    """Where the rows of a pool lie."""
+    stride = dict(zip(axes, pool.strides, strict=True))
+    inner = (0, 0)
+    if "X" in stride:
+        inner = (pool.shape[axes.index("X")], stride["C"])
+    elif axes[-1] != "D":
+        inner = (1, stride["D"])
+    return Rows(pool, block=stride["N"], token=stride["S"], head=stride["H"], inner=inner)
+
+
+def pool_scale(scale: ArrayView, shape: PoolShape, name: str, operation: str) -> None:
+    """The scales of an int8 pool are (N, bs, H), float16 or float32, and their slots follow one another.
+
+    Raises:
+        DTypeError: they have another dtype.
+        ShapeError: they have another shape, or gaps between blocks.
+    """
+    if scale.dtype not in dtypes.SCALES:
+        raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
+    wanted = (shape.blocks, shape.page, shape.heads)
+    if scale.shape != wanted:
+        raise ShapeError(
+            f"{operation}: {name} is {describe(scale)} where (N, bs, H) = {wanted} is needed, one for a slot and head."
+        )
+    if shape.blocks > 1 and shape.page > 1 and scale.strides[0] != shape.page * scale.strides[1]:
+        raise ShapeError(
+            f"{operation}: {name} has gaps between its blocks (strides {scale.strides} elements). Pass it contiguous."
+        )
+
+
+def scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
+    """What `bind_copy` needs of the scales of pools: (N, bs, H) each, checked by `pool_scale`; nothing without."""
+    if not scales:
+        return {}
+    return {
+        "scales": scales,
+        "scale": scales[0].dtype,
+        "scale_step": scale_step(scales[0]),
+        "scale_head": scales[0].strides[2],
+    }
+
+
+def scale_step(scale: ArrayView) -> int:
+    """Elements between the scales of neighbouring slots; the stride of an axis of one says nothing."""
+    return scale.strides[0] if scale.shape[1] == 1 else scale.strides[1]

@@ -1,0 +1,195 @@
+"""The plan of an operation: checked once for arrays of one form, launched again and again.
+
+Every operation takes the same steps, in this order:
+
+check       its `check_*` function looks at shapes, dtypes and options, and makes a `Plan`
+key         the forms of the arrays (`Views.key`) and the options: what `Runtime.plans` keeps the plan under
+revalidate  what may differ from run to run is checked (positions, lengths, slots); it gives kernels' entries by name
+bind        kernels are bound to arrays, at the first run
+run         addresses and entries that changed are put in, and the kernels are launched
+
+A `Graph` records the launches of plans, repeats their `revalidate`, and launches them together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, Views
+from tikv.ops import checks
+from tikv.ops.staging import Staging
+
+Entries = Mapping[str, int]  # values for the kernels' vectors, by the name of the entry
+NO_ENTRIES: Entries = {}
+
+
+class Launch(NamedTuple):
+    """A bound kernel and the arrays that it was bound to, in the order of its arguments."""
+
+    bound: launch.Bound
+    arrays: Sequence[ArrayView]
+
+
+class Use(NamedTuple):
+    """An argument that is an array of the caller's, and how many bytes behind that one's first element it begins."""
+
+    bound: Any  # a `launch.Bound` or a `launch.TaichiGraph`
+    argument: int
+    jump: int = 0
+
+
+class _Setters(dict[str, Callable[[int], None]]):
+    """How to set the entry of a name, in every launch that has it; found at first use."""
+
+    def __init__(self, bounds: Sequence[launch.Bound]) -> None:
+        self.bounds = bounds
+
+    def __missing__(self, name: str) -> Callable[[int], None]:
+        found = self[name] = set_all([bound.setter(name) for bound in self.bounds if name in bound.places])
+        return found
+
+
+def set_all(setters: Sequence[Callable[[int], None]]) -> Callable[[int], None]:
+    """One setter for the entries of several launches."""
+
+    def set_each(value: int) -> None:
+        for setter in setters:
+            setter(value)
+
+    return setters[0] if len(setters) == 1 else set_each
+
+
+class Plan:
+    """A checked operation over arrays of one form; see the module.
+
+    Nothing of the caller's is kept alive. Where a device cannot see the host's arrays they are staged, and each run
+    binds anew.
+
+    Args:
+        live: the runtime.
+        operation: for messages.
+        names: of the arrays that `run` takes, for messages.
+        written: which of them are destinations.
+        launches: makes the launches over such arrays; None: there is nothing to move, or a subclass has its own `bind`.
+    """
+
+    lock: Any  # held from the first change of a bound kernel to its launch
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        names: Sequence[str],
+        written: Sequence[bool],
+        launches: Callable[[Sequence[ArrayView]], Sequence[Launch]] | None = None,
+    ) -> None:
+        self.live = live
+        self.operation = operation
+        self.names = names
+        self.written = written
+        self.nothing = launches is None and type(self).bind is Plan.bind  # to move
+        self._make_launches = launches
+        self.lock = threading.RLock()
+        self.launches: Sequence[Any] | None = None  # each a `launch.Bound` or a `launch.TaichiGraph`
+        self.pointers: tuple[int, ...] | None = None  # of the arrays that the launches read and write now
+        self._uses: list[list[Use]] = []  # of each array, the arguments it is
+        self._setters: dict[str, Callable[[int], None]] = {}
+
+    def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[Any, Entries]:
+        """Check the values that a run brings.
+
+        Args:
+            arrays: index arrays by the operation's parameters, for what the host knows of their values.
+            numbers: positions and lengths by the operation's parameters.
+
+        Returns:
+            What the launches of the run are chosen by, and entries for their vectors.
+
+        Raises:
+            CapacityError, PositionError: a value that does not fit the arrays.
+        """
+        return None, NO_ENTRIES
+
+    def bind(self, arrays: Sequence[ArrayView]) -> Sequence[Launch]:
+        """The launches over these arrays."""
+        assert self._make_launches is not None
+        return self._make_launches(arrays)
+
+    def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
+        """Destinations share no element with another array.
+
+        Raises:
+            ShapeError: one does.
+        """
+        checks.disjoint(list(zip(self.names, arrays, self.written, strict=True)), self.operation)
+
+    def run(self, arrays: Sequence[ArrayView], entries: Entries = NO_ENTRIES) -> None:
+        """Launch over these arrays, with these entries in the kernels' vectors.
+
+        Raises:
+            ShapeError: a destination overlaps another array.
+        """
+        if self.nothing:
+            return
+        pointers = arrays.pointers if type(arrays) is Views else tuple([a.ptr for a in arrays])
+        if self.launches is None:
+            if not self.live.is_cpu and any(a.device == "cpu" for a in arrays):
+                self._run_staged(arrays, entries)
+                return
+            with self.live.lock:  # threads that come first together bind once
+                if self.launches is None:
+                    self._bind_once(arrays, pointers)
+        with self.lock:
+            if pointers != self.pointers:
+                self._move(arrays, pointers)
+            for name in entries:
+                self._setters[name](entries[name])
+            for bound in self.launches or ():
+                bound.launch()
+            if self.live.is_spirv and 0 in pointers:
+                self._release()
+
+    def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
+        self.check_overlaps(arrays)
+        apart = [a.restrided(a.shape, a.strides) for a in arrays]  # one array that is given twice is two here
+        launches = self.bind(apart)
+        bounds = [bound for bound, _ in launches]
+        self._uses = [[Use(b, i) for b, given in launches for i, g in enumerate(given) if g is a] for a in apart]
+        self._setters = _Setters(bounds)
+        self.pointers = pointers
+        self.launches = bounds
+
+    def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
+        """Let the launches read and write these arrays, of the form that was bound."""
+        self.check_overlaps(arrays)
+        before = self.pointers
+        self.pointers = None  # where this fails half-way, all are put in again
+        for j, pointer in enumerate(pointers):
+            if before is None or pointer != before[j] or not pointer:
+                for bound, i, jump in self._uses[j]:
+                    if pointer:
+                        bound.set_pointer(i, pointer + jump)
+                    else:
+                        bound.set_array(i, arrays[j])
+        self.pointers = pointers
+
+    def _release(self) -> None:
+        """Keep no memory of the caller's alive, where it has no address."""
+        for uses in self._uses:
+            for bound, i, _ in uses:
+                bound.release((i,))
+        self.pointers = None
+
+    def _run_staged(self, arrays: Sequence[ArrayView], entries: Entries) -> None:
+        self.check_overlaps(arrays)
+        stage = Staging(self.live, arrays, self.written)
+        bounds = [bound for bound, _ in self.bind(stage.arrays)]
+        setters = _Setters(bounds)
+        for name in entries:
+            setters[name](entries[name])
+        for bound in bounds:
+            bound.launch()
+        stage.finish()

@@ -1,0 +1,163 @@
+"""NormRope: the RMS norm and the rotation of Q and K before they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, as_numpy, describe, to_device, view
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.ops import checks
+
+# mode: (how pairs lie, whether a norm comes first)
+MODES = {
+    "none": ("", False),
+    "norm_half": ("half", True),
+    "half": ("half", False),
+    "interleaved": ("interleaved", False),
+    "norm_interleaved": ("interleaved", True),
+}
+
+
+class Transform(NamedTuple):
+    """How pairs lie, elements rotated and the norm's epsilon: `kernels.fused.Change` without the weights."""
+
+    pairs: str
+    rope_dim: int
+    eps: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class NormRope:
+    """What happens to Q and K before they are stored: an RMS norm over the head width, and a rotation (RoPE).
+
+    In float32: ``x_i * (w_i / sqrt(mean(x**2) + eps))``, then for each pair ``(a, b)`` of column ``i``, at position
+    ``p``, ``(a * cos[p, i] - b * sin[p, i], b * cos[p, i] + a * sin[p, i])``. Elements from ``rope_dim`` on are
+    normalised but not rotated. Each product, sum, quotient and root is rounded by itself, and squares are added in one
+    order (`tikv.reference.sum_of_squares`): the same bits on every back end, by every launcher. Squares below 1e-38
+    count as zero where a device flushes subnormals, which shows where ``eps`` is hardly more.
+
+    Args:
+        mode: "none"; "half" rotates pairs (i, i + rope_dim / 2), "interleaved" pairs (2i, 2i + 1); "norm_half" and
+            "norm_interleaved" normalise first.
+        eps: added to the mean of squares.
+        q_weight, k_weight: (D,) float32 weights of the norm; None for 1.
+        cos, sin: (positions, rope_dim / 2) float32 tables; a row a position.
+        rope_dim: elements rotated, even, at most D; None for all D.
+
+    The arrays are read at every use, where they lie; do not resize them. On a device that cannot see them they are
+    copied once, and later changes go unseen.
+
+    Raises:
+        OptionError: an unknown mode; an array the mode does not use, or that it lacks.
+        ShapeError, DTypeError: arrays of another shape or dtype; an odd ``rope_dim``.
+        PositionError: a negative ``eps``.
+
+    Source: ``qk_mode`` 0 to 3 of ``split_qkv_norm_rope_into_paged_cache``, and 3 of its partial-rotary form.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> angle = np.arange(16, dtype=np.float32)[:, None] / 10.0 ** np.arange(2, dtype=np.float32)
+        >>> tikv.NormRope(mode="half", cos=np.cos(angle), sin=np.sin(angle)).max_positions
+        16
+    """
+
+    mode: str = "norm_half"
+    eps: float = 1e-6
+    q_weight: Any = None
+    k_weight: Any = None
+    cos: Any = None
+    sin: Any = None
+    rope_dim: int | None = None
+    _in_runtime: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        operation = "NormRope"
+        checks.option(self.mode, "mode", operation, tuple(MODES))
+        pairs, normed = MODES[self.mode]
+        if normed and not 0 <= self.eps < float("inf"):
+            raise PositionError(f"{operation}: eps={self.eps} is no small number. Use one such as 1e-6.")
+        used = {"cos": pairs != "", "sin": pairs != "", "q_weight": normed, "k_weight": normed}
+        for name, needed in used.items():
+            given = getattr(self, name) is not None
+            if needed and not given and not name.endswith("weight"):
+                raise OptionError(
+                    f"{operation}: mode {self.mode!r} needs {name}. Pass (positions, rope_dim / 2) float32."
+                )
+            if given and not needed:
+                raise OptionError(
+                    f"{operation}: mode {self.mode!r} does not use {name}. Leave it out or change the mode."
+                )
+        found = self._views(operation)
+        for name, axes in (("cos", 2), ("sin", 2), ("q_weight", 1), ("k_weight", 1)):
+            array = found.get(name)
+            if array is not None:
+                checks.rank(array, (axes,), name, "(positions, rope_dim / 2)" if axes == 2 else "(D,)", operation)
+                checks.readable(array, name, operation)
+                if array.dtype is not dtypes.float32:
+                    raise DTypeError(
+                        f"{operation}: {name} is {describe(array)}; it must be float32, as the arithmetic is."
+                    )
+        if pairs and found["cos"].shape != found["sin"].shape:
+            raise ShapeError(
+                f"{operation}: cos is {describe(found['cos'])} and sin {describe(found['sin'])}; make them alike."
+            )
+        if self.rope_dim is not None:
+            rope_dim = checks.integer(self.rope_dim, "rope_dim", operation, low=2)
+            if not pairs:
+                raise OptionError(f"{operation}: mode {self.mode!r} does not rotate; leave rope_dim={rope_dim} out.")
+            if rope_dim % 2:
+                raise ShapeError(f"{operation}: rope_dim={rope_dim} is odd; a rotation needs pairs. Use an even one.")
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of the tables: positions that can be rotated; 0 without tables."""
+        return 0 if self.cos is None else int(self._views("NormRope")["cos"].shape[0])
+
+    def _views(self, operation: str) -> dict[str, ArrayView]:
+        names = ("cos", "sin", "q_weight", "k_weight")
+        return {n: view(getattr(self, n), n, operation) for n in names if getattr(self, n) is not None}
+
+    def tables_in(self, live: runtime.Runtime, operation: str) -> tuple[tuple[Any, ...], dict[str, ArrayView]]:
+        """(what a launch depends on, the arrays where the device sees them), remembered for the live runtime."""
+        found = self._in_runtime.get(live.epoch)
+        if found is None:
+            arrays = self._views(operation)
+            if not live.is_cpu:
+                arrays = {
+                    n: to_device(np.ascontiguousarray(as_numpy(a)), live) if a.device == "cpu" else a
+                    for n, a in arrays.items()
+                }
+            checks.on_device(list(arrays.items()), live, operation)
+            form = (self.mode, self.eps, self.rope_dim, *[(n, a.key) for n, a in arrays.items()])
+            self._in_runtime.clear()
+            found = self._in_runtime[live.epoch] = (form, arrays)
+        return found
+
+    def transform_of(self, width: int, operation: str) -> Transform:
+        """What is done to rows of `width`; also checks the arrays against that width."""
+        pairs, normed = MODES[self.mode]
+        eps = float(self.eps) if normed else None
+        arrays = self._views(operation)
+        for name in ("q_weight", "k_weight"):
+            if name in arrays:
+                checks.extent(arrays[name].shape[0], width, f"the length of {name}", operation, f"head_dim={width}")
+        if not pairs:
+            return Transform(pairs, 0, eps)
+        if width % 2:
+            raise ShapeError(
+                f"{operation}: head_dim={width} is odd, and mode {self.mode!r} rotates pairs. "
+                f"Use an even head_dim or mode 'none'."
+            )
+        rope_dim = width if self.rope_dim is None else int(self.rope_dim)
+        if rope_dim > width:
+            raise ShapeError(f"{operation}: rope_dim={rope_dim} > head_dim={width}. Rotate at most the head.")
+        detail = f"rope_dim={rope_dim}, cos: {describe(arrays['cos'])}"
+        checks.extent(arrays["cos"].shape[1], rope_dim // 2, "the number of columns of cos and sin", operation, detail)
+        return Transform(pairs, rope_dim, eps)
+
+
+UNCHANGED = NormRope(mode="none")

@@ -1,0 +1,317 @@
+"""The layers of a contiguous store: their counts, and the memory in which they lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
+from tikv.dtypes import DType
+from tikv.errors import CapacityError, PositionError, ShapeError
+from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
+from tikv.ops.row_copy import bind_copy
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.storage import BLOCK_BYTES
+
+JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
+
+
+class Layer:
+    """One layer's slots and counts."""
+
+    def __init__(self, index: int, capacity: int, window: int | None, sinks: int) -> None:
+        self.index = index
+        self.window = window
+        self.sinks = sinks if window is not None else 0
+        self.slots = capacity if window is None else window
+        self.ring = 0 if window is None else window - self.sinks
+        self.length = 0  # tokens appended since reset, less those trimmed
+        self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
+        self.k: ArrayView
+        self.v: ArrayView
+        self.k_scale: ArrayView | None = None
+        self.v_scale: ArrayView | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens that can be read: the sinks and what the ring still has."""
+        fixed = min(self.length, self.sinks)
+        return fixed + max(0, self.length - max(self.valid_from, self.sinks))
+
+    @property
+    def filled(self) -> int:
+        """Slots that have ever been written, from slot 0."""
+        return min(self.length, self.slots)
+
+    @property
+    def trimmed_to(self) -> int:
+        """`valid_from` where trimming made it later than the ring alone does; else 0."""
+        return self.valid_from if self.ring and self.valid_from > max(0, self.length - self.ring) else 0
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """The layer's memory: K, V, and for int8 the scales of both."""
+        return [a for a in (self.k, self.v, self.k_scale, self.v_scale) if a is not None]
+
+    @property
+    def scales(self) -> list[ArrayView]:
+        """The scales of K and V of an int8 layer; else none."""
+        return self.arrays[2:]
+
+    def slot_of(self, position: int) -> int:
+        """The slot of a position."""
+        return reduced_position(position, self.sinks, self.ring)
+
+    def grow(self, tokens: int) -> None:
+        """Count that many more tokens."""
+        self.length += tokens
+        if self.ring and self.length - self.ring > self.valid_from:
+            self.valid_from = self.length - self.ring
+
+
+class LayerMemory:
+    """The memory of some layers: head-major (batch, num_kv_heads, slots, width), in as few blocks as may be.
+
+    A block is what a launch can address. On CPU its K and V lie in one piece of memory up to `JOINT_BYTES`.
+
+    Args:
+        live: the runtime.
+        layers: whose arrays are set; a layer's `slots` say how many it needs.
+        batch_size, num_kv_heads, head_dim, head_dim_v, dtype, scale_dtype: as in `KVCacheStore`.
+
+    Attributes:
+        blocks: the layers of each block, in order.
+        version: how often memory was made: what is bound to it knows by that when it is gone.
+
+    Raises:
+        CapacityError: a layer is larger than a launch on this arch can address.
+    """
+
+    def __init__(
+        self,
+        live: runtime.Runtime,
+        layers: Sequence[Layer],
+        *,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+        dtype: DType,
+        scale_dtype: DType,
+    ) -> None:
+        self.runtime = live
+        self.layers = list(layers)
+        self.batch_size = batch_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.head_dim_v = head_dim_v
+        self.dtype = dtype
+        self.scale_dtype = scale_dtype
+        self.version = 0
+        self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
+        self.blocks: list[list[Layer]] = []
+        self.allocate(batch_size)
+
+    @property
+    def width(self) -> str:
+        """The width of a head, or those of K and V, for a `repr`."""
+        return str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return sum(a.nbytes for layer in self.layers for a in layer.arrays)
+
+    def allocate(self, batch_size: int) -> None:
+        """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there.
+
+        Raises:
+            CapacityError: a layer is larger than a launch on this arch can address.
+        """
+        rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
+        widest = max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
+        limit = BLOCK_BYTES[self.runtime.arch]
+        blocks: list[list[Layer]] = [[]]
+        for layer in self.layers:
+            needed = rows[layer.index] * widest
+            if needed > limit:
+                raise CapacityError(
+                    f"KVCacheStore: layer {layer.index} needs {needed} bytes in one block "
+                    f"(batch_size={batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
+                    f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
+                )
+            if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > limit:
+                blocks.append([])
+            blocks[-1].append(layer)
+        made = [self._memory_for(sum(rows[layer.index] for layer in block)) for block in blocks]
+        self.batch_size, self.blocks = batch_size, blocks
+        self.version += 1
+        self.plans.clear()
+        for block, memory in zip(blocks, made, strict=True):
+            self._place(block, rows, *memory)
+
+    def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory]]:
+        """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
+        k_bytes, v_bytes = (rows * width * self.dtype.itemsize for width in (self.head_dim, self.head_dim_v))
+        v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
+        if self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
+            k_block = v_block = Memory(v_first + v_bytes, self.runtime)
+        else:
+            k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
+        scales = 2 if self.dtype is dtypes.int8 else 0
+        return (
+            k_block,
+            v_block,
+            v_first,
+            [Memory(rows * self.scale_dtype.itemsize, self.runtime) for _ in range(scales)],
+        )
+
+    def _place(
+        self,
+        block: list[Layer],
+        rows: dict[int, int],
+        k_block: Memory,
+        v_block: Memory,
+        v_first: int,
+        scales: list[Memory],
+    ) -> None:
+        first, size = 0, self.dtype.itemsize
+        for layer in block:
+            shape = (self.batch_size, self.num_kv_heads, layer.slots)
+            layer.k = k_block.array((*shape, self.head_dim), self.dtype, first * self.head_dim * size)
+            layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, v_first + first * self.head_dim_v * size)
+            if scales:
+                offset = first * self.scale_dtype.itemsize
+                layer.k_scale, layer.v_scale = (m.array(shape, self.scale_dtype, offset) for m in scales)
+            first += rows[layer.index]
+
+    def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds from a position on, in temporal order, as a copy: K and V; int8 comes as float32."""
+        dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+        fixed = max(0, min(layer.length, layer.sinks) - first)
+        start = max(layer.valid_from, layer.sinks, first)
+        held = fixed + max(0, layer.length - start)
+        shape = (self.batch_size, self.num_kv_heads, held)
+        out = [new_array((*shape, width), dtype, self.runtime) for width in (self.head_dim, self.head_dim_v)]
+        self._gather(operation, layer, out, tokens=fixed, position=first, at=0)
+        self._gather(operation, layer, out, tokens=held - fixed, position=start, at=fixed)
+        return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
+
+    def _gather(
+        self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
+    ) -> None:
+        """Copy the rows of consecutive positions into `out`, from its token `at` on."""
+        if tokens <= 0:
+            return
+        params: dict[str, Any] = {
+            "src_position": layer.slot_of(position),
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+        }
+        if layer.scales:
+            params.update(scale_group=self.num_kv_heads * layer.slots, scale_head=layer.slots, scale_step=1)
+        bind_copy(
+            self.runtime,
+            operation,
+            src=[_rows_of(a) for a in (layer.k, layer.v)],
+            dst=[_rows_of(a, at) for a in out],
+            widths=(self.head_dim, self.head_dim_v),
+            heads=self.num_kv_heads,
+            tokens=tokens,
+            groups=self.batch_size,
+            src_place=Placement("ring") if layer.ring else LINEAR,
+            scales=layer.scales,
+            scale=self.scale_dtype if layer.scales else None,
+            **params,
+        ).bound.launch()
+
+    def copy_filled(self, sequences: np.ndarray[Any, Any] | None = None) -> list[list[ArrayView]]:
+        """Copies of every layer's filled slots, of the chosen sequences; None: of all."""
+        count = self.batch_size if sequences is None else len(sequences)
+        index = None if sequences is None else to_device(sequences, self.runtime)
+        taken = []
+        for layer in self.layers:
+            found = []
+            for a in layer.arrays:
+                to = new_array((count, self.num_kv_heads, layer.filled, *a.shape[3:]), a.dtype, self.runtime)
+                self.move_slots(a, to, layer.filled, index)
+                found.append(to)
+            taken.append(found)
+        return taken
+
+    def write_filled(self, taken: Sequence[Sequence[ArrayView]]) -> None:
+        """Write what `copy_filled` copied into the slots it came from, for the batch as it is now."""
+        for layer, arrays in zip(self.layers, taken, strict=True):
+            for a, b in zip(arrays, layer.arrays, strict=True):
+                self.move_slots(a, b, layer.filled)
+
+    def move_slots(self, src: ArrayView, dst: ArrayView, slots: int, sequences: ArrayView | None = None) -> None:
+        """Copy the first slots of (batch, heads, slots[, width]) arrays, from the sequences that `sequences` names."""
+        if slots == 0:
+            return
+        params: dict[str, Any] = {"index_group": 1} if sequences is not None else {}
+        bind_copy(
+            self.runtime,
+            "KVCacheStore",
+            src=[_rows_of(src)],
+            dst=[_rows_of(dst)],
+            widths=[src.shape[3] if src.ndim == 4 else 1],
+            heads=self.num_kv_heads,
+            tokens=slots,
+            groups=self.batch_size if sequences is None else sequences.shape[0],
+            src_place=Placement("group") if sequences is not None else LINEAR,
+            index=sequences,
+            **params,
+        ).bound.launch()
+
+    def reorder(self, operation: str, index: Any) -> None:
+        """Let sequence b continue from what sequence index[b] holds, in place.
+
+        Raises:
+            ShapeError, PositionError: the index has another length or leaves the batch.
+        """
+        chosen = self.sequences_of(operation, index)
+        if len(chosen) != self.batch_size:
+            raise ShapeError(
+                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. "
+                f"Use select() to change it."
+            )
+        if (chosen != np.arange(self.batch_size)).any():
+            self.write_filled(self.copy_filled(chosen))
+
+    def select(self, sequences: np.ndarray[Any, Any]) -> None:
+        """Keep these sequences, in this order, in new memory.
+
+        Raises:
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
+        """
+        taken = self.copy_filled(sequences)
+        self.allocate(len(sequences))
+        self.write_filled(taken)
+
+    def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
+        """A user's list of sequences as int32.
+
+        Raises:
+            ShapeError, PositionError: it is empty, is no list of integers, or leaves the batch.
+        """
+        try:
+            host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
+        except ValueError:  # lists of different lengths
+            host = np.empty(0)
+        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu":
+            raise ShapeError(f"{operation}: index must be a list of at least one integer, not {index!r}.")
+        wrong = host[(host < 0) | (host >= self.batch_size)]
+        if wrong.size:
+            raise PositionError(
+                f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1}, the sequences of this batch."
+            )
+        return host.astype(np.int32)
+
+
+def _rows_of(a: ArrayView, first_token: int = 0) -> Rows:
+    """Where the rows of a (batch, heads, slots[, width]) array lie."""
+    return Rows(a, sequence=a.strides[0], token=a.strides[2], head=a.strides[1], first=first_token * a.strides[2])

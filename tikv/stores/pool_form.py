@@ -1,0 +1,145 @@
+"""The form of a pool of pages: how many blocks of how many tokens, of which heads, dtype and layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.dtypes import DType
+from tikv.errors import CapacityError, ShapeError
+from tikv.ops import checks
+from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
+from tikv.stores.storage import BLOCK_BYTES, storage
+
+HostArray: TypeAlias = np.ndarray[Any, Any]
+
+
+def _row_axes(axes: str) -> str:
+    """The axes of a pool, a row's parts last and in order, as layout NHD has them."""
+    return "NSHCX" if "X" in axes else "NSHD"
+
+
+@dataclass(frozen=True)
+class PoolForm:
+    """What the pools of all layers have in common."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: DType
+    scale_dtype: DType | None  # of int8 pools
+    layout: str
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        live: runtime.Runtime,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: Any,
+        scale_dtype: Any,
+        layout: str,
+    ) -> PoolForm:
+        """The form that a user's arguments mean.
+
+        Raises:
+            CapacityError: a layer is larger than a launch on this arch addresses.
+            DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+        """
+        stored, scales = storage(dtype, scale_dtype, live, operation)
+        form = cls(
+            checks.integer(num_blocks, "num_blocks", operation, low=1),
+            checks.integer(block_size, "block_size", operation, low=1),
+            checks.integer(num_kv_heads, "num_kv_heads", operation, low=1),
+            checks.integer(head_dim, "head_dim", operation, low=1),
+            checks.integer(head_dim if head_dim_v is None else head_dim_v, "head_dim_v", operation, low=1),
+            stored,
+            scales,
+            checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
+        )
+        chunk = CHUNK_BYTES // stored.itemsize
+        if "X" in POOL_LAYOUTS[form.layout][0] and form.head_dim % chunk:
+            raise ShapeError(
+                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {stored.name} elements of a "
+                f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
+            )
+        if form.bytes_of_layer > form.limit(live):
+            raise CapacityError(
+                f"{operation}: a layer needs {form.bytes_of_layer} bytes in one piece of memory "
+                f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.num_kv_heads} heads); "
+                f"{live.arch} addresses {form.limit(live)}. Use fewer blocks, or several stores."
+            )
+        return form
+
+    @property
+    def bytes_of_layer(self) -> int:
+        """Bytes of the larger of a layer's two pools."""
+        rows = self.num_blocks * self.block_size * self.num_kv_heads
+        return rows * max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
+
+    def limit(self, live: runtime.Runtime) -> int:
+        """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
+        return min(BLOCK_BYTES[live.arch], 2**31 * self.dtype.itemsize)
+
+    def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
+        """The shape of K's (0) or V's (1) pool of that many blocks."""
+        width, chunk = (self.head_dim, self.head_dim_v)[stream], CHUNK_BYTES // self.dtype.itemsize
+        extent = {"N": num_blocks, "S": self.block_size, "H": self.num_kv_heads, "D": width, "C": width // chunk}
+        return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
+
+    def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """The shape of an int8 pool's scales."""
+        return num_blocks, self.block_size, self.num_kv_heads
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
+        slots = (self.block_size, self.num_kv_heads)
+        found: dict[str, tuple[tuple[int, ...], DType]] = {
+            "k": ((*slots, self.head_dim), self.dtype),
+            "v": ((*slots, self.head_dim_v), self.dtype),
+        }
+        if self.scale_dtype is not None:
+            found |= {"k_scale": (slots, self.scale_dtype), "v_scale": (slots, self.scale_dtype)}
+        return found
+
+    def to_rows(self, stream: int, array: HostArray) -> HostArray:
+        """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
+        if stream > 1:
+            return array
+        axes = POOL_LAYOUTS[self.layout][stream]
+        rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
+        found: HostArray = rows.reshape(*rows.shape[:3], (self.head_dim, self.head_dim_v)[stream])
+        return found
+
+    def from_rows(self, stream: int, rows: HostArray) -> HostArray:
+        """The reverse of `to_rows`."""
+        if stream > 1:
+            return rows
+        axes = POOL_LAYOUTS[self.layout][stream]
+        order = _row_axes(axes)
+        extent = dict(zip(axes, self.shape(stream, len(rows)), strict=True))
+        split = rows.reshape([extent[axis] for axis in order])
+        return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
+
+    def facts(self) -> dict[str, Any]:
+        """The arguments that make a store of this form, as JSON has them."""
+        return {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "dtype": self.dtype.name,
+            "scale_dtype": (self.scale_dtype or dtypes.float16).name,
+            "layout": self.layout,
+        }

@@ -1,0 +1,292 @@
+"""The sequences of a paged store: their blocks, how many tokens each layer holds, and where the next tokens go.
+
+Bookkeeping on the host alone; the store moves the data. An append has three parts: `Sequences.begin` takes the blocks,
+the store copies those that are shared and writes the rows, and `commit` counts them, or `undo` gives the blocks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tikv.errors import CapacityError, PositionError
+from tikv.ops import checks
+from tikv.stores.block_pool import BlockPool, chained_digests, slots_of
+
+
+@dataclass
+class SequenceState:
+    """What is known of one sequence."""
+
+    blocks: list[int]
+    lengths: list[int]  # tokens of each layer
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
+    registered: int = 0  # how many of those every layer has written
+    swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
+
+    @property
+    def length(self) -> int:
+        """Tokens of the layers ahead."""
+        return max(self.lengths)
+
+
+@dataclass
+class AppendStep:
+    """Where the new tokens of some sequences go, and what changes in their block tables; the same for every layer."""
+
+    ids: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+    states: list[SequenceState]
+    starts: list[int]  # the length of each sequence before
+    positions: np.ndarray[Any, Any]  # of each row in its sequence, int32; 0 for padding
+    slots: np.ndarray[Any, Any]  # where each row goes, int32; -1 for padding
+    tables: list[list[int]] = field(default_factory=list)  # the blocks of each sequence after
+    allocated: list[int] = field(default_factory=list)  # blocks taken for this step
+    copies: list[tuple[int, int]] = field(default_factory=list)  # a shared block that is written into, and its copy
+    overwritten: list[int] = field(default_factory=list)  # blocks whose tokens change
+    lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
+    committed: bool = False  # by one layer, so that tables and counts are true already
+
+
+class Sequences:
+    """The sequences of a store and the blocks that they share.
+
+    Attributes:
+        states: by sequence, in the order they came.
+        next: the number that the next sequence gets.
+        blocks: which blocks are free, and who holds the others.
+        version: changes whenever blocks of a sequence that was there change, for those who keep copies of tables.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.states: dict[int, SequenceState] = {}
+        self.next = 0
+        self.blocks = BlockPool(num_blocks)
+        self.version = 0
+        self._step: AppendStep | None = None  # the last one that was committed, which other layers repeat
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
+        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise.
+
+        Raises:
+            PositionError: it is not.
+        """
+        found = self.states.get(seq) if type(seq) is int else None
+        if found is None:
+            number = checks.integer(seq, "seq", operation)
+            found = self.states.get(number)
+            if found is None:
+                what = "was freed" if number < self.next else "was never added"
+                raise PositionError(
+                    f"{operation}: sequence {number} {what}. There are {len(self.states)} sequences; add() or "
+                    f"fork() makes one."
+                )
+        if found.swapped is not None and not swapped:
+            raise PositionError(f"{operation}: sequence {seq} is swapped out. Call swap_in({seq}) first.")
+        return found
+
+    def distinct(
+        self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
+    ) -> list[SequenceState]:
+        """The states of sequences that are named once each.
+
+        Raises:
+            PositionError: one is not there, or is named twice.
+        """
+        states = [self.state(seq, operation, swapped=swapped) for seq in ids]
+        if len(set(ids)) != len(ids):
+            twice = next(seq for seq in ids if ids.count(seq) > 1)
+            raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
+        return states
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """A new sequence, which begins with the registered blocks of these tokens."""
+        digests = chained_digests(token_ids, self.block_size)
+        shared = self.blocks.prefix(digests)
+        self.blocks.acquire(shared)
+        count = len(shared)
+        return self._insert(SequenceState(shared, [count * self.block_size] * self.num_layers, digests, count))
+
+    def fork(self, state: SequenceState) -> int:
+        """A new sequence with the same tokens, which shares all blocks."""
+        self.blocks.acquire(state.blocks)
+        self._step = None
+        known = state.digests[: min(state.lengths) // self.block_size]
+        return self._insert(SequenceState(list(state.blocks), list(state.lengths), known, state.registered))
+
+    def _insert(self, state: SequenceState) -> int:
+        seq = self.next
+        self.next += 1
+        self.states[seq] = state
+        return seq
+
+    def truncate(self, state: SequenceState, n: int) -> None:
+        """Keep the first `n` tokens in every layer, and give back the blocks behind them."""
+        keep = self.blocks_for(n)
+        self.blocks.release(state.blocks[keep:])
+        del state.blocks[keep:]
+        state.lengths = [min(n, held) for held in state.lengths]
+        del state.digests[n // self.block_size :]
+        state.registered = min(state.registered, len(state.digests))
+        self._changed()
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence that is there, and give back its blocks."""
+        self.blocks.release(self.states.pop(seq).blocks)
+        self._changed()
+
+    def swap_out(self, state: SequenceState, host: Any) -> None:
+        """Give back the blocks of a sequence, whose data are in `host` now."""
+        self.blocks.release(state.blocks)
+        state.blocks, state.swapped = [], host
+        self._changed()
+
+    def blocks_to_swap_in(self, state: SequenceState, operation: str) -> tuple[list[int], list[int]]:
+        """Take blocks for a sequence that is swapped out: those found by its prefix, and free ones for the rest.
+
+        Raises:
+            CapacityError: too few are free. Nothing has changed.
+        """
+        shared = self.blocks.prefix(state.digests[: state.registered])
+        self.blocks.acquire(shared)
+        try:
+            return shared, self.blocks.allocate(self.blocks_for(state.length) - len(shared), operation)
+        except CapacityError:
+            self.blocks.release(shared)
+            raise
+
+    def swap_in(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
+        """Give a sequence the blocks that were taken for it, which hold its data now."""
+        state.blocks, state.swapped = shared + fresh, None
+        state.registered = len(shared)
+        self.register(state)
+        self._changed()
+
+    def restore(self, states: dict[int, SequenceState]) -> None:
+        """Add sequences under numbers of their own; they become holders of their blocks, which hold their data."""
+        for number, state in states.items():
+            self.blocks.acquire(state.blocks)
+            if state.swapped is None:
+                self.register(state)
+            self.states[number] = state
+        self._changed()
+
+    def register(self, state: SequenceState) -> None:
+        """Let others find the full blocks that every layer has written by now."""
+        full = min(min(state.lengths) // self.block_size, len(state.digests))
+        for i in range(state.registered, full):
+            self.blocks.register(state.blocks[i], state.digests[i])
+        state.registered = max(state.registered, full)
+
+    def _changed(self) -> None:
+        self._step = None
+        self.version += 1
+
+    def begin(
+        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+    ) -> AppendStep:
+        """Where new tokens of a layer go; blocks are taken for them. `commit` or `undo` ends it.
+
+        The store copies `copies` before it writes, unless the step was `committed` by another layer.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+            PositionError: a sequence is not there, is swapped out or is named twice.
+        """
+        step = self._step
+        if (
+            step is not None
+            and (step.ids, step.cu_seqlens, len(step.slots)) == (ids, cu_seqlens, rows)
+            and [state.lengths[layer] for state in step.states] == step.starts
+        ):
+            return step
+        states = self.distinct(ids, operation, "Append its tokens in one piece.")
+        starts = [state.lengths[layer] for state in states]
+        positions = _positions(starts, cu_seqlens, rows)
+        step = AppendStep(ids, cu_seqlens, states, starts, positions, np.full(rows, -1, np.int32))
+        self._allocate(operation, step)
+        self._fill_slots(step)
+        return step
+
+    def _allocate(self, operation: str, step: AppendStep) -> None:
+        """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none."""
+        size, pool = self.block_size, self.blocks
+        wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
+        copied: dict[int, int] = {}
+        for state, start, tokens in zip(step.states, step.starts, np.diff(step.cu_seqlens).tolist(), strict=True):
+            have = len(state.blocks)
+            places = range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
+            mine = []
+            for place in places:
+                if place >= have:
+                    mine.append(place)
+                    continue
+                block = state.blocks[place]
+                if pool.holders(block) - copied.get(block, 0) > 1:
+                    copied[block] = copied.get(block, 0) + 1
+                    mine.append(place)
+                else:
+                    step.overwritten.append(block)
+            wanted.append(mine)
+        step.allocated = pool.allocate(sum(map(len, wanted)), operation, step.lost)
+        fresh = iter(step.allocated)
+        for state, mine in zip(step.states, wanted, strict=True):
+            table = state.blocks
+            if mine:
+                table = table + [-1] * (mine[-1] + 1 - len(table))
+                for place in mine:
+                    block = next(fresh)
+                    if table[place] >= 0:
+                        step.copies.append((table[place], block))
+                        step.lost.pop(block, None)
+                    table[place] = block
+            step.tables.append(table)
+
+    def _fill_slots(self, step: AppendStep) -> None:
+        size = self.block_size
+        for table, first, end in zip(step.tables, step.cu_seqlens, step.cu_seqlens[1:], strict=False):
+            if end - first == 1:
+                position = int(step.positions[first])
+                step.slots[first] = table[position // size] * size + position % size
+            elif end > first:
+                step.slots[first:end] = slots_of(table, step.positions[first:end], size)
+
+    def undo(self, step: AppendStep, *, refused: bool) -> None:
+        """Give back the blocks of a step that failed; if it was refused before a write, with their digests."""
+        if not step.committed:
+            self.blocks.give_back(step.allocated, step.lost if refused else {})
+
+    def commit(self, layer: int, step: AppendStep) -> None:
+        """Count the tokens of a step in one layer, which has written them."""
+        if not step.committed:
+            for state, table in zip(step.states, step.tables, strict=True):
+                state.blocks = table
+            for block in step.overwritten:
+                self.blocks.forget(block)
+            self.blocks.release([shared for shared, _ in step.copies])
+            if step.allocated:
+                self.version += 1
+            step.committed = True
+            self._step = step
+        for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
+            state.lengths[layer] = start + step.cu_seqlens[i + 1] - step.cu_seqlens[i]
+            if state.registered < len(state.digests):
+                self.register(state)
+
+
+def _positions(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
+    """The position of each row in its sequence, int32; rows behind the last of `cu_seqlens` are padding."""
+    counts = np.diff(cu_seqlens)
+    positions = np.zeros(rows, np.int32)
+    shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(cu_seqlens[:-1], np.int64), counts)
+    positions[: cu_seqlens[-1]] = np.arange(cu_seqlens[-1]) + shift
+    return positions

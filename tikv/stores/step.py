@@ -1,0 +1,217 @@
+"""The decode step of a store as one graph: append, move the positions on, attend."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, CacheArray, describe, to_device, view, write_host
+from tikv.errors import OptionError
+from tikv.graphs.calls import Call
+from tikv.graphs.graph import Graph, choose_backend
+from tikv.launch.cuda import driver
+from tikv.ops import checks
+from tikv.ops.staging import KnownOnHost
+from tikv.stores.contiguous import KVCacheStore
+
+
+def compile_step(
+    store: KVCacheStore,
+    *,
+    layers: int | None = None,
+    layout: str = "token_major",
+    attend: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Step:
+    """A decode step of a store as one graph: append the new tokens, move the positions on, attend to all.
+
+    Positions live in device memory, one a sequence, and the step itself advances them: on CUDA it may be captured in a
+    CUDA graph and replayed, after which `KVCacheStore.advance` tells the store how many tokens the replays appended.
+
+    Args:
+        store: a `KVCacheStore`, of any dtype, with windows and sinks or without.
+        layers: one layer's index; None for all layers at once, whose arrays are stacked on a leading axis. That is
+            for callers who have the arrays of all layers before any attends: a drafted or replayed step, a bench.
+        layout: of k and v, "token_major" or "head_major".
+        attend: False for a step that only writes.
+        scale, softcap, return_lse: as in `KVCacheStore.attend`.
+        backend: as in `GraphBuilder.compile`.
+
+    Raises:
+        PositionError, DTypeError: no such layer.
+        OptionError: no such layout or backend; a store of another kind.
+        StaleRuntimeError: the store's runtime is gone, now or at a run.
+
+    Exactness: the bits of `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
+    Cost: the launches of both, and one that moves the positions on.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="float32", window=4)
+        >>> step = tikv.compile_step(store)
+        >>> for n in range(6):
+        ...     k, v, q = np.full((3, 2, 1, 1, 1, 4), n, np.float32)
+        ...     out = step.run(k, v, q[:, 0])
+        >>> store.length, step.positions.copy_to_host().tolist()
+        (6, [6])
+        >>> out[0].shape, out[1][0, 0].round(2).tolist()
+        ((1, 1, 4), [5.0, 5.0, 5.0, 5.0])
+    """
+    operation = "compile_step"
+    if not isinstance(store, KVCacheStore):
+        raise OptionError(f"{operation}: {type(store).__name__} has no step. Pass a KVCacheStore.")
+    runtime.require_alive(store.runtime, operation)
+    if layers is not None:
+        layers = checks.integer(layers, "layers", operation, high=store.num_layers - 1)
+    checks.option(layout, "layout", operation, checks.LAYOUTS)
+    options = {"scale": scale, "softcap": softcap, "return_lse": bool(return_lse)} if attend else None
+    return Step(store, layers, layout, options, backend)
+
+
+class Step:
+    """A store's decode step, see `compile_step`.
+
+    Attributes:
+        store: the store.
+        graph: the `Graph` that runs.
+        positions: (batch,) int64 on the device: where each sequence's next token goes.
+    """
+
+    def __init__(
+        self, store: KVCacheStore, layer: int | None, layout: str, options: dict[str, Any] | None, backend: str
+    ) -> None:
+        self.store = store
+        self._layers = range(store.num_layers) if layer is None else range(layer, layer + 1)
+        self._stacked = layer is None
+        self._token_axis = -3 if layout == "token_major" else -2
+        self._layout = layout
+        self._options = options
+        self._backend = choose_backend(backend, store.runtime, "compile_step")
+        self._build()
+
+    def _build(self) -> None:
+        """The graph for the store's memory as it is now."""
+        store = self.store
+        self._batch = store.batch_size
+        self._memory_version = store.memory_version
+        self._length = store.layer_length(self._layers[0])  # where the positions on the device are
+        positions = to_device(np.full(self._batch, self._length, np.int64), store.runtime)
+        # What attention reads behind the write is known on the host, except where a replay has moved on without it.
+        self._lens = np.zeros(self._batch, np.int64)
+        lens = positions.restrided(positions.shape, positions.strides)
+        lens.owner = KnownOnHost(positions.owner, None if store.runtime.is_cuda else self._lens)
+        self._arrays = {"positions": positions} | ({} if self._options is None else {"lens": lens})
+        self.positions = CacheArray(positions, store.runtime)
+        self.graph = Graph(self._calls(), store.runtime, self._backend)
+
+    def _calls(self) -> tuple[Call, ...]:
+        """Append, move the positions on, and attend with each layer."""
+        store, stacked, asked = self.store, self._stacked, self._options
+
+        def append(k: Any, v: Any, positions: Any) -> None:
+            options = {"layout": self._layout, "positions": positions}
+            store.append_all(k, v, **options) if stacked else store.append(self._layers[0], k, v, **options)
+
+        def advance(k: ArrayView, positions: ArrayView) -> None:
+            from tikv.kernels.advance import make_advance
+
+            kernel = launch.kernel(store.runtime, make_advance, store.runtime.kernel_style)
+            count, first = positions.shape[0], positions.offset // positions.dtype.itemsize
+            kernel.bind(count, positions, (first, count, k.shape[self._token_axis])).launch()
+
+        def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Any:
+            mine = q.restrided(q.shape[1:], q.strides[1:], i * q.strides[0]) if stacked else q
+            return store.attend(self._layers[i], mine, impl="taichi", seq_lens=seq_lens, **(asked or {}))
+
+        calls = [
+            Call("append", append, {"k": "k", "v": "v", "positions": "positions"}, {}, {}, (), ()),
+            Call("advance", advance, {"k": "k", "positions": "positions"}, {}, {}, (), ()),
+        ]
+        for i in range(len(self._layers)) if asked is not None else ():
+            outputs = (f"out{i}", f"lse{i}") if asked and asked["return_lse"] else (f"out{i}",)
+            function, arrays = functools.partial(attend, i), {"q": "q", "seq_lens": "lens"}
+            calls.append(Call("attend", function, arrays, {"first_valid": f"first_valid{i}"}, {}, outputs, ()))
+        return tuple(calls)
+
+    def run(self, k: Any, v: Any, q: Any = None) -> Any:
+        """Append k and v, and attend with q.
+
+        Args:
+            k, v: as `KVCacheStore.append` takes them, or `append_all` for all layers.
+            q: (batch, Hq, D) or (batch, Hq, T, D), with a leading axis of layers for all of them; None when the step
+                only writes.
+
+        Returns:
+            What `KVCacheStore.attend` returns, in a list for all layers; None when the step only writes. The memory
+            is the step's own: the next run writes it again.
+
+        Raises:
+            CapacityError: a layer without a window has no room. Nothing is written.
+            PositionError: the layers of the step are of different lengths.
+            OptionError: q is missing, or there is one too many.
+            ShapeError, DTypeError, StaleRuntimeError: as `KVCacheStore.append` and `KVCacheStore.attend`.
+            ArchError: a CUDA graph is being captured, and no `prepare` or run came before it.
+        """
+        return self._run("Step.run", k, v, q)
+
+    def prepare(self, k: Any, v: Any, q: Any = None) -> None:
+        """Do all that `run` does but launch and count: what a CUDA graph needs before it captures a run.
+
+        Raises:
+            As `run`.
+        """
+        self._run("Step.prepare", k, v, q, prepare_only=True)
+
+    def _run(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool = False) -> Any:
+        store = self.store
+        runtime.require_alive(store.runtime, operation)
+        if (q is None) != (self._options is None):
+            has = "attends and needs q" if q is None else "only writes and takes no q"
+            raise OptionError(f"{operation}: this step {has}. compile_step(store, attend=...) chooses.")
+        if q is not None and self._stacked:
+            queries = view(q, "q", operation)
+            checks.rank(queries, (4, 5), "q", "(layers, batch, Hq, D) or (layers, batch, Hq, T, D)", operation)
+            checks.extent(
+                queries.shape[0], len(self._layers), "the number of layers of q", operation, describe(queries)
+            )
+        if store.memory_version != self._memory_version:
+            self._build()
+        keys = view(k, "k", operation)
+        tokens = keys.shape[self._token_axis] if keys.ndim >= 3 else 0
+        capturing = store.runtime.is_cuda and driver.capturing()
+        first_valid = store.check_step(operation, self._layers, tokens)
+        length = store.layer_length(self._layers[0])
+        if length != self._length:
+            launch.refuse_during_capture(
+                store.runtime, operation, "the store's length, which is not where this step left it,"
+            )
+            write_host(np.full(self._batch, length, np.int64), self._arrays["positions"])
+            self._length = length
+        self._lens[:] = length + tokens
+        values = {"k": k, "v": v, **self._arrays}
+        if q is not None:
+            values["q"] = q
+            values |= {f"first_valid{i}": n for i, n in enumerate(first_valid)}
+        if prepare_only:
+            self.graph.prepare(values)
+            return None
+        results = self.graph.run(values)
+        if not capturing:
+            store.count_step(self._layers, tokens)
+            self._length = length + tokens
+        if self._options is None:
+            return None
+        found = [results[f"out{i}"] for i in range(len(self._layers))]
+        if self._options["return_lse"]:
+            found = [(out, results[f"lse{i}"]) for i, out in enumerate(found)]
+        return found if self._stacked else found[0]
+
+    def __repr__(self) -> str:
+        what = "all layers" if self._stacked else f"layer {self._layers[0]}"
+        return f"Step({what} of {self.store!r}; {self.graph.backend})"
