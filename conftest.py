@@ -56,7 +56,8 @@ def pytest_addoption(parser):
         metavar="FILE",
         default=None,
         help="leave out the tests that FILE names, and add those of back ends, or marked once, that pass: of several "
-        "runs, with more packages installed in each, one runs them",
+        "runs, with more packages installed in each, one runs them. Write --done=FILE: behind a blank, pytest would "
+        "take the path for one of tests",
     )
 
 

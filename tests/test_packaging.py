@@ -85,6 +85,7 @@ def uncompiled(request, tmp_path):
     """Run Python with no byte code at hand, as after `uv pip install`: it compiles every file that it imports."""
     environment = {
         **os.environ,
+        "PYTEST_ADDOPTS": "",  # options of this run, which pytest does not know away from its conftest.py
         "PYTHONPATH": str(request.config.rootpath),
         "PYTHONPYCACHEPREFIX": str(tmp_path / "no byte code"),
         "PYTHONDONTWRITEBYTECODE": "1",
