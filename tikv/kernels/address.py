@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from tikv.runtime import ti
 
-PLACEMENTS = ("linear", "ring", "ragged", "slots", "table", "group", "layers")
-
 
 class RowStrides(NamedTuple):
     """Strides of one end of one stream, counted in words of its array; `first` is the first row's first word."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Bound:
-    """A kernel with its arguments; change some, launch, and again. Hold `lock` from the first change to the launch.
+    """A kernel with its arguments; change some, launch, and again. Its `Plan` lets one thread at a time do so.
 
     An entry of a vector goes by its argument and its place there, or by its name: see `vectors.joined`. Memory that has
     an address is not kept alive here: the caller keeps it, for as long as launches use it.
@@ -37,7 +36,6 @@ class Bound:
                 self.arguments[i] = np.array(value, np.int32).data if kernel.words[i] else list(value)
             elif kernel.words[i]:
                 Bound.set_array(self, i, value)
-        self.lock = threading.RLock()
 
     def set_array(self, i: int, array: ArrayView) -> None:
         """Let array argument `i` be `array`."""

@@ -53,8 +53,6 @@ def reduced_position(position: int, sinks: int, ring: int) -> int:
 
 # Axes of K's and V's pool: N blocks, S slots of a block, H heads, D elements; C and X are a row's chunks of 16 bytes.
 POOL_LAYOUTS = {"NHD": ("NSHD", "NSHD"), "HND": ("NHSD", "NHSD"), "VLLM": ("NHCSX", "NHDS")}
-
-
 CHUNK_BYTES = 16
 
 

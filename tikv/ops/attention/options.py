@@ -37,11 +37,11 @@ class CacheLayout(NamedTuple):
     sinks: int = 0
     ring: int = 0
     scales: tuple[ArrayView, ...] = ()
-    scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, block, step, head
+    scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # sequence, block, token, head
 
 
 class AttentionOptions(NamedTuple):
-    """What is query of a cache, without the arrays."""
+    """What is asked of a cache, without the arrays."""
 
     scale: float | None
     causal: bool

@@ -28,8 +28,6 @@ from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
 
 FOLLOWED = {"seq_lens": "lens", "context_lens": "lens", "block_tables": "table"}  # by parameter; may change in a graph
-
-
 MOST_LAUNCHES = 64  # kept of a plan: for alignments of results, and splits that lengths on the host ask for
 
 
