@@ -45,9 +45,11 @@ def factories():
 def tools(request):
     """The two programs and a Vulkan driver; skipped where they are missing, but not in CI."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    probe = "import tikv; assert tikv.runtime.vulkan_devices()"
+    probe = "from tikv.runtime import vulkan_devices; assert vulkan_devices()"
     environment = {**os.environ, "PYTHONPATH": str(request.config.rootpath)}
-    if subprocess.run([sys.executable, "-c", probe], capture_output=True, env=environment, timeout=120).returncode:
+    child = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=120)
+    if child.returncode:
+        assert child.stderr.rstrip().endswith("AssertionError"), child.stderr  # the probe itself failed
         missing.append("a Vulkan driver")
     if missing:
         reason = f"no {', '.join(missing)} here (Debian: spirv-tools, spirv-cross, mesa-vulkan-drivers, libvulkan1)"

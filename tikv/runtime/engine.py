@@ -20,12 +20,13 @@ from tikv.errors import ArchError
 _lock = threading.RLock()
 _taichi: Any = None
 _impl: Any = None
+_node_context: Any = None
 _program_at_load: Any = None
 
 
 def load() -> Any:
     """Import Taichi once: no banner, no version check on the network, and each ndarray stamped with its program."""
-    global _taichi, _impl, _program_at_load
+    global _taichi, _impl, _node_context, _program_at_load
     if _taichi is None:
         with _lock:
             if _taichi is None:
@@ -40,6 +41,7 @@ def load() -> Any:
                         f"Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
                     ) from error
                 _impl = importlib.import_module("taichi.lang.impl")
+                _node_context = importlib.import_module("taichi.lang.ast.ast_transformer_utils").ASTTransformerContext
                 _program_at_load = _impl.get_runtime().prog
                 _stamp_ndarrays(importlib.import_module("taichi.lang._ndarray").Ndarray)
                 _taichi = taichi
@@ -119,6 +121,10 @@ def arch_of(program: Any) -> str:
     return {"x64": "cpu", "arm64": "cpu"}.get(name, name)
 
 
+def _line_of(context: Any, node: Any) -> str:
+    return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
+
+
 @contextlib.contextmanager
 def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     """Compile under this library's settings whatever the caller chose, and put the caller's back.
@@ -127,6 +133,9 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     """
     front, config = _impl.get_runtime(), program.config()
     of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
+    if arch_of(program) in ("vulkan", "metal"):
+        # Forwarding stores to loads is half of a kernel's compilation, and drivers do it for whatever they are given.
+        of_config["cfg_optimization"] = False
     of_front = {
         "default_fp": _taichi.f32,
         "default_ip": _taichi.i32,
@@ -134,8 +143,10 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
         "short_circuit_operators": True,
         "unrolling_limit": 0,
     }
-    wanted = [(config, name, value) for name, value in of_config.items()]
+    wanted: list[tuple[Any, str, Any]] = [(config, name, value) for name, value in of_config.items()]
     wanted += [(front, name, value) for name, value in of_front.items() if hasattr(front, name)]
+    # Taichi draws the source line under each expression, for messages of errors that our kernels do not have.
+    wanted += [(_node_context, "get_pos_info", _line_of)]
     saved = [(where, name, getattr(where, name)) for where, name, _ in wanted]
     try:
         for where, name, value in wanted:
