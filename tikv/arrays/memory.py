@@ -36,8 +36,7 @@ class Memory:
             self.ptr = self.block.data_ptr()
             self.device = "cuda:0"
         else:
-            taichi = runtime.ti
-            self.block = taichi.ndarray(taichi.u32, (size // 4,))
+            self.block = live.new_words(size // 4)
             self.handle = self.block
             self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
             self.device = "cuda:0" if live.is_cuda else live.arch

@@ -125,7 +125,10 @@ class FreshBound(Bound):
     """CUDA, Vulkan, Metal: a launch overwrites its context's pointers, so each launch fills a fresh one."""
 
     def launch(self) -> None:
-        self.kernel.runtime.program.launch_kernel(self.kernel.compiled, _filled_context(self))
+        live = self.kernel.runtime
+        if live.dropped.fresh:
+            live.give_back()
+        live.program.launch_kernel(self.kernel.compiled, _filled_context(self))
 
 
 class PublicBound(Bound):

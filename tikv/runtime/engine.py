@@ -6,16 +6,18 @@ Whatever it takes to do so beyond Taichi's public names stands here too. Others 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tikv.errors import ArchError
+from tikv.runtime.dropped import Array
 
 _lock = threading.RLock()
 _taichi: Any = None
@@ -74,6 +76,22 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
         self._tikv_program = _impl.get_runtime().prog
 
     ndarray_class.__init__ = __init__
+
+
+def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
+    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and Taichi does not free it."""
+    taichi = load()
+    made = taichi.ndarray(taichi.u32, (count,))
+    if dropped is not None:
+        made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
+        made.__class__ = _kept_class(type(made))
+    return made
+
+
+@functools.cache
+def _kept_class(ndarray_class: type) -> type:
+    """The class of Taichi's arrays, but for the release, which only tells: a finalizer may run anywhere."""
+    return type("KeptNdarray", (ndarray_class,), {"__del__": lambda self: self._tikv_dropped()})
 
 
 def is_stale_ndarray(array: Any) -> bool:

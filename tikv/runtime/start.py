@@ -13,6 +13,7 @@ from tikv.errors import ArchError, OptionError, StaleRuntimeError
 from tikv.runtime import devices, engine
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.devices import ARCHS
+from tikv.runtime.dropped import Dropped
 
 log = logging.getLogger("tikv")
 
@@ -55,6 +56,7 @@ class Runtime:
         self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
+        self.dropped = Dropped()
         self.lock = threading.RLock()
 
     @property
@@ -78,10 +80,29 @@ class Runtime:
         return engine.compiling(self.program, fast_math)
 
     def synchronize(self) -> None:
-        """Wait until the device has finished everything launched so far."""
+        """Wait until the device has finished everything launched so far; memory dropped before is given back."""
+        self.dropped.release_behind(self._synchronize, self._release)
+
+    def _synchronize(self) -> None:
         for wait in before_synchronize:
             wait()
         self.program.synchronize()
+
+    def _release(self, arr: Any) -> None:
+        if self.alive:  # else its memory is gone, and Taichi may have given the address to an array of another program
+            self.program.delete_ndarray(arr)
+
+    def new_words(self, count: int) -> Any:
+        """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is surely given back when it is dropped."""
+        if not self.is_spirv:
+            return engine.new_words(count)
+        self.give_back()
+        return engine.new_words(count, self.dropped.fresh.append)
+
+    def give_back(self) -> None:
+        """Where much memory was dropped, synchronize and release it."""
+        if self.dropped.due():
+            self.synchronize()
 
     def __repr__(self) -> str:
         return f"Runtime({self.arch}, epoch {self.epoch}{'' if self.alive else ', gone'})"

@@ -47,7 +47,10 @@ class AppendPlan(Plan):
     ) -> None:
         names = NAMES if positions is not None else NAMES[:2]
         super().__init__(memory.runtime, operation, names, [False] * len(names))
-        self.memory = memory
+        # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
+        self.batch, self.heads = memory.batch_size, memory.num_kv_heads
+        self.widths = memory.head_dim, memory.head_dim_v
+        self.scale_dtype = memory.scale_dtype
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
@@ -163,7 +166,7 @@ class AppendPlan(Plan):
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K and V, and over positions that it reads."""
-        memory, first, batch = self.memory, self.layers[0], self.memory.batch_size
+        first, batch, heads = self.layers[0], self.batch, self.heads
         index, params, scaled = None, dict[str, Any](), bool(first.scales)
         if scaled:
             params["scale_step"] = 1
@@ -179,7 +182,7 @@ class AppendPlan(Plan):
             keep = max(0, self.tokens - first.ring) if first.ring else 0
             params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
             if scaled:
-                params |= {"scale_group": memory.num_kv_heads * first.slots, "scale_head": first.slots}
+                params |= {"scale_group": heads * first.slots, "scale_head": first.slots}
         sequence_axis = 0 if batch == 1 else 1
         src = [
             Rows(
@@ -196,41 +199,39 @@ class AppendPlan(Plan):
                 self.operation,
                 src=src,
                 dst=dst,
-                widths=(memory.head_dim, memory.head_dim_v),
-                heads=memory.num_kv_heads,
+                widths=self.widths,
+                heads=heads,
                 tokens=self.tokens,
                 groups=len(self.layers) * batch,
                 dst_place=place,
                 index=index,
                 scales=first.scales,
-                scale=memory.scale_dtype if scaled else None,
+                scale=self.scale_dtype if scaled else None,
                 **params,
             )
         ]
 
     def _rows_of_layers(self) -> list[Rows]:
         """Where K and V of the layers lie, which all have as many slots."""
-        first, last, heads = self.layers[0], self.layers[-1].v, self.memory.num_kv_heads
+        first, last = self.layers[0], self.layers[-1].v
         ends = [(first.k, 0), (first.v, 0)]
         if first.k.owner is first.v.owner:  # one array to the launch
             size = first.k.dtype.itemsize
             both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
             ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
-        widths = (self.memory.head_dim, self.memory.head_dim_v)
         return [
-            Rows(a, sequence=heads * first.slots * width, token=width, head=first.slots * width, first=start)
-            for (a, start), width in zip(ends, widths, strict=True)
+            Rows(a, sequence=self.heads * first.slots * width, token=width, head=first.slots * width, first=start)
+            for (a, start), width in zip(ends, self.widths, strict=True)
         ]
 
     def _layer_table(self) -> ArrayView:
         """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each."""
-        batch, heads = self.memory.batch_size, self.memory.num_kv_heads
-        table = np.empty((len(self.layers), batch, 4), np.int32)
+        table = np.empty((len(self.layers), self.batch, 4), np.int32)
         row = 0
         for i, layer in enumerate(self.layers):
-            for b in range(batch):
+            for b in range(self.batch):
                 table[i, b] = (row, layer.slots, layer.sinks, layer.ring)
-                row += heads * layer.slots
+                row += self.heads * layer.slots
         self._table = to_device(table.reshape(-1), self.live)  # kept alive for the launches
         return self._table
 

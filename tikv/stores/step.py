@@ -112,28 +112,30 @@ class Step:
 
     def _calls(self) -> tuple[Call, ...]:
         """Append, move the positions on, and attend with each layer."""
-        store, stacked, asked = self.store, self._stacked, self._options
+        # Not `self`, which keeps its graph: memory goes when the step goes, not when the garbage collector comes round.
+        store, stacked, asked, layers = self.store, self._stacked, self._options, self._layers
+        layout, token_axis = self._layout, self._token_axis
 
         def append(k: Any, v: Any, positions: Any) -> None:
-            options = {"layout": self._layout, "positions": positions}
-            store.append_all(k, v, **options) if stacked else store.append(self._layers[0], k, v, **options)
+            options = {"layout": layout, "positions": positions}
+            store.append_all(k, v, **options) if stacked else store.append(layers[0], k, v, **options)
 
         def advance(k: ArrayView, positions: ArrayView) -> None:
             from tikv.kernels.advance import make_advance
 
             kernel = launch.kernel(store.runtime, make_advance, store.runtime.kernel_style)
             count, first = positions.shape[0], positions.offset // positions.dtype.itemsize
-            kernel.bind(count, positions, (first, count, k.shape[self._token_axis])).launch()
+            kernel.bind(count, positions, (first, count, k.shape[token_axis])).launch()
 
         def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Any:
             mine = q.restrided(q.shape[1:], q.strides[1:], i * q.strides[0]) if stacked else q
-            return store.attend(self._layers[i], mine, impl="taichi", seq_lens=seq_lens, **(asked or {}))
+            return store.attend(layers[i], mine, impl="taichi", seq_lens=seq_lens, **(asked or {}))
 
         calls = [
             Call("append", append, {"k": "k", "v": "v", "positions": "positions"}, {}, {}, (), ()),
             Call("advance", advance, {"k": "k", "positions": "positions"}, {}, {}, (), ()),
         ]
-        for i in range(len(self._layers)) if asked is not None else ():
+        for i in range(len(layers)) if asked is not None else ():
             outputs = (f"out{i}", f"lse{i}") if asked and asked["return_lse"] else (f"out{i}",)
             function, arrays = functools.partial(attend, i), {"q": "q", "seq_lens": "lens"}
             calls.append(Call("attend", function, arrays, {"first_valid": f"first_valid{i}"}, {}, outputs, ()))
