@@ -685,6 +685,33 @@ def test_a_swapped_prefix_comes_back_shared(arch, rng):
     assert store.length(store.add(ids)) == 8, "what came back is found again"
 
 
+def test_a_swap_in_that_fails_gives_its_blocks_back(arch, rng, monkeypatch):
+    """Those found by the prefix and the free ones; the sequence stays swapped out, and comes back whole later."""
+    store = make(num_blocks=6)
+    ids = list(range(9))
+    a = store.add(ids)
+    given = extend(store, rng, [a], [9])
+    b = store.add(ids)
+    store.swap_out(a)
+    before = (store.num_free_blocks, store.num_shared_blocks, store.block_table(b).tolist(), store.length(a))
+    real = LayerPools.write_blocks
+
+    def broken(*arguments):
+        real(*arguments)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(LayerPools, "write_blocks", broken)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            store.swap_in(a)
+        assert (store.num_free_blocks, store.num_shared_blocks, store.block_table(b).tolist(), store.length(a)) == before
+    monkeypatch.undo()
+    store.swap_in(a)
+    assert (store.num_free_blocks, store.num_shared_blocks) == (3, 2)
+    for layer in range(2):
+        oracle.assert_same_bits(store.tokens(layer, a)[0], given[layer][0])
+
+
 # --- refusals
 
 

@@ -304,8 +304,9 @@ class PagedKVCacheStore(draw.Drawn):
         """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
 
         Raises:
-            CapacityError: too few blocks are free. The sequence stays swapped out.
+            CapacityError: too few blocks are free.
             PositionError: ``seq`` is none, or is not swapped out.
+            Whatever is raised, the sequence stays swapped out and the blocks taken for it are free again.
 
         Cost: the blocks that are not shared are written once in all layers.
         """
@@ -314,7 +315,11 @@ class PagedKVCacheStore(draw.Drawn):
         if state.swapped is None:
             raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
         shared, fresh = self._sequences.blocks_to_swap_in(state, operation)
-        self._pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+        try:
+            self._pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+        except BaseException:
+            self._sequences.blocks.release(shared + fresh)
+            raise
         self._sequences.swap_in(state, shared, fresh)
 
     def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
