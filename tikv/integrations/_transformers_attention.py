@@ -22,8 +22,8 @@ def attend(
     key: Any,
     value: Any,
     attention_mask: Any,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
@@ -38,8 +38,9 @@ def attend(
         key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
         attention_mask: None where all keys, or with T = n and a causal module those up to a query itself, are seen;
             else (batch, 1, T, n).
+        dropout, softcap: as the model says. In the order of transformers' own functions, whose wrappers give the
+            dropout by its place.
         scaling: of the scores; None for ``1 / sqrt(head_dim)``.
-        dropout, softcap: as the model says.
         **kwargs: for torch's attention.
 
     Returns:

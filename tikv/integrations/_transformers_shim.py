@@ -54,6 +54,17 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     return [_kind(t, w, foreign) for t, w in zip(types, windows, strict=True)]
 
 
+def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
+    """The layers of a cache for `limit` tokens, and the limit that stays: none where all of them slide.
+
+    They go on beyond it, as in transformers' own static caches: it only bounds their windows. With a full layer among
+    them, which has to stop, all of them stop, before a step rather than in the middle of it.
+    """
+    if limit is None or any(kind not in ("sliding", "none") for kind, _ in kinds):
+        return kinds, limit
+    return [LayerKind(kind, window and min(window, limit)) for kind, window in kinds], None
+
+
 def _types_and_windows(config: Any) -> tuple[list[str], list[int | None]]:
     sliding = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)

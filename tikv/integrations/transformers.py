@@ -572,6 +572,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     Args:
         config: the model's configuration; full, sliding and chunked layers and layers that share keys are told from it.
         max_cache_len: tokens a sequence may have, for which memory is then made once; None: memory doubles as needed.
+            Where all layers slide, a sequence goes on beyond it, as with transformers' own static cache: a new token
+            sees its window, or the newest ``max_cache_len`` tokens where these are fewer.
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "int8", with a
             scale per token and head. What is stored narrower is widened for each read.
 
@@ -617,8 +619,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: dtype={storage.name} is not stored. Use None for the model's, or one of "
                 f"{', '.join(APPENDED)}."
             )
+        self._limit = limit
         layers: list[Any] = []
-        for i, (kind, window) in enumerate(shim.layer_kinds(text)):
+        kinds, limit = shim.bounded(shim.layer_kinds(text), limit)
+        for i, (kind, window) in enumerate(kinds):
             if kind == "none":
                 layers.append(shim.layer_without_keys())
             elif kind in ("full", "sliding"):
@@ -641,6 +645,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"cache from this model's config."
             ) from None
         return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+
+    @property
+    def max_cache_len(self) -> int:
+        """As given; -1 for None."""
+        return -1 if self._limit is None else self._limit
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """Tokens that a layer, or the layer with the most room, holds at most; -1: any number."""
