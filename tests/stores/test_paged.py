@@ -693,7 +693,11 @@ def test_a_swap_in_that_fails_gives_its_blocks_back(arch, rng, monkeypatch):
     given = extend(store, rng, [a], [9])
     b = store.add(ids)
     store.swap_out(a)
-    before = (store.num_free_blocks, store.num_shared_blocks, store.block_table(b).tolist(), store.length(a))
+
+    def counts():
+        return store.num_free_blocks, store.num_shared_blocks, store.block_table(b).tolist(), store.length(a)
+
+    before = counts()
     real = LayerPools.write_blocks
 
     def broken(*arguments):
@@ -704,7 +708,7 @@ def test_a_swap_in_that_fails_gives_its_blocks_back(arch, rng, monkeypatch):
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the device is lost"):
             store.swap_in(a)
-        assert (store.num_free_blocks, store.num_shared_blocks, store.block_table(b).tolist(), store.length(a)) == before
+        assert counts() == before
     monkeypatch.undo()
     store.swap_in(a)
     assert (store.num_free_blocks, store.num_shared_blocks) == (3, 2)

@@ -24,11 +24,12 @@ _taichi: Any = None
 _impl: Any = None
 _node_context: Any = None
 _program_at_load: Any = None
+_kept_ndarray: Any = None
 
 
 def load() -> Any:
     """Import Taichi once: no banner, no version check on the network, and each ndarray stamped with its program."""
-    global _taichi, _impl, _node_context, _program_at_load
+    global _taichi, _impl, _node_context, _program_at_load, _kept_ndarray
     if _taichi is None:
         with _lock:
             if _taichi is None:
@@ -45,7 +46,11 @@ def load() -> Any:
                 _impl = importlib.import_module("taichi.lang.impl")
                 _node_context = importlib.import_module("taichi.lang.ast.ast_transformer_utils").ASTTransformerContext
                 _program_at_load = _impl.get_runtime().prog
-                _stamp_ndarrays(importlib.import_module("taichi.lang._ndarray").Ndarray)
+                ndarrays = importlib.import_module("taichi.lang._ndarray")
+                _stamp_ndarrays(ndarrays.Ndarray)
+                # A finalizer may run anywhere, in the middle of Taichi's work too: so it only tells.
+                tell = {"__del__": lambda self: self._tikv_dropped()}
+                _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
                 _taichi = taichi
     return _taichi
 
@@ -79,19 +84,13 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
 
 
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
-    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and Taichi does not free it."""
+    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and Taichi frees nothing."""
     taichi = load()
     made = taichi.ndarray(taichi.u32, (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
-        made.__class__ = _kept_class(type(made))
+        made.__class__ = _kept_ndarray
     return made
-
-
-@functools.cache
-def _kept_class(ndarray_class: type) -> type:
-    """The class of Taichi's arrays, but for the release, which only tells: a finalizer may run anywhere."""
-    return type("KeptNdarray", (ndarray_class,), {"__del__": lambda self: self._tikv_dropped()})
 
 
 def is_stale_ndarray(array: Any) -> bool:
