@@ -420,6 +420,27 @@ def test_snapshots_are_kept_apart(arch, rng):
     assert repr(late) == "Snapshot(3 layers, length 9)"
 
 
+@pytest.mark.parametrize("row", [ROWS[0], ROWS[8]], ids=lambda row: row.name)
+def test_a_snapshot_goes_into_a_store_of_another_capacity(arch, rng, row):
+    """Which has room for its tokens, keeps its own capacity, and goes on from there; else it is refused."""
+    kept, model = row.make(), Model(row, 40)
+    append_everywhere(rng, arch, kept, model, 9, together=True)
+    snapshot = kept.snapshot()
+    for capacity in (9, 40):
+        other = row.make(capacity=capacity)
+        append_everywhere(rng, arch, other, copy.deepcopy(model), 5, together=True)
+        other.restore(snapshot)
+        expect(other, model)
+        assert other.capacity == capacity
+    append_everywhere(rng, arch, other, model, 20, together=True)
+    expect(other, model)
+    small = row.make(capacity=8)
+    append_everywhere(rng, arch, small, before := Model(row), 3, together=True)
+    with pytest.raises(tikv.CapacityError, match=r"9 tokens in layer 0, .* room for 8 here\. .* capacity=9 or more"):
+        small.restore(snapshot)
+    expect(small, before)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -481,6 +502,37 @@ def test_layers_at_different_lengths_are_appended_to_all_the_same(arch, rng):
     expect(kept, model)
     assert kept.length == 8
     assert [kept.layer_length(layer) for layer in range(LAYERS)] == [3, 8, 3]
+
+
+@pytest.mark.parametrize("uneven", ["k", "kv", "gaps"])
+@pytest.mark.parametrize("window", [None, [None, 8, 5]], ids=["linear", "windows"])
+def test_layers_of_a_source_that_lie_unevenly_take_a_launch_each(arch, rng, launches, uneven, window):
+    """Sequences outside of layers, or layers apart from each other; the slots are those of a source in one piece."""
+    form = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": 8, "batch_size": 2, "capacity": 16}
+    kept, plain = (tikv.KVCacheStore(**form, window=window, dtype="float32") for _ in range(2))
+
+    def apart(a):
+        whole = np.zeros((LAYERS, 3, *a.shape[2:]), a.dtype) if uneven == "gaps" else a.swapaxes(0, 1).copy()
+        whole = oracle.place(whole, arch) if arch == "cuda" else whole
+        found = whole[:, :2] if uneven == "gaps" else whole.swapaxes(0, 1)
+        found[:] = oracle.place(a, arch) if arch == "cuda" else a
+        return found
+
+    for count in (3, 1, 1, 9):
+        k, v = (oracle.random_bits(rng, (LAYERS, 2, count, HEADS, 8), np.float32) for _ in "kv")
+        plain.append_all(*give(arch, k, v))
+        given = apart(k), apart(v) if uneven == "kv" else give(arch, v, v)[0]
+        launches.clear()
+        kept.append_all(*given)
+        assert len(launches) == LAYERS
+        assert [kept.layer_length(i) for i in range(LAYERS)] == [plain.length] * LAYERS
+    before = [[oracle.to_numpy(a).copy() for a in (plain.keys(i), plain.values(i))] for i in range(LAYERS)]
+    for k in (oracle.random_bits(rng, (LAYERS, 2, 3, HEADS, 8), np.float32), np.ones((LAYERS, 2, 1, HEADS, 4), "f4")):
+        with pytest.raises(tikv.TikvError, match=r"^KVCacheStore\.append_all"):
+            kept.append_all(apart(k), apart(k))
+        for i in range(LAYERS):
+            for a, b in zip((kept.keys(i), kept.values(i)), before[i], strict=True):
+                oracle.assert_same_bits(oracle.to_numpy(a)[:, :, : kept.length], b[:, :, : kept.length])
 
 
 def test_a_refused_append_all_writes_to_no_layer(arch, rng):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes, launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
-from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -277,13 +277,21 @@ class Appends:
         if tokens == 0:
             return
         launch.refuse_during_capture(self.memory.runtime, operation)
-        together = len(layers) > 1 and len({layer.length for layer in layers}) == 1
+        even = self._lie_evenly(rows)
+        together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
         mixed = together and len({(layer.slots, layer.ring) for layer in layers}) > 1
         if mixed and layers[0].length + tokens >= 2**31:
             together = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
         parts = self.memory.blocks if together else [[layer] for layer in layers]
         sources = [_part_of(rows, part, stacked) for part in parts]
-        plans = [self._plan(operation, p, s, axes, None, mixed) for p, s in zip(parts, sources, strict=True)]
+        plans = []
+        for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
+            found = None if even else self.plans.get((key, i))  # which no plan for all layers makes needless
+            if found is None:
+                found = AppendPlan(self.memory, operation, part, source, axes, None, mixed)
+                if not even:
+                    self.plans.keep((key, i), found)
+            plans.append(found)
         for plan, source in zip(plans, sources, strict=True):
             plan.append(Views(source))
         if len(plans) == 1:
@@ -304,7 +312,7 @@ class Appends:
                     k, v = (a.restrided(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in given[:2])
                     self.append_at(operation, [layer], Views([k, v, positions]), layout, False)
                 return
-            plan = self._plan(operation, layers, rows, axes, positions, False)
+            plan = AppendPlan(self.memory, operation, layers, rows, axes, positions, False)
             if not launch.is_recording():
                 self.plans.keep(key, plan)
         plan.run(given)
@@ -322,22 +330,10 @@ class Appends:
             positions.shape[0], self.memory.batch_size, "the length of positions", operation, describe(positions)
         )
 
-    def _plan(
-        self,
-        operation: str,
-        layers: list[Layer],
-        rows: Sequence[ArrayView],
-        axes: tuple[int, int],
-        positions: ArrayView | None,
-        absolute: bool,
-    ) -> AppendPlan:
+    def _lie_evenly(self, rows: Sequence[ArrayView]) -> bool:
+        """Whether one stride leads from each sequence to the next and from the last of a layer to the next layer's."""
         batch = self.memory.batch_size
-        if len(layers) > 1 and batch > 1 and any(a.strides[0] != batch * a.strides[1] for a in rows):
-            raise ShapeError(
-                f"{operation}: layers and batch of a stacked source must lie evenly ({[describe(a) for a in rows]}). "
-                f"Pass a copy."
-            )
-        return AppendPlan(self.memory, operation, layers, rows, axes, positions, absolute)
+        return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
 
     def _checked(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool

@@ -231,6 +231,9 @@ class KVCacheStore(draw.Drawn):
 
         Raises:
             As `append`. Nothing is written to any layer.
+
+        Cost: as the class says; a launch a layer where the layers are of different lengths, and where one stride does
+        not lead through all sequences of all layers of k and of v, as when the batch is their outer axis.
         """
         operation = "KVCacheStore.append_all"
         self._layer(0, operation)
@@ -465,9 +468,13 @@ class KVCacheStore(draw.Drawn):
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
+        A snapshot of another store is taken too, if that one has the same layers, heads, widths, windows, sinks and
+        dtypes. Its capacity may be another: this store keeps its own, which has to hold the snapshot's tokens.
+
         Raises:
             OptionError, ShapeError: it is no snapshot, or one of a store of another form.
-            CapacityError: a layer of its batch would be larger than a launch can address. Nothing is changed.
+            CapacityError: a layer has too little room for its tokens, or one of its batch would be larger than a launch
+                can address. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.
         """
         operation = "KVCacheStore.restore"

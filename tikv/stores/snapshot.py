@@ -9,7 +9,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import ArrayView, to_device
-from tikv.errors import OptionError, ShapeError
+from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.stores.files import LAYER_ARRAYS
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ class Snapshot:
         """Let `memory`, that of `store`, hold what this one did.
 
         Raises:
-            OptionError, ShapeError: the store is of another form.
-            CapacityError: a layer of its batch would be larger than a launch can address. Nothing is changed.
+            ShapeError: the store is of another form.
+            CapacityError: a layer is too small, or one of the snapshot's batch would be larger than a launch can
+                address. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.
         """
         for live in (memory.runtime, self.runtime):
@@ -39,11 +40,16 @@ class Snapshot:
         ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in layer.arrays] for layer in memory.layers]
         theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in self.arrays]
         windows = [(layer.window, layer.sinks) for layer in memory.layers]
-        too_long = any(filled > layer.slots for layer, (_, _, filled) in zip(memory.layers, self.counts, strict=False))
-        if ours != theirs or windows != self.windows or too_long:
+        if ours != theirs or windows != self.windows:
             raise ShapeError(
                 f"{operation}: {self!r} is not of this store ({store!r}). Restore it into the store it was taken from."
             )
+        for layer, (_, _, filled) in zip(memory.layers, self.counts, strict=True):
+            if filled > layer.slots:
+                raise CapacityError(
+                    f"{operation}: the snapshot has {filled} tokens in layer {layer.index}, which has room for "
+                    f"{layer.slots} here. Restore it into a store with capacity={filled} or more."
+                )
         if self.batch_size != memory.batch_size:
             memory.allocate(self.batch_size)
         for layer, (length, valid_from, _) in zip(memory.layers, self.counts, strict=True):
