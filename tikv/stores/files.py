@@ -1,4 +1,4 @@
-"""Caches in files: safetensors with metadata, written beside the target, synced and renamed; no pickle anywhere.
+"""Caches in files: safetensors with metadata, written by `replacing`; no pickle anywhere.
 
 A file carries checksums of every tensor, with its dtype and shape, and of the facts, so that damage anywhere is seen
 and not loaded.
@@ -9,37 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tikv.errors import CacheFileError, CapacityError, DTypeError
+from tikv.stores import replacing
 
 Array = np.ndarray[Any, Any]
-SUFFIX = ".safetensors"
 VERSION = 1
 LAYER_ARRAYS = ("k", "v", "k_scale", "v_scale")  # of a layer, by the names they have in files
-
-
-def target_of(path: str | os.PathLike[str], operation: str) -> Path:
-    """The file to write, known to have the right ending before anything is read from a device.
-
-    Raises:
-        CacheFileError: that is no path, its name does not end in .safetensors, or its folder is not there.
-    """
-    try:
-        target = Path(path)
-    except TypeError:
-        raise CacheFileError(f"{operation}: {path!r} is no path. Give the name of a file.") from None
-    if target.suffix != SUFFIX:
-        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
-    if not target.parent.is_dir():
-        raise CacheFileError(f"{operation}: there is no folder {str(target.parent)!r}. Make it, or name another.")
-    return target
+target_of = replacing.target_of
 
 
 def write(
@@ -63,21 +45,9 @@ def write_tensors(
     """
     from safetensors.numpy import save
 
-    target = target_of(path, operation)
+    target_of(path, operation)
     data = save({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, metadata)
-    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:  # by the user's umask, where a NamedTemporaryFile would be private
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
-    except OSError as error:
-        raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+    replacing.replace(path, data, operation)
 
 
 def read_tensors(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Array], dict[str, str]]:
@@ -162,13 +132,3 @@ def _checksum(tensor: Array) -> int:
 
 def _checksum_of_text(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last a power cut, where a folder can be opened."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
