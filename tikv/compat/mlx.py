@@ -7,14 +7,17 @@ arrays "LAYER.2" and on since 0.32, which the metadata lists, and were strings o
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import reprlib
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv.errors import CacheFileError, OptionError
+from tikv.errors import CacheFileError, CapacityError, OptionError
 from tikv.ops import checks
-from tikv.stores import files
+from tikv.stores import files, tensor_file
 from tikv.stores.contiguous import KVCacheStore
 
 SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
@@ -100,90 +103,164 @@ def load_prompt_cache(
         capacity: tokens that layers without a window hold; None for twice what they have, at least 256 more.
 
     Raises:
-        CacheFileError: the file is missing, damaged, or no prompt cache.
+        CacheFileError: the file is missing, damaged, or no prompt cache; its numbers or shapes cannot be; or this
+            machine has too little memory for its windows, and then it is a CapacityError too.
+        CapacityError: ``capacity`` is less than what it holds.
         OptionError: it holds a kind of cache that is not offered, by its name.
 
     Exactness: every bit.
     """
     operation = "mlx.load_prompt_cache"
-    tensors, facts = files.read_tensors(file_name, operation)
-    newer = facts.get("2.0") == ""
-    listed = "1." if newer else "2."
-    classes = {int(name[2:]): text for name, text in facts.items() if name.startswith(listed) and name[2:].isdigit()}
-    if not classes or sorted(classes) != list(range(len(classes))):
-        raise CacheFileError(
-            f"{operation}: {str(file_name)!r} is no prompt cache: it names no layers. Give a file of mlx-lm's."
+    if capacity is not None:
+        capacity = checks.integer(capacity, "capacity", operation, low=1)
+    with tensor_file.opened(file_name, operation) as file:
+        layers = _layers(file, str(file_name), operation)
+        newer = _is_newer(file)
+        metadata = {name[2:]: text for name, text in file.metadata.items() if name.startswith("0." if newer else "1.")}
+    sinks = {layer.keep for layer in layers if layer.window is not None}
+    if len(sinks) > 1:
+        raise OptionError(f"{operation}: layers keep {sorted(sinks)} first tokens; one number for all is offered.")
+    longest = max(layer.length for layer in layers)
+    needed = max(layer.length if layer.window is None else layer.window for layer in layers)
+    if capacity is None:
+        capacity = max(2 * longest, longest + 256, needed)
+    elif capacity < needed:
+        raise CapacityError(
+            f"{operation}: capacity={capacity} and {str(file_name)!r} needs {needed}. Give that or more."
         )
-    windows: list[int | None] = []
-    counts: list[tuple[int, int]] = []
-    arrays: list[list[np.ndarray[Any, Any]]] = []
-    sinks = set()
+    k, v = layers[0].arrays
+    row = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    files.require_memory(file_name, row * sum(layer.window or capacity for layer in layers), operation)
+    with files.understanding(file_name, operation):
+        store = KVCacheStore(
+            num_layers=len(layers),
+            num_kv_heads=k.shape[1],
+            head_dim=k.shape[3],
+            head_dim_v=v.shape[3],
+            capacity=capacity,
+            batch_size=k.shape[0],
+            dtype=k.dtype,
+            window=[layer.window for layer in layers],
+            sinks=sinks.pop() if sinks else 0,
+        )
+        counts = [
+            (layer.length, max(0, layer.length - (layer.window - layer.keep)) if layer.window is not None else 0)
+            for layer in layers
+        ]
+        store.take_over(counts, [layer.arrays for layer in layers], operation)
+    return (store, metadata) if return_metadata else store
+
+
+class _Loaded(NamedTuple):
+    """A layer of a file: `keep` and `window` of one that rotates, its tokens, and K and V in our slots."""
+
+    keep: int
+    window: int | None
+    length: int
+    arrays: list[np.ndarray[Any, Any]]
+
+
+def _is_newer(file: tensor_file.TensorFile) -> bool:
+    """The form since 0.32."""
+    return file.metadata.get("2.0") == ""
+
+
+def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_Loaded]:
+    """The layers of a prompt cache, each checked before its arrays are read.
+
+    Raises:
+        CacheFileError: it is none, or says what cannot be.
+        OptionError: a kind of cache that is not offered.
+    """
+    listed = "1." if _is_newer(file) else "2."
+    classes = {
+        int(name[2:]): text
+        for name, text in file.metadata.items()
+        if name.startswith(listed) and re.fullmatch("[0-9]{1,6}", name[2:])
+    }
+    if not classes or sorted(classes) != list(range(len(classes))):
+        raise CacheFileError(f"{operation}: {shown!r} is no prompt cache: it names no layers. Give a file of mlx-lm's.")
     for i in range(len(classes)):
         if classes[i] not in ("KVCache", "RotatingKVCache"):
             raise OptionError(
-                f"{operation}: layer {i} is a {classes[i]}, which is not offered. KVCache and RotatingKVCache are."
+                f"{operation}: layer {i} is a {files.words(classes[i])}, which is not offered. KVCache and "
+                f"RotatingKVCache are."
             )
+    found = []
+    for i in range(len(classes)):
         try:
-            k, v = tensors[f"{i}.0"], tensors[f"{i}.1"]
-            if k.ndim != 4 or v.ndim != 4:
-                raise ValueError(f"(batch, heads, tokens, width): keys are {k.shape} and values {v.shape}")
-            if newer:  # whose arrays have room for more tokens
-                length = int(tensors[f"{i}.2"])
-                if length < 0 or (classes[i] == "KVCache" and length > k.shape[2]):
-                    raise ValueError(f"{length} tokens: keys are {k.shape}")
-                k, v = k[:, :, :length], v[:, :, :length]
-            if classes[i] == "KVCache":
-                windows.append(None)
-                counts.append((k.shape[2], 0))
-                arrays.append([k, v])
-                continue
-            if newer:
-                state = [int(tensors[f"{i}.{j}"]) for j in (3, 4, 2, 5)]
-            else:
-                state = [int(facts[f"0.{i}.{j}"]) for j in range(4)]
-            keep, window, length, index = Rotation(*state)
-            held = k.shape[2]
-            if not (0 <= keep < window and 0 <= index <= held and min(length, window) <= held <= length):
-                raise ValueError(
-                    f"state of {held} tokens: keep={keep}, max_size={window}, offset={length}, idx={index}"
-                )
-        except (KeyError, ValueError, IndexError, TypeError) as error:
-            raise CacheFileError(f"{operation}: {str(file_name)!r} is damaged: layer {i} has no {error}.") from error
-        sinks.add(keep)
-        windows.append(window)
-        counts.append((length, max(0, length - (window - keep))))
-        arrays.append([_in_slots(a, keep, window, length, index) for a in (k, v)])
-    if len(sinks) > 1:
-        raise OptionError(f"{operation}: layers keep {sorted(sinks)} first tokens; one number for all is offered.")
-    k, v = arrays[0]
-    longest = max(length for length, _ in counts)
-    widest = max(window or 0 for window in windows)
-    store = KVCacheStore(
-        num_layers=len(classes),
-        num_kv_heads=k.shape[1],
-        head_dim=k.shape[3],
-        head_dim_v=v.shape[3],
-        capacity=max(2 * longest, longest + 256, widest) if capacity is None else capacity,
-        batch_size=k.shape[0],
-        dtype=k.dtype,
-        window=windows,
-        sinks=sinks.pop() if sinks else 0,
-    )
-    store.take_over(counts, arrays, operation)
-    metadata = {name[2:]: text for name, text in facts.items() if name.startswith("0." if newer else "1.")}
-    return (store, metadata) if return_metadata else store
+            found.append(_layer(file, i, classes[i] == "RotatingKVCache"))
+        except (KeyError, ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
+            raise CacheFileError(
+                f"{operation}: {shown!r} is damaged: layer {i} has no {files.words(error)}. Save it again."
+            ) from error
+    return found
+
+
+def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
+    """One layer.
+
+    Raises:
+        KeyError, ValueError, TypeError: what the file says of it cannot be.
+    """
+    k, v, first = (file.entries[name] for name in (f"{i}.0", f"{i}.1", "0.0"))
+    if (
+        len(k.shape) != 4
+        or len(v.shape) != 4
+        or k.shape[:3] != v.shape[:3]
+        or 0 in (*k.shape[:2], k.shape[3], v.shape[3])
+    ):
+        raise ValueError(f"(batch, heads, tokens, width): keys are {k.shape} and values {v.shape}")
+    if (
+        k.dtype != v.dtype
+        or k.dtype != first.dtype
+        or k.dtype.name not in ("float32", "float16", "bfloat16", "float64")
+    ):
+        raise ValueError(f"dtype that is stored: keys are {k.stored} and values {v.stored}, layer 0 is {first.stored}")
+    held, newer = k.shape[2], _is_newer(file)
+    if not rotates:
+        length = _number(file, f"{i}.2", newer) if newer else held
+        if not 0 <= length <= held:
+            raise ValueError(f"{length} tokens: keys are {k.shape}")
+        return _Loaded(0, None, length, [file.read(f"{i}.{j}")[:, :, :length] for j in range(2)])
+    numbers = [f"{i}.{j}" for j in (3, 4, 2, 5)] if newer else [f"0.{i}.{j}" for j in range(4)]
+    keep, window, length, index = Rotation(*(_number(file, name, newer) for name in numbers))
+    held = min(held, max(length, 0)) if newer else held  # the arrays may have room for more
+    if not (0 <= keep < window and 0 <= index <= held and min(length, window) <= held <= length < tensor_file.NUMBERS):
+        raise ValueError(f"state of {held} tokens: keep={keep}, max_size={window}, offset={length}, idx={index}")
+    arrays = [file.read(f"{i}.{j}")[:, :, :held] for j in range(2)]
+    return _Loaded(keep, window, length, [_in_slots(a, keep, window, length, index) for a in arrays])
+
+
+def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
+    """A number of a layer: an array of one integer, or a string of the metadata.
+
+    Raises:
+        KeyError, ValueError: it is none.
+    """
+    if not newer:
+        text = file.metadata[name]
+        if not re.fullmatch("-?[0-9]{1,20}", text):
+            raise ValueError(f"number {reprlib.repr(text)}")
+        return int(text)
+    entry = file.entries[name]
+    if entry.dtype.kind not in "iu" or math.prod(entry.shape) != 1:
+        raise ValueError(f"number {name}: it is {entry.stored} {entry.shape}")
+    return int(file.read(name).reshape(()))
 
 
 def _in_slots(a: np.ndarray[Any, Any], keep: int, window: int, length: int, index: int) -> np.ndarray[Any, Any]:
     """The rows of a rotating cache in our slots: its own once it rotates, else in temporal order."""
     held = a.shape[2]
     first = max(keep, length - (held - min(keep, held)))  # position of the oldest row behind the kept ones
-    order = list(range(min(keep, held))) + (
-        list(range(index, held)) + list(range(keep, index)) if held >= window else list(range(keep, held))
-    )
-    temporal = a[:, :, order]
+    kept, rest = a[:, :, : min(keep, held)], a[:, :, keep:]
+    turn = max(0, index - keep) if held >= window else 0
+    temporal = np.concatenate([kept, rest[:, :, turn:], rest[:, :, :turn]], axis=2)
     out = np.zeros((*a.shape[:2], min(length, window), a.shape[3]), a.dtype)
-    out[:, :, : min(keep, held)] = temporal[:, :, : min(keep, held)]
-    for n, position in enumerate(range(first, length)):
-        out[:, :, keep + (position - keep) % (window - keep)] = temporal[:, :, min(keep, held) + n]
+    fixed = min(keep, held)
+    out[:, :, :fixed] = temporal[:, :, :fixed]
+    newest = min(length - first, window - keep)  # a prompt longer than the window is kept whole until it rotates
+    if newest > 0:
+        slots = keep + (np.arange(length - newest, length) - keep) % (window - keep)
+        out[:, :, slots] = temporal[:, :, temporal.shape[2] - newest :]
     return out

@@ -19,7 +19,7 @@ from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, plan_key, real
 from tikv.ops.attention.plan import AttentionPlan
-from tikv.stores import draw, files
+from tikv.stores import contiguous_files, draw, files
 from tikv.stores.append import NAMES, Appends, check_step
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
@@ -484,7 +484,8 @@ class KVCacheStore(draw.Drawn):
         """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
 
         Args:
-            path: ends in ``.safetensors``; a file of that name is replaced in one step.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
+                link is, and the link stays. What killed saves left in its folder is removed.
 
         Raises:
             CacheFileError: another ending, or the system refuses. An old file stays as it was.
@@ -521,23 +522,23 @@ class KVCacheStore(draw.Drawn):
             "scale_dtype": self.scale_dtype.name,
         }
         counts = [[layer.length, layer.valid_from] for layer in self._layers]
-        files.write(path, "KVCacheStore", tensors, {"form": form, "counts": counts}, operation)
+        files.write(path, contiguous_files.KIND, tensors, {"form": form, "counts": counts}, operation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
         """A new store with the form, counts and contents of a saved one, on the arch that runs now.
 
         Raises:
-            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
-            CapacityError, DTypeError: this arch cannot hold it.
+            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote; its counts or shapes
+                contradict its tensors, however right its checksums are; or this machine has too little memory for its
+                capacity, and then it is a CapacityError too.
+            DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
-        tensors, facts = files.read(path, "KVCacheStore", operation)
+        form, counts, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
-            store = cls(**facts["form"])
-            names = files.LAYER_ARRAYS[: len(store._layers[0].arrays)]
-            arrays = [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(store.num_layers)]
-            store.take_over(facts["counts"], arrays, operation)
+            store = cls(**form)
+            store.take_over(counts, arrays, operation)
         return store
 
     def host_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
