@@ -1,5 +1,8 @@
 """Which blocks are free, who holds the others, and which are found by the tokens before their end."""
 
+import hashlib
+
+import numpy as np
 import pytest
 
 import tikv
@@ -104,3 +107,16 @@ def test_digests_depend_on_everything_before_and_leave_out_a_part_block():
     assert not set(whole) & set(other)
     assert block_pool.chained_digests([0, 1, 2, 3] * 2, 4)[0] != block_pool.chained_digests([0, 1, 2, 3] * 2, 4)[1]
     assert block_pool.chained_digests([1 << 40, 2], 2) != block_pool.chained_digests([1, 2], 2)
+
+
+def test_a_salt_cannot_pass_for_tokens():
+    """Else the tenant whose salt is another's first block would find what follows it."""
+    first, rest = [1, 2, 3, 4], [5, 6, 7, 8]
+    plain = block_pool.chained_digests([*first, *rest], 4)
+    salt = np.array(first, "<i8").tobytes()
+    for pretended in (salt, hashlib.sha256(salt).digest(), plain[0]):
+        assert set(plain).isdisjoint(block_pool.chained_digests(rest, 4, pretended))
+    assert block_pool.chained_digests(rest, 4, b"") == block_pool.chained_digests(rest, 4)
+    salts = [0, -1, 1, 127, 128, -128, -129, 255, 256, "", b"", "0", b"0", "i", None, 2**64, -(2**64)]
+    found = [block_pool.salt_bytes(salt, "test") for salt in salts]
+    assert len({*found}) == len(salts)

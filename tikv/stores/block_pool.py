@@ -13,20 +13,54 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv.errors import CapacityError
+from tikv.errors import CapacityError, DTypeError
 
 Array: TypeAlias = np.ndarray[Any, Any]
+MOST_SALT = 1024  # bytes; it is kept with each sequence and in files
 
 
-def chained_digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def salt_bytes(salt: Any, operation: str) -> bytes:
+    r"""A user's salt as bytes, no two salts as the same ones: 1, "1" and b"1" are three. None is no bytes.
+
+    Raises:
+        DTypeError: it is no str, bytes or int.
+        CapacityError: it is longer than `MOST_SALT`.
+
+    Example:
+        >>> salt_bytes(None, "example"), salt_bytes("a", "example"), salt_bytes(-1, "example")
+        (b'', b'sa', b'i\xff')
+    """
+    if salt is None:
+        return b""
+    if isinstance(salt, str):
+        found = b"s" + salt.encode("utf-8", "surrogatepass")
+    elif isinstance(salt, bytes):
+        found = b"b" + salt
+    elif isinstance(salt, int | np.integer) and not isinstance(salt, bool):
+        number = int(salt)
+        found = b"i" + number.to_bytes(
+            (number.bit_length() if number >= 0 else (~number).bit_length()) // 8 + 1, "little", signed=True
+        )
+    else:
+        raise DTypeError(f"{operation}: salt is {salt!r}, a {type(salt).__name__}. Use a str, bytes or an int.")
+    if len(found) > MOST_SALT:
+        raise CapacityError(
+            f"{operation}: salt has {len(found)} bytes; at most {MOST_SALT} are kept. Give a hash of it."
+        )
+    return found
+
+
+def chained_digests(token_ids: Sequence[int] | Array, block_size: int, salt: bytes = b"") -> list[bytes]:
     """A digest for each full block of a token list, which depends on all tokens up to the block's end.
 
     Args:
         token_ids: integers of at most 64 bits.
         block_size: tokens of a block; a last block that is not full has no digest.
+        salt: as `salt_bytes` gives it; digests of different salts are never equal.
 
     Returns:
-        SHA-256 of the previous block's digest and this block's tokens: equal digests mean equal prefixes.
+        SHA-256 of the previous block's digest and this block's tokens: equal digests mean equal prefixes. Before the
+        first block stands a digest of the salt, if there is one.
 
     Cost: about 1 us a block.
 
@@ -34,9 +68,14 @@ def chained_digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
         >>> a, b = chained_digests([1, 2, 3, 4, 5], 2), chained_digests([9, 2, 3, 4], 2)
         >>> len(a), a[1] == b[1], a[1] == chained_digests([1, 2, 3, 4], 2)[1]
         (2, False, True)
+        >>> a[0] == chained_digests([1, 2], 2, b"tenant")[0]
+        False
     """
     ids = np.asarray(token_ids, np.int64)
     digest, found = b"", []
+    if salt:
+        # Of 36 bytes, which no block's are: those are a multiple of 8, so a salt cannot pass for tokens.
+        digest = hashlib.sha256(hashlib.sha256(salt).digest() + b"salt").digest()
     for end in range(block_size, len(ids) + 1, block_size):
         digest = hashlib.sha256(digest + ids[end - block_size : end].astype("<i8").tobytes()).digest()
         found.append(digest)

@@ -23,6 +23,7 @@ from tikv.ops.indices import host_integers
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import draw, files, paged_files
+from tikv.stores.block_pool import salt_bytes
 from tikv.stores.device_tables import DeviceTables
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
@@ -207,7 +208,7 @@ class PagedKVCacheStore(draw.Drawn):
         runtime.require_alive(self.runtime, operation)
         return self._sequences.state(seq, operation, swapped=swapped)
 
-    def add(self, token_ids: Any = None) -> int:
+    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
 
         Full blocks are shared whose tokens, and all before them, some sequence has appended to every layer, even if
@@ -216,12 +217,13 @@ class PagedKVCacheStore(draw.Drawn):
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
+            salt: of a tenant, say: sequences of different salts never share a block. "1", b"1" and 1 are different.
 
         Returns:
             The number of the sequence.
 
         Raises:
-            DTypeError, ShapeError: not a list of integers.
+            DTypeError, ShapeError: not a list of integers, or no salt.
 
         Cost: none on the device; about 1 us a block.
 
@@ -231,15 +233,15 @@ class PagedKVCacheStore(draw.Drawn):
             >>> prompt = [5, 6, 7, 8, 9]
             >>> a = pool.add(prompt)
             >>> pool.append(0, *np.ones((2, 5, 1, 4), np.float16), [a], cu_seqlens=[0, 5])
-            >>> pool.length(pool.add([5, 6, 7, 8, 1])), pool.length(pool.add([1, 6, 7, 8, 9]))
-            (4, 0)
+            >>> [pool.length(s) for s in (pool.add([5, 6, 7, 8, 1]), pool.add([1, 6, 7, 8]), pool.add(prompt, "a"))]
+            [4, 0, 0]
         """
         operation = "PagedKVCacheStore.add"
         runtime.require_alive(self.runtime, operation)
         ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
-        return self._sequences.add(ids)
+        return self._sequences.add(ids, salt_bytes(salt, operation))
 
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
@@ -521,11 +523,12 @@ class PagedKVCacheStore(draw.Drawn):
         """Save sequences to a .safetensors file: written beside it, synced, then renamed.
 
         A block that several of them hold is saved once and shared again when it is loaded, and prefixes are found again
-        by `add`. Of a block only the slots that they have filled are saved, the others as zeros. A sequence that is
-        swapped out comes back swapped out.
+        by `add`: the file carries the token ids of full blocks and the salts, for whoever can read it. Of a block only
+        the slots that they have filled are saved, the others as zeros. One that is swapped out comes back so.
 
         Args:
-            path: ends in ``.safetensors``; a file of that name is replaced in one step.
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
+                link is, and the link stays. What killed saves left in its folder is removed.
             seqs: the sequences, each once; None for all there are.
 
         Raises:
@@ -554,59 +557,63 @@ class PagedKVCacheStore(draw.Drawn):
         paged_files.write(path, self._sequences, self._pools, ids, states, operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, num_blocks: int | None = None) -> PagedKVCacheStore:
+    def load(
+        cls, path: str | os.PathLike[str], *, num_blocks: int | None = None, share_prefixes: bool = True
+    ) -> PagedKVCacheStore:
         """A new store with the form and the sequences of a saved one, under their numbers, on the arch that runs now.
 
         Args:
             path: a file that `save` wrote.
             num_blocks: blocks of the pool; None for as many as the saved one had.
+            share_prefixes: as in `load_sequences`.
 
         Raises:
-            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
-            CapacityError, DTypeError: this arch cannot hold it, or ``num_blocks`` are too few.
+            CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself; or this
+                machine has too little memory for its pool, and then it is a CapacityError too.
+            CapacityError, DTypeError: ``num_blocks`` are too few, or this arch cannot hold it.
         """
         operation = "PagedKVCacheStore.load"
-        if num_blocks is not None:
-            num_blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
         contents = paged_files.read(path, operation)
-        _, facts = contents
+        form = paged_files.arguments(path, contents, num_blocks, operation)
         with files.understanding(path, operation):
-            store = cls(**facts["form"] | ({} if num_blocks is None else {"num_blocks": num_blocks}))
-            numbers = [saved["seq"] for saved in facts["sequences"]]
-            store._sequences.next = max([facts["next"], *(number + 1 for number in numbers)])
-        paged_files.restore(path, contents, numbers, store._sequences, store._pools, operation)
+            store = cls(**form)
+        paged_files.restore_all(path, contents, store._sequences, store._pools, operation, share_prefixes)
         return store
 
-    def load_sequences(self, path: str | os.PathLike[str]) -> list[int]:
+    def load_sequences(
+        self, path: str | os.PathLike[str], *, share_prefixes: bool = True, salt: str | bytes | int | None = None
+    ) -> list[int]:
         """Add the sequences of a file to this pool: a prompt that was computed before, for example.
 
         Blocks that they share with each other are shared here too; none is shared with sequences that are here already.
-        `add` finds their prefixes from now on.
+        `add` finds their prefixes by the token ids in the file, where this pool has none of its own; old files have no
+        token ids. That the rows belong to these tokens nobody can check: load a stranger's file with a ``salt`` of its
+        own or with ``share_prefixes=False``.
 
         Args:
             path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
+            share_prefixes: False: no `add` finds them, and they find nothing here when they are swapped in.
+            salt: under which `add` finds them, whatever the file says; None for what it says of each.
 
         Returns:
             Their numbers here, in the order in which they were saved.
 
         Raises:
-            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote.
+            CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself.
             ShapeError, DTypeError: it is of another form.
-            CapacityError: too few blocks are free.
-            Whatever is raised, the pool is as it was.
+            CapacityError: too few blocks are free. Whatever is raised, the pool is as it was.
 
         Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
         runtime.require_alive(self.runtime, operation)
-        return paged_files.add(path, paged_files.read(path, operation), self._sequences, self._pools, operation)
+        own = self._sequences, self._pools, operation, share_prefixes, salt_bytes(salt, operation)
+        return paged_files.add(path, paged_files.read(path, operation), *own)
 
     def _picture(self) -> str:
         sequences = self._sequences
-        rows = [
-            draw.Table(seq, state.length, state.blocks, state.swapped is not None)
-            for seq, state in sequences.states.items()
-        ]
+        states = sequences.states.items()
+        rows = [draw.Table(seq, state.length, state.blocks, state.swapped is not None) for seq, state in states]
         return draw.table(
             repr(self), self.block_size, self.num_blocks, self.num_free_blocks, sequences.blocks.holders, rows
         )

@@ -1,23 +1,32 @@
 """Sequences of a paged store in files: each block once, as layout NHD has it, and who holds it.
 
-A file is of no layout, so that a pool of another one can read it.
+A file is of no layout, so that a pool of another one can read it. It carries the token ids of full blocks, from which
+the digests that prefixes are found by are computed again, and the salts of its sequences.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import reprlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from tikv.errors import DTypeError, ShapeError
+from tikv.ops import checks
+from tikv.ops.layouts import POOL_LAYOUTS
 from tikv.stores import files
+from tikv.stores.block_pool import MOST_SALT
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import HostArray
 from tikv.stores.sequences import Sequences, SequenceState
+from tikv.stores.tensor_file import Entry
 
 KIND = "PagedKVCacheStore"
+TOKEN_IDS = "token_ids"  # the known tokens of all sequences, one after the other
+MOST_BLOCKS = 2**22  # of a pool that is made because a file says so: 67 million tokens in blocks of 16
 Path: TypeAlias = str | os.PathLike[str]
 Contents: TypeAlias = tuple[dict[str, HostArray], dict[str, Any]]  # of a file: tensors by name, and facts
 
@@ -55,12 +64,16 @@ def write(
         for name, pieces in zip(pools.form.names(), zip(*found, strict=True), strict=True):
             tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
             array[unused] = 0
+    ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
+    if len(ids_known):
+        tensors[TOKEN_IDS] = ids_known
     saved = [
         {
             "seq": seq,
             "blocks": table,
             "lengths": state.lengths,
-            "digests": [digest.hex() for digest in state.digests],
+            "token_ids": len(state.token_ids),
+            "salt": state.salt.hex(),
             "swapped": state.swapped is not None,
         }
         for seq, state, table in zip(ids, states, tables, strict=True)
@@ -69,16 +82,49 @@ def write(
 
 
 def read(path: Path, operation: str) -> Contents:
-    """The tensors and facts of a file that `write` made.
+    """The tensors and facts of a file that `write` made, which agree with each other.
 
     Raises:
-        CacheFileError: the file is missing, truncated, damaged, or another.
+        CacheFileError: the file is missing, truncated, damaged, another, or contradicts itself.
     """
-    return files.read(path, KIND, operation)
+    return files.read(path, KIND, operation, _check)
 
 
-def add(path: Path, contents: Contents, sequences: Sequences, pools: LayerPools, operation: str) -> list[int]:
+def arguments(path: Path, contents: Contents, num_blocks: int | None, operation: str) -> dict[str, Any]:
+    """The arguments that make a store for the sequences of a file: as saved, or with so many blocks.
+
+    Raises:
+        CacheFileError: the store would be larger than a file may ask for; then it is a CapacityError too.
+        DTypeError, PositionError: `num_blocks` is no number of blocks.
+    """
+    if num_blocks is not None:
+        num_blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
+    tensors, facts = contents
+    form: dict[str, Any] = facts["form"]
+    if num_blocks is None:
+        if form["num_blocks"] > MOST_BLOCKS:
+            raise files.CacheFileCapacityError(
+                f"{operation}: {str(path)!r} describes a pool of {form['num_blocks']} blocks; more than {MOST_BLOCKS} "
+                f"are not made because a file says so. Give num_blocks."
+            )
+        arrays = [array for name, array in tensors.items() if name != TOKEN_IDS]
+        block = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
+        files.require_memory(path, form["num_blocks"] * block, operation)
+    return form | ({} if num_blocks is None else {"num_blocks": num_blocks})
+
+
+def add(
+    path: Path,
+    contents: Contents,
+    sequences: Sequences,
+    pools: LayerPools,
+    operation: str,
+    share_prefixes: bool,
+    salt: bytes,
+) -> list[int]:
     """Add the sequences of a file to those there are, under the next numbers; all of them or none.
+
+    Their prefixes are found, if at all, under this salt or else their own, where no block of the pool is found.
 
     Raises:
         ShapeError, DTypeError: the file has another form than the pools.
@@ -95,41 +141,76 @@ def add(path: Path, contents: Contents, sequences: Sequences, pools: LayerPools,
                 f"{operation}: the pool of {str(path)!r} had {name}={theirs[name]}, this one has "
                 f"{ours[name]}. Use PagedKVCacheStore.load, or a pool of that form."
             )
-    restore(path, contents, numbers, sequences, pools, operation)
+    restore(path, contents, numbers, sequences, pools, operation, share_prefixes=share_prefixes, salt=salt, added=True)
     sequences.next += len(numbers)
     return numbers
 
 
+def restore_all(
+    path: Path, contents: Contents, sequences: Sequences, pools: LayerPools, operation: str, share_prefixes: bool
+) -> None:
+    """Let a new store have the sequences of a file, under their numbers.
+
+    Raises:
+        As `restore`.
+    """
+    _, facts = contents
+    numbers = [saved["seq"] for saved in facts["sequences"]]
+    restore(path, contents, numbers, sequences, pools, operation, share_prefixes=share_prefixes)
+    sequences.next = max([facts["next"], *(number + 1 for number in numbers)])
+
+
 def restore(
-    path: Path, contents: Contents, numbers: list[int], sequences: Sequences, pools: LayerPools, operation: str
+    path: Path,
+    contents: Contents,
+    numbers: list[int],
+    sequences: Sequences,
+    pools: LayerPools,
+    operation: str,
+    *,
+    share_prefixes: bool,
+    salt: bytes = b"",
+    added: bool = False,
 ) -> None:
     """Make the sequences of a file under these numbers; all of them or none.
+
+    Digests are computed from the token ids that the file carries; what it says of digests is not looked at. With
+    `added`, to a pool that has others, a prefix that is found there already goes on to be found there.
 
     Raises:
         CacheFileError: the file contradicts itself.
         CapacityError: too few blocks are free.
     """
     tensors, facts = contents
+    known, first = tensors.get(TOKEN_IDS, np.empty(0, np.int64)), 0
+    saved = []
     with files.understanding(path, operation):
         rows = _rows_of(tensors, pools)
-        saved = [_state_of(sequence, len(rows[0][0]), sequences) for sequence in facts["sequences"]]
-        if len({*numbers}) != len(saved) or any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError(f"the sequences have the numbers {numbers}")
+        for sequence in facts["sequences"]:
+            state = SequenceState(list(sequence["blocks"]), list(sequence["lengths"]))
+            count = sequence.get("token_ids", 0)  # none in files of before there were any
+            if share_prefixes:
+                state.salt = salt or bytes.fromhex(sequence.get("salt", ""))
+                state.token_ids, state.digests = sequences.known(known[first : first + count], state.salt)
+            if added:
+                state.withheld = frozenset(d for d in state.digests if sequences.blocks.find(d) is not None)
+            first += count
+            saved.append((state, sequence["swapped"]))
     used = sorted({block for state, swapped in saved if not swapped for block in state.blocks})
     fresh = sequences.blocks.allocate(len(used), operation)
     try:
         pools.write_blocks(pools.from_rows([[a[used] for a in layer] for layer in rows]), range(len(used)), fresh)
+        block_of = dict(zip(used, fresh, strict=True))
+        for state, swapped in saved:
+            if swapped:
+                state.swapped = pools.from_rows([[a[state.blocks] for a in layer] for layer in rows])
+                state.blocks = []
+                state.registered = min(min(state.lengths) // sequences.block_size, len(state.digests))
+            else:
+                state.blocks = [block_of[block] for block in state.blocks]
     except BaseException:
         sequences.blocks.release(fresh)
         raise
-    block_of = dict(zip(used, fresh, strict=True))
-    for state, swapped in saved:
-        if swapped:
-            state.swapped = pools.from_rows([[a[state.blocks] for a in layer] for layer in rows])
-            state.blocks = []
-            state.registered = min(min(state.lengths) // sequences.block_size, len(state.digests))
-        else:
-            state.blocks = [block_of[block] for block in state.blocks]
     sequences.restore(dict(zip(numbers, (state for state, _ in saved), strict=True)))
     sequences.blocks.release(fresh)  # their sequences hold them now
 
@@ -141,30 +222,65 @@ def _rows_of(tensors: dict[str, HostArray], pools: LayerPools) -> list[list[Host
         KeyError, ValueError: one is missing or has another form than the pools.
     """
     names, layers = pools.form.names(), range(len(pools.layers))
-    count = len(tensors["layers.0.k"])
-    for layer in layers:
-        for name, (shape, dtype) in names.items():
-            array = tensors[f"layers.{layer}.{name}"]
-            if array.shape != (count, *shape) or array.dtype != dtype.numpy:
-                raise ValueError(
-                    f"{name} of layer {layer} is {array.dtype.name} {array.shape} where {dtype.name} "
-                    f"{(count, *shape)} is needed"
-                )
-    return [[tensors[f"layers.{layer}.{name}"] for name in names] for layer in layers]
+    found = [[tensors[f"layers.{layer}.{name}"] for name in names] for layer in layers]
+    for layer, arrays in enumerate(found):
+        for array, (name, (shape, dtype)) in zip(arrays, names.items(), strict=True):
+            if array.shape[1:] != shape or array.dtype != dtype.numpy:
+                raise ValueError(f"{name} of layer {layer} has blocks {array.shape[1:]} where {shape} is needed")
+    return found
 
 
-def _state_of(sequence: dict[str, Any], count: int, sequences: Sequences) -> tuple[SequenceState, bool]:
-    """A sequence of a file, its blocks numbered as there, and whether it was swapped out.
+def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
+    form = facts["form"]
+    layers = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
+    size, heads = (files.integer(form[name], name, low=1) for name in ("block_size", "num_kv_heads"))
+    num_blocks = files.integer(form["num_blocks"], "num_blocks", low=1)
+    if form["layout"] not in POOL_LAYOUTS:
+        raise ValueError(f"layout {reprlib.repr(form['layout'])} is unknown")
+    shape = entries["layers.0.k"].shape
+    count = shape[0] if shape else 0
+    for layer in range(layers):
+        for name, width, dtype in files.storage(form):
+            files.require_entry(entries, f"layers.{layer}.{name}", (count, size, heads, *width), dtype)
+    files.integer(facts["next"], "next")
+    sequences = files.listed(facts["sequences"], "sequences")
+    known = 0
+    numbers: set[int] = set()
+    alone: set[int] = set()  # blocks of those that are swapped out
+    used: set[int] = set()
+    for sequence in sequences:
+        number = files.integer(sequence["seq"], "the number of a sequence")
+        known += files.integer(sequence.get("token_ids", 0), "token_ids of a sequence")
+        blocks = _blocks(sequence, number, layers, size, count)
+        if alone & blocks or (sequence["swapped"] and used & blocks):
+            raise ValueError(f"sequence {number} has a block of another one that is swapped out")
+        (alone if sequence["swapped"] else used).update(blocks)
+        numbers.add(number)
+    if len(numbers) != len(sequences):
+        raise ValueError(f"{len(sequences)} sequences have {len(numbers)} numbers")
+    if len(used) > num_blocks or len(used) + len(alone) != count:
+        raise ValueError(f"{len(used)} and {len(alone)} blocks of {count} are used, in a pool of {num_blocks}")
+    if known:
+        files.require_entry(entries, TOKEN_IDS, (known,), np.dtype(np.int64))
+
+
+def _blocks(sequence: dict[str, Any], number: int, layers: int, size: int, count: int) -> set[int]:
+    """The blocks of a sequence that says of itself what can be.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: it does not.
     """
-    found, lengths = sequence["blocks"], sequence["lengths"]
-    digests = [bytes.fromhex(digest) for digest in sequence["digests"]]
-    if any(type(n) is not int or n < 0 for n in [*found, *lengths]) or max(found, default=-1) >= count:
-        raise ValueError(f"sequence {sequence['seq']} names blocks or lengths that are none")
-    if len({*found}) != len(found) or len(lengths) != sequences.num_layers:
-        raise ValueError(f"sequence {sequence['seq']} has {len(lengths)} layers, or a block twice")
-    if len(found) != sequences.blocks_for(max(lengths)):
-        raise ValueError(f"sequence {sequence['seq']} has {len(found)} blocks for {max(lengths)} tokens")
-    return SequenceState(found, lengths, digests), bool(sequence["swapped"])
+    blocks = [files.integer(n, "a block", high=count - 1) for n in files.listed(sequence["blocks"], "blocks")]
+    lengths = [files.integer(n, "a length") for n in files.listed(sequence["lengths"], "lengths", layers)]
+    if len({*blocks}) != len(blocks):
+        raise ValueError(f"sequence {number} has a block twice")
+    if len(blocks) != -(-max(lengths) // size):
+        raise ValueError(f"sequence {number} has {len(blocks)} blocks for {max(lengths)} tokens")
+    if type(sequence["swapped"]) is not bool:
+        raise ValueError(f"swapped is {reprlib.repr(sequence['swapped'])} and must be true or false")
+    for text in (sequence.get("salt", ""), *files.listed(sequence.get("digests", []), "digests")):
+        bytes.fromhex(text)
+    if len(sequence.get("salt", "")) > 2 * MOST_SALT:
+        raise ValueError(f"sequence {number} has a salt of more than {MOST_SALT} bytes")
+    return {*blocks}

@@ -23,9 +23,12 @@ class SequenceState:
 
     blocks: list[int]
     lengths: list[int]  # tokens of each layer
-    digests: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
+    token_ids: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.int64), compare=False)  # known ones
+    salt: bytes = b""  # as `salt_bytes` gives it
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks of `token_ids`
     registered: int = 0  # how many of those every layer has written
     swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
+    withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
 
     @property
     def length(self) -> int:
@@ -108,20 +111,38 @@ class Sequences:
             raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
         return states
 
-    def add(self, token_ids: Sequence[int]) -> int:
-        """A new sequence, which begins with the registered blocks of these tokens."""
-        digests = chained_digests(token_ids, self.block_size)
+    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """A new sequence, which begins with the registered blocks of these tokens under this salt."""
+        ids, digests = self.known(token_ids, salt)
         shared = self.blocks.prefix(digests)
         self.blocks.acquire(shared)
         count = len(shared)
-        return self._insert(SequenceState(shared, [count * self.block_size] * self.num_layers, digests, count))
+        lengths = [count * self.block_size] * self.num_layers
+        return self._insert(SequenceState(shared, lengths, ids, salt, digests, count))
+
+    def known(
+        self, token_ids: Sequence[int] | np.ndarray[Any, Any], salt: bytes
+    ) -> tuple[np.ndarray[Any, Any], list[bytes]]:
+        """Of tokens those of the full blocks, and their digests."""
+        digests = chained_digests(token_ids, self.block_size, salt)
+        return np.array(token_ids[: len(digests) * self.block_size], np.int64), digests
 
     def fork(self, state: SequenceState) -> int:
         """A new sequence with the same tokens, which shares all blocks."""
         self.blocks.acquire(state.blocks)
         self._step = None
-        known = state.digests[: min(state.lengths) // self.block_size]
-        return self._insert(SequenceState(list(state.blocks), list(state.lengths), known, state.registered))
+        full = min(state.lengths) // self.block_size
+        return self._insert(
+            SequenceState(
+                list(state.blocks),
+                list(state.lengths),
+                state.token_ids[: full * self.block_size],
+                state.salt,
+                state.digests[:full],
+                state.registered,
+                withheld=state.withheld,
+            )
+        )
 
     def _insert(self, state: SequenceState) -> int:
         seq = self.next
@@ -136,6 +157,7 @@ class Sequences:
         del state.blocks[keep:]
         state.lengths = [min(n, held) for held in state.lengths]
         del state.digests[n // self.block_size :]
+        state.token_ids = state.token_ids[: len(state.digests) * self.block_size]
         state.registered = min(state.registered, len(state.digests))
         self._changed()
 
@@ -184,7 +206,10 @@ class Sequences:
         """Let others find the full blocks that every layer has written by now."""
         full = min(min(state.lengths) // self.block_size, len(state.digests))
         for i in range(state.registered, full):
-            self.blocks.register(state.blocks[i], state.digests[i])
+            digest = state.digests[i]
+            # What comes from a file takes nobody's place, not even that of a block which made room for it.
+            if state.withheld is None or not (digest in state.withheld or self.blocks.find(digest) is not None):
+                self.blocks.register(state.blocks[i], digest)
         state.registered = max(state.registered, full)
 
     def _changed(self) -> None:
