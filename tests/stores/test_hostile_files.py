@@ -248,6 +248,7 @@ HEADERS = {
     "eight million brackets": "[" * (2**23 - 1),
     "a million lists": "[" + "[]," * 10**6 + "0]",
     "a million names": json.dumps(dict.fromkeys(map(str, range(600_000)), 1)),
+    "a million numbers": "[" + "1.5," * 10**6 + "0]",
     "a megabyte too many": json.dumps({"__metadata__": {"a": " " * 2**23}}),
     "no end": '{"a": {"dtype": "F32"',
     "half a character": '{"a\\ud800": 1}',
