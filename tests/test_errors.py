@@ -10,6 +10,7 @@ from tikv import errors
 TREE = {
     "ShapeError": ValueError,
     "DTypeError": TypeError,
+    "CopyError": TypeError,
     "OptionError": ValueError,
     "CapacityError": ValueError,
     "PositionError": IndexError,

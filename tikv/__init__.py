@@ -8,6 +8,8 @@ import importlib
 import pathlib
 import re
 
+from tikv import forks as _forks  # it watches from here on
+
 __version__ = "0.1.0"
 
 # Each line `from tikv.ops.copy import copy as copy` of the stub, as {"copy": "tikv.ops.copy"}.

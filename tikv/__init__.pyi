@@ -14,6 +14,7 @@ from tikv.compat.seeds.variants import warmup as warmup
 from tikv.errors import ArchError as ArchError
 from tikv.errors import CacheFileError as CacheFileError
 from tikv.errors import CapacityError as CapacityError
+from tikv.errors import CopyError as CopyError
 from tikv.errors import DTypeError as DTypeError
 from tikv.errors import OptionError as OptionError
 from tikv.errors import PositionError as PositionError

@@ -16,6 +16,10 @@ class DTypeError(TikvError, TypeError):
     """A dtype, or a pair of dtypes, that the operation does not convert."""
 
 
+class CopyError(TikvError, TypeError):
+    """What `copy` or `pickle` cannot take along; the message says which method does."""
+
+
 class OptionError(TikvError, ValueError):
     """An unknown layout, mode, variant or other named choice."""
 
@@ -33,7 +37,7 @@ class ArchError(TikvError, RuntimeError):
 
 
 class StaleRuntimeError(TikvError, RuntimeError):
-    """Memory or a compiled object that belongs to a Taichi runtime which no longer exists."""
+    """Memory or a compiled object that belongs to a Taichi runtime which no longer exists, or is a parent process's."""
 
 
 class CacheFileError(TikvError, OSError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from tikv.runtime import engine
+from tikv.runtime.copying import DeepCopied as DeepCopied
+from tikv.runtime.copying import NotCopied as NotCopied
 from tikv.runtime.devices import ARCHS as ARCHS
 from tikv.runtime.devices import candidate_archs as candidate_archs
 from tikv.runtime.devices import device_name as device_name
@@ -21,6 +23,7 @@ from tikv.runtime.start import Runtime as Runtime
 from tikv.runtime.start import before_synchronize as before_synchronize
 from tikv.runtime.start import current as current
 from tikv.runtime.start import init as init
+from tikv.runtime.start import is_forked as is_forked
 from tikv.runtime.start import is_started as is_started
 from tikv.runtime.start import log as log
 from tikv.runtime.start import require_alive as require_alive

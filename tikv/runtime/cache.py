@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -31,6 +31,10 @@ class BoundedCache(dict[K, V]):
     def __init__(self, limit: int = MAX_ENTRIES) -> None:
         super().__init__()
         self.limit = limit
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedCache[K, V]:
+        """An empty one: its entries depend on what is copied with it."""
+        return type(self)(self.limit)
 
     def keep(self, key: K, value: V) -> V:
         """Store a value and return it; where another thread has just stored one for this key, that one stays."""

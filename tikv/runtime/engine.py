@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tikv import forks
 from tikv.errors import ArchError
 from tikv.runtime.dropped import Array
 
@@ -102,6 +103,21 @@ def is_stale_ndarray(array: Any) -> bool:
 def is_imported() -> bool:
     """Whether anybody has imported Taichi."""
     return _taichi is not None or "taichi" in sys.modules
+
+
+def before_fork() -> None:
+    """Wait until no other thread imports Taichi, so that a forked process has all of it or nothing."""
+    _lock.acquire()
+
+
+def after_fork() -> None:
+    """Undo `before_fork`, in parent and child."""
+    _lock.release()
+
+
+def is_left_behind() -> bool:
+    """Whether this process was forked from one in which Taichi ran, and none was started since."""
+    return forks.left_behind is not None and front().prog is forks.left_behind
 
 
 def front() -> Any:

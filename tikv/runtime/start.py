@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from tikv import forks
 from tikv.errors import ArchError, OptionError, StaleRuntimeError
 from tikv.runtime import devices, engine
 from tikv.runtime.cache import BoundedCache
+from tikv.runtime.copying import NotCopied
 from tikv.runtime.devices import ARCHS
 from tikv.runtime.dropped import Dropped
 
@@ -20,6 +24,7 @@ log = logging.getLogger("tikv")
 _lock = threading.RLock()
 _epochs = itertools.count(1)
 _current: Runtime | None = None
+_made: weakref.WeakSet[Runtime] = weakref.WeakSet()  # as long as somebody keeps them
 side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
 before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than Taichi's
 
@@ -33,7 +38,21 @@ class _ThreadPlans(threading.local):
 thread_plans = _ThreadPlans()
 
 
-class Runtime:
+class _NoFront:
+    """In the place of Taichi's own runtime for what was made before this process was forked."""
+
+    prog = None
+
+
+_FORKED = _NoFront()
+_WHY_FORKED = (
+    "this process was forked after Taichi had started, and Taichi's threads are in its parent alone. Start processes "
+    "by multiprocessing.get_context('spawn'), or fork before the first operation; data that both need are NumPy copies "
+    "(copy_to_host()) made before."
+)
+
+
+class Runtime(NotCopied):
     """One live Taichi program: its arch, its epoch (counted from 1) and what a launch needs of it."""
 
     def __init__(self, front: Any) -> None:
@@ -58,6 +77,7 @@ class Runtime:
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self.dropped = Dropped()
         self.lock = threading.RLock()
+        _made.add(self)
 
     @property
     def plans(self) -> BoundedCache[Any, Any]:
@@ -69,6 +89,14 @@ class Runtime:
     def alive(self) -> bool:
         """Whether this is still the program Taichi runs."""
         return self.front.prog is self.program
+
+    instead = "Pickle the name, `arch`, and call tikv.init() with it in the other process."
+
+    def __copy__(self) -> Runtime:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        return self  # what is copied lies in the same Taichi
 
     @property
     def kernel_style(self) -> str:
@@ -109,7 +137,11 @@ class Runtime:
 
 
 def current() -> Runtime:
-    """The live runtime: the one in hand, else the caller's, else a new one on the best arch (see `init`)."""
+    """The live runtime: the one in hand, else the caller's, else a new one on the best arch (see `init`).
+
+    Raises:
+        StaleRuntimeError: this process was forked after Taichi had started.
+    """
     global _current
     runtime = _current
     if runtime is not None and runtime.front.prog is runtime.program:
@@ -118,6 +150,8 @@ def current() -> Runtime:
         front = engine.front()
         if front.prog is None:
             return init()
+        if engine.is_left_behind():
+            raise StaleRuntimeError(f"runtime: {_WHY_FORKED}")
         if _current is None or _current.program is not front.prog:
             _current = Runtime(front)
             log.info("attached to Taichi on %s (epoch %d)", _current.arch, _current.epoch)
@@ -138,9 +172,11 @@ def require_alive(runtime: Runtime, operation: str) -> None:
     """Refuse an object whose runtime is gone.
 
     Raises:
-        StaleRuntimeError: Taichi was started again since the object was made.
+        StaleRuntimeError: Taichi was started again since the object was made, or this process was forked since.
     """
     if runtime.front.prog is not runtime.program:
+        if runtime.front is _FORKED:
+            raise StaleRuntimeError(f"{operation}: {_WHY_FORKED}")
         raise StaleRuntimeError(
             f"{operation}: made in Taichi runtime epoch {runtime.epoch}, which a later ti.init() or ti.reset() ended; "
             f"its memory is gone. Call ti.init() once, before creating stores and arrays, and create this one again."
@@ -159,8 +195,11 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
     Raises:
         ArchError: the arch is unknown, or Taichi cannot start on it.
         OptionError: an option that Taichi does not know. What ran goes on running.
+        StaleRuntimeError: this process was forked after Taichi had started.
 
     Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends any Taichi runtime that was running, with all its memory.
+    Processes: one that is forked after the start has none of Taichi's threads, and every operation raises there. Use
+    ``multiprocessing.get_context("spawn")``, or fork before the start.
 
     Example:
         >>> import tikv
@@ -177,6 +216,8 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
             f"device_memory_GB, offline_cache, log_level, ..."
         )
     with _lock:
+        if engine.is_left_behind():
+            raise StaleRuntimeError(f"init: {_WHY_FORKED}")
         reasons = []
         for name in [arch] if arch != "auto" else list(devices.candidate_archs()):
             try:
@@ -188,3 +229,30 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
             log.info("started Taichi on %s (epoch %d)", _current.arch, _current.epoch)
             return _current
         raise ArchError(f"init: Taichi could not start ({'; '.join(reasons)}). Run `python -m tikv doctor` to see why.")
+
+
+def is_forked() -> bool:
+    """Whether this process was forked after Taichi had started; what was made before is its parent's."""
+    return _current is not None and _current.front is _FORKED
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    engine.before_fork()
+
+
+def _after_fork() -> None:
+    engine.after_fork()
+    _lock.release()
+
+
+def _leave_behind() -> None:
+    """In a forked process: whoever keeps a runtime asks before each launch whether it is alive, and now it is not."""
+    forks.never_free([runtime.program for runtime in _made])
+    if _current is not None and _current.alive:
+        _current.front = _FORKED
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    forks.in_child.append(_leave_behind)
