@@ -30,6 +30,9 @@ class DType:
         """Bytes per element."""
         return self.numpy.itemsize
 
+    def __reduce__(self) -> Any:
+        return parse, (self.name, "unpickling")  # a copy, and what pickle brings back, is the same object
+
     def __repr__(self) -> str:
         return self.name
 

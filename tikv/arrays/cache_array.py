@@ -10,15 +10,16 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import dlpack
 from tikv.arrays.array_view import ArrayView, describe
-from tikv.arrays.memory import as_numpy, new_array, read_host
+from tikv.arrays.memory import as_numpy, new_array, read_host, to_device
 from tikv.dtypes import DType
 from tikv.errors import ArchError
 
 
-class CacheArray:
+class CacheArray(runtime.NotCopied):
     """Memory of a store, handed out without a copy: an array with a shape, a true dtype and a device.
 
     `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA; `copy_to_host()` works everywhere and copies.
+    `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
 
     Example:
         >>> import tikv
@@ -26,6 +27,8 @@ class CacheArray:
         >>> store.keys(0).shape, str(store.keys(0).numpy().dtype)
         ((1, 2, 8, 4), 'bfloat16')
     """
+
+    instead = "Pickle copy_to_host(), a NumPy array."
 
     def __init__(self, array: ArrayView, live: runtime.Runtime) -> None:
         self._array = array
@@ -107,6 +110,13 @@ class CacheArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
         return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __copy__(self) -> CacheArray:
+        array = self.view_for("copy.copy of a CacheArray")
+        return CacheArray(to_device(read_host(array, self._runtime), self._runtime), self._runtime)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheArray:
+        return self.__copy__()
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -43,12 +43,33 @@ class Memory:
 
     def __del__(self) -> None:
         # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
-        # At the interpreter's end modules lose their names one by one, and nobody takes the memory any more.
+        # At the interpreter's end modules lose their names one by one, and nobody takes the memory any more. A forked
+        # process has no CUDA, so it takes none either.
         block: Any = getattr(self, "block", None)
         if not hasattr(block, "record_stream") or sys is None or sys.is_finalizing() or runtime is None:
             return
+        if runtime.is_forked():
+            return
         for handle in tuple(runtime.side_streams):
             block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+        """The same bytes in memory of their own, copied on the device."""
+        live = self.runtime
+        runtime.require_alive(live, "copy.deepcopy")
+        found = Memory(self.nbytes, live)
+        live.synchronize()
+        if live.is_cpu:
+            found.block[:] = self.block
+        elif type(found.block) is not type(self.block):  # torch was imported since
+            whole = (-(-self.nbytes // ALIGNMENT) * ALIGNMENT,)
+            write_host(read_host(self.array(whole, dtypes.int8), live), found.array(whole, dtypes.int8))
+        elif hasattr(self.block, "copy_from"):
+            found.block.copy_from(self.block)
+        else:
+            found.block.copy_(self.block)
+            sys.modules["torch"].cuda.synchronize()
+        return found
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:
         """A contiguous array in this memory, `byte_offset` from its start."""

@@ -20,7 +20,7 @@ from tikv.ops.write_qkv import write_qkv
 _WRITTEN = ("cache", "k_cache", "v_cache", "k_pool", "v_pool", "k_dst", "v_dst")  # parameters of writes
 
 
-class GraphBuilder:
+class GraphBuilder(runtime.NotCopied):
     """Collect operations over named arrays and numbers; `compile` makes a `Graph` of them.
 
     The methods take what the functions of the same names take, with names in place of arrays. ``position``,
@@ -56,9 +56,19 @@ class GraphBuilder:
         [1.5, 1.5, 1.5, 1.5]
     """
 
+    instead = "Call its methods again in the other process."
+
     def __init__(self) -> None:
         self._calls: list[Call] = []
         self._compiled: dict[str, Graph] = {}  # by backend
+
+    def __copy__(self) -> GraphBuilder:
+        found = type(self)()
+        found._calls = list(self._calls)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphBuilder:
+        return self.__copy__()  # a call names its arrays and has none
 
     def copy(self, src: str, cache: str, *, position: str | int, **options: Any) -> None:
         """`tikv.copy`."""

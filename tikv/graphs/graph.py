@@ -47,7 +47,7 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
     return backend
 
 
-class Graph:
+class Graph(runtime.NotCopied):
     """Operations that run together, many times, with arrays of the kinds they first saw or of others.
 
     Attributes:
@@ -56,6 +56,8 @@ class Graph:
         outputs: names of what it returns.
         backend: "ti.graph" or "launches", see `GraphBuilder.compile`.
     """
+
+    instead = "Let GraphBuilder.compile make another."
 
     def __init__(self, calls: tuple[Call, ...], live: runtime.Runtime, backend: str) -> None:
         self.runtime = live

@@ -635,6 +635,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 )
         super().__init__(layers=layers)
 
+    def __copy__(self) -> TikvCache:
+        raise OptionError(
+            f"{OPERATION}: copy.copy() would share the cache's memory. Use copy.deepcopy(), whose memory is its own."
+        )
+
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens to a layer; see `TikvLayer.update`."""
         try:

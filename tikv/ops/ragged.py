@@ -162,7 +162,7 @@ class PrecisionGuarantee(NamedTuple):
     deterministic: bool = True
 
 
-class KVCacheAppendPlan:
+class KVCacheAppendPlan(runtime.NotCopied):
     """`append_ragged` for one problem, checked and bound once: ``select``, then ``run`` as often as you like.
 
     ``run`` with the arrays of the last run costs a bare launch; with others of the same form, new addresses.
@@ -192,6 +192,7 @@ class KVCacheAppendPlan:
         [0.0, 1.0, 1.0]
     """
 
+    instead = "Call KVCacheAppendPlan.select() with its descriptor again."
     workspace_size = 0
     precision_guarantee = PrecisionGuarantee()
 

@@ -112,6 +112,9 @@ class NormRope:
             if rope_dim % 2:
                 raise ShapeError(f"{operation}: rope_dim={rope_dim} is odd; a rotation needs pairs. Use an even one.")
 
+    def __reduce__(self) -> Any:  # what is kept for the runtime sees the arrays of this one
+        return NormRope, (self.mode, self.eps, self.q_weight, self.k_weight, self.cos, self.sin, self.rope_dim)
+
     @property
     def max_positions(self) -> int:
         """Rows of the tables: positions that can be rotated; 0 without tables."""

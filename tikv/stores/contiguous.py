@@ -26,7 +26,7 @@ from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
 from tikv.stores.storage import size_in_words, storage
 
 
-class KVCacheStore(draw.Drawn):
+class KVCacheStore(draw.Drawn, runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -55,6 +55,8 @@ class KVCacheStore(draw.Drawn):
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
     few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block.
+    Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
+    refused. `snapshot` copies what is held, `save` takes it to another process.
 
     Example:
         >>> import numpy as np, tikv
@@ -66,6 +68,8 @@ class KVCacheStore(draw.Drawn):
         >>> bool((np.asarray(store.tokens(0)[0])[0] == k[2:].transpose(1, 0, 2)).all())
         True
     """
+
+    instead = "Use copy.deepcopy(); snapshot() to return to what it holds; save() and load() for another process."
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.storage import size_in_words
 
 
-class PagedKVCacheStore(draw.Drawn):
+class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
@@ -70,6 +70,8 @@ class PagedKVCacheStore(draw.Drawn):
         >>> bool((np.asarray(pool.tokens(0, b)[0])[:5] == k).all())
         True
     """
+
+    instead = "Use copy.deepcopy(); fork() for another sequence; save() and load() for another process."
 
     def __init__(
         self,

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from tikv.stores.layer import LayerMemory
 
 
-class Snapshot:
-    """Counts and copies of the filled slots of a store. Give it to `KVCacheStore.restore`."""
+class Snapshot(runtime.NotCopied):
+    """Counts and copies of the filled slots of a store. Give it to `KVCacheStore.restore`.
+
+    Nothing changes it, so a copy of it is itself. It is not pickled.
+    """
+
+    instead = "Restore it into its store, and save() the store."
 
     def __init__(self, memory: LayerMemory) -> None:
         self.runtime = memory.runtime
@@ -25,6 +30,12 @@ class Snapshot:
         self.windows = [(layer.window, layer.sinks) for layer in memory.layers]
         self.counts = [(layer.length, layer.valid_from, layer.filled) for layer in memory.layers]
         self.arrays = memory.copy_filled()
+
+    def __copy__(self) -> Snapshot:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Snapshot:
+        return self
 
     def restore(self, operation: str, store: Any, memory: LayerMemory) -> None:
         """Let `memory`, that of `store`, hold what this one did.

@@ -74,7 +74,7 @@ def compile_step(
     return Step(store, layers, layout, options, backend)
 
 
-class Step:
+class Step(runtime.NotCopied):
     """A store's decode step, see `compile_step`.
 
     Attributes:
@@ -82,6 +82,8 @@ class Step:
         graph: the `Graph` that runs.
         positions: (batch,) int64 on the device: where each sequence's next token goes.
     """
+
+    instead = "Call compile_step for each store."
 
     def __init__(
         self, store: KVCacheStore, layer: int | None, layout: str, options: dict[str, Any] | None, backend: str

@@ -46,9 +46,10 @@ SEED_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class _Layer:
+class _Layer(runtime.DeepCopied):
     """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
 
+    instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."
     _arrays: list[ArrayView]  # K, V and, for int8, their scales
     _remedy: str  # how to get room for {} tokens
 
@@ -321,7 +322,7 @@ def _rows(a: ArrayView) -> ArrayView:
     return a if a.ndim == 3 else a.restrided((*a.shape, 1), (*a.strides, 1))
 
 
-class KVPool:
+class KVPool(runtime.DeepCopied):
     """One layer's pool of blocks, which `PagedKVLayer`s of many sequences share.
 
     Args:
@@ -334,6 +335,8 @@ class KVPool:
         CapacityError: it is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
     """
+
+    instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."
 
     def __init__(
         self,
