@@ -105,7 +105,7 @@ def test_a_whole_step_with_jax(arch, rng, jax):
 
 
 @on_host
-def test_a_traced_jax_array_is_refused_by_jax(arch, jax):
+def test_a_traced_jax_array_is_refused(arch, jax):
     """Inside jit there are no values to copy, and JAX says so; nothing is written."""
     cache = np.zeros((2, 5, 8), np.float32)
 
@@ -113,8 +113,9 @@ def test_a_traced_jax_array_is_refused_by_jax(arch, jax):
     def step(rows):
         tikv.copy(rows, cache, position=0)
 
-    with pytest.raises(jax.errors.ConcretizationTypeError):
+    with pytest.raises(tikv.DTypeError, match=r"src .*gave no DLPack capsule") as caught:
         step(jax.numpy.ones((1, 2, 8)))
+    assert isinstance(caught.value.__cause__, jax.errors.ConcretizationTypeError)
     assert not cache.any()
 
 

@@ -129,7 +129,7 @@ def test_a_tensor_that_was_changed_in_place_is_seen_anew(arch, rng):
         tikv.copy(tensor, cache, position=1)
 
 
-@pytest.mark.parametrize("kind", [np.ndarray, np.matrix, np.memmap, np.ma.MaskedArray])
+@pytest.mark.parametrize("kind", [np.ndarray, np.matrix, np.memmap])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
 def test_where_an_ndarray_lies(kind, dtype, tmp_path):
     """What is read as a buffer is what NumPy says, for its subclasses and for views too."""

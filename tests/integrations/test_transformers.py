@@ -674,6 +674,11 @@ def test_what_would_share_or_lose_the_memory_is_refused(arch, rng, keep):
         keep(layer)
 
 
+def test_a_shallow_copy_of_a_cache_is_refused(arch, model):
+    with pytest.raises(tikv.OptionError, match=r"copy\.copy\(\) would share .* Use copy\.deepcopy\(\)"):
+        copy.copy(TikvCache(model.config))
+
+
 def test_gradients_are_refused_where_they_would_be_wrong(arch):
     model, inputs = build("llama", num_hidden_layers=1), prompts(5)
     want = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits

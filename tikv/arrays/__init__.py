@@ -23,4 +23,5 @@ from tikv.arrays.memory import new_array as new_array
 from tikv.arrays.memory import read_host as read_host
 from tikv.arrays.memory import to_device as to_device
 from tikv.arrays.memory import write_host as write_host
+from tikv.arrays.protection import is_protected as is_protected
 from tikv.arrays.readers import view as view

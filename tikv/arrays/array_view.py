@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import math
@@ -12,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.dtypes import DType
-from tikv.errors import DTypeError
+from tikv.errors import CopyError, DTypeError, ShapeError
 from tikv.runtime.cache import BoundedCache
 
 ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
@@ -88,6 +89,24 @@ class ArrayView:
             self.ptr, self.shape, self.strides, self.dtype, self.device, writable=self.writable, offset=self.offset
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArrayView:
+        """The same place in a copy of its owner, which is memory of our own."""
+        owner = self.owner
+        if not hasattr(owner, "block"):
+            raise CopyError(f"copy.deepcopy: {self!r} sees memory of another object. Copy that object.")
+        found = copy.deepcopy(owner, memo)
+        return ArrayView(
+            found.ptr + self.ptr - owner.ptr,
+            self.shape,
+            self.strides,
+            self.dtype,
+            self.device,
+            writable=self.writable,
+            handle=None if self.handle is None else found.handle,
+            offset=self.offset,
+            owner=found,
+        )
+
     def restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
         """The same memory seen with another shape and strides, starting `first` elements further on."""
         jump = first * self.dtype.itemsize
@@ -160,6 +179,18 @@ class Views(list[ArrayView]):
         found.extend(views)
         found.key, found.pointers = self.key, pointers
         return found
+
+
+def require_memory(array: ArrayView, name: str, operation: str) -> None:
+    """An array with elements has an address, or a handle.
+
+    Raises:
+        ShapeError: it has none.
+    """
+    if array.span and not array.ptr and array.handle is None:
+        raise ShapeError(
+            f"{operation}: {name} is {describe(array)} without memory: its address is 0. Pass an array with its values."
+        )
 
 
 def unknown_dtype(name: str, operation: str, dtype: Any) -> DTypeError:

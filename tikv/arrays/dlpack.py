@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays.array_view import ArrayView, contiguous_strides, unknown_dtype
+from tikv.arrays.array_view import ArrayView, contiguous_strides, require_memory, unknown_dtype
 from tikv.errors import ArchError, DTypeError
 
 
@@ -52,9 +52,10 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     """See an array that speaks DLPack; the view keeps it and its capsule alive."""
     try:
         capsule = array.__dlpack__()
-    except BufferError as error:
+    except Exception as error:  # each library has errors of its own
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise DTypeError(
-            f"{operation}: {name} ({type(array).__name__}) gave no DLPack capsule ({error}). Pass a copy of it."
+            f"{operation}: {name} ({type(array).__name__}) gave no DLPack capsule ({said}). Pass a copy of it."
         ) from error
     if not _capsule_is_valid(capsule, b"dltensor"):
         raise DTypeError(
@@ -74,7 +75,7 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
     immutable = type(array).__module__.startswith("jax")  # its arrays are values; writing into one is undefined
     # The capsule was not consumed, so its own destructor frees the export when the view goes.
-    return ArrayView(
+    found = ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
         strides,
@@ -83,6 +84,9 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
         writable=not immutable,
         owner=(array, capsule),
     )
+    if not tensor.data:
+        require_memory(found.at_address(0), name, operation)
+    return found
 
 
 _exports: dict[int, Any] = {}

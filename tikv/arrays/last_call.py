@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv.arrays.array_view import Views
-from tikv.arrays.readers import known_numpy_view, view
+from tikv.arrays.readers import check_torch_memory, known_numpy_view, view
+from tikv.runtime.cache import BoundedCache
 
 
 class _LastCall:
     """What an operation was last given; for torch tensors also a test whether others have the same forms."""
 
-    __slots__ = ("count", "fits", "guards", "views")
+    __slots__ = ("count", "fits", "guards", "views", "whole")
 
     def __init__(self, views: Views, fits: Callable[..., bool] | None, guards: int) -> None:
         self.views = views
         self.count = len(views)
         self.fits = fits
+        self.whole = _whole_at.get(views.key) or _whole_at.keep(views.key, BoundedCache())
         self.guards = guards  # made for these forms; inference mode and autocast ask for one of their own
 
+
+# By `Views.key`, the addresses at which torch tensors of these forms were seen to have all of their memory. To ask the
+# storage takes a microsecond for a new tensor, and tensors come and go at a few addresses.
+_whole_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache()
 
 MAX_GUARDS = 8
 _last_calls: dict[str, _LastCall] = {}  # one of each operation
@@ -38,16 +44,21 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     if last is not None and last.count != len(arrays):
         last = None
     if last is not None:
-        fits = last.fits
-        if fits is not None and fits(*arrays):
-            pointers = tuple(map(_torch_address, arrays))
-            found = last.views
+        found = last.views
+        fits, pointers = last.fits, None if last.fits is None else _addresses(arrays)
+        if fits is not None and pointers is not None:
             if pointers == found.pointers:
-                return found
-            elsewhere = found.at_addresses(pointers)
-            if elsewhere is not None:
-                last.views = elsewhere
-                return elsewhere
+                if fits(*arrays):
+                    return found
+            elif (pointers in last.whole or not _any_nested(arrays)) and fits(*arrays):
+                if pointers not in last.whole:
+                    for array, pointer, seen, name in zip(arrays, pointers, found, names, strict=False):
+                        check_torch_memory(array, pointer, seen, name, operation)
+                    last.whole[pointers] = True
+                elsewhere = found.at_addresses(pointers)
+                if elsewhere is not None:
+                    last.views = elsewhere
+                    return elsewhere
         for array, seen in zip(arrays, last.views, strict=True):
             if known_numpy_view(array) is not seen:
                 break
@@ -59,6 +70,18 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     found = Views(views)
     _remember(operation, arrays, found, last)
     return found
+
+
+def _addresses(arrays: tuple[Any, ...]) -> tuple[int, ...] | None:
+    try:
+        return tuple(map(_torch_address, arrays))
+    except (TypeError, RuntimeError):  # no tensors, or tensors that have none
+        return None
+
+
+def _any_nested(tensors: tuple[Any, ...]) -> bool:
+    """Whether one is a nested tensor, at which torch's guards end the process."""
+    return any(t.is_nested for t in tensors)
 
 
 def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _LastCall | None) -> None:
@@ -73,13 +96,16 @@ def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _Last
     _last_calls[operation] = _LastCall(views, fits, guards)
 
 
-def last_call_test(operation: str) -> tuple[Callable[..., bool], Callable[[Any], int], int] | None:
+def last_call_test(
+    operation: str,
+) -> tuple[Callable[..., bool], Callable[[Any], int], int, Container[tuple[int, ...]]] | None:
     """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
 
-    The key depends on their alignment too, which is not tested. None where those arrays have no such test.
+    The key depends on their alignment too, which is not tested. Last the addresses at which such tensors were seen to
+    have all of their memory: those elsewhere go through `view_all`. None where those arrays have no such test.
     """
     last = _last_calls.get(operation)
-    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key)
+    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key, last.whole)
 
 
 _torch_address: Callable[[Any], int]

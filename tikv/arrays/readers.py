@@ -15,7 +15,15 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import dlpack
-from tikv.arrays.array_view import ALIGNMENT, MAX_FORMS, ArrayView, contiguous_strides, unknown_dtype
+from tikv.arrays.array_view import (
+    ALIGNMENT,
+    MAX_FORMS,
+    ArrayView,
+    contiguous_strides,
+    describe,
+    require_memory,
+    unknown_dtype,
+)
 from tikv.arrays.cache_array import CacheArray
 from tikv.arrays.memory import StagedNdarray
 from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
@@ -45,7 +53,9 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
     """See `array` as an `ArrayView`. Nothing is copied; `name` and `operation` are for the message of a refusal.
 
     Raises:
-        DTypeError: the dtype, or the kind of object, is not one this library stores.
+        DTypeError: the dtype, or the kind of object, is not one this library stores; or the object raises when asked.
+        ShapeError: a torch tensor without memory, or with less than its shape needs. One that lies where another of its
+            form has been seen is not asked how large its storage is.
         StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
     """
     kind = type(array)
@@ -67,17 +77,33 @@ def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
         return _of_cache_array
     if kind.__module__.partition(".")[0] == "torch" or _is_torch_subclass(kind):
         return _of_torch
+    if issubclass(kind, np.ma.MaskedArray):
+        return _refuse_masked
     if issubclass(kind, np.ndarray):
         return _of_numpy
     if kind.__module__.startswith("taichi."):
         return _of_taichi
-    if hasattr(array, "__cuda_array_interface__"):
+    if _has(array, "__cuda_array_interface__"):
         return _of_cuda_interface
     if hasattr(array, "__dlpack__"):
         return dlpack.read
     raise DTypeError(
         f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is no array. Pass a NumPy array, a torch "
         f"tensor, a ti.ndarray or an object with __dlpack__."
+    )
+
+
+def _has(array: Any, attribute: str) -> bool:
+    try:
+        return hasattr(array, attribute)
+    except Exception:  # a property that raises
+        return True
+
+
+def _refuse_masked(array: Any, name: str, operation: str) -> ArrayView:
+    raise DTypeError(
+        f"{operation}: {name} is a masked array, and its mask would be lost. Pass {name}.filled(value), or {name}.data "
+        f"for what lies below the mask."
     )
 
 
@@ -144,15 +170,19 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     try:
         pointer = array.data_ptr()
         form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
-    except RuntimeError:
+        seen = _torch_forms.get(form)
+        negated = array.is_neg()
+    except Exception as error:  # nested, sparse and other layouts; tensors inside torch.func, which stand for others
         _check_strided(array, name, operation)
-        raise
-    if array.is_neg():
+        raise DTypeError(
+            f"{operation}: {name} is a torch tensor without memory of its own ({_first_line(error)}). Pass a plain "
+            f"tensor: outside of torch.vmap and torch.func.grad, and a nested one by its parts."
+        ) from error
+    if negated:
         raise DTypeError(
             f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
             f"Pass {name}.resolve_neg()."
         )
-    seen = _torch_forms.get(form)
     if seen is None:
         _check_strided(array, name, operation)
         shape, strides, torch_dtype, torch_device, _ = form
@@ -161,7 +191,34 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
             raise unknown_dtype(name, operation, torch_dtype)
         device = _torch_device_name(torch_device, name, operation)
         seen = _torch_forms.keep(form, ArrayView(pointer, tuple(shape), strides, dtype, device))
+    check_torch_memory(array, pointer, seen, name, operation)
     return seen if seen.ptr == pointer else seen.at_address(pointer)
+
+
+def check_torch_memory(array: Any, pointer: int, seen: ArrayView, name: str, operation: str) -> None:
+    """A torch tensor's memory is there, and is as large as its shape says.
+
+    Raises:
+        ShapeError: it is not.
+    """
+    if not seen.span:
+        return
+    try:
+        first = array.storage_offset() * seen.dtype.itemsize
+        held = array.untyped_storage().nbytes()
+    except Exception as error:
+        raise ShapeError(f"{operation}: {name} is a torch tensor without a storage ({_first_line(error)}).") from error
+    if pointer <= first or held < first + seen.span:
+        what = "there is no memory behind it" if pointer <= first else f"its storage has {held} bytes"
+        raise ShapeError(
+            f"{operation}: {name} is a torch tensor {describe(seen)} that needs {first + seen.span} bytes, and {what}: "
+            f"a FakeTensor, a zero tensor, or a storage that resize_ made smaller. Pass a tensor with its values, such "
+            f"as {name}.clone() of one that has them."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _check_strided(array: Any, name: str, operation: str) -> None:
@@ -205,7 +262,13 @@ def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
 
 
 def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
-    described = array.__cuda_array_interface__
+    try:
+        described = array.__cuda_array_interface__
+    except Exception as error:
+        raise DTypeError(
+            f"{operation}: {name} ({type(array).__name__}) does not say where it lies: its __cuda_array_interface__ "
+            f"raised {type(error).__name__} ({_first_line(error)}). Pass a copy of it."
+        ) from error
     dtype = dtypes.of_numpy(np.dtype(described["typestr"]))
     if dtype is None:
         raise unknown_dtype(name, operation, described["typestr"])
@@ -213,4 +276,6 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     byte_strides = described.get("strides")
     strides = contiguous_strides(shape) if byte_strides is None else tuple(s // dtype.itemsize for s in byte_strides)
     pointer, read_only = described["data"]
-    return ArrayView(pointer, shape, strides, dtype, "cuda:0", writable=not read_only, owner=array)
+    found = ArrayView(pointer or 0, shape, strides, dtype, "cuda:0", writable=not read_only, owner=array)
+    require_memory(found, name, operation)
+    return found

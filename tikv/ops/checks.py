@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes
+from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 
 MAX_POSITION = 2**63 - 1
@@ -87,7 +87,10 @@ def writable(array: ArrayView, name: str, operation: str) -> None:
     """A destination may be written, element by element.
 
     Raises:
-        ShapeError: it is read-only, or broadcast (a stride of 0), or its rows are not contiguous.
+        ShapeError: it is read-only, or elements of it share memory, or its rows are not contiguous.
+
+    Torch and DLPack do not say that memory is read-only; of pages that the system protects `disjoint` finds it out, of
+    others, such as the bytes that `torch.frombuffer` was given, nobody can.
     """
     if not array.writable:
         raise ShapeError(
@@ -98,6 +101,34 @@ def writable(array: ArrayView, name: str, operation: str) -> None:
         raise ShapeError(
             f"{operation}: the destination {name} ({describe(array)}) is broadcast; its elements share memory."
         )
+    if _overlaps_itself(array):
+        raise ShapeError(
+            f"{operation}: the destination {name} ({describe(array)}, strides {array.strides} elements) overlaps "
+            f"itself; some of its elements share memory. Pass an array whose elements lie apart."
+        )
+
+
+def _overlaps_itself(array: ArrayView) -> bool:
+    """Exactly whether two elements lie at one address, no stride being negative."""
+    axes = sorted((s, n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    end = 0  # of what lies within a step of the axis
+    for stride, n in axes:
+        if stride <= end:
+            break
+        end += stride * (n - 1)
+    else:
+        return False
+    if 0 in array.shape or array.span > 2**35:  # of which `addressable` says that it is too large
+        return False
+    # Two indices of one address differ in some axis; both moved back along it, one is 0 there and the other is not.
+    strides = array.strides
+    for i, n in enumerate(array.shape):
+        if n > 1:
+            first = array.restrided((*array.shape[:i], 1, *array.shape[i + 1 :]), strides)
+            others = array.restrided((*array.shape[:i], n - 1, *array.shape[i + 1 :]), strides, strides[i])
+            if _share_elements(first, 0, others, strides[i] * array.dtype.itemsize):
+                return True
+    return False
 
 
 def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, operation: str) -> None:
@@ -236,12 +267,17 @@ def source_range(
 
 
 def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> None:
-    """No destination (the flagged ones) shares an element with another array of the call.
+    """No destination (the flagged ones) shares an element with another array of the call, or is known as read-only.
 
     Raises:
-        ShapeError: two of them overlap.
+        ShapeError: two of them overlap, or the system would end the process at the first write.
     """
     for i, (name, array, is_destination) in enumerate(named):
+        if is_destination and array.device == "cpu" and array.span and is_protected(array.ptr, array.span):
+            raise ShapeError(
+                f"{operation}: the destination {name} ({describe(array)}) is read-only memory, such as a file mapped "
+                f"for reading. Pass a writable array, or a copy."
+            )
         memory, start = _place_of(array)
         for other_name, other, other_is_destination in named[i + 1 :]:
             other_memory, other_start = _place_of(other)

@@ -53,7 +53,7 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
             values = np.asarray(values)
         except ValueError as error:  # lists of different lengths
             raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from error
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+    if type(values) is np.ndarray and values.ndim == 1 and values.dtype.kind in "iu":
         return values.tolist()  # type: ignore[no-any-return]
     if isinstance(values, int):
         raise ShapeError(f"{operation}: {name} is {values}, one integer. Pass a list: [{values}].")

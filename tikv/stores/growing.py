@@ -31,7 +31,7 @@ def _takes_nothing(k: Any, v: Any, room: int) -> int:
     return 0
 
 
-class GrowingLayer:
+class GrowingLayer(runtime.NotCopied):
     """Keys and values of one layer without a window, head-major, with room that changes.
 
     Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
@@ -55,6 +55,8 @@ class GrowingLayer:
         >>> layer.origin, layer.end, layer.capacity, layer.keys.numpy()[0, 0, :2].tolist()
         (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
     """
+
+    instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
     def __init__(
         self,
@@ -158,23 +160,28 @@ class GrowingLayer:
         test = last_call_test(operation)
         if test is None:
             return _takes_nothing
-        same, address, key = test
+        same, address, key, whole = test
         plan = self._appends.plans.get((0, key))
         if plan is None or not plan.launches or not plan.pointers:
             return _takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
         bound, lock = plan.launches[0], plan.lock
         put, start = bound.setter("dst_position"), bound.launcher()
-        front, program = live.front, live.program
+        program = live.program
 
         def append_alike(k: Any, v: Any, room: int) -> int:
             length = layer.length
             end = length + tokens
-            if not same(k, v) or end > room or end > slots:
+            if end > room or end > slots:
                 return 0
-            if front.prog is not program:  # `require_alive`, whose call takes its time
+            if live.front.prog is not program:  # `require_alive`, whose call takes its time
                 require_alive(live, operation)
-            pointers = (address(k), address(v))
+            try:
+                pointers = (address(k), address(v))
+            except (TypeError, RuntimeError):
+                return 0
+            if (pointers != plan.pointers and pointers not in whole) or not same(k, v):
+                return 0
             with lock:
                 if pointers != plan.pointers and not plan.move_to(pointers):
                     return 0
@@ -300,6 +307,9 @@ class GrowingLayer:
         found.recount(length=self.length, origin=self.origin)
         found._memory.write_filled(memory.copy_filled())
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
+        return self.twin()
 
     def __repr__(self) -> str:
         memory = self._memory
