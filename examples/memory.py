@@ -24,7 +24,8 @@ class StoreMemory:
         model: tells layers, heads and windows.
         capacity: tokens the global layers can hold.
         dtype: what K and V are stored in; the rows come as float32 and are rounded by the store.
-        read: "numpy" takes the tokens out and attends here; "tikv" lets the store attend where they lie.
+        read: who attends for a single token: "numpy" takes the tokens out and attends here, "tikv" lets the store do it
+            where they lie, as it does for prompts.
     """
 
     def __init__(self, model: Model, capacity: int, dtype: str = "float32", read: str = "numpy"):
@@ -41,18 +42,12 @@ class StoreMemory:
         )
 
     def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Append the rows, then read. Shapes as in `model.Memory`."""
-        if len(q) == 1:
-            self.store.append(layer, k, v)
-            if self.read == "tikv":
-                return self.store.attend(layer, q)
-            return attention(q, *self._tokens(layer), self.windows[layer])
-        # The first of many new tokens sees keys that the last of them pushes out of the ring: read before writing.
-        old_k, old_v = self._tokens(layer)
+        """Append the rows and attend. Shapes as in `model.Memory`."""
+        if len(q) > 1 or self.read == "tikv":
+            # The first tokens of a prompt see keys that its last ones push out of a ring: one call does both in order.
+            return self.store.extend(layer, q, k, v)
         self.store.append(layer, k, v)
-        k = np.concatenate([old_k, k.transpose(1, 0, 2)], axis=1)
-        v = np.concatenate([old_v, v.transpose(1, 0, 2)], axis=1)
-        return attention(q, k, v, self.windows[layer])
+        return attention(q, *self._tokens(layer), self.windows[layer])
 
     def reset(self) -> None:
         """Forget everything."""
@@ -86,7 +81,8 @@ class PagedMemory:
         model: tells the windows.
         pool: made by `pool_for`.
         seqs: the sequences of the pool that the tokens belong to.
-        read: "numpy" takes the tokens out and attends here; "tikv" lets the pool attend for single tokens.
+        read: who attends for a single token: "numpy" takes the tokens out and attends here, "tikv" lets the pool do it
+            where they lie, as it does for prompts.
     """
 
     def __init__(self, model: Model, pool: "tikv.PagedKVCacheStore", seqs: list[int], read: str = "numpy"):
@@ -96,10 +92,11 @@ class PagedMemory:
         self.seqs = seqs
 
     def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Append the rows, then read. Shapes as in `model.Memory`."""
-        self.pool.append(layer, k, v, self.seqs, cu_seqlens=[0, len(k)] if len(self.seqs) == 1 else None)
-        if self.read == "tikv" and len(q) == len(self.seqs):
-            return self.pool.attend(layer, q, self.seqs, window=self.windows[layer])
+        """Append the rows and attend. Shapes as in `model.Memory`."""
+        bounds = [0, len(k)] if len(self.seqs) == 1 else None
+        if len(q) > len(self.seqs) or self.read == "tikv":
+            return self.pool.extend(layer, q, k, v, self.seqs, bounds, window=self.windows[layer])
+        self.pool.append(layer, k, v, self.seqs, bounds)
         mixed = [
             attention(rows, *self._tokens(layer, seq), self.windows[layer])
             for seq, rows in zip(self.seqs, np.split(q, len(self.seqs)), strict=True)

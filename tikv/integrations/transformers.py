@@ -19,6 +19,7 @@ from tikv.dtypes import APPENDED
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
+from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.stores.growing import GrowingLayer
 
@@ -188,7 +189,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         if key_states.dtype is not value_states.dtype:  # `append_alike` takes no such tokens
             return self.update(*_of_one_dtype(key_states, value_states))
-        if _has_gradient(key_states, value_states):  # nor these
+        if has_gradient(key_states, value_states):  # nor these
             return self._ungraded(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
         if key_states.dtype is not self.dtype:
@@ -209,7 +210,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         keys, values = self.update(key_states.detach(), value_states.detach())
         if hasattr(keys, "tikv_stored"):
             keys, values = self._read(*keys.tikv_stored[1:3])
-        return _Ungraded.apply(keys, key_states), _Ungraded.apply(values, value_states)
+        return Ungraded.apply(keys, key_states), Ungraded.apply(values, value_states)
 
     def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
         """What new tokens see, when their keys are in the slots before `end`."""
@@ -230,7 +231,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if (
             store is None
             or self._staged
-            or _has_gradient(key_states, value_states)
+            or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
         ):
             return _update_outside_the_graph(self, key_states, value_states)
@@ -525,25 +526,6 @@ def _of_one_dtype(key_states: Any, value_states: Any) -> tuple[Any, Any]:
         return key_states, value_states
     wide = torch.promote_types(key_states.dtype, value_states.dtype)
     return key_states.to(wide), value_states.to(wide)
-
-
-def _has_gradient(key_states: Any, value_states: Any) -> bool:
-    return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
-
-
-class _Ungraded(torch.autograd.Function):  # type: ignore[misc]
-    """What the cache returns for tokens with a gradient, which it cannot carry on: going back through it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, cached: Any, new: Any) -> Any:
-        return cached.view_as(cached)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise OptionError(
-            f"{OPERATION}: gradients do not flow through the cache, and without them those of keys and values would be "
-            f"wrong. Train without a cache (use_cache=False), or call the model in torch.no_grad()."
-        )
 
 
 def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:

@@ -51,6 +51,7 @@ class AppendPlan(Plan):
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.widths = memory.head_dim, memory.head_dim_v
         self.scale_dtype = memory.scale_dtype
+        self.lock = memory.lock
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
@@ -71,6 +72,8 @@ class AppendPlan(Plan):
     def append(self, rows: Views) -> None:
         """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
 
+        The store's lock is held.
+
         After the first run this is `entries_at`, `run` and the counts in one function, for a decode loop waits for it
         once a layer: `benches/stores/bench_append.py`.
 
@@ -90,11 +93,10 @@ class AppendPlan(Plan):
             position = length
             if first.ring and not self.absolute:
                 position = reduced_position(length, first.sinks, first.ring)
-            with self.lock:
-                if rows.pointers != self.pointers:
-                    self._move_to(rows.pointers)
-                self._put_position(position)
-                bound.launch()
+            if rows.pointers != self.pointers:
+                self._move_to(rows.pointers)
+            self._put_position(position)
+            bound.launch()
         after = length + self.tokens
         for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
             layer.length = after
@@ -268,7 +270,7 @@ class Appends:
             key: what finds the plan in `plans`.
             stacked: the arrays have a leading axis of layers.
         """
-        rows, axes = self._checked(operation, layers, given, layout, stacked)
+        rows, axes = self.checked(operation, layers, given, layout, stacked)
         tokens = rows[0].shape[1 + axes[0]]
         for layer in layers:
             if layer.ring == 0:
@@ -297,12 +299,21 @@ class Appends:
         if len(plans) == 1:
             self.plans[key] = plans[0]
 
+    def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
+        """Append views of new K and V to one layer; `KVCacheStore.append` has this inline."""
+        key = (layer.index, rows.key, layout)
+        plan = self.plans.get(key)
+        if plan is None:
+            self.append_first(operation, [layer], rows, layout, key, False)
+        else:
+            plan.append(rows)
+
     def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
         """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
         key = ("at", layers[0].index, stacked, given.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
         if plan is None:
-            rows, axes = self._checked(operation, layers, Views(given[:2]), layout, stacked)
+            rows, axes = self.checked(operation, layers, Views(given[:2]), layout, stacked)
             positions = given[2]
             self._check_positions(operation, positions)
             if rows[0].shape[1 + axes[0]] == 0:
@@ -335,10 +346,17 @@ class Appends:
         batch = self.memory.batch_size
         return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
 
-    def _checked(
+    def checked(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int]]:
-        """Check new K and V against the layers: (layers, batch, ., ., width) each, axes of tokens and of heads."""
+        """Check new K and V against the layers.
+
+        Returns:
+            Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
+
+        Raises:
+            ShapeError, DTypeError, OptionError: they do not fit the layers, or share memory with them.
+        """
         memory, (k, v) = self.memory, given
         token_major = checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major"
         token_axis, head_axis = (1, 2) if token_major else (2, 1)

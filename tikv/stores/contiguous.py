@@ -14,19 +14,20 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import CacheArray, read_host, to_device, view, view_all
-from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.errors import CapacityError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.contiguous import contiguous_cache
-from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, plan_key, real
-from tikv.ops.attention.plan import AttentionPlan
-from tikv.stores import contiguous_files, draw, files
+from tikv.ops.attention.options import IMPLEMENTATIONS
+from tikv.stores import contiguous_files, files
 from tikv.stores.append import NAMES, Appends, check_step
+from tikv.stores.attend import MISSING, AttentionScale, extend, layer_arrays, layer_plan, refuse_missing
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
-from tikv.stores.storage import size_in_words, storage
+from tikv.stores.storage import storage
+from tikv.stores.store_facts import StoreFacts
+from tikv.stores.whole import whole
 
 
-class KVCacheStore(draw.Drawn, runtime.DeepCopied):
+class KVCacheStore(StoreFacts, runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -47,6 +48,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         batch_size: sequences now; `select` and `repeat` change it.
         dtype: what keys and values are stored in.
         windows: of each layer, the slots of a sliding one or None.
+        lock: a lock that each call holds, and that one thread may take again.
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
@@ -55,6 +57,8 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
     few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block.
+    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
+    several calls.
     Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
     refused. `snapshot` copies what is held, `save` takes it to another process.
 
@@ -111,6 +115,9 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
             scale_dtype=self.scale_dtype,
         )
         self._appends = Appends(self._memory)
+        self.lock = self._memory.lock
+
+    __deepcopy__ = whole(runtime.DeepCopied.__deepcopy__)
 
     def _windows(self, window: Any, operation: str) -> list[int | None]:
         one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
@@ -128,67 +135,6 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
                     f"{operation}: sinks={self.sinks} leave no slot of window={w} to slide. Use sinks < {w}."
                 )
         return found
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences now."""
-        return self._memory.batch_size
-
-    @property
-    def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
-        return max(layer.length for layer in self._layers)
-
-    @property
-    def seq_lens(self) -> np.ndarray[Any, Any]:
-        """(batch_size,) int32: `length` for each sequence, on the host.
-
-        Raises:
-            PositionError: `length` does not fit int32, as it may not in a store whose layers all slide.
-        """
-        return self._lens("KVCacheStore.seq_lens", "Read `length`.")
-
-    def _lens(self, operation: str, remedy: str) -> np.ndarray[Any, Any]:
-        """`length` for each sequence, if it fits."""
-        if self.length >= 2**31:
-            raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
-        return np.full(self.batch_size, self.length, np.int32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
-        return self._memory.nbytes
-
-    def layer_length(self, layer: int) -> int:
-        """Tokens appended to one layer since `reset`, less those trimmed."""
-        return self._layer(layer, "KVCacheStore.layer_length").length
-
-    def _layer(self, index: int, operation: str) -> Layer:
-        runtime.require_alive(self.runtime, operation)
-        if type(index) is not int or not 0 <= index < self.num_layers:
-            index = checks.integer(index, "layer", operation, high=self.num_layers - 1)
-        return self._layers[index]
-
-    def keys(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, not a copy."""
-        return CacheArray(self._layer(layer, "KVCacheStore.keys").k, self.runtime)
-
-    def values(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, not a copy."""
-        return CacheArray(self._layer(layer, "KVCacheStore.values").v, self.runtime)
-
-    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of K and of V, each (batch_size, num_kv_heads, slots).
-
-        Raises:
-            DTypeError: the store is not int8.
-        """
-        found = self._layer(layer, "KVCacheStore.scales")
-        if found.k_scale is None or found.v_scale is None:
-            raise DTypeError(
-                f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'."
-            )
-        return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
 
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
         """Append new tokens to one layer, in one launch.
@@ -214,16 +160,19 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         operation = "KVCacheStore.append"
         to = self._layer(layer, operation)
         if positions is not None:
-            self._appends.append_at(operation, [to], view_all((k, v, positions), NAMES, operation), layout, False)
+            with self.lock:
+                self._appends.append_at(operation, [to], view_all((k, v, positions), NAMES, operation), layout, False)
             return
         rows = view_all((k, v), NAMES[:2], operation)
         key = (layer, rows.key, layout)
-        plan = self._appends.plans.get(key)
-        if plan is None:
-            self._appends.append_first(operation, [to], rows, layout, key, False)
-        else:
-            plan.append(rows)
+        with self.lock:
+            plan = self._appends.plans.get(key)
+            if plan is None:
+                self._appends.append_first(operation, [to], rows, layout, key, False)
+            else:
+                plan.append(rows)
 
+    @whole
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
         """Append new tokens to all layers, in one launch, or one a block (see the class).
 
@@ -253,6 +202,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         else:
             plan.append(rows)
 
+    @whole
     def positions_on_device(self) -> CacheArray:
         """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
 
@@ -278,6 +228,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         lens = self._lens(operation, "Append without positions, or reset().")
         return CacheArray(to_device(lens, self.runtime), self.runtime)
 
+    @whole
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
 
@@ -296,6 +247,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         for layer in self._layers:
             layer.grow(tokens)
 
+    @whole
     def check_step(self, operation: str, layers: Sequence[int], tokens: int) -> list[int]:
         """For a `Step`: check that these layers, of one length, take so many tokens; what each was trimmed to.
 
@@ -304,6 +256,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         """
         return check_step([self._layers[i] for i in layers], tokens, operation)
 
+    @whole
     def count_step(self, layers: Sequence[int], tokens: int) -> None:
         """For a `Step`: count the tokens that it launched."""
         for i in layers:
@@ -314,6 +267,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         """How often memory was made: what is bound to it knows by that when it is gone."""
         return self._memory.version
 
+    @whole
     def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
         """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
 
@@ -324,6 +278,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         operation = "KVCacheStore.tokens"
         return self._memory.tokens(operation, self._layer(layer, operation))
 
+    @whole
     def attend(
         self,
         layer: int,
@@ -335,10 +290,12 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         softcap: float | None = None,
         out: Any = None,
         seq_lens: Any = None,
+        missing: str = "raise",
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
-        Append the tokens first. Of several queries in a sliding layer, earlier ones miss what later tokens overwrote.
+        Append the tokens first; of one query that is all. Several queries are those of a prompt: in a sliding layer its
+        last tokens may have overwritten what its first queries see. `extend` is for that.
 
         Args:
             layer: its index.
@@ -346,12 +303,14 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
             scale, return_lse, impl, softcap, out: as in `tikv.decode_attention`.
             seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
                 sequence, instead of `length`; what goes with `append` at ``positions``.
+            missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
+                overwritten: "raise", or "ignore" to attend over what is left. One query misses nothing.
 
         Returns:
             As `tikv.decode_attention`.
 
         Raises:
-            PositionError: more queries than tokens.
+            PositionError: more queries than tokens; or ``missing`` as said.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
 
         Example:
@@ -363,25 +322,75 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
-        arrays = {"q": view(q, "q", operation), "k": found.k, "v": found.v}
-        if found.k_scale is not None and found.v_scale is not None:
-            arrays["k_scale"], arrays["v_scale"] = found.k_scale, found.v_scale
+        arrays = layer_arrays(found, view(q, "q", operation))
         length, oldest = found.length, found.valid_from
         if seq_lens is not None:
             arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], self.runtime, operation)
             length, oldest = 0, found.trimmed_to
-        scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-        key = plan_key(operation, arrays, (scale, softcap, found.window, found.sinks))
-        plan = self.runtime.plans.get(key)
-        if plan is None:
-            options = AttentionOptions(scale, True, found.ring or None, softcap, None, False)
-            cache = contiguous_cache(found.k, found.v, tuple(found.scales), sinks=found.sinks, ring=found.ring)
-            plan = AttentionPlan(self.runtime, operation, arrays, cache, self.batch_size, options)
-            self.runtime.plans.keep(key, plan)
+        scores = AttentionScale.checked(scale, softcap, operation)
+        plan = layer_plan(self.runtime, operation, arrays, found, scores)
         checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+        if checks.option(missing, "missing", operation, MISSING) == "raise" and plan.query.queries > 1:
+            refuse_missing(operation, found, plan.query.queries, seq_lens is not None)
         return plan.attend(q, arrays, out, return_lse, impl, length, oldest)
 
+    @whole
+    def extend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
+
+        Each query sees all tokens up to its own; in a sliding layer the sinks and the window of its own position, also
+        where the prompt is longer than the window. It is what a model does with a prompt and with one token alike.
+
+        Args:
+            layer: its index.
+            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or without the batch axis when it is 1;
+                float32, float16 or bfloat16. num_kv_heads divides Hq.
+            k, v: the T new tokens, as in `append`, in the same layout.
+            layout: "token_major" or "head_major".
+            scale, softcap: as in `tikv.decode_attention`.
+            return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
+                axis.
+
+        Returns:
+            A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse.
+
+        Raises:
+            As `append` and `attend`. Nothing is written.
+
+        Exactness: attention over the tokens as they are stored: rounded to the store's dtype, or int8. Float32
+            arithmetic, one rounding at the end. What is appended has the bits that `append` writes.
+        Cost: as `append` and then `attend`, 256 queries at a time. Where a prompt overwrites a sliding layer's tokens,
+            the layer and the new tokens are read by a launch each and a third one merges; new tokens that the store
+            converts are written twice. The cache is never copied.
+
+        Example:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "capacity": 4, "window": 2}
+            >>> store = tikv.KVCacheStore(**form, dtype="float32")
+            >>> v = np.arange(10, dtype=np.float32).reshape(5, 1, 2)
+            >>> store.extend(0, np.ones((5, 1, 2), np.float32), np.zeros_like(v), v)[:, 0, 0].tolist()
+            [0.0, 1.0, 3.0, 5.0, 7.0]
+            >>> store.length, store.tokens(0)[1].numpy()[0, 0, :, 0].tolist()
+            (5, [6.0, 8.0])
+        """
+        operation = "KVCacheStore.extend"
+        found = self._layer(layer, operation)
+        scores = AttentionScale.checked(scale, softcap, operation)
+        return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse)
+
+    @whole
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer.
 
@@ -413,12 +422,14 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
                 layer.length = target
                 layer.valid_from = min(layer.valid_from, target)
 
+    @whole
     def reset(self) -> None:
         """Forget all tokens. The memory stays, with what was in it."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         for layer in self._layers:
             layer.length = layer.valid_from = 0
 
+    @whole
     def reorder(self, index: Any) -> None:
         """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
 
@@ -434,6 +445,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         self._memory.reorder(operation, index)
 
+    @whole
     def select(self, index: Any) -> None:
         """Keep these sequences, in this order; the batch becomes as long as the index.
 
@@ -451,6 +463,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         self._memory.select(self._memory.sequences_of(operation, index))
 
+    @whole
     def repeat(self, n: int) -> None:
         """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
 
@@ -464,11 +477,13 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         runtime.require_alive(self.runtime, "KVCacheStore.repeat")
         self._memory.select(np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
 
+    @whole
     def snapshot(self) -> Snapshot:
         """Copy what the store holds, to return to it with `restore`; on the device, filled slots only."""
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         return Snapshot(self._memory)
 
+    @whole
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
@@ -484,6 +499,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
         operation = "KVCacheStore.restore"
         require_snapshot(operation, snapshot).restore(operation, self, self._memory)
 
+    @whole
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
 
@@ -545,6 +561,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
             store.take_over(counts, arrays, operation)
         return store
 
+    @whole
     def host_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
         """Each layer's counts and host copies of its filled slots: K, V, and the scales of int8."""
         taken = self._memory.copy_filled()
@@ -553,6 +570,7 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
             for layer, arrays in zip(self._layers, taken, strict=True)
         ]
 
+    @whole
     def take_over(
         self, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[np.ndarray[Any, Any]]], operation: str
     ) -> None:
@@ -562,32 +580,3 @@ class KVCacheStore(draw.Drawn, runtime.DeepCopied):
             ShapeError: an array is not of this store's form. Nothing is changed.
         """
         take_over(operation, self._memory, counts, arrays)
-
-    def _picture(self) -> str:
-        groups: dict[tuple[int, int, int, int, int], list[int]] = {}
-        for layer in self._layers:
-            state = (layer.slots, layer.sinks, layer.ring, layer.length, layer.valid_from)
-            groups.setdefault(state, []).append(layer.index)
-        rows = [
-            draw.Slots(f"layer{'s' * (len(group) > 1)} {draw.ranges(group)}", slots, sinks, ring > 0, length, first)
-            for (slots, sinks, ring, length, first), group in groups.items()
-        ]
-        return draw.slots(repr(self), rows)
-
-    def __len__(self) -> int:
-        """`length`; so an empty store is false: ask ``store is not None`` whether there is one."""
-        return self.length
-
-    def __repr__(self) -> str:
-        distinct = sorted({str(w) for w in self.windows if w is not None})
-        kind = "linear" if not distinct else f"window {'/'.join(distinct)}"
-        if distinct and any(w is None for w in self.windows):
-            kind += " and linear"
-        if self.sinks:
-            kind += f", {self.sinks} sinks"
-        batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
-        return (
-            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {self._memory.width}, "
-            f"{self.dtype.name}, {kind}, {self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, "
-            f"{self.runtime.arch})"
-        )

@@ -15,6 +15,7 @@ from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.storage import BLOCK_BYTES
+from tikv.stores.whole import StoreLock
 
 JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
 
@@ -111,6 +112,7 @@ class LayerMemory:
         self.dtype = dtype
         self.scale_dtype = scale_dtype
         self.version = 0
+        self.lock = StoreLock()  # of the store
         self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
         self.blocks: list[list[Layer]] = []
         self.allocate(batch_size)

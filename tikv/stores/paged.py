@@ -14,24 +14,25 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import CacheArray, new_array, view
-from tikv.dtypes import DType
+from tikv.arrays import CacheArray, describe, new_array, view
 from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
-from tikv.ops.attention.paged import attend_paged
+from tikv.ops.attention.paged import paged_call
 from tikv.ops.indices import host_integers
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
-from tikv.stores import draw, files, paged_files
+from tikv.stores import files, paged_files
 from tikv.stores.block_pool import salt_bytes
 from tikv.stores.device_tables import DeviceTables
 from tikv.stores.layer_pools import LayerPools
+from tikv.stores.pool_facts import PoolFacts
 from tikv.stores.pool_form import PoolForm
-from tikv.stores.sequences import AppendStep, Sequences, SequenceState
-from tikv.stores.storage import size_in_words
+from tikv.stores.ragged_attention import RaggedAttention
+from tikv.stores.sequences import AppendStep, Sequences
+from tikv.stores.whole import StoreLock, whole
 
 
-class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
+class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
@@ -56,6 +57,8 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
     Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 is as in `tikv.quantize`.
     Cost: an append is one launch for all its sequences; tables and counts are kept on the host, and reading them never
     waits for the device.
+    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
+    several calls.
 
     Example:
         >>> import numpy as np, tikv
@@ -105,111 +108,11 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         self._sequences = Sequences(self.num_layers, self.form.num_blocks, self.form.block_size)
         self._appends: BoundedCache[Any, paged.WriteSlotsPlan] = BoundedCache()
         self._on_device = DeviceTables(self.runtime)
+        self.lock = StoreLock()
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of K and V."""
-        return self.form.num_kv_heads
+    __deepcopy__ = whole(runtime.DeepCopied.__deepcopy__)
 
-    @property
-    def head_dim(self) -> int:
-        """Width of a head of K."""
-        return self.form.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Width of a head of V."""
-        return self.form.head_dim_v
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool."""
-        return self.form.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.form.block_size
-
-    @property
-    def dtype(self) -> DType:
-        """What keys and values are stored in."""
-        return self.form.dtype
-
-    @property
-    def layout(self) -> str:
-        """The layout of a layer's pools."""
-        return self.form.layout
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and scales of all layers, filled or not."""
-        return self._pools.nbytes
-
-    @property
-    def sequences(self) -> list[int]:
-        """The sequences there are, in the order they came."""
-        return list(self._sequences.states)
-
-    @property
-    def context_lens(self) -> np.ndarray[Any, Any]:
-        """(len(sequences),) int32: `length` of each of `sequences`, on the host."""
-        return np.array([state.length for state in self._sequences.states.values()], np.int32)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
-        return self._sequences.blocks.num_free
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """Blocks that more than one sequence holds."""
-        return self._sequences.blocks.num_shared
-
-    def length(self, seq: int) -> int:
-        """Tokens of a sequence, shared ones included; while a step is under way, those of the layers ahead."""
-        return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
-
-    def layer_length(self, layer: int, seq: int) -> int:
-        """Tokens that one layer of a sequence holds."""
-        operation = "PagedKVCacheStore.layer_length"
-        return self._state(seq, operation, swapped=True).lengths[self._layer(layer, operation)]
-
-    def block_table(self, seq: int) -> np.ndarray[Any, Any]:
-        """(blocks,) int32: the blocks of a sequence in order, a copy on the host."""
-        return np.array(self._state(seq, "PagedKVCacheStore.block_table").blocks, np.int32)
-
-    def keys(self, layer: int) -> CacheArray:
-        """A layer's pool of keys where it lies, in the store's layout; not a copy."""
-        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
-
-    def values(self, layer: int) -> CacheArray:
-        """A layer's pool of values where it lies, in the store's layout; not a copy."""
-        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
-
-    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of a layer's keys and values, each (N, bs, H), where they lie.
-
-        Raises:
-            DTypeError: the store is not int8.
-        """
-        operation = "PagedKVCacheStore.scales"
-        found = self._pools.layers[self._layer(layer, operation)][2:]
-        if not found:
-            raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'.")
-        return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
-
-    def _layer(self, index: int, operation: str) -> int:
-        runtime.require_alive(self.runtime, operation)
-        if type(index) is int and 0 <= index < self.num_layers:
-            return index
-        return checks.integer(index, "layer", operation, high=self.num_layers - 1)
-
-    def _state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
-        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise."""
-        runtime.require_alive(self.runtime, operation)
-        return self._sequences.state(seq, operation, swapped=swapped)
-
+    @whole
     def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
 
@@ -245,6 +148,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
         return self._sequences.add(ids, salt_bytes(salt, operation))
 
+    @whole
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
 
@@ -261,6 +165,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         """
         return self._sequences.fork(self._state(seq, "PagedKVCacheStore.fork"))
 
+    @whole
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
 
@@ -279,6 +184,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
             )
         self._sequences.truncate(state, n)
 
+    @whole
     def free(self, seq: int) -> None:
         """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
 
@@ -290,6 +196,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         self._state(seq, "PagedKVCacheStore.free", swapped=True)
         self._sequences.free(seq)
 
+    @whole
     def swap_out(self, seq: int) -> None:
         """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
 
@@ -304,6 +211,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         state = self._state(seq, operation)
         self._sequences.swap_out(state, self._pools.read_blocks(state.blocks))
 
+    @whole
     def swap_in(self, seq: int) -> None:
         """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
 
@@ -326,6 +234,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
             raise
         self._sequences.swap_in(state, shared, fresh)
 
+    @whole
     def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
 
@@ -347,7 +256,10 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         Exactness, cost: as the class says; shared blocks that are written into are copied first, in one more launch.
         """
         operation = "PagedKVCacheStore.append"
-        layer = self._layer(layer, operation)
+        self._append(operation, self._layer(layer, operation), k, v, seqs, cu_seqlens)
+
+    def _append(self, operation: str, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any) -> AppendStep:
+        """`append`, by the name that errors give as the operation; where the tokens went."""
         k_view, v_view = view(k, "k", operation), view(v, "v", operation)
         checks.rank(k_view, (3,), "k", "(T, H, D)", operation)
         pools = self._pools.layers[layer]
@@ -365,7 +277,9 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
         self._sequences.commit(layer, step)
+        return step
 
+    @whole
     def write_qkv(
         self,
         layer: int,
@@ -441,6 +355,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
                 raise
         return step
 
+    @whole
     def attend(
         self,
         layer: int,
@@ -492,11 +407,71 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         tables, lens = self._on_device.block_tables(self._sequences.version, ids, states, lengths)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
-        return attend_paged(
+        call = paged_call(
             operation, q, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-            return_lse=return_lse, out=out, softcap=softcap, impl=impl, **scales,
+            softcap=softcap, impl=impl, **scales,
         )  # fmt: skip
+        return call.attend(q, out=out, return_lse=return_lse)
 
+    @whole
+    def extend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        seqs: Sequence[int],
+        cu_seqlens: Any = None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
+
+        Args:
+            layer: its index.
+            q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
+            k, v, seqs, cu_seqlens: as in `append`.
+            scale, window, softcap: as in `attend`.
+            return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
+
+        Returns:
+            A new array of q's kind and dtype, (T, Hq, D_v); with ``return_lse`` also lse. Padding gives 0 and -inf.
+
+        Raises:
+            As `append` and `attend`. Nothing is written, and every sequence is as it was.
+
+        Exactness: as `append` and `attend`: attention reads what is stored.
+        Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
+            of a sequence at a time.
+
+        Example:
+            >>> import numpy as np, tikv
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, dtype="float32")
+            >>> seqs = [pool.add(), pool.add()]
+            >>> v = np.arange(10, dtype=np.float32).reshape(5, 1, 2)
+            >>> pool.extend(0, np.ones_like(v), np.zeros_like(v), v, seqs, cu_seqlens=[0, 2, 5])[:, 0, 0].tolist()
+            [0.0, 1.0, 4.0, 5.0, 6.0]
+        """
+        operation = "PagedKVCacheStore.extend"
+        layer = self._layer(layer, operation)
+        call = RaggedAttention(operation, self.form, self._pools.layers[layer], q, scale, window, softcap, return_lse)
+        rows = view(k, "k", operation)
+        checks.rank(rows, (3,), "k", "(T, H, D)", operation)
+        checks.extent(call.q.shape[0], rows.shape[0], "the number of rows of q", operation, f"k: {describe(rows)}")
+        step = self._append(operation, layer, k, v, seqs, cu_seqlens)
+        states, ends = step.states, tuple(state.lengths[layer] for state in step.states)
+        try:
+            tables, lens = self._on_device.block_tables(self._sequences.version, step.ids, states, ends)
+            return call.attend(step.cu_seqlens, tables, lens, ends)
+        except BaseException:
+            for state, start in zip(states, step.starts, strict=True):
+                state.lengths[layer] = start
+            raise
+
+    @whole
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
         """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v). int8 comes as float32.
 
@@ -521,6 +496,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
+    @whole
     def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
         """Save sequences to a .safetensors file: written beside it, synced, then renamed.
 
@@ -582,6 +558,7 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         paged_files.restore_all(path, contents, store._sequences, store._pools, operation, share_prefixes)
         return store
 
+    @whole
     def load_sequences(
         self, path: str | os.PathLike[str], *, share_prefixes: bool = True, salt: str | bytes | int | None = None
     ) -> list[int]:
@@ -611,29 +588,6 @@ class PagedKVCacheStore(draw.Drawn, runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         own = self._sequences, self._pools, operation, share_prefixes, salt_bytes(salt, operation)
         return paged_files.add(path, paged_files.read(path, operation), *own)
-
-    def _picture(self) -> str:
-        sequences = self._sequences
-        states = sequences.states.items()
-        rows = [draw.Table(seq, state.length, state.blocks, state.swapped is not None) for seq, state in states]
-        return draw.table(
-            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, sequences.blocks.holders, rows
-        )
-
-    def __len__(self) -> int:
-        """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
-        return len(self._sequences.states)
-
-    def __repr__(self) -> str:
-        width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
-        used = self.num_blocks - self.num_free_blocks
-        swapped = sum(state.swapped is not None for state in self._sequences.states.values())
-        return (
-            f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
-            f"{self.layout}, {len(self)} sequences{f' ({swapped} swapped out)' if swapped else ''}, "
-            f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
-            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
-        )
 
 
 def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: runtime.Runtime) -> tuple[int, ...]:

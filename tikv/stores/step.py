@@ -173,6 +173,10 @@ class Step(runtime.NotCopied):
         self._run("Step.prepare", k, v, q, prepare_only=True)
 
     def _run(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool = False) -> Any:
+        with self.store.lock:
+            return self._run_alone(operation, k, v, q, prepare_only)
+
+    def _run_alone(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool) -> Any:
         store = self.store
         runtime.require_alive(store.runtime, operation)
         if (q is None) != (self._options is None):

@@ -6,23 +6,27 @@ A step is: write, which begins at `len`; `set_len`; attend. `KVCacheStore` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, new_array, new_like, to_device, view, write_host
-from tikv.dtypes import DType
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, CacheArray, Views, to_device, write_host
+from tikv.compat.seeds.kv_layer import KVLayer, batch_of_one
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
-from tikv.ops import checks, copy, layouts, rope
-from tikv.ops.attention.contiguous import attend_contiguous
-from tikv.ops.attention.paged import attend_paged
+from tikv.ops import checks, copy, paged, rope
+from tikv.ops.attention.contiguous import contiguous_call
+from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.write_qkv import write_fused
 from tikv.stores import block_pool
+from tikv.stores.append import Appends
+from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.storage import storage
+from tikv.stores.whole import whole
 
 # Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
 SEED_NAMES: dict[str, tuple[str, ...]] = {
@@ -46,114 +50,7 @@ SEED_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class _Layer(runtime.DeepCopied):
-    """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
-
-    instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."
-    _arrays: list[ArrayView]  # K, V and, for int8, their scales
-    _remedy: str  # how to get room for {} tokens
-
-    def __init__(
-        self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime, capacity: int, block_size: int
-    ) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
-        self._block_size = block_size
-        self._capacity = capacity
-        self._slots = 0 if block_size else capacity  # what there is room for now
-        self._len = 0
-        self._lens: ArrayView | None = None  # the same on the device
-        self.dtype = dtype
-        self.runtime = live
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit: until `ensure_contig_capacity` makes more room, or in as many blocks as there may be."""
-        return self._capacity
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block; 0 where there are none."""
-        return self._block_size
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether tokens lie in blocks of a pool."""
-        return self._block_size > 0
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of K and V."""
-        return self._num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self._head_dim
-
-    def __len__(self) -> int:
-        """Tokens there are, as `set_len` said last; no write changes it."""
-        return self._len
-
-    def set_len(self, n: int) -> None:
-        """Say how many tokens there are: after a write, or to drop the newest.
-
-        Raises:
-            CapacityError: more than there are slots for: `capacity`, or the blocks assigned.
-        """
-        operation = f"{type(self).__name__}.set_len"
-        runtime.require_alive(self.runtime, operation)
-        n = checks.integer(n, "n", operation)
-        if n > self._slots:
-            raise CapacityError(f"{operation}: n={n} > {self._slots} slots. {self._remedy.format(n)}")
-        self._len = n
-        if self._lens is not None:
-            write_host(np.array([n], np.int32), self._lens)
-
-    def _end(self, operation: str, rows: Any) -> int:
-        """Tokens there will be behind these rows, for which there is room."""
-        runtime.require_alive(self.runtime, operation)
-        source = view(rows, "rows", operation)
-        checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
-        end = self._len + source.shape[0]
-        if end > self._slots:
-            raise CapacityError(
-                f"{operation}: len={self._len} + {source.shape[0]} tokens > {self._slots} slots. "
-                f"{self._remedy.format(end)}"
-            )
-        return end
-
-    def _scales(self) -> dict[str, Any]:
-        """The int8 scales by the names that operations give them."""
-        return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
-
-    def _attend(self, operation: str, attend: Callable[..., Any], q: Any, q_layout: str, **options: Any) -> Any:
-        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
-        runtime.require_alive(self.runtime, operation)
-        rows = view(q, "q", operation)
-        checks.rank(rows, (3,), "q", "(T, Hq, D) or (Hq, T, D)", operation)
-        token, head = layouts.token_and_head_axes(q_layout, "q_layout", operation)
-        order = (head, token, 2)
-        out = new_like(q, (*rows.shape[:2], self.head_dim), rows.dtype, self.runtime)
-        queries, result = (
-            _batch_of_one(a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
-            for a in (rows, view(out, "out", operation))
-        )
-        attend(operation, queries, out=result, **options)
-        return out
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
-            f"{len(self)}/{self.capacity} tokens, {self.runtime.arch})"
-        )
-
-
-def _batch_of_one(a: ArrayView) -> ArrayView:
-    return a.restrided((1, *a.shape), (0, *a.strides))
-
-
-class ContiguousKVLayer(_Layer):
+class ContiguousKVLayer(KVLayer):
     """Keys and values of one sequence in one layer, head-major (num_kv_heads, capacity, head_dim), which can grow.
 
     Args:
@@ -200,10 +97,20 @@ class ContiguousKVLayer(_Layer):
         return cls(capacity, num_kv_heads, head_dim, dtype=dtype, scale_dtype=scale_dtype)
 
     def _allocate(self, capacity: int) -> list[ArrayView]:
-        forms: list[tuple[tuple[int, ...], DType]] = [((self.num_kv_heads, capacity, self.head_dim), self.dtype)] * 2
-        if self._scale_dtype is not None:
-            forms += [((self.num_kv_heads, capacity), self._scale_dtype)] * 2
-        return [new_array(shape, dtype, self.runtime) for shape, dtype in forms]
+        """Memory of a store of one layer: K, V and, for int8, their scales."""
+        self._layer = Layer(0, capacity, None, 0)
+        memory = LayerMemory(
+            self.runtime,
+            [self._layer],
+            batch_size=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            dtype=self.dtype,
+            scale_dtype=self._scale_dtype or dtypes.float16,
+        )
+        self._appends = Appends(memory)
+        return [a.restrided(a.shape[1:], a.strides[1:]) for a in self._layer.arrays]
 
     @property
     def keys(self) -> CacheArray:
@@ -215,6 +122,7 @@ class ContiguousKVLayer(_Layer):
         """(num_kv_heads, capacity, head_dim): the values where they lie, not a copy."""
         return CacheArray(self._arrays[1], self.runtime)
 
+    @whole
     def ensure_contig_capacity(self, required: int) -> None:
         """Have at least ``required`` slots; the tokens there are stay, bit for bit.
 
@@ -235,6 +143,7 @@ class ContiguousKVLayer(_Layer):
             copy.copy_kv(*kept, *room, position=0, num_tokens=self._len, src_layout="head_major")
         self._arrays, self._capacity, self._slots = new, required, required
 
+    @whole
     def contig_write(
         self,
         rows: Any,
@@ -277,6 +186,7 @@ class ContiguousKVLayer(_Layer):
             **self._scales(),
         )
 
+    @whole
     def contig_decode_attention(
         self,
         q: Any,
@@ -303,18 +213,28 @@ class ContiguousKVLayer(_Layer):
 
         Exactness, cost: as `tikv.decode_attention`.
         """
-        arrays = map(_batch_of_one, self._arrays)
         return self._attend(
             "ContiguousKVLayer.contig_decode_attention",
-            attend_contiguous,
+            contiguous_call,
             q,
             q_layout,
-            **dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False)),
+            **self._caches(),
             seq_lens=np.array([self._len], np.int32),
             scale=scale,
             causal=causal,
             window=window,
         )
+
+    def _caches(self) -> dict[str, Any]:
+        arrays = map(batch_of_one, self._arrays)
+        return dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False))
+
+    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
+        return contiguous_call(operation, q, **self._caches(), seq_lens=length, **options)
+
+    def _write(self, operation: str, rows: list[ArrayView]) -> None:
+        self._layer.length = self._len
+        self._appends.append(operation, self._layer, Views(rows), "token_major")
 
 
 def _rows(a: ArrayView) -> ArrayView:
@@ -392,7 +312,7 @@ class KVPool(runtime.DeepCopied):
         )
 
 
-class PagedKVLayer(_Layer):
+class PagedKVLayer(KVLayer):
     """Keys and values of one sequence in one layer, in the blocks of a pool that the caller assigns to it.
 
     Args:
@@ -520,6 +440,7 @@ class PagedKVLayer(_Layer):
         table[: len(found)] = found
         write_host(table, self._table)
 
+    @whole
     def paged_write(
         self,
         rows: Any,
@@ -546,7 +467,7 @@ class PagedKVLayer(_Layer):
         operation = "PagedKVLayer.paged_write"
         end = self._end(operation, rows)
         positions = np.arange(self._len, end, dtype=np.int32)
-        slots = block_pool.slots_of(self._blocks, positions, self.block_size).astype(np.int32)
+        slots = self._slots_of(self._len, end)
         return write_fused(
             operation,
             rows,
@@ -560,6 +481,7 @@ class PagedKVLayer(_Layer):
             **self._scales(),
         )
 
+    @whole
     def paged_decode_attention(
         self, q: Any, *, q_layout: str = "token_major", scale: float | None = None, window: int | None = None
     ) -> Any:
@@ -578,13 +500,32 @@ class PagedKVLayer(_Layer):
         """
         return self._attend(
             "PagedKVLayer.paged_decode_attention",
-            attend_paged,
+            paged_call,
             q,
             q_layout,
             **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
-            block_tables=_batch_of_one(self._table),
+            block_tables=batch_of_one(self._table),
             context_lens=self._lens,
             layout=self.pool.form.layout,
             scale=scale,
             window=window,
         )
+
+    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
+        k, v, *_ = self._arrays
+        table = batch_of_one(self._table)
+        return paged_call(operation, q, k, v, table, length, layout=self.pool.form.layout, **self._scales(), **options)
+
+    def _write(self, operation: str, rows: list[ArrayView]) -> None:
+        pools, layout = self._arrays, self.pool.form.layout
+        index = to_device(self._slots_of(self._len, self._len + rows[0].shape[0]), self.runtime)
+        arrays = [rows[0], pools[0], rows[1], pools[1], index, *pools[2:]]
+        key = (operation, layout, *[a.key for a in arrays])
+        plan = self.runtime.plans.get(key)
+        if plan is None:
+            plan = self.runtime.plans.keep(key, paged.check_write_slots(self.runtime, operation, arrays, layout))
+        plan.run(arrays)
+
+    def _slots_of(self, first: int, end: int) -> np.ndarray[Any, Any]:
+        positions = np.arange(first, end, dtype=np.int32)
+        return block_pool.slots_of(self._blocks, positions, self.block_size).astype(np.int32)

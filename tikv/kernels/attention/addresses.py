@@ -87,7 +87,9 @@ def result_offsets(kv_head, r, group, lse_first, strides, params):
     b, h = kv_head // params[P.heads], kv_head % params[P.heads]
     at = query_row_offset(b, h, r, group, params[P.queries], strides[S.out_first], strides[S.out_sequence],
                           strides[S.out_head], strides[S.out_token])  # fmt: skip
-    return at, lse_first + (kv_head * group + r % group) * params[P.queries] + r // group
+    lse_at = query_row_offset(b, h, r, group, params[P.queries], lse_first, strides[S.lse_sequence],
+                              strides[S.lse_head], strides[S.lse_token])  # fmt: skip
+    return at, lse_at
 
 
 def make_output_offsets(parts, c):

@@ -1,7 +1,7 @@
 """The attention mass of keys, after attention: which of them the queries looked at, for whoever evicts keys."""
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets, result_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -86,7 +86,7 @@ def make_mass(style, c):
             for r in range(params[P.queries] * c.group):
                 t = r // c.group
                 product = dot(k, row, q, query_row(b, h, r, strides, params))
-                bits = lse[params[P.out_lse_first] + (kv_head * c.group + r % c.group) * params[P.queries] + t]
+                bits = lse[result_offsets(kv_head, r, c.group, params[P.out_lse_first], strides, params)[1]]
                 if bits != ti.u32(MINUS_INFINITY) and is_visible(t, index, visible, params):
                     logit = logit_of(product * scale, scalars[X.logit_scale], scalars[X.softcap])
                     total = total + exp2(ti.min(logit - ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale], ti.f32(0.0)))

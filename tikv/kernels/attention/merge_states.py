@@ -10,24 +10,22 @@ from tikv.runtime import ti
 
 
 class MergeStatesParams(NamedTuple):
-    """Numbers of a merge of two states: items, extents of the last leading axes, first entries of the results."""
+    """Numbers of a merge of two states: items, and the extents of the last leading axes."""
 
     items: int = 0
     extent_1: int = 1
     extent_2: int = 1
-    out_first: int = 0
-    lse_first: int = 0
 
 
 P = MergeStatesParams(*range(len(MergeStatesParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
-OUT_A, OUT_B, LSE_A, LSE_B = 0, 4, 8, 12  # of each, three strides and the first entry
-STRIDES = ti.types.vector(16, ti.i32)
+OUT_A, OUT_B, LSE_A, LSE_B, OUT, LSE = 0, 4, 8, 12, 16, 20  # of each, three strides and the first entry
+STRIDES = ti.types.vector(24, ti.i32)
 
 
 @ti.func
 def state_row(row, array: ti.template(), strides, params):
-    """Where a row of one of the four arrays begins."""
+    """Where a row of one of these arrays begins."""
     inner, rest = row % params[P.extent_2], row // params[P.extent_2]
     middle, outer = rest % params[P.extent_1], rest // params[P.extent_1]
     return outer * strides[array] + middle * strides[array + 1] + inner * strides[array + 2] + strides[array + 3]
@@ -39,7 +37,7 @@ def make_merge_states(style, width, code_a, code_b, code_out):
     `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2. The extent of `out_a` is the number of
     items.
     """
-    A, B, OUT = element_array(code_a), element_array(code_b), element_array(code_out)
+    A, B, RESULT = element_array(code_a), element_array(code_b), element_array(code_out)
     load_a, load_b = make_load(code_a, 1, SIZE[code_a] * 8), make_load(code_b, 1, SIZE[code_b] * 8)
     store = make_store(code_out, 1, SIZE[code_out] * 8, style)
 
@@ -65,14 +63,14 @@ def make_merge_states(style, width, code_a, code_b, code_out):
             if b_counts:
                 x = x + wb * inverse * load_b(out_b, state_row(row, OUT_B, strides, params) + d)[0]
             bits = ti.bit_cast((m + ti.log(wa + wb) * ti.f32(LOG2E)) / scalars[X.lse_scale], ti.u32)
-        store(out, params[P.out_first] + i, ti.Vector([x]), ti.f32(1.0))
+        store(out, state_row(row, OUT, strides, params) + d, ti.Vector([x]), ti.f32(1.0))
         if d == 0:
-            lse[params[P.lse_first] + row] = bits
+            lse[state_row(row, LSE, strides, params)] = bits
 
     loop = make_loop(style, False, merge_item, P.items)
 
     @ti.kernel
-    def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: OUT, lse: BITS, strides: STRIDES,
+    def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: RESULT, lse: BITS, strides: STRIDES,
                      params: PARAMS, scalars: SCALARS):  # fmt: skip
         loop(out_a, params, ((out_a, out_b, lse_a, lse_b, out, lse), strides, params, scalars))
 

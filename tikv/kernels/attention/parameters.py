@@ -43,7 +43,7 @@ class Choices(NamedTuple):
 
 
 class AttentionStrides(NamedTuple):
-    """Strides and first entries, in elements of q, out, scales, lengths and table, and in words of K and V."""
+    """Strides and first entries: in words of K and V, in elements of all others."""
 
     q_sequence: int = 0
     q_head: int = 0
@@ -53,6 +53,9 @@ class AttentionStrides(NamedTuple):
     out_head: int = 0
     out_token: int = 0
     out_first: int = 0
+    lse_sequence: int = 0
+    lse_head: int = 0
+    lse_token: int = 0
     k_sequence: int = 0
     k_block: int = 0
     k_token: int = 0
@@ -89,6 +92,7 @@ class AttentionParams(NamedTuple):
     sinks: int = 0
     window: int = MAX_TOKENS  # tokens behind the sinks that a query sees, itself included
     ring: int = 0  # slots behind the sinks that wrap
+    ahead: int = 0  # tokens between the newest key and the newest query, which come behind the keys
     first_valid: int = 0  # oldest position behind the sinks that is still there
     blocks: int = 0  # of the pool
     lse_first: int = 0  # of the parts' log-sum-exps, or the result's

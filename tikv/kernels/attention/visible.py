@@ -34,7 +34,7 @@ def make_visible_range(c):
         if ti.static(c.place != "ring"):
             length = ti.min(length, ti.cast(params[P.capacity], ti.i64))
         sinks = ti.cast(params[P.sinks], ti.i64)
-        oldest = length - ti.cast(params[P.window], ti.i64)
+        oldest = length + ti.cast(params[P.ahead] - params[P.window], ti.i64)
         if ti.static(c.causal):
             oldest = oldest - ti.cast(params[P.queries] - 1, ti.i64)
         if ti.static(c.place == "ring"):
@@ -59,7 +59,7 @@ def make_query_bounds(c):
 
     @ti.func
     def query_bounds(t, visible, params):
-        back = params[P.queries] - t  # the query is the back-th newest token
+        back = params[P.queries] - t - params[P.ahead]  # the query stands where the back-th newest key does
         high = visible[V.sinks] + visible[V.recent] - back
         return ti.Vector([high - params[P.window], high, visible[V.sinks], visible[V.end] - back])
 

@@ -19,7 +19,7 @@ from tikv.ops.attention.options import (
     scales_of,
     window_or_none,
 )
-from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 
@@ -94,14 +94,16 @@ def decode_attention(
         >>> tikv.decode_attention(np.ones((1, 2, 2), np.float32), k, v, np.array([3])).tolist()
         [[[2.0, 3.0], [2.0, 3.0]]]
     """
-    return attend_contiguous(
+    checks.option(impl, "impl", "decode_attention", IMPLEMENTATIONS)
+    call = contiguous_call(
         "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, softcap=softcap,
-        num_splits=num_splits, return_mass=return_mass, lse_base2=lse_base2, first_valid=first_valid, impl=impl,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
+        return_mass=return_mass,
     )  # fmt: skip
+    return call.attend(q, out=out, return_lse=return_lse, impl=impl, first_valid=first_valid or 0)
 
 
-def attend_contiguous(
+def contiguous_call(
     operation: str,
     q: Any,
     k_cache: Any,
@@ -115,16 +117,12 @@ def attend_contiguous(
     sinks: int = 0,
     k_scale: Any = None,
     v_scale: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
     softcap: float | None = None,
     num_splits: int | None = None,
     return_mass: bool = False,
     lse_base2: bool = False,
-    first_valid: int | None = None,
-    impl: str = "auto",
-) -> Any:
-    """`decode_attention`, by the name that errors give as the operation."""
+) -> AttentionCall:
+    """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
     k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
     arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
@@ -147,8 +145,7 @@ def attend_contiguous(
         span = None if window is None else window - cache.sinks
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
-    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
-    return plan.attend(q, arrays, out, return_lse, impl, length, first_valid or 0)
+    return AttentionCall(plan, arrays, length, (seq_lens,))
 
 
 def _contiguous(

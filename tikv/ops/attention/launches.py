@@ -20,13 +20,16 @@ from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 LEAST_SCRATCH = 1 << 16  # bytes
 
 
-def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int) -> Entries:
-    """A length and a first position as entries: they fit 32 bits and leave the same tokens in the same slots."""
+def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> Entries:
+    """A length and a first position as entries, which fit 32 bits and leave the same tokens in the same slots.
+
+    With them goes how far the queries are ahead of the keys.
+    """
     if cache.place == "ring" and length >= 2**30:
         enough = cache.sinks + 2 * cache.ring + queries
         short = enough + (length - enough) % cache.ring
         length, first_valid = short, max(0, first_valid - (length - short))
-    return {"length": length, "first_valid": first_valid}
+    return {"length": length, "first_valid": first_valid, "ahead": ahead}
 
 
 def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
@@ -93,9 +96,9 @@ class AttentionLaunches(Plan):
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
         """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
 
-    def attend(self, arrays: dict[str, ArrayView], length: int, first_valid: int) -> None:
+    def attend(self, arrays: dict[str, ArrayView], length: int, first_valid: int, ahead: int) -> None:
         """Launch over these arrays, all sequences of this length where there is no array of lengths."""
-        entries = length_entries(self.cache, self.query.queries, length, first_valid)
+        entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead)
         with self.lock:
             memory = scratch_of(self.live, self.scratch.nbytes)
             if memory is not self.memory:
@@ -183,6 +186,7 @@ class AttentionLaunches(Plan):
         to, lens, table = arrays["out"], arrays.get("lens"), arrays.get("table")
         found: list[int] = [*self.query.strides, _first(arrays["q"])]
         found += [*query_shape(to, "out", self.operation).strides, _first(to)]
+        found += self._lse_strides(arrays.get("lse"))
         unit = bits // (arrays["k"].dtype.itemsize * 8)
         for rows, a in ((self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])):
             found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
@@ -191,6 +195,13 @@ class AttentionLaunches(Plan):
         found += [lens.strides[0] if lens is not None else 0, _first(lens)]
         found += [*(table.strides if table is not None else (0, 0)), _first(table)]
         return tuple(AttentionStrides(*found))
+
+    def _lse_strides(self, lse: ArrayView | None) -> tuple[int, int, int]:
+        """Of a sequence, a head and a query, in the array that was given or in memory of our own."""
+        queries = self.query.queries
+        if lse is None:
+            return self.query.heads * queries, queries, 1
+        return (*lse.strides, 0) if lse.ndim == 2 else lse.strides  # type: ignore[return-value]
 
     def _params(self, out: ArrayView, lse: ArrayView) -> Any:
         """The numbers of the launch that attends; `out` and `lse` are what it writes."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, is_contiguous, new_like, view
+from tikv.arrays import ArrayView, describe, new_like, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -25,7 +25,7 @@ def merge_states(
         out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
         lse_a, lse_b: their log-sum-exps, float32 (...); -inf where a set was empty.
         lse_base2: both, and the new one, are in base 2 rather than e.
-        out: array for the result, contiguous; None for a new one of the kind and dtype of `out_a`.
+        out: array for the result, whose last axis is contiguous; None for a new one of the kind and dtype of `out_a`.
 
     Returns:
         (out, lse) of both sets together.
@@ -44,7 +44,12 @@ def merge_states(
         >>> merged.tolist(), round(float(lse[0, 0]), 4)
         ([[[2.0, 2.0]]], 0.6931)
     """
-    operation = "merge_states"
+    return merge_into("merge_states", (out_a, lse_a, out_b, lse_b), lse_base2, out, None)
+
+
+def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any, lse: Any) -> tuple[Any, Any]:
+    """`merge_states` of (out_a, lse_a, out_b, lse_b), also into an array for the log-sum-exps, of any strides."""
+    out_a, lse_a, out_b, lse_b = states
     live = runtime.current()
     names = ("out_a", "out_b", "lse_a", "lse_b")
     arrays = [view(a, n, operation) for n, a in zip(names, (out_a, out_b, lse_a, lse_b), strict=True)]
@@ -66,13 +71,15 @@ def merge_states(
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
         checks.readable(a, name, operation)
     result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
-    lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
+    if lse is None:
+        lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
     to = view(result, "out", operation)
     if out is not None:
         checks.on_device([("out", to)], live, operation)
         checks.writable(to, "out", operation)
-        if to.shape != first.shape or not is_contiguous(to) or to.dtype not in QUERIES:
-            raise ShapeError(f"{operation}: out is {describe(to)} where a contiguous float {first.shape} is needed.")
+        checks.readable(to, "out", operation)
+        if to.shape != first.shape or to.dtype not in QUERIES:
+            raise ShapeError(f"{operation}: out is {describe(to)} where a float {first.shape} is needed.")
     arrays += [to, view(lse, "lse", operation)]
     key = (operation, *[a.key for a in arrays], lse_base2)
     plan = live.plans.get(key)
@@ -87,18 +94,16 @@ def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
         from tikv.kernels.attention.merge_states import MergeStatesParams, make_merge_states
         from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
 
-        out_a, out_b, _, _, to, lse = arrays
+        out_a, out_b, _, _, to, _ = arrays
         codes = [a.dtype.short for a in (out_a, out_b, to)]
         kernel = launch.kernel(live, make_merge_states, live.kernel_style, shape[-1], *codes)
         strides: list[int] = []
-        for i, a in enumerate(arrays[:4]):
-            lead = a.strides[:-1] if i < 2 else a.strides
+        for a in arrays:
+            lead = a.strides[:-1] if a.ndim == len(shape) else a.strides
             strides += [*[0] * (3 - len(lead)), *lead, a.offset // a.dtype.itemsize]
         extents = [*[1] * (4 - len(shape)), *shape[:-1]]
         items = checks.integer(math.prod(shape), "elements of a state", operation, high=2**31 - 1)
-        two = MergeStatesParams(
-            items, extents[1], extents[2], out_first=to.offset // to.dtype.itemsize, lse_first=lse.offset // 4
-        )
+        two = MergeStatesParams(items, extents[1], extents[2])
         factors = AttentionScalars(lse_scale=1.0 if base2 else LOG2E)
         return [Launch(kernel.bind(items, *arrays, tuple(strides), tuple(two), tuple(factors)), arrays)]
 

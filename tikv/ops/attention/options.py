@@ -73,6 +73,7 @@ def real(value: Any, name: str, operation: str) -> float | None:
 
 
 MOST_SPLITS = 1024
+MOST_QUERIES = 256  # of a prompt that a launch serves: it reads from what its first sees to what its last sees
 INTEGERS = (int, np.integer)
 
 

@@ -19,7 +19,7 @@ from tikv.ops.attention.options import (
     scales_of,
     window_or_none,
 )
-from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
 
@@ -78,14 +78,15 @@ def paged_decode_attention(
         >>> tikv.paged_decode_attention(q, k, v, table, np.array([3])).tolist()
         [[[3.0]]]
     """
-    return attend_paged(
+    call = paged_call(
         "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
-        window=window, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, out=out, causal=causal,
-        softcap=softcap, num_splits=num_splits, lse_base2=lse_base2, impl=impl,
+        window=window, k_scale=k_scale, v_scale=v_scale, causal=causal, softcap=softcap, num_splits=num_splits,
+        lse_base2=lse_base2, impl=impl,
     )  # fmt: skip
+    return call.attend(q, out=out, return_lse=return_lse)
 
 
-def attend_paged(
+def paged_call(
     operation: str,
     q: Any,
     k_pool: Any,
@@ -98,15 +99,13 @@ def attend_paged(
     window: int | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
     causal: bool = True,
     softcap: float | None = None,
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
-) -> Any:
-    """`paged_decode_attention`, by the name that errors give as the operation."""
+) -> AttentionCall:
+    """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
     k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
@@ -132,7 +131,7 @@ def attend_paged(
         span = window_or_none(window, operation)
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
-    return plan.attend(q, arrays, out, return_lse, "taichi", length)
+    return AttentionCall(plan, arrays, length, (block_tables, context_lens))
 
 
 def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> CacheLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,6 +75,8 @@ class AttentionPlan(Plan):
         impl: str,
         length: int = 0,
         first_valid: int = 0,
+        ahead: int = 0,
+        lse: Any = None,
     ) -> Any:
         """Attention over arrays of this form.
 
@@ -86,12 +88,15 @@ class AttentionPlan(Plan):
             impl: one of `IMPLEMENTATIONS`.
             length: of all sequences, where there is no array of lengths.
             first_valid: oldest position behind the sinks that is still there.
+            ahead: tokens between the newest key and the newest query: the last query stands at position
+                ``length - 1 + ahead``. Not with an array of lengths.
+            lse: array for the log-sum-exp, float32 of any strides; None for a new one.
         """
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
             first_valid = checks.integer(first_valid, "first_valid", operation, high=high)
-        longest = cache.capacity if self.device_only else self._longest(arrays, length)
+        longest = cache.capacity if self.device_only else self._longest(arrays, length, ahead)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
         if out is not None:
@@ -106,7 +111,7 @@ class AttentionPlan(Plan):
             return result
         wanted = [result]
         if return_lse:
-            wanted.append(new_like(like, self.lse_shape, dtypes.float32, live))
+            wanted.append(new_like(like, self.lse_shape, dtypes.float32, live) if lse is None else lse)
             arrays["lse"] = view(wanted[-1], "lse", operation)
         if options.mass:
             wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
@@ -118,13 +123,13 @@ class AttentionPlan(Plan):
             if launches is None:
                 launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, splits, workers)
                 self.by_split.keep(key, launches)
-            launches.attend(arrays, length, first_valid)
+            launches.attend(arrays, length, first_valid, ahead)
         return tuple(wanted) if len(wanted) > 1 else result
 
-    def _longest(self, arrays: dict[str, ArrayView], length: int) -> int:
+    def _longest(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> int:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
         cache, operation = self.cache, self.operation
-        needed = self.query.queries if self.options.causal else 0
+        needed = max(0, self.query.queries - ahead) if self.options.causal else 0
         limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
         if "lens" not in arrays:
             check_length(length, needed, limit, cache, "the length", operation)
@@ -183,3 +188,25 @@ class AttentionPlan(Plan):
         if reason and impl == "torch":
             raise OptionError(f"{self.operation}: impl='torch' cannot do this: {reason}. Use impl='taichi'.")
         return not reason
+
+
+class AttentionCall(NamedTuple):
+    """A call of attention whose form is checked: `attend` runs it, once or again."""
+
+    plan: AttentionPlan
+    arrays: dict[str, ArrayView]
+    length: int  # of all sequences, where there is no array of lengths
+    kept: tuple[Any, ...]  # what views do not keep alive
+
+    def attend(
+        self,
+        like: Any,
+        *,
+        out: Any = None,
+        return_lse: bool = False,
+        impl: str = "taichi",
+        first_valid: int = 0,
+        lse: Any = None,
+    ) -> Any:
+        """`AttentionPlan.attend` over these arrays."""
+        return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, 0, lse)

@@ -1,0 +1,219 @@
+"""What both kinds of layer of the third seed are: a form, arrays, a count that the caller keeps, and a step's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, describe, new_like, view, write_host
+from tikv.dtypes import DType
+from tikv.errors import CapacityError
+from tikv.ops import checks, layouts
+from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.plan import AttentionCall
+from tikv.stores.whole import StoreLock, whole
+
+
+class KVLayer(runtime.DeepCopied):
+    """What both kinds of layer are: a form, arrays, a count that the caller keeps, and what a step does with them."""
+
+    instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."
+    _arrays: list[ArrayView]  # K, V and, for int8, their scales
+    _remedy: str  # how to get room for {} tokens
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: DType, live: runtime.Runtime, capacity: int, block_size: int
+    ) -> None:
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._block_size = block_size
+        self._capacity = capacity
+        self._slots = 0 if block_size else capacity  # what there is room for now
+        self._len = 0
+        self._lens: ArrayView | None = None  # the same on the device
+        self.dtype = dtype
+        self.runtime = live
+        self.lock = StoreLock()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit: until `ensure_contig_capacity` makes more room, or in as many blocks as there may be."""
+        return self._capacity
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0 where there are none."""
+        return self._block_size
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether tokens lie in blocks of a pool."""
+        return self._block_size > 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self._num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self._head_dim
+
+    def __len__(self) -> int:
+        """Tokens there are, as `set_len` said last; no write changes it."""
+        return self._len
+
+    @whole
+    def set_len(self, n: int) -> None:
+        """Say how many tokens there are: after a write, or to drop the newest.
+
+        Raises:
+            CapacityError: more than there are slots for: `capacity`, or the blocks assigned.
+        """
+        operation = f"{type(self).__name__}.set_len"
+        runtime.require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self._slots:
+            raise CapacityError(f"{operation}: n={n} > {self._slots} slots. {self._remedy.format(n)}")
+        self._len = n
+        if self._lens is not None:
+            write_host(np.array([n], np.int32), self._lens)
+
+    def _end(self, operation: str, rows: Any) -> int:
+        """Tokens there will be behind these rows, for which there is room."""
+        runtime.require_alive(self.runtime, operation)
+        source = view(rows, "rows", operation)
+        checks.rank(source, (2,), "rows", "(T, (Hq + 2 H) * D)", operation)
+        return self._room_for(operation, source.shape[0])
+
+    def _room_for(self, operation: str, tokens: int) -> int:
+        """Tokens there will be with so many more, for which there is room."""
+        end = self._len + tokens
+        if end > self._slots:
+            raise CapacityError(
+                f"{operation}: len={self._len} + {tokens} tokens > {self._slots} slots. {self._remedy.format(end)}"
+            )
+        return end
+
+    def _scales(self) -> dict[str, Any]:
+        """The int8 scales by the names that operations give them."""
+        return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
+
+    @whole
+    def _attend(
+        self, operation: str, call_of: Callable[..., AttentionCall], q: Any, q_layout: str, **options: Any
+    ) -> Any:
+        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        runtime.require_alive(self.runtime, operation)
+        axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
+        queries = _one_head_major(_rank_3(q, "q", operation), axes)
+        call = call_of(operation, queries, **options)
+        out = new_like(q, (*view(q, "q", operation).shape[:2], self.head_dim), queries.dtype, self.runtime)
+        call.attend(None, out=_one_head_major(view(out, "out", operation), axes))
+        return out
+
+    @whole
+    def extend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Write new tokens from position `len` on, count them, and attend with their queries: one call for the step.
+
+        Args:
+            q: (T, Hq, D) token-major or (Hq, T, D) head-major, float32, float16 or bfloat16.
+            k, v: (T, num_kv_heads, D) or (num_kv_heads, T, D), of the layer's dtype or one that it converts.
+            layout: of all of them and of the result.
+            scale, softcap: of the scores, as in `tikv.decode_attention`.
+            window: tokens that a query sees, its own included; None for all.
+            return_lse: also return the log-sum-exp of the scores, float32 (T, Hq) or (Hq, T).
+
+        Returns:
+            An array like ``q``; with ``return_lse`` also lse.
+
+        Raises:
+            CapacityError: there is no room for T tokens. Nothing is written.
+            ShapeError, DTypeError, OptionError, PositionError: arrays or options that do not fit. Nothing is written.
+
+        Exactness: attention reads what is stored. Cost: a launch that writes, and one of attention for 256 queries.
+        """
+        operation = f"{type(self).__name__}.extend"
+        runtime.require_alive(self.runtime, operation)
+        axes = layouts.token_and_head_axes(layout, "layout", operation)
+        token, _ = axes
+        rows = {name: _rank_3(a, name, operation) for name, a in (("q", q), ("k", k), ("v", v))}
+        tokens = rows["k"].shape[token]
+        for name in ("q", "v"):
+            detail = f"k: {describe(rows['k'])}"
+            checks.extent(rows[name].shape[token], tokens, f"the number of tokens of {name}", operation, detail)
+        before, end = self._len, self._room_for(operation, tokens)
+        shape = (*rows["q"].shape[:2], self.head_dim)
+        out = new_like(q, shape, rows["q"].dtype, self.runtime)
+        lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if return_lse else None
+        parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if return_lse else [])
+        queries, *results = (_one_head_major(a, axes) for a in parts)
+        options = {"scale": scale, "softcap": softcap, "window": window}
+        calls = []
+        for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
+            last = min(tokens, first + MOST_QUERIES)
+            some = [_queries_of(a, first, last) for a in (queries, *results)]
+            calls.append((some, self._call(operation, some[0], before + last, options)))
+        self._write(operation, [_token_major(rows[name], axes) for name in ("k", "v")])
+        self.set_len(end)
+        for (_, to, *to_lse), call in calls:
+            call.attend(None, out=to, return_lse=return_lse, lse=to_lse[0] if to_lse else None)
+        return (out, lse) if return_lse else out
+
+    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
+        """A checked call of attention over the first `length` tokens."""
+        raise NotImplementedError
+
+    def _write(self, operation: str, rows: list[ArrayView]) -> None:
+        """Write token-major K and V from position `len` on."""
+        raise NotImplementedError
+
+    @whole
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
+            f"{len(self)}/{self.capacity} tokens, {self.runtime.arch})"
+        )
+
+
+def batch_of_one(a: ArrayView) -> ArrayView:
+    """An array with an axis of one sequence before its own."""
+    return a.restrided((1, *a.shape), (0, *a.strides))
+
+
+def _rank_3(array: Any, name: str, operation: str) -> ArrayView:
+    found = view(array, name, operation)
+    checks.rank(found, (3,), name, "(T, heads, D) or (heads, T, D)", operation)
+    return found
+
+
+def _one_head_major(a: ArrayView, axes: tuple[int, int]) -> ArrayView:
+    """An array of one sequence as (1, heads, T, ...), from its axes of tokens and heads."""
+    token, head = axes
+    order = (head, token, *range(2, a.ndim))
+    return batch_of_one(a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
+
+
+def _token_major(a: ArrayView, axes: tuple[int, int]) -> ArrayView:
+    order = (*axes, 2)
+    return a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order))
+
+
+def _queries_of(a: ArrayView, first: int, end: int) -> ArrayView:
+    """Some of the queries of an array (1, heads, T, ...)."""
+    return a.restrided((*a.shape[:2], end - first, *a.shape[3:]), a.strides, first * a.strides[2])

@@ -1,0 +1,29 @@
+"""What a cache does with tokens that have a gradient, which it cannot carry on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tikv.errors import OptionError
+
+
+def has_gradient(key_states: Any, value_states: Any) -> bool:
+    """Whether autograd would follow new keys or values."""
+    return torch.is_grad_enabled() and bool(key_states.requires_grad or value_states.requires_grad)
+
+
+class Ungraded(torch.autograd.Function):  # type: ignore[misc]
+    """What the cache returns for tokens with a gradient, which it cannot carry on: going back through it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, cached: Any, new: Any) -> Any:
+        return cached.view_as(cached)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise OptionError(
+            "TikvCache: gradients do not flow through the cache, and without them those of keys and values would be "
+            "wrong. Train without a cache (use_cache=False), or call the model in torch.no_grad()."
+        )

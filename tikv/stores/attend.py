@@ -1,0 +1,259 @@
+"""Attention over a contiguous layer: `attend`, what it cannot answer, and `extend`, which also appends.
+
+A ring overwrites its oldest tokens with the newest, so a prompt cannot be appended first and attended over afterwards:
+its first queries see tokens that its last ones overwrite. `extend` then attends over the ring as it is and over the new
+rows, merges both by their log-sum-exps, and appends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, Views, describe, new_like, view, view_all
+from tikv.errors import PositionError
+from tikv.ops import checks
+from tikv.ops.attention.contiguous import contiguous_cache
+from tikv.ops.attention.merge import merge_into
+from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, plan_key, real
+from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.staging import Staging
+from tikv.stores.append import NAMES, Appends
+from tikv.stores.layer import Layer, LayerMemory
+
+MISSING = ("raise", "ignore")
+
+
+class AttentionScale(NamedTuple):
+    """What turns products of queries and keys into scores."""
+
+    scale: float | None
+    softcap: float | None
+
+    @classmethod
+    def checked(cls, scale: Any, softcap: Any, operation: str) -> AttentionScale:
+        """The numbers that a caller gave."""
+        return cls(real(scale, "scale", operation), real(softcap, "softcap", operation))
+
+
+def layer_arrays(layer: Layer, q: ArrayView) -> dict[str, ArrayView]:
+    """Queries and a layer's memory, by the names that attention has for them."""
+    arrays = {"q": q, "k": layer.k, "v": layer.v}
+    if layer.k_scale is not None and layer.v_scale is not None:
+        arrays["k_scale"], arrays["v_scale"] = layer.k_scale, layer.v_scale
+    return arrays
+
+
+def layer_plan(
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], layer: Layer, scores: AttentionScale
+) -> AttentionPlan:
+    """The plan of attention over a layer for queries of this form, checked once.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: the queries do not fit the layer.
+    """
+    key = plan_key(operation, arrays, (*scores, layer.window, layer.sinks))
+    plan = live.plans.get(key)
+    if plan is None:
+        options = AttentionOptions(scores.scale, True, layer.ring or None, scores.softcap, None, False)
+        cache = contiguous_cache(layer.k, layer.v, tuple(layer.scales), sinks=layer.sinks, ring=layer.ring)
+        plan = AttentionPlan(live, operation, arrays, cache, layer.k.shape[0], options)
+        live.plans.keep(key, plan)
+    found: AttentionPlan = plan
+    return found
+
+
+def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
+    """The first of several queries sees no key whose slot a newer token has taken.
+
+    Raises:
+        PositionError: it does; or only the device knows how many tokens there are.
+    """
+    if layer.ring and on_device:
+        raise PositionError(
+            f"{operation}: layer {layer.index} slides (window={layer.window}), and with seq_lens on the device nobody "
+            f"knows whether {queries} queries see tokens that newer ones overwrote. Use missing='ignore', or one query."
+        )
+    wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
+    if layer.ring and queries > 1 and wanted < layer.valid_from and layer.sinks < layer.valid_from:
+        raise PositionError(
+            f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
+            f"{wanted} on, and layer {layer.index} holds them from {layer.valid_from} on (window={layer.window}, "
+            f"sinks={layer.sinks}): newer ones took their slots. Use extend(), which attends before it appends, or "
+            f"missing='ignore' to attend over what is left."
+        )
+
+
+def extend(
+    operation: str,
+    appends: Appends,
+    layer: Layer,
+    arrays: tuple[Any, Any, Any],
+    layout: str,
+    scores: AttentionScale,
+    return_lse: bool,
+) -> Any:
+    """Attend with new queries over what a layer holds and their own tokens, then append those.
+
+    Args:
+        operation: for messages.
+        appends: of the layer's memory.
+        layer: what to attend over and append to.
+        arrays: q, k and v as the caller gave them.
+        layout: of all of them and of the result, "token_major" or "head_major".
+        scores: the scale and the soft cap.
+        return_lse: whether the log-sum-exps are wanted.
+
+    Returns:
+        As `KVCacheStore.extend`.
+    """
+    memory = appends.memory
+    live = memory.runtime
+    k_rows = view_all(arrays[1:], NAMES[:2], operation)
+    rows, (token_axis, head_axis) = appends.checked(operation, [layer], k_rows, layout, False)
+    tokens = rows[0].shape[1 + token_axis]
+    if layer.ring == 0:
+        checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+    checks.integer(layer.length + tokens, "length", operation)
+    q = _queries(operation, arrays[0], memory, tokens, (token_axis, head_axis))
+    # The new rows as caches (batch, H, T, D), whatever their order in memory.
+    new = [_head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
+    layer_plan(live, operation, layer_arrays(layer, q), layer, scores)  # refuses what does not fit, before a write
+
+    width_v, like = memory.head_dim_v, arrays[0]
+    out = new_like(like, (*view(like, "q", operation).shape[:-1], width_v), q.dtype, live)
+    lse = new_like(like, view(out, "out", operation).shape[:-1], dtypes.float32, live) if return_lse else None
+    results = [_with_batch(view(out, "out", operation), q.ndim)]
+    if lse is not None:
+        results.append(_with_batch(view(lse, "lse", operation), q.ndim - 1))
+    if tokens:
+        call = _Extension(operation, appends, layer, scores)
+        # K and V of the append lie where the caller has them; attention wants all on the device at once.
+        stage = Staging(live, [q, *new, *results], [False] * 3 + [True] * len(results))
+        staged_q, k, v, staged_out, *staged_lse = stage.arrays
+        to = _head_major(staged_out, token_axis, head_axis)
+        to_lse = _head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
+        if layer.ring and layer.length + tokens > layer.slots and tokens > 1:
+            call.attend_over_both(staged_q, (k, v), to, to_lse)
+            appends.append(operation, layer, k_rows, layout)
+        else:
+            appends.append(operation, layer, k_rows, layout)
+            call.attend_over_layer(staged_q, to, to_lse)
+        stage.finish()
+    return (out, lse) if return_lse else out
+
+
+def _with_batch(a: ArrayView, ndim: int) -> ArrayView:
+    return a if a.ndim == ndim else a.restrided((1, *a.shape), (0, *a.strides))
+
+
+def _head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
+    """An array (batch, ., ., ...) as (batch, heads, tokens, ...)."""
+    order = (0, head_axis, token_axis, *range(3, a.ndim))
+    return a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order))
+
+
+def _tokens_of(a: ArrayView, first: int, end: int) -> ArrayView:
+    """Some tokens of an array (batch, heads, tokens, ...)."""
+    return a.restrided((*a.shape[:2], end - first, *a.shape[3:]), a.strides, first * a.strides[2])
+
+
+def _queries(operation: str, q: Any, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
+    """The queries as (batch, Hq, T, D), as many as there are new tokens.
+
+    Raises:
+        ShapeError: they are others.
+    """
+    token_axis, head_axis = axes
+    found = view(q, "q", operation)
+    checks.on_device([("q", found)], memory.runtime, operation)
+    given = found
+    if found.ndim == 3 and memory.batch_size == 1:
+        found = _with_batch(found, 4)
+    names = "T, Hq, D" if token_axis == 1 else "Hq, T, D"
+    checks.rank(
+        found, (4,), "q", f"(batch, {names})" + (", or without the batch" * (memory.batch_size == 1)), operation
+    )
+    checks.extent(found.shape[token_axis], tokens, "the number of tokens of q", operation, f"q: {describe(given)}")
+    return _head_major(found, token_axis, head_axis)
+
+
+class _Extension:
+    """The launches of one `extend`, over arrays (batch, heads, tokens, width) that the device sees."""
+
+    def __init__(
+        self,
+        operation: str,
+        appends: Appends,
+        layer: Layer,
+        scores: AttentionScale,
+    ) -> None:
+        self.operation = operation
+        self.memory = appends.memory
+        self.live = self.memory.runtime
+        self.layer = layer
+        self.scores = scores
+
+    def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
+        """Attention over a layer that has the new tokens, and all that their queries see."""
+        behind, tokens = self.layer.length - q.shape[2], q.shape[2]
+        for first in range(0, tokens, MOST_QUERIES):
+            end = min(tokens, first + MOST_QUERIES)
+            some, to, to_lse = (_tokens_of(a, first, end) if a is not None else None for a in (q, out, lse))
+            self._over_layer(some, behind + end, 0, to, to_lse, lse is not None)
+
+    def attend_over_both(
+        self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
+    ) -> None:
+        """Attention over a ring as it is before the new tokens come, and over those."""
+        layer, tokens = self.layer, q.shape[2]
+        stored = self._as_stored(new)
+        for first in range(0, tokens, MOST_QUERIES):
+            end = min(tokens, first + MOST_QUERIES)
+            some, to, to_lse = (_tokens_of(a, first, end) if a is not None else None for a in (q, out, lse))
+            if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
+                of_new = self._over_new(some, stored, end, None, None, True)
+                of_layer = self._over_layer(some, layer.length, end, None, None, True)
+                merge_into(self.operation, (*of_layer, *of_new), False, to, to_lse)
+            else:
+                self._over_new(some, stored, end, to, to_lse, lse is not None)
+
+    def _over_layer(self, q: Any, length: int, ahead: int, out: Any, lse: Any, return_lse: bool) -> Any:
+        """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
+        layer = self.layer
+        arrays = layer_arrays(layer, q)
+        plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
+        return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse)
+
+    def _over_new(self, q: Any, stored: dict[str, ArrayView], end: int, out: Any, lse: Any, return_lse: bool) -> Any:
+        """Attention of the queries before token `end` over the new rows before it."""
+        layer, arrays = self.layer, {"q": q, **stored}
+        sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
+        key = plan_key(self.operation, arrays, (*self.scores, layer.ring, sinks, "new"))
+        plan = self.live.plans.get(key)
+        if plan is None:
+            options = AttentionOptions(self.scores.scale, True, layer.ring, self.scores.softcap, None, False)
+            scales = tuple(stored[n] for n in ("k_scale", "v_scale") if n in stored)
+            cache = contiguous_cache(stored["k"], stored["v"], scales, sinks=sinks)
+            plan = AttentionPlan(self.live, self.operation, arrays, cache, self.memory.batch_size, options)
+            self.live.plans.keep(key, plan)
+        return plan.attend(None, arrays, out, return_lse, "taichi", end, 0, 0, lse)
+
+    def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
+        """The new rows in the layer's dtype: themselves, or what an append makes of them."""
+        memory, tokens = self.memory, new[0].shape[2]
+        if new[0].dtype is memory.dtype:
+            return {"k": new[0], "v": new[1]}
+        layer = Layer(0, tokens, None, 0)
+        rows = LayerMemory(
+            self.live,
+            [layer],
+            batch_size=memory.batch_size,
+            num_kv_heads=memory.num_kv_heads,
+            head_dim=memory.head_dim,
+            head_dim_v=memory.head_dim_v,
+            dtype=memory.dtype,
+            scale_dtype=memory.scale_dtype,
+        )
+        Appends(rows).append(self.operation, layer, Views(new), "head_major")
+        return {name: a for name, a in layer_arrays(layer, new[0]).items() if name != "q"}

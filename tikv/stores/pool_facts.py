@@ -1,0 +1,168 @@
+"""What a paged store is and how full it is: facts of its form and counts, kept on the host, and its picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import CacheArray
+from tikv.dtypes import DType
+from tikv.errors import DTypeError
+from tikv.ops import checks
+from tikv.stores import draw
+from tikv.stores.layer_pools import LayerPools
+from tikv.stores.pool_form import PoolForm
+from tikv.stores.sequences import Sequences, SequenceState
+from tikv.stores.storage import size_in_words
+from tikv.stores.whole import StoreLock, whole
+
+
+class PoolFacts(draw.Drawn):
+    """The part of `PagedKVCacheStore` that only looks. Reading any of it never waits for the device."""
+
+    runtime: runtime.Runtime
+    lock: StoreLock
+    num_layers: int
+    form: PoolForm
+    _pools: LayerPools
+    _sequences: Sequences
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self.form.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of K."""
+        return self.form.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Width of a head of V."""
+        return self.form.head_dim_v
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.form.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.form.block_size
+
+    @property
+    def dtype(self) -> DType:
+        """What keys and values are stored in."""
+        return self.form.dtype
+
+    @property
+    def layout(self) -> str:
+        """The layout of a layer's pools."""
+        return self.form.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales of all layers, filled or not."""
+        return self._pools.nbytes
+
+    @property
+    @whole
+    def sequences(self) -> list[int]:
+        """The sequences there are, in the order they came."""
+        return list(self._sequences.states)
+
+    @property
+    @whole
+    def context_lens(self) -> np.ndarray[Any, Any]:
+        """(len(sequences),) int32: `length` of each of `sequences`, on the host."""
+        return np.array([state.length for state in self._sequences.states.values()], np.int32)
+
+    @property
+    @whole
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        return self._sequences.blocks.num_free
+
+    @property
+    @whole
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one sequence holds."""
+        return self._sequences.blocks.num_shared
+
+    @whole
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence, shared ones included; while a step is under way, those of the layers ahead."""
+        return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
+
+    @whole
+    def layer_length(self, layer: int, seq: int) -> int:
+        """Tokens that one layer of a sequence holds."""
+        operation = "PagedKVCacheStore.layer_length"
+        return self._state(seq, operation, swapped=True).lengths[self._layer(layer, operation)]
+
+    @whole
+    def block_table(self, seq: int) -> np.ndarray[Any, Any]:
+        """(blocks,) int32: the blocks of a sequence in order, a copy on the host."""
+        return np.array(self._state(seq, "PagedKVCacheStore.block_table").blocks, np.int32)
+
+    def keys(self, layer: int) -> CacheArray:
+        """A layer's pool of keys where it lies, in the store's layout; not a copy."""
+        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
+
+    def values(self, layer: int) -> CacheArray:
+        """A layer's pool of values where it lies, in the store's layout; not a copy."""
+        return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
+
+    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
+        """The int8 scales of a layer's keys and values, each (N, bs, H), where they lie.
+
+        Raises:
+            DTypeError: the store is not int8.
+        """
+        operation = "PagedKVCacheStore.scales"
+        found = self._pools.layers[self._layer(layer, operation)][2:]
+        if not found:
+            raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'.")
+        return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
+
+    def _layer(self, index: int, operation: str) -> int:
+        runtime.require_alive(self.runtime, operation)
+        if type(index) is int and 0 <= index < self.num_layers:
+            return index
+        return checks.integer(index, "layer", operation, high=self.num_layers - 1)
+
+    def _state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
+        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise."""
+        runtime.require_alive(self.runtime, operation)
+        return self._sequences.state(seq, operation, swapped=swapped)
+
+    @whole
+    def _picture(self) -> str:
+        sequences = self._sequences
+        rows = [
+            draw.Table(seq, state.length, state.blocks, state.swapped is not None)
+            for seq, state in sequences.states.items()
+        ]
+        return draw.table(
+            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, sequences.blocks.holders, rows
+        )
+
+    def __len__(self) -> int:
+        """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
+        return len(self._sequences.states)
+
+    @whole
+    def __repr__(self) -> str:
+        width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
+        used = self.num_blocks - self.num_free_blocks
+        swapped = sum(state.swapped is not None for state in self._sequences.states.values())
+        return (
+            f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
+            f"{self.layout}, {len(self)} sequences{f' ({swapped} swapped out)' if swapped else ''}, "
+            f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
+        )

@@ -1,0 +1,149 @@
+"""Attention of the new tokens of several sequences over pages, each with as many as it likes.
+
+A launch takes one number of queries, so neighbouring sequences with as many new tokens share one, and a long prompt has
+several, each of which reads no further than its last query sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, new_like, to_device, view, write_host
+from tikv.ops import checks
+from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.staging import Staging
+from tikv.runtime import current
+from tikv.stores.pool_form import PoolForm
+
+
+class RaggedAttention:
+    """Queries (T, Hq, D) of several sequences' new tokens, checked against a layer's pools before anything is written.
+
+    Args:
+        operation: for messages.
+        form: of the pools.
+        pools: K's and V's, and for int8 the scales.
+        q: the queries.
+        scale, window, softcap: as in `tikv.paged_decode_attention`.
+        return_lse: whether the log-sum-exps are wanted.
+
+    Raises:
+        ShapeError, DTypeError, OptionError, PositionError: the queries or an option do not fit.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        form: PoolForm,
+        pools: Sequence[ArrayView],
+        q: Any,
+        scale: Any,
+        window: Any,
+        softcap: Any,
+        return_lse: bool,
+    ) -> None:
+        self.operation = operation
+        self.live = current()
+        self.given = q
+        self.q = view(q, "q", operation)
+        self.return_lse = return_lse
+        self._form = form
+        self._pools = pools
+        self._options: dict[str, Any] = {"layout": form.layout, "scale": scale, "window": window, "softcap": softcap}
+        self._options |= dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+        checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
+        checks.on_device([("q", self.q)], self.live, operation)
+        no_blocks = to_device(np.full((1, 1), -1, np.int32), self.live)
+        self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0)
+
+    def _call(self, q: ArrayView, table: ArrayView, lens: Any) -> AttentionCall:
+        k_pool, v_pool = self._pools[:2]
+        return paged_call(self.operation, q, k_pool, v_pool, table, lens, **self._options)
+
+    def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Sequence[int]) -> Any:
+        """Attention over the tokens that the pools hold now, the new ones included.
+
+        Args:
+            cu_seqlens: which rows belong to which sequence.
+            tables, lens: (B, blocks) and (B,), on the device.
+            ends: the same lengths, on the host.
+
+        Returns:
+            (T, Hq, D_v), and with `return_lse` (T, Hq); 0 and -inf behind the last of `cu_seqlens`.
+        """
+        rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
+        padded = cu_seqlens[-1] < rows
+        shape = (rows, heads, self._form.head_dim_v)
+        out = new_like(self.given, shape, self.q.dtype, live, zeroed=padded)
+        results = [out]
+        if self.return_lse:
+            results.append(new_like(self.given, shape[:2], dtypes.float32, live))
+            if padded:
+                _fill(results[1], -np.inf)
+        views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse"), strict=False)]
+        stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
+        for first, end in _runs(cu_seqlens):
+            self._attend_run(stage.arrays, first, end, cu_seqlens, tables, lens, ends)
+        stage.finish()
+        return tuple(results) if self.return_lse else out
+
+    def _attend_run(
+        self,
+        arrays: Sequence[ArrayView],
+        first: int,
+        end: int,
+        cu_seqlens: Sequence[int],
+        tables: ArrayView,
+        lens: ArrayView,
+        ends: Sequence[int],
+    ) -> None:
+        """Attention of sequences `first` to `end`, which have as many new tokens each."""
+        count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
+        table = tables.restrided((count, tables.shape[1]), tables.strides, first * tables.strides[0])
+        for begin in range(0, tokens, MOST_QUERIES):
+            stop = min(tokens, begin + MOST_QUERIES)
+            q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
+            length: Any = ends[first] - tokens + stop
+            if count > 1:
+                length = lens.restrided((count,), lens.strides, first * lens.strides[0])
+            call = self._call(q, table, length)
+            call.attend(None, out=out, return_lse=self.return_lse, lse=lse[0] if lse else None)
+
+
+def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbouring sequences with as many new tokens, some, and few enough for one launch; others by themselves."""
+    counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]
+    found, first = [], 0
+    for tokens, same in itertools.groupby(counts):
+        end = first + len(list(same))
+        if tokens:
+            step = 1 if tokens > MOST_QUERIES else end - first
+            found += [(i, i + step) for i in range(first, end, step)]
+        first = end
+    return found
+
+
+def _as_sequences(
+    a: ArrayView, row: int, count: int, tokens: int, begin: int = 0, queries: int | None = None
+) -> ArrayView:
+    """Rows (T, Hq, ...) from `row` on as (count, Hq, queries, ...): of `tokens` rows each, those from `begin` on."""
+    per_token, per_head, *rest = a.strides
+    shape = (count, a.shape[1], tokens if queries is None else queries, *a.shape[2:])
+    return a.restrided(shape, (tokens * per_token, per_head, per_token, *rest), (row + begin) * per_token)
+
+
+def _fill(array: Any, value: float) -> None:
+    """Set all elements of what `new_like` gave."""
+    if isinstance(array, np.ndarray):
+        array.fill(value)
+    elif hasattr(array, "fill_"):
+        array.fill_(value)
+    else:
+        write_host(np.full(array.shape, value, np.float32), view(array, "array", "fill"))
