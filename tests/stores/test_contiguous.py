@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches
 
 import tikv
-from tikv import arrays, launch, reference, runtime
+from tikv import arrays, reference, runtime
 from tikv.stores import layer as layer_module
 from tikv.stores import storage
 
@@ -140,26 +141,7 @@ def append_everywhere(rng, arch, kept, model, count, *, together, layout="token_
 @pytest.fixture
 def launches(monkeypatch):
     """A list that grows by one with each launch."""
-    counted, inside = [], []
-
-    def counting(original):
-        def launch_one(self):
-            if not inside:
-                counted.append(self.kernel.name)
-            inside.append(self)
-            try:
-                original(self)
-            finally:
-                inside.pop()
-
-        return launch_one
-
-    classes = [launch.Bound]
-    for kind in classes:
-        classes += kind.__subclasses__()
-        if "launch" in vars(kind):
-            monkeypatch.setattr(kind, "launch", counting(kind.launch))
-    return counted
+    return count_launches(monkeypatch)
 
 
 @by_row

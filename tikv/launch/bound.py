@@ -98,6 +98,7 @@ class KeptBound(Bound):
         self._launch = kernel.runtime.program.launch_kernel
         self._compiled = kernel.compiled
         self._pointers = [value.ptr if isinstance(value, ArrayView) else 0 for value in arguments]
+        self._spans = [value.span if isinstance(value, ArrayView) else 0 for value in arguments]
 
     def set_array(self, i: int, array: ArrayView) -> None:
         self.set_pointer(i, array.ptr)
@@ -105,7 +106,7 @@ class KeptBound(Bound):
     def set_pointer(self, i: int, pointer: int) -> None:
         if pointer != self._pointers[i]:
             self._pointers[i] = pointer
-            self._set_array((i,), pointer, self.arguments[i].span, (self.iterations if i == 0 else 1,), 0)
+            self._set_array((i,), pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         entries = self.arguments[i]

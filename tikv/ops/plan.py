@@ -97,6 +97,7 @@ class Plan:
         self.pointers: tuple[int, ...] | None = None  # of the arrays that the launches read and write now
         self._uses: list[list[Use]] = []  # of each array, the arguments it is
         self._setters: dict[str, Callable[[int], None]] = {}
+        self._starts: list[Callable[[], None]] = []  # the launches
 
     def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[Any, Entries]:
         """Check the values that a run brings.
@@ -145,10 +146,10 @@ class Plan:
         with self.lock:
             if pointers != self.pointers:
                 self._move(arrays, pointers)
-            for name in entries:
-                self._setters[name](entries[name])
-            for bound in self.launches or ():
-                bound.launch()
+            for name, value in entries.items():
+                self._setters[name](value)
+            for start in self._starts:
+                start()
             if self.live.is_spirv and 0 in pointers:
                 self._release()
 
@@ -160,6 +161,7 @@ class Plan:
         self._uses = [[Use(b, i) for b, given in launches for i, g in enumerate(given) if g is a] for a in apart]
         self._setters = _Setters(bounds)
         self.pointers = pointers
+        self._starts = [bound.launcher() for bound in bounds]
         self.launches = bounds
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:

@@ -21,7 +21,8 @@ from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layer import Layer, LayerMemory
 
-NAMES = ("k", "v", "positions")
+ROWS = ("k", "v")
+NAMES = (*ROWS, "positions")
 
 
 class AppendPlan(Plan):
@@ -45,7 +46,7 @@ class AppendPlan(Plan):
         positions: ArrayView | None,
         absolute: bool,
     ) -> None:
-        names = NAMES if positions is not None else NAMES[:2]
+        names = NAMES if positions is not None else ROWS
         super().__init__(memory.runtime, operation, names, [False] * len(names))
         # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
@@ -62,11 +63,11 @@ class AppendPlan(Plan):
         self._forms = [(a.shape, a.strides) for a in rows]
         self._given = [a.without_owner() for a in rows]
         self.alignments = [a.ptr % ALIGNMENT for a in rows]
-        # Between which addresses a source would have to start to share memory with K or V of the layers.
+        # Between which addresses a source may start that shares memory with K or V of the layers.
         first, last = layers[0], layers[-1]
         k_end, v_end = last.k.ptr + last.k.span, last.v.ptr + last.v.span
-        self._near = [(first.k.ptr - a.span, k_end, first.v.ptr - a.span, v_end) for a in rows]
-        self._bound: launch.Bound | None = None  # the one launch, where `append` makes it
+        self._near = min(first.k.ptr, first.v.ptr) - max(a.span for a in rows), max(k_end, v_end)
+        self._start: Callable[[], None] | None = None  # the one launch, where `append` makes it
         self._put_position: Callable[[int], None]
 
     def append(self, rows: Views) -> None:
@@ -84,8 +85,8 @@ class AppendPlan(Plan):
         layers = self.layers
         first = layers[0]
         length = first.length
-        bound = self._bound
-        if bound is None:
+        start = self._start
+        if start is None:
             self.run(rows, self.entries_at(length))
         else:
             if length + self.tokens > self.room:
@@ -96,7 +97,7 @@ class AppendPlan(Plan):
             if rows.pointers != self.pointers:
                 self._move_to(rows.pointers)
             self._put_position(position)
-            bound.launch()
+            start()
         after = length + self.tokens
         for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
             layer.length = after
@@ -135,7 +136,7 @@ class AppendPlan(Plan):
         super()._bind_once(arrays, pointers)
         if self.counted and not self.live.is_spirv:
             (bound,) = self.launches or ()
-            self._put_position, self._bound = bound.setter("dst_position"), bound
+            self._put_position, self._start = bound.setter("dst_position"), bound.launcher()
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         if 0 in pointers:
@@ -145,14 +146,16 @@ class AppendPlan(Plan):
 
     def _move_to(self, pointers: tuple[int, ...]) -> None:
         """`Plan._move` to addresses: what rows share with the layers is looked at where they are near."""
-        for pointer, (k_start, k_end, v_start, v_end) in zip(pointers, self._near, strict=False):  # not of positions
-            if k_start < pointer < k_end or v_start < pointer < v_end:
+        start, end = self._near
+        for pointer in pointers:
+            if start < pointer < end:
                 rows = [a.at_address(p) for a, p in zip(self._given, pointers, strict=False)]
                 refuse_shared(self.operation, self.layers, rows)
+                break
         self.pointers = None  # as `Plan._move` does
-        for pointer, uses in zip(pointers, self._uses, strict=True):
+        for j, uses in enumerate(self._uses):
             for bound, i, _ in uses:
-                bound.set_pointer(i, pointer)
+                bound.set_pointer(i, pointers[j])
         self.pointers = pointers
 
     def move_to(self, pointers: tuple[int, ...]) -> bool:
@@ -246,7 +249,7 @@ def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayV
     """
     for layer in layers:
         for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
-            for name, a in zip(NAMES[:2], rows, strict=False):
+            for name, a in zip(ROWS, rows, strict=False):
                 checks.disjoint([(name, a, False), output], operation)
 
 

@@ -18,7 +18,7 @@ from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, plan_key, real
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.staging import Staging
-from tikv.stores.append import NAMES, Appends
+from tikv.stores.append import ROWS, Appends
 from tikv.stores.layer import Layer, LayerMemory
 
 MISSING = ("raise", "ignore")
@@ -109,7 +109,7 @@ def extend(
     """
     memory = appends.memory
     live = memory.runtime
-    k_rows = view_all(arrays[1:], NAMES[:2], operation)
+    k_rows = view_all(arrays[1:], ROWS, operation)
     rows, (token_axis, head_axis) = appends.checked(operation, [layer], k_rows, layout, False)
     tokens = rows[0].shape[1 + token_axis]
     if layer.ring == 0:

@@ -18,7 +18,7 @@ from tikv.errors import CapacityError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS
 from tikv.stores import contiguous_files, files
-from tikv.stores.append import NAMES, Appends, check_step
+from tikv.stores.append import NAMES, ROWS, Appends, check_step
 from tikv.stores.attend import MISSING, AttentionScale, extend, layer_arrays, layer_plan, refuse_missing
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
@@ -163,7 +163,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
             with self.lock:
                 self._appends.append_at(operation, [to], view_all((k, v, positions), NAMES, operation), layout, False)
             return
-        rows = view_all((k, v), NAMES[:2], operation)
+        rows = view_all((k, v), ROWS, operation)
         key = (layer, rows.key, layout)
         with self.lock:
             plan = self._appends.plans.get(key)
@@ -194,7 +194,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
             given = view_all((k, v, positions), NAMES, operation)
             self._appends.append_at(operation, self._layers, given, layout, True)
             return
-        rows = view_all((k, v), NAMES[:2], operation)
+        rows = view_all((k, v), ROWS, operation)
         key = ("all", rows.key, layout)
         plan = self._appends.plans.get(key)
         if plan is None or not plan.in_step():

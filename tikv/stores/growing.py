@@ -16,7 +16,7 @@ from tikv.arrays import CacheArray, last_call_test, new_array, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
-from tikv.stores.append import NAMES, Appends
+from tikv.stores.append import ROWS, Appends
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import size_in_words, storage
 
@@ -143,7 +143,7 @@ class GrowingLayer(runtime.NotCopied):
         """
         operation = "TikvCache.update"
         require_alive(self.runtime, operation)
-        rows = view_all((k, v), NAMES[:2], operation)
+        rows = view_all((k, v), ROWS, operation)
         plan = self._appends.plans.get((0, rows.key))
         if plan is None:
             self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)

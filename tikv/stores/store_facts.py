@@ -68,7 +68,9 @@ class StoreFacts(draw.Drawn):
         return self._layer(layer, "KVCacheStore.layer_length").length
 
     def _layer(self, index: int, operation: str) -> Layer:
-        runtime.require_alive(self.runtime, operation)
+        live = self.runtime
+        if live.front.prog is not live.program:  # asked here too, on every append's way
+            runtime.require_alive(live, operation)
         if type(index) is not int or not 0 <= index < self.num_layers:
             index = checks.integer(index, "layer", operation, high=self.num_layers - 1)
         return self._layers[index]
