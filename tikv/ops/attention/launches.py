@@ -84,7 +84,7 @@ class AttentionLaunches(Plan):
         if live.is_cpu:
             from tikv.kernels.attention import cpu
 
-            shape = rows_of_task(query.queries * (query.heads // cache.heads)), cache.width, cache.width_v
+            shape = rows_of_task(query.queries, query.heads // cache.heads), cache.width, cache.width_v
             chosen = choose_heads_per_task(query, cache, splits, workers)
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
@@ -171,7 +171,7 @@ class AttentionLaunches(Plan):
             width=cache.width,
             width_v=cache.width_v,
             group=group,
-            rows=rows_of_task(group * query.queries),
+            rows=rows_of_task(query.queries, group),
             causal=options.causal,
             masked=options.causal and query.queries > 1,
             softcap=options.softcap is not None,
@@ -209,7 +209,7 @@ class AttentionLaunches(Plan):
 
         cache, query, options = self.cache, self.query, self.options
         rows = query.heads // cache.heads * query.queries
-        row_blocks = -(-rows // rows_of_task(rows))
+        row_blocks = -(-rows // rows_of_task(query.queries, query.heads // cache.heads))
         return AttentionParams(
             tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
             splits=self.splits,

@@ -19,7 +19,7 @@ BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
 def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:
     """Enough parts to fill the device, none with fewer than `LEAST_KEYS` keys."""
     group = query.heads // cache.heads
-    tasks = query.batch * cache.heads * -(-query.queries * group // rows_of_task(query.queries * group))
+    tasks = query.batch * cache.heads * -(-query.queries * group // rows_of_task(query.queries, group))
     wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
     most = max(1, min(keys // LEAST_KEYS, 128))
     least = min(-(-wanted // tasks) if tasks < wanted else 1, most)
@@ -61,14 +61,20 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, splits: int, wo
         return 1, near, side
     if cache.k.inner[0] or cache.v.inner[0]:
         side = 0  # rows in pieces are not loaded ahead
-    rows = rows_of_task(query.queries * (query.heads // cache.heads))
+    rows = rows_of_task(query.queries, query.heads // cache.heads)
     most = cpu.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
     blocks = -(-workers // (query.batch * splits))
     return min(most, -(-cache.heads // blocks)), near, side
 
 
-def rows_of_task(rows: int) -> int:
-    """Query rows that one task computes, of those that share a KV head."""
+def rows_of_task(queries: int, group: int) -> int:
+    """Query rows that one task computes, of those that share a KV head.
+
+    Those of a prompt are 4 or 8 whatever its length: a kernel of its own for each would be compiled for seconds.
+    """
+    rows = queries * group
+    if queries > 1:
+        return 4 if rows <= 4 else MOST_ROWS
     blocks = -(-rows // MOST_ROWS)
     return -(-rows // blocks)
 
