@@ -5,7 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from campaign import contiguous, paged
+
+from tikv.stores.layer import LayerMemory
+from tikv.stores.layer_pools import LayerPools
 
 RUN = pathlib.Path(__file__).parent / "campaign" / "run.py"
 
@@ -16,7 +21,7 @@ def campaign(*arguments):
 
 
 def test_it_runs():
-    ended = campaign("--seconds", "2", "--count", "200", "operations")
+    ended = campaign("--seconds", "1", "--count", "200", "operations")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     header, row = ended.stdout.splitlines()[-2:]
     assert header.split()[:4] == ["part", "done", "goal", "failures"]
@@ -29,3 +34,23 @@ def test_what_it_does_not_understand_is_said(arguments):
     ended = campaign(*arguments)
     assert ended.returncode == 2
     assert "run.py: error:" in ended.stderr
+
+
+def steps(subject, arch, folder, number):
+    """Rows of 100 steps of one form, each from another beginning."""
+    for seed in range(5):
+        made = subject(np.random.default_rng(seed), arch, number, folder)
+        for _ in range(100):
+            made.step()
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("what", ["a reorder", "a copy of a shared block"])
+def test_what_is_left_out_is_noticed(arch, tmp_path, monkeypatch, what):
+    subject = contiguous.Contiguous if what == "a reorder" else paged.Paged
+    if what == "a reorder":
+        monkeypatch.setattr(LayerMemory, "reorder", lambda *_: None)
+    else:
+        monkeypatch.setattr(LayerPools, "copy_blocks", lambda *_: None)
+    with pytest.raises(AssertionError, match="elements differ"):
+        steps(subject, arch, tmp_path, 1)  # a form without attention, whose kernels take seconds to compile

@@ -71,7 +71,7 @@ def run(settings: Settings, progress: Progress) -> None:
         try:
             mid_save += one_kill(processes, chance, path, kind, settings.arch)
             progress.count()
-        except (AssertionError, tikv.TikvError, OSError, RuntimeError) as error:
+        except Exception as error:
             progress.fail(number, kind, error)
         if settings.only is not None:
             return

@@ -8,10 +8,10 @@ import numpy as np
 import oracle
 
 import tikv
-from campaign.contiguous import TOLERANCE, refuses
+from campaign.contiguous import READ_ON_GPU, TOLERANCE, contents, refuses
 from tikv import arrays, reference
 
-LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 16, 12, 2
+LAYERS, HEADS, WIDTH, BLOCKS, SIZE = 2, 2, 16, 10, 4
 FORMS = [("float32", "float32", "NHD"), ("float16", "float16", "VLLM"), ("int8", "float32", "HND")]
 SALTS = (None, None, "a", b"a", 97)
 MOST = 6  # sequences; then one is freed
@@ -72,11 +72,7 @@ class Paged:
         """Of each layer K, V and scales: on the CPU where they lie, from elsewhere copies."""
         found = self.views
         if found is None:
-            found = []
-            for layer in range(LAYERS):
-                handed = [self.store.keys(layer), self.store.values(layer)]
-                handed += self.store.scales(layer) if self.dtype == "int8" else ()
-                found.append([a.numpy() if self.arch == "cpu" else a.copy_to_host() for a in handed])
+            found = contents(self.store._pools.layers, self.arch)
             if self.arch == "cpu":
                 self.views = found
         return [[a.copy() for a in layer] for layer in found] if copied else found
@@ -104,7 +100,7 @@ class Paged:
         assert self.store.num_shared_blocks == sum(n > 1 for n in owners.values())
         for seq, table in zip(self.present(), tables, strict=True):
             assert len(table) == -(-self.model[seq].length // SIZE)
-        if self.model:
+        if self.model and (self.arch == "cpu" or self.chance.random() < READ_ON_GPU):
             self.check_rows(self.chance.choice(list(self.model)))
 
     def check_rows(self, seq: int) -> None:
@@ -172,7 +168,7 @@ class Paged:
 
     def add(self) -> None:
         salt = self.chance.choice(SALTS)
-        ids = tuple(self.chance.randrange(2) for _ in range(self.chance.choice((0, 3, 5, 7))))
+        ids = tuple(self.chance.randrange(2) for _ in range(self.chance.choice((0, 3, 5, 9))))
         self.doing = f"add({list(ids)}, salt={salt!r})"
         seq = self.store.add(list(ids) or None, salt)
         assert seq not in self.model
@@ -220,7 +216,7 @@ class Paged:
                 out = oracle.to_numpy(self.store.extend(layer, oracle.place(q, self.arch), *given, seqs, bounds))
         except tikv.CapacityError:
             most = sum(
-                (len(self.model[seq].held[layer]) + count + 1) // SIZE - len(self.model[seq].held[layer]) // SIZE
+                -(-(len(self.model[seq].held[layer]) + count) // SIZE) - len(self.model[seq].held[layer]) // SIZE
                 for seq, count in zip(seqs, counts, strict=True)
             )
             assert most > free, f"refused, though {free} blocks are free and at most {most} are needed"
@@ -268,7 +264,7 @@ class Paged:
         if (seq := self.some()) is None:
             return
         found = self.model[seq]
-        n = self.chance.randint(0, found.length)
+        n = self.chance.randint(max(0, found.length - self.chance.choice((2, 2, 30))), found.length)
         self.doing = f"truncate({seq}, {n})"
         self.store.truncate(seq, n)
         self.model[seq] = Sequence(found.ids[:n], found.salt, [layer[:n] for layer in found.held])
