@@ -135,3 +135,39 @@ def test_a_layer_counts_every_token(arch):
     k, v = (np.asarray(a.copy_to_host()) for a in (layer.keys, layer.values))
     assert (k == -v).all()
     assert sorted(k[0, :, 0].astype(int).tolist()) == sorted(n * 100 + t for n in range(THREADS) for t in range(TURNS))
+
+
+@pytest.mark.archs("cpu", "vulkan")
+def test_a_step_is_compiled_without_a_deadlock(arch):
+    """Recording takes the runtime's lock, and appends take the store's: in one order, whoever waits for whom."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, capacity=8, dtype="float32")
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with store.lock:
+            held.set()
+            release.wait(60)
+
+    threads = [threading.Thread(target=hold), threading.Thread(target=lambda: tikv.compile_step(store))]
+    threads[0].start()
+    assert held.wait(60)
+    threads[1].start()
+    threads[1].join(1)
+    assert threads[1].is_alive(), "it waits for the store"
+    free = store.runtime.lock.acquire(timeout=10)
+    if free:
+        store.runtime.lock.release()
+    release.set()
+    for thread in threads:
+        thread.join(60)
+    assert free
+
+
+@pytest.mark.archs("cpu", "vulkan")
+def test_an_error_names_the_method_that_was_called(arch):
+    """Whichever of append and extend came first with rows of this form."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, capacity=4, dtype="float32")
+    new = rows(1, 1, 3)
+    store.extend(0, new, new, new)
+    with pytest.raises(tikv.CapacityError, match=r"^KVCacheStore\.append"):
+        store.append(0, new, new)

@@ -304,7 +304,7 @@ class Appends:
 
     def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         """Append views of new K and V to one layer; `KVCacheStore.append` has this inline."""
-        key = (layer.index, rows.key, layout)
+        key = (operation, layer.index, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None:
             self.append_first(operation, [layer], rows, layout, key, False)

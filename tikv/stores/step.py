@@ -95,7 +95,8 @@ class Step(runtime.NotCopied):
         self._layout = layout
         self._options = options
         self._backend = choose_backend(backend, store.runtime, "compile_step")
-        self._build()
+        with store.lock:  # before the runtime's, as every call of a store takes them
+            self._build()
 
     def _build(self) -> None:
         """The graph for the store's memory as it is now."""
