@@ -7,9 +7,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from launch_counter import count_launches
 
 import tikv
-from tikv import launch, reference, runtime
+from tikv import reference, runtime
 from tikv.ops import write_qkv
 
 BF16 = ml_dtypes.bfloat16
@@ -513,22 +514,11 @@ def test_everything_takes_one_launch(arch, rng, monkeypatch):
     case = Case(rng, arch, "norm_half", np.float16, tokens=6)
     k, v = case.pools(np.int8, "NHD")
     k_scale, v_scale = (case.destination((4, 3, H), np.float16) for _ in "kv")
-    launches = []
-    bind = launch.Kernel.bind
-
-    def counted(self, iterations, *arguments):
-        bound = bind(self, iterations, *arguments)
-        run = bound.launch
-        monkeypatch.setattr(bound, "launch", lambda: (launches.append(self.name), run()))
-        return bound
-
-    monkeypatch.setattr(launch.Kernel, "bind", counted)
-    runtime.current().plans.clear()
+    launches = count_launches(monkeypatch)
     tikv.write_qkv(
         case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, layout="NHD", slot_mapping=[0, 1, 2, 3, -1, 5],
         rope_positions=[4, 5, 0, 1, 0, 9], k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    runtime.current().plans.clear()
     assert len(launches) == 1
     assert launches[0].startswith("write_qkv(")
 
