@@ -8,11 +8,14 @@ Taichi holds one back end a process and frees every array when it is started aga
 and Taichi is started once for each.
 """
 
+import contextlib
 import gc
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections import Counter
 
@@ -189,6 +192,18 @@ def pytest_collection_modifyitems(config, items):
         if _is_left(item, arch, full):
             item.user_properties.append(("left", "--full"))
             item.add_marker(pytest.mark.skip(reason="left for --full"))
+
+
+LOCK_SECONDS = 20  # Taichi holds the lock of its cache while it reads or writes a few files
+
+
+@pytest.fixture(autouse=True)
+def no_lock_of_the_dead():
+    """Remove the lock that a killed process left in the cache of kernels: all others would warn and compile anew."""
+    lock = pathlib.Path(os.environ["TI_OFFLINE_CACHE_FILE_PATH"]) / "ticache.lock"
+    with contextlib.suppress(OSError):
+        if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
+            lock.unlink()
 
 
 @pytest.fixture(scope="session")

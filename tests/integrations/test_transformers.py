@@ -816,9 +816,12 @@ def test_tokens_like_those_before_skip_the_checks_and_others_do_not(arch, rng, m
             oracle.assert_same_bits(got.numpy(), torch.cat(want, dim=2).numpy())
 
     kept = [[a.clone() for a in rows(rng, 1, width=16)] for _ in range(8)]  # where torch aligns them
+    for new in kept + kept:  # memory at a new address is asked about once, by a test that the third call makes
+        step(*new)
+    checked.clear()
     for new in kept:
         step(*new)
-    assert len(checked) <= 3, "tokens like those before were checked again"
+    assert not checked, "tokens like those before were checked again"
     turned = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in rows(rng, 1, width=16)]
     apart = [torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape) for a in rows(rng, 1, width=16)]
     several = rows(rng, 3, width=16)
@@ -827,10 +830,10 @@ def test_tokens_like_those_before_skip_the_checks_and_others_do_not(arch, rng, m
     with torch.inference_mode():
         step(*rows(rng, 1, width=16))
     step(*rows(rng, 1, width=16))
-    assert layer.get_seq_length() == layer.store.length == 8 + 3 + 6
+    assert layer.get_seq_length() == layer.store.length == 24 + 3 + 6
     with pytest.raises(tikv.ShapeError, match="overlap"):
         layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
-    assert layer.get_seq_length() == 17
+    assert layer.get_seq_length() == 33
 
 
 def test_tokens_like_those_before_still_meet_the_limits(arch, rng):
