@@ -144,11 +144,12 @@ class GrowingLayer(runtime.NotCopied):
         operation = "TikvCache.update"
         require_alive(self.runtime, operation)
         rows = view_all((k, v), ROWS, operation)
-        plan = self._appends.plans.get((0, rows.key))
-        if plan is None:
-            self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)
-        else:
-            plan.append(rows)
+        with self._memory.lock:
+            plan = self._appends.plans.get((0, rows.key))
+            if plan is None:
+                self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)
+            else:
+                plan.append(rows)
         self.append_alike = self._like_the_last(operation)
 
     def _like_the_last(self, operation: str) -> AppendAlike:
