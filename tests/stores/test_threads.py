@@ -1,5 +1,6 @@
 """Threads that share a store: no token is lost, and nobody sees another's rows."""
 
+import sys
 import threading
 
 import numpy as np
@@ -39,8 +40,6 @@ def rows(number, turn, tokens=1):
 @pytest.fixture(autouse=True)
 def often_in_turn():
     """Threads change places much more often than they do by themselves."""
-    import sys
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

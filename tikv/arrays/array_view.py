@@ -122,6 +122,19 @@ class ArrayView:
             owner=self.owner,
         )
 
+    def transposed(self, *order: int) -> ArrayView:
+        """The same elements with the axes in this order."""
+        return self.restrided(tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order))
+
+    def part(self, axis: int, first: int, end: int) -> ArrayView:
+        """The elements from `first` to `end` of one axis."""
+        shape = (*self.shape[:axis], end - first, *self.shape[axis + 1 :])
+        return self.restrided(shape, self.strides, first * self.strides[axis])
+
+    def batch_of_one(self) -> ArrayView:
+        """The same with an axis of one sequence before its own."""
+        return self.restrided((1, *self.shape), (0, *self.strides))
+
     def __repr__(self) -> str:
         return describe(self)
 

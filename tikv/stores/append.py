@@ -401,7 +401,7 @@ class Appends:
         lead = "num_layers, batch" if stacked else "batch"
         wanted = f"({lead}, {axes})" + (", or without the batch" if one else "")
         checks.rank(a, (full,), name, wanted, operation)
-        return a if stacked else a.restrided((1, *a.shape), (0, *a.strides))
+        return a if stacked else a.batch_of_one()
 
 
 def _part_of(rows: Sequence[ArrayView], part: list[Layer], stacked: bool) -> list[ArrayView]:

@@ -52,19 +52,32 @@ def layer_plan(
     Raises:
         ShapeError, DTypeError, OptionError: the queries do not fit the layer.
     """
-    key = plan_key(operation, arrays, (*scores, layer.window, layer.sinks))
+    return _kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring)
+
+
+def _kept_plan(
+    live: runtime.Runtime,
+    operation: str,
+    arrays: dict[str, ArrayView],
+    scores: AttentionScale,
+    span: int,
+    sinks: int,
+    ring: int,
+) -> AttentionPlan:
+    """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache."""
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring))
     plan = live.plans.get(key)
     if plan is None:
-        options = AttentionOptions(scores.scale, True, layer.ring or None, scores.softcap, None, False)
-        cache = contiguous_cache(layer.k, layer.v, tuple(layer.scales), sinks=layer.sinks, ring=layer.ring)
-        plan = AttentionPlan(live, operation, arrays, cache, layer.k.shape[0], options)
-        live.plans.keep(key, plan)
+        k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
+        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False)
+        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
     found: AttentionPlan = plan
     return found
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
-    """The first of several queries sees no key whose slot a newer token has taken.
+    """The first of these queries, which are several, sees no key whose slot a newer token has taken.
 
     Raises:
         PositionError: it does; or only the device knows how many tokens there are.
@@ -75,7 +88,7 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
             f"knows whether {queries} queries see tokens that newer ones overwrote. Use missing='ignore', or one query."
         )
     wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
-    if layer.ring and queries > 1 and wanted < layer.valid_from and layer.sinks < layer.valid_from:
+    if layer.ring and wanted < layer.valid_from and layer.sinks < layer.valid_from:
         raise PositionError(
             f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
             f"{wanted} on, and layer {layer.index} holds them from {layer.valid_from} on (window={layer.window}, "
@@ -115,14 +128,15 @@ def extend(
     if layer.ring == 0:
         checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
     checks.integer(layer.length + tokens, "length", operation)
-    q = _queries(operation, arrays[0], memory, tokens, (token_axis, head_axis))
+    like = arrays[0]
+    given = view(like, "q", operation)
+    q = _queries(operation, given, memory, tokens, (token_axis, head_axis))
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
     new = [_head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
     layer_plan(live, operation, layer_arrays(layer, q), layer, scores)  # refuses what does not fit, before a write
 
-    width_v, like = memory.head_dim_v, arrays[0]
-    out = new_like(like, (*view(like, "q", operation).shape[:-1], width_v), q.dtype, live)
-    lse = new_like(like, view(out, "out", operation).shape[:-1], dtypes.float32, live) if return_lse else None
+    out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
+    lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse else None
     results = [_with_batch(view(out, "out", operation), q.ndim)]
     if lse is not None:
         results.append(_with_batch(view(lse, "lse", operation), q.ndim - 1))
@@ -144,30 +158,23 @@ def extend(
 
 
 def _with_batch(a: ArrayView, ndim: int) -> ArrayView:
-    return a if a.ndim == ndim else a.restrided((1, *a.shape), (0, *a.strides))
+    return a if a.ndim == ndim else a.batch_of_one()
 
 
 def _head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
     """An array (batch, ., ., ...) as (batch, heads, tokens, ...)."""
-    order = (0, head_axis, token_axis, *range(3, a.ndim))
-    return a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order))
+    return a.transposed(0, head_axis, token_axis, *range(3, a.ndim))
 
 
-def _tokens_of(a: ArrayView, first: int, end: int) -> ArrayView:
-    """Some tokens of an array (batch, heads, tokens, ...)."""
-    return a.restrided((*a.shape[:2], end - first, *a.shape[3:]), a.strides, first * a.strides[2])
-
-
-def _queries(operation: str, q: Any, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
+def _queries(operation: str, given: ArrayView, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
     """The queries as (batch, Hq, T, D), as many as there are new tokens.
 
     Raises:
         ShapeError: they are others.
     """
     token_axis, head_axis = axes
-    found = view(q, "q", operation)
-    checks.on_device([("q", found)], memory.runtime, operation)
-    given = found
+    checks.on_device([("q", given)], memory.runtime, operation)
+    found = given
     if found.ndim == 3 and memory.batch_size == 1:
         found = _with_batch(found, 4)
     names = "T, Hq, D" if token_axis == 1 else "Hq, T, D"
@@ -199,7 +206,7 @@ class _Extension:
         behind, tokens = self.layer.length - q.shape[2], q.shape[2]
         for first in range(0, tokens, MOST_QUERIES):
             end = min(tokens, first + MOST_QUERIES)
-            some, to, to_lse = (_tokens_of(a, first, end) if a is not None else None for a in (q, out, lse))
+            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             self._over_layer(some, behind + end, 0, to, to_lse, lse is not None)
 
     def attend_over_both(
@@ -210,7 +217,7 @@ class _Extension:
         stored = self._as_stored(new)
         for first in range(0, tokens, MOST_QUERIES):
             end = min(tokens, first + MOST_QUERIES)
-            some, to, to_lse = (_tokens_of(a, first, end) if a is not None else None for a in (q, out, lse))
+            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
                 of_new = self._over_new(some, stored, end, None, None, True)
                 of_layer = self._over_layer(some, layer.length, end, None, None, True)
@@ -223,21 +230,14 @@ class _Extension:
         layer = self.layer
         arrays = layer_arrays(layer, q)
         plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
-        return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse)
+        return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse=lse)
 
     def _over_new(self, q: Any, stored: dict[str, ArrayView], end: int, out: Any, lse: Any, return_lse: bool) -> Any:
         """Attention of the queries before token `end` over the new rows before it."""
         layer, arrays = self.layer, {"q": q, **stored}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
-        key = plan_key(self.operation, arrays, (*self.scores, layer.ring, sinks, "new"))
-        plan = self.live.plans.get(key)
-        if plan is None:
-            options = AttentionOptions(self.scores.scale, True, layer.ring, self.scores.softcap, None, False)
-            scales = tuple(stored[n] for n in ("k_scale", "v_scale") if n in stored)
-            cache = contiguous_cache(stored["k"], stored["v"], scales, sinks=sinks)
-            plan = AttentionPlan(self.live, self.operation, arrays, cache, self.memory.batch_size, options)
-            self.live.plans.keep(key, plan)
-        return plan.attend(None, arrays, out, return_lse, "taichi", end, 0, 0, lse)
+        plan = _kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0)
+        return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
         """The new rows in the layer's dtype: themselves, or what an append makes of them."""

@@ -167,9 +167,9 @@ class KVLayer(runtime.DeepCopied):
         calls = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
             last = min(tokens, first + MOST_QUERIES)
-            some = [_queries_of(a, first, last) for a in (queries, *results)]
+            some = [a.part(2, first, last) for a in (queries, *results)]
             calls.append((some, self._call(operation, some[0], before + last, options)))
-        self._write(operation, [_token_major(rows[name], axes) for name in ("k", "v")])
+        self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
         self.set_len(end)
         for (_, to, *to_lse), call in calls:
             call.attend(None, out=to, return_lse=return_lse, lse=to_lse[0] if to_lse else None)
@@ -191,11 +191,6 @@ class KVLayer(runtime.DeepCopied):
         )
 
 
-def batch_of_one(a: ArrayView) -> ArrayView:
-    """An array with an axis of one sequence before its own."""
-    return a.restrided((1, *a.shape), (0, *a.strides))
-
-
 def _rank_3(array: Any, name: str, operation: str) -> ArrayView:
     found = view(array, name, operation)
     checks.rank(found, (3,), name, "(T, heads, D) or (heads, T, D)", operation)
@@ -205,15 +200,4 @@ def _rank_3(array: Any, name: str, operation: str) -> ArrayView:
 def _one_head_major(a: ArrayView, axes: tuple[int, int]) -> ArrayView:
     """An array of one sequence as (1, heads, T, ...), from its axes of tokens and heads."""
     token, head = axes
-    order = (head, token, *range(2, a.ndim))
-    return batch_of_one(a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order)))
-
-
-def _token_major(a: ArrayView, axes: tuple[int, int]) -> ArrayView:
-    order = (*axes, 2)
-    return a.restrided(tuple(a.shape[i] for i in order), tuple(a.strides[i] for i in order))
-
-
-def _queries_of(a: ArrayView, first: int, end: int) -> ArrayView:
-    """Some of the queries of an array (1, heads, T, ...)."""
-    return a.restrided((*a.shape[:2], end - first, *a.shape[3:]), a.strides, first * a.strides[2])
+    return a.transposed(head, token, *range(2, a.ndim)).batch_of_one()

@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, Views, to_device, write_host
-from tikv.compat.seeds.kv_layer import KVLayer, batch_of_one
+from tikv.compat.seeds.kv_layer import KVLayer
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.ops import checks, copy, paged, rope
 from tikv.ops.attention.contiguous import contiguous_call
@@ -226,7 +226,7 @@ class ContiguousKVLayer(KVLayer):
         )
 
     def _caches(self) -> dict[str, Any]:
-        arrays = map(batch_of_one, self._arrays)
+        arrays = [a.batch_of_one() for a in self._arrays]
         return dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False))
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
@@ -504,7 +504,7 @@ class PagedKVLayer(KVLayer):
             q,
             q_layout,
             **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
-            block_tables=batch_of_one(self._table),
+            block_tables=self._table.batch_of_one(),
             context_lens=self._lens,
             layout=self.pool.form.layout,
             scale=scale,
@@ -513,7 +513,7 @@ class PagedKVLayer(KVLayer):
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
         k, v, *_ = self._arrays
-        table = batch_of_one(self._table)
+        table = self._table.batch_of_one()
         return paged_call(operation, q, k, v, table, length, layout=self.pool.form.layout, **self._scales(), **options)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:

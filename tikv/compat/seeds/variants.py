@@ -90,7 +90,7 @@ def _token(name: str, seq_pos: int, *given: Any) -> None:
             detail = f"{src_name}: {describe(src)}, {cache_name}: {describe(cache)}"
             checks.extent(src.shape[0], heads * width, f"the length of {src_name}", name, detail)
             src = src.restrided((heads, width), (width * src.strides[0], src.strides[0]))
-        shaped += [src.restrided((1, *src.shape), (0, *src.strides)), cache]
+        shaped += [src.batch_of_one(), cache]
     position = checks.integer(seq_pos, "seq_pos", name)
     capacity = min(cache.shape[1] for cache in shaped[1::2])
     if position >= capacity:

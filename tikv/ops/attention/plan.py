@@ -209,4 +209,4 @@ class AttentionCall(NamedTuple):
         lse: Any = None,
     ) -> Any:
         """`AttentionPlan.attend` over these arrays."""
-        return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, 0, lse)
+        return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, lse=lse)
