@@ -22,6 +22,17 @@ def never_free(objects: Iterable[Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
+def _keep_ndarrays(module: Any, runtime: Callable[[], Any]) -> None:
+    """Leave the memory of ndarrays to the parent: CUDA's driver, asked here to free it, ends the process."""
+    delete = module.ScalarNdarray.__del__
+
+    def delete_own(array: Any, kept: Any = left_behind) -> None:
+        if runtime().prog is not kept:
+            delete(array)
+
+    module.ScalarNdarray.__del__ = delete_own
+
+
 def _after_fork() -> None:
     global left_behind
     taichi: Any = sys.modules.get("taichi.lang.impl")
@@ -29,6 +40,7 @@ def _after_fork() -> None:
     if program is not None:
         left_behind = program
         never_free([program])
+        _keep_ndarrays(sys.modules["taichi.lang._ndarray"], taichi.get_runtime)
     for act in in_child:
         act()
 

@@ -315,7 +315,8 @@ class Contiguous:
         self.settle()
 
     def refused(self) -> None:
-        store, (k, v) = self.store, self.given(self.rows(1), "token_major")
+        rows = self.rows(1)
+        store, (k, v) = self.store, self.given(rows, "token_major")
         length, batch = store.length, store.batch_size
         calls = {
             "append: fewer heads": lambda: store.append(0, k[:, :, :1], v[:, :, :1]),
@@ -325,7 +326,7 @@ class Contiguous:
             "append: no layer": lambda: store.append(LAYERS, k, v),
             "append: no layout": lambda: store.append(0, k, v, layout="rows"),
             "append_all: no layers": lambda: store.append_all(k, v),
-            "append: other batch": lambda: store.append(0, *(np.zeros((3, *a.shape[1:]), a.dtype) for a in (k, v))),
+            "append: other batch": lambda: store.append(0, *(np.zeros((3, *a.shape[1:]), a.dtype) for a in rows)),
             "trim: too many": lambda: store.trim(length + 1),
             "trim: below 0": lambda: store.trim(-1),
             "reorder: too many": lambda: store.reorder([0] * (batch + 1)),
