@@ -19,6 +19,7 @@ from typing import Any
 from tikv import forks
 from tikv.errors import ArchError
 from tikv.runtime.dropped import Array
+from tikv.runtime.real_functions import RealFunctions
 
 _lock = threading.RLock()
 _taichi: Any = None
@@ -154,6 +155,16 @@ def arch_of(program: Any) -> str:
     return {"x64": "cpu", "arm64": "cpu"}.get(name, name)
 
 
+def _next_real_function(front: Any, program: Any) -> Callable[[Any, Any], Any]:
+    """What takes the place of Taichi's `Program.create_function` while a kernel is compiled."""
+    functions = front.__dict__.get("_tikv_real_functions")
+    if functions is None:
+        functions = RealFunctions(type(program).create_function, _taichi.lang.misc._ti_core.FunctionKey)
+        front._tikv_real_functions = functions
+    functions.begin_kernel(program)
+    return lambda program, key: functions.take(program, key)
+
+
 def _line_of(context: Any, node: Any) -> str:
     return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
 
@@ -178,6 +189,8 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     }
     wanted: list[tuple[Any, str, Any]] = [(config, name, value) for name, value in of_config.items()]
     wanted += [(front, name, value) for name, value in of_front.items() if hasattr(front, name)]
+    if arch_of(program) == "cpu":
+        wanted.append((type(program), "create_function", _next_real_function(front, program)))
     # Taichi draws the source line under each expression, for messages of errors that our kernels do not have.
     wanted += [(_node_context, "get_pos_info", _line_of)]
     saved = [(where, name, getattr(where, name)) for where, name, _ in wanted]
