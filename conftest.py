@@ -91,8 +91,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "archs(*names): run on these back ends only")
     config.addinivalue_line(
         "markers",
-        "full(*archs, unless=None): run with --full only, on these back ends or on all; "
-        "but for cases whose parameters, a dict, `unless` is true of",
+        "full(*archs, unless=None, each_value=False): run with --full only, on these back ends or on all; but for "
+        "cases whose parameters, a dict, `unless` is true of, or with `each_value` for those that bring a value of a "
+        "parameter that no case before them has",
     )
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
     if launcher := config.getoption("--launcher"):
@@ -167,14 +168,22 @@ def _arch_of(item) -> str | None:
     return item.callspec.params.get("arch") if hasattr(item, "callspec") else None
 
 
-def _is_left(item, arch, full: list[str]) -> bool:
-    """Whether a test waits for --full; one of no back end goes with the CPU's."""
+def _is_left(item, arch, full: list[str], seen: dict[tuple, set]) -> bool:
+    """Whether a test waits for --full; one of no back end goes with the CPU's. `seen`: of each test, what cases had."""
     if (arch or "cpu") in full:
         return False
-    for marker in item.iter_markers("full"):
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    markers = [marker for marker in item.iter_markers("full") if not marker.args or arch in marker.args]
+    for marker in markers:
         unless = marker.kwargs.get("unless")
-        if (not marker.args or arch in marker.args) and not (unless and unless(item.callspec.params)):
+        if not marker.kwargs.get("each_value") and not (unless and unless(params)):
             return True
+    if any(marker.kwargs.get("each_value") for marker in markers):
+        before = seen.setdefault((item.parent.nodeid, getattr(item, "originalname", item.name), arch), set())
+        values = {(name, repr(value)) for name, value in params.items()}
+        if before and values <= before:
+            return True
+        before |= values
     return False
 
 
@@ -185,11 +194,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item.nodeid not in done]
     items.sort(key=lambda item: ARCHS.index(arch) if (arch := _arch_of(item)) else -1)
+    seen: dict[tuple, set] = {}
     for item in items:
         arch = _arch_of(item)
         # Properties travel with a report from the process that ran the test to the one that counts.
         item.user_properties += [("arch", arch), ("once", bool(arch or item.get_closest_marker("once")))]
-        if _is_left(item, arch, full):
+        if _is_left(item, arch, full, seen):
             item.user_properties.append(("left", "--full"))
             item.add_marker(pytest.mark.skip(reason="left for --full"))
 

@@ -241,6 +241,7 @@ def test_support_says_what_is_not_on_this_machine(capsys):
     assert "metal: not on this machine" in capsys.readouterr().out
 
 
+@pytest.mark.full(unless=lambda case: case["operation"] in ("copy", "write_slots", "decode_attention"))
 @pytest.mark.parametrize("operation", support.OPERATIONS)
 def test_each_operation_agrees_with_the_reference(arch, operation):
     live = runtime.current()
@@ -261,6 +262,7 @@ def test_the_comparison_sees_one_bit_and_one_tolerance():
     assert "more than 0.1" in support.differs(np.float32([1.2]), np.float64([1.0]), 0.1)
 
 
+@pytest.mark.full
 def test_bench_times_every_case_and_draws_it(tmp_path):
     child = run("bench", "--arch", "cpu", "--seconds", "1", "--json", "--plot", str(tmp_path / "out.svg"))
     assert child.returncode == 0, child.stderr

@@ -116,6 +116,7 @@ def memories(owner):
     return [weakref.ref(a.owner) for a in arrays]
 
 
+@pytest.mark.full(unless=lambda case: case["make"] in (contiguous, paged))
 @pytest.mark.parametrize("make", [contiguous, lambda: contiguous("int8"), step, growing, paged])
 def test_memory_goes_with_the_last_reference(arch, make):
     """Not when the garbage collector comes round, which counts objects and not their bytes."""

@@ -10,6 +10,8 @@ from oracle import assert_same_bits, numbers, place, random_bits, to_numpy
 import tikv
 from tikv import launch
 
+pytestmark = pytest.mark.full(each_value=True)
+
 H, D = 2, 8
 
 

@@ -96,8 +96,7 @@ def with_capabilities(spirv):
     return struct.pack(f"<{len(words) + len(declared)}I", *words[:HEADER], *declared, *words[HEADER:])
 
 
-# "attention" reads every dtype, and one of them in parts.
-@pytest.mark.full(unless=lambda case: case["group"] != "attention_in_parts")
+@pytest.mark.full(unless=lambda case: case["group"] == "copies")
 @pytest.mark.parametrize("group", metal_source.GROUPS)
 def test_every_kernel_is_one_valid_metal_function(group, tools, tmp_path_factory):
     """One task a kernel; valid SPIR-V; Metal source without a double or an atomic float."""

@@ -17,6 +17,8 @@ import tikv
 from tikv import launch, reference, runtime
 from tikv.ops.attention.splits import RESIDENT, whole_waves
 
+pytestmark = pytest.mark.full(each_value=True)
+
 TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 PLACES = ("linear", "ring", "HND", "VLLM", "NHD")

@@ -8,6 +8,8 @@ import pytest
 import tikv
 from tikv import reference, runtime
 
+pytestmark = pytest.mark.full(each_value=True)
+
 BF16 = ml_dtypes.bfloat16
 SOURCES = [np.float32, np.float16, BF16]
 SCALES = [np.float16, np.float32]

@@ -13,6 +13,8 @@ import tikv
 from tikv import reference, runtime
 from tikv.ops import write_qkv
 
+pytestmark = pytest.mark.full(each_value=True)
+
 BF16 = ml_dtypes.bfloat16
 HQ, H, D, TABLE = 4, 2, 16, 24
 MODES = ("none", "half", "interleaved", "norm_half", "norm_interleaved")

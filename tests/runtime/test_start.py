@@ -183,3 +183,30 @@ def test_an_unknown_option_ends_nothing(arch, option):
         tikv.init(arch, **{option: 1})
     assert len(store) == 0
     store.tokens(0)
+
+
+ENDED = """
+import gc, weakref
+import numpy as np, tikv
+from tikv import runtime
+
+def kernels():
+    live = tikv.init(arch=ARCH)
+    rows = np.ones((1, 2, 8), np.float32)
+    tikv.copy(rows, np.zeros((2, 7, 8), np.float32), position=0)
+    assert len(live.kernels) == 1
+    return [weakref.ref(kernel.primal) for kernel in live.kernels.values()]
+
+tikv.init(arch=ARCH)
+taichis = len(runtime.engine.front().kernels)
+ended = kernels() + kernels()
+tikv.init(arch=ARCH)
+gc.collect()
+assert [kernel() for kernel in ended] == [None, None]
+assert len(runtime.engine.front().kernels) == taichis
+"""
+
+
+def test_kernels_end_with_their_runtime(arch, python):
+    """Taichi itself would keep them for every one that is started later."""
+    python(ENDED.replace("ARCH", repr(arch)))

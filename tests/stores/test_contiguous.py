@@ -18,6 +18,8 @@ from tikv import arrays, reference, runtime
 from tikv.stores import layer as layer_module
 from tikv.stores import storage
 
+pytestmark = pytest.mark.full(each_value=True)
+
 HEADS, LAYERS = 2, 3
 
 

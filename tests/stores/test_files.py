@@ -14,6 +14,8 @@ from tikv.ops import blocks
 from tikv.stores import files, storage
 from tikv.stores.layer_pools import LayerPools
 
+pytestmark = pytest.mark.full(each_value=True)
+
 
 def filled(rng, **form):
     """A store with a wrapped ring, sinks and a linear layer, and its saved form's path-independent facts."""

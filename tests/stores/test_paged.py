@@ -25,6 +25,8 @@ from tikv.ops.paged import WriteSlotsPlan
 from tikv.stores import block_pool, storage
 from tikv.stores.layer_pools import LayerPools
 
+pytestmark = pytest.mark.full(each_value=True)
+
 LAYOUTS = ["NHD", "HND", "VLLM"]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 HEADS, WIDTH, SIZE = 2, 16, 4

@@ -16,6 +16,7 @@ STORES = {
 }
 
 
+@pytest.mark.full(unless=lambda case: case["case"] != "linear")
 @pytest.mark.parametrize(("case", "layer"), [("linear", None), ("windows_and_sinks", 0), ("int8_ring", None)])
 def test_a_step_gives_what_append_and_attend_give(arch, rng, case, layer):
     form = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "capacity": 12, "dtype": "float16", **STORES[case]}

@@ -40,6 +40,7 @@ class Kernel:
         with live.lock, live.compiling(self.fast_math):
             self.function = factory(*choices)
             self.primal = self.function._primal
+            live.own_kernels()
             annotations = [argument.annotation for argument in self.primal.arguments]
             self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
             self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]

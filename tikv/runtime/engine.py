@@ -24,6 +24,7 @@ from tikv.runtime.real_functions import RealFunctions
 _lock = threading.RLock()
 _taichi: Any = None
 _impl: Any = None
+_kernel_impl: Any = None
 _node_context: Any = None
 _program_at_load: Any = None
 _kept_ndarray: Any = None
@@ -31,7 +32,7 @@ _kept_ndarray: Any = None
 
 def load() -> Any:
     """Import Taichi once: no banner, no version check on the network, and each ndarray stamped with its program."""
-    global _taichi, _impl, _node_context, _program_at_load, _kept_ndarray
+    global _taichi, _impl, _kernel_impl, _node_context, _program_at_load, _kept_ndarray
     if _taichi is None:
         with _lock:
             if _taichi is None:
@@ -46,6 +47,7 @@ def load() -> Any:
                         f"Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
                     ) from error
                 _impl = importlib.import_module("taichi.lang.impl")
+                _kernel_impl = importlib.import_module("taichi.lang.kernel_impl")
                 _node_context = importlib.import_module("taichi.lang.ast.ast_transformer_utils").ASTTransformerContext
                 _program_at_load = _impl.get_runtime().prog
                 ndarrays = importlib.import_module("taichi.lang._ndarray")
@@ -165,6 +167,28 @@ def _next_real_function(front: Any, program: Any) -> Callable[[Any, Any], Any]:
     return lambda program, key: functions.take(program, key)
 
 
+def own_kernels(front: Any) -> None:
+    """Take this library's kernels out of Taichi's list, which keeps all of them for the programs to come."""
+    for kernel in [kernel for kernel in front.kernels if kernel.func.__module__.startswith("tikv.")]:
+        front.kernels.remove(kernel)
+
+
+_sources: dict[tuple[Callable[[Any], Any], str, int, str], Any] = {}
+
+
+def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read(function)` of the source, once for all functions that were made of the same lines."""
+
+    def read_once(function: Any) -> Any:
+        code = function.__code__
+        key = read, code.co_filename, code.co_firstlineno, code.co_name
+        if key not in _sources:
+            _sources[key] = read(function)
+        return _sources[key]
+
+    return read_once
+
+
 def _line_of(context: Any, node: Any) -> str:
     return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
 
@@ -193,6 +217,8 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
         wanted.append((type(program), "create_function", _next_real_function(front, program)))
     # Taichi draws the source line under each expression, for messages of errors that our kernels do not have.
     wanted += [(_node_context, "get_pos_info", _line_of)]
+    # And it reads the source of a function again each time that one is called in a kernel: a quarter of what it does.
+    wanted += [(_kernel_impl, name, _once(getattr(_kernel_impl, name))) for name in ("getsourcelines", "getsourcefile")]
     saved = [(where, name, getattr(where, name)) for where, name, _ in wanted]
     try:
         for where, name, value in wanted:

@@ -29,7 +29,8 @@ class RealFunctions:
         if len(self._spare) < LEAST:
             for _ in range(2 * LEAST):
                 self._made += 1
-                self._spare.append(self._create(program, self._key_class("tikv", self._made, 0)))
+                # Taichi tells functions apart by two numbers; of its own, the second is at least 0.
+                self._spare.append(self._create(program, self._key_class("tikv", self._made, -1)))
             self._spare.sort(key=_address)
 
     def take(self, program: Any, key: Any) -> Any:

@@ -107,6 +107,10 @@ class Runtime(NotCopied):
         """Compile under this library's settings whatever the caller chose, and put the caller's back."""
         return engine.compiling(self.program, fast_math)
 
+    def own_kernels(self) -> None:
+        """Have this library's kernels end with this program."""
+        engine.own_kernels(self.front)
+
     def synchronize(self) -> None:
         """Wait until the device has finished everything launched so far; memory dropped before is given back."""
         self.dropped.release_behind(self._synchronize, self._release)

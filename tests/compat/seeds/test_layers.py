@@ -13,6 +13,8 @@ from tikv.compat.seeds import layers
 from tikv.compat.seeds.layers import SEED_NAMES, ContiguousKVLayer, KVPool, PagedKVLayer
 from tikv.stores import block_pool
 
+pytestmark = pytest.mark.full(each_value=True)
+
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 HEADS, QUERY_HEADS, WIDTH, SIZE = 2, 4, 16, 4
 COLUMNS = (QUERY_HEADS + 2 * HEADS) * WIDTH
