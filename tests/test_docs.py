@@ -38,6 +38,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("name", documented())
 def test_docstring_examples(name, arch):
@@ -62,6 +63,7 @@ def test_every_public_name_has_a_docstring():
         assert getattr(tikv, name).__doc__ or not callable(getattr(tikv, name)), f"tikv.{name} has no docstring"
 
 
+@pytest.mark.full
 @pytest.mark.archs("cpu")
 def test_readme_python_blocks_run_in_order_and_print_what_follows_them(arch, tmp_path, monkeypatch):
     text = README.read_text(encoding="utf-8")

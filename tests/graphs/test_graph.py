@@ -134,6 +134,7 @@ def test_write_attend_and_merge(arch, rng, owned, stored):
         assert all(type(got[n]) is type(a) for n in names)
 
 
+@pytest.mark.full(unless=lambda case: case["owned"])
 @pytest.mark.parametrize("owned", [False, True], ids=["caller", "owned"])
 def test_rings_int8_and_splits_are_chosen_anew_as_lengths_grow(arch, rng, owned):
     """What one call would split, the graph splits: bits do not depend on the lengths of the first run."""

@@ -129,6 +129,7 @@ def test_the_result_has_the_dtype_of_the_query(arch, rng, query_dtype):
     Case(rng, query_dtype=query_dtype, lens=(40, 3)).check(arch)
 
 
+@pytest.mark.full(unless=lambda case: case["width"] in (5, 80))
 @pytest.mark.parametrize(("width", "width_v"), [(32, 32), (80, 48), (256, 256), (5, 3), (24, 40)])
 def test_widths(arch, rng, width, width_v):
     Case(rng, width=width, width_v=width_v, lens=(40, 9)).check(arch)
@@ -151,6 +152,7 @@ def test_several_queries_are_aligned_at_the_end(arch, rng, queries, causal):
     case.check(arch, causal=causal, seen={"causal": causal})
 
 
+@pytest.mark.full(unless=lambda case: case["dtype"] == "int8")
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_several_queries_with_a_window_and_sinks(arch, rng, dtype):
     case = Case(rng, dtype=dtype, capacity=130, queries=6, sinks=2, lens=(130, 70, 6))
@@ -292,8 +294,8 @@ def test_every_storage_and_grouping(arch, rng, place, dtype, group):
         assert_close(got, case.expected(window=window), "float32")
 
 
-# Pages find their rows by code of their own, NaN is met by that of a dtype: NHD and the linear cache have each.
-@pytest.mark.full("vulkan", unless=lambda case: case["place"] not in ("HND", "VLLM"))
+# Pages find their rows by code of their own, NaN is met by that of a dtype: NHD, a ring and the linear cache have each.
+@pytest.mark.full(unless=lambda case: case["place"] not in ("HND", "VLLM") and case["dtype"] in ("int8", "float16"))
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [
@@ -360,7 +362,7 @@ def test_page_sizes(arch, rng, page):
     assert_close(pages.run(arch), pages.case.expected(), "float32")
 
 
-@pytest.mark.full("cpu", "vulkan", unless=lambda case: case["dtype"] == "int8")
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "width"), [("int8", 128), ("float16", 256), ("float32", 256)])
 def test_the_longest_kernels(arch, rng, dtype, width):
     """Many query rows that see different keys of pages, with a soft cap: on CUDA all of it has to stay one function."""
@@ -382,12 +384,14 @@ def test_maxima_that_grow_along_a_sequence(arch, rng, group, steep):
     case.check(arch, num_splits=1)
 
 
+@pytest.mark.full(unless=lambda case: case["splits"] == 3)
 @pytest.mark.parametrize("splits", [1, 3, 32])
 def test_pages_with_a_window_queries_and_splits(arch, rng, splits):
     pages = Pages(rng, lens=(200, 30, 3), queries=3, page=16, width_v=32)
     assert_close(pages.run(arch, window=20, num_splits=splits), pages.case.expected(window=20), "float32")
 
 
+@pytest.mark.full(unless=lambda case: case["window"] == 12)
 @pytest.mark.parametrize(
     ("dtype", "window"), [("float32", None), ("float16", 12), ("bfloat16", None), ("int8", 12), ("float16", None)]
 )
@@ -527,6 +531,7 @@ def test_equal_states_average_and_gain_one_bit(arch, rng):
     np.testing.assert_allclose(oracle.to_numpy(got), 3.0, rtol=1e-6)
 
 
+@pytest.mark.full(unless=lambda case: case["ring"] is not None)
 @pytest.mark.parametrize(
     ("dtype", "queries", "ring"), [("float16", None, None), ("float16", 3, 24), ("int8", 3, None), ("int8", None, 24)]
 )

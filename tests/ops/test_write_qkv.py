@@ -164,6 +164,7 @@ def test_a_position_beyond_32_bits_is_only_the_caches(arch, rng):
     )
 
 
+@pytest.mark.full(unless=lambda case: case["rope_dim"] in (2, 4))
 @pytest.mark.parametrize(("mode", "rope_dim"), [("half", 6), ("half", 4), ("interleaved", 2), ("interleaved", 8)])
 def test_a_part_of_the_head_is_rotated(arch, rng, mode, rope_dim):
     case = Case(rng, arch, mode, np.float16, rope_dim=rope_dim)
@@ -175,6 +176,7 @@ def test_a_part_of_the_head_is_rotated(arch, rng, mode, rope_dim):
     case.check(*(to_caches(r, b, position=2) for r, b in zip((new_k, new_v), case.before, strict=True)))
 
 
+@pytest.mark.full(unless=lambda case: case["width"] in (2, 64, 96, 128, 256))
 @pytest.mark.parametrize(
     ("mode", "width", "dtype"),
     [
@@ -265,6 +267,7 @@ def test_weights_may_be_left_out(arch, rng):
     oracle.assert_same_bits(written[0], written[1])
 
 
+@pytest.mark.full(unless=lambda case: case["dtypes"] in ("bf16", "f32_f16"))
 @pytest.mark.parametrize(
     ("mode", "dtypes"),
     [("norm_half", "f32"), ("norm_half", "bf16"), ("norm_interleaved", "f16"), ("norm_interleaved", "f32_f16"),
@@ -307,6 +310,7 @@ def test_pools_get_what_the_steps_give(arch, rng, mode, layout):
     )
 
 
+@pytest.mark.full(unless=lambda case: case["mode"] == "norm_half" or case["src"] is BF16)
 @pytest.mark.parametrize(
     ("mode", "src", "scales", "width", "rope_dim"),
     [

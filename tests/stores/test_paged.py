@@ -1044,11 +1044,13 @@ def run_in_any_order(arch, dtype, layout, examples):
     run_state_machine_as_test(machine, settings=settings)
 
 
+@pytest.mark.full("vulkan", unless=lambda case: case["layout"] == "HND")
 @pytest.mark.parametrize(("dtype", "layout"), [("float32", "NHD"), ("bfloat16", "HND"), ("float16", "VLLM")])
 def test_any_order_of_operations_keeps_every_row(arch, dtype, layout):
     run_in_any_order(arch, dtype, layout, 24 if arch == "cpu" else 6)
 
 
+@pytest.mark.full("vulkan")
 def test_the_comparison_of_any_order_notices_a_copy_that_is_left_out(arch, monkeypatch):
     monkeypatch.setattr(LayerPools, "copy_blocks", lambda *_: None)
     with pytest.raises(AssertionError, match="elements differ"):
