@@ -51,6 +51,8 @@ class Kernel:
 
     def compile(self) -> None:
         """Compile for Taichi's launcher, in this process, unless that is done."""
+        if self.compiled is not None:
+            return
         live = self.runtime
         with live.lock, live.compiling(self.fast_math):
             if self.compiled is None:
