@@ -3,6 +3,7 @@
 import email
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -113,3 +114,15 @@ def test_the_tests_run_where_taichi_was_not_compiled(uncompiled, request, tmp_pa
     configuration = request.config.rootpath / "pyproject.toml"
     child = uncompiled("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", configuration, tmp_path / "test_taichi.py")
     assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_workflows_name_what_is_there():
+    found = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert [path.stem for path in found] == ["ci", "macos", "wheels"]
+    text = "".join(path.read_text(encoding="utf-8") for path in found)
+    named = set(re.findall(r"(?:tests|\.ci)/[\w./]+", text))
+    assert ".ci/run" in named
+    assert len(named) >= 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(",".join(re.findall(r"\[([a-z,]+)\]\"", text)).split(",")) <= extras

@@ -77,7 +77,9 @@ def show_info(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """`tikv doctor`."""
-    archs = tuple(arguments.arch or runtime.ARCHS)
+    archs = tuple(dict.fromkeys(arguments.arch or runtime.ARCHS))
+    if arguments.report:
+        return write_report(archs, arguments.report)
     checks = doctor.doctor(archs)
     if arguments.json:
         print(doctor.as_json(checks))
@@ -91,6 +93,22 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             {"PASS": "green", "FAIL": "red", "absent": "yellow"},
         )
     return doctor.exit_status(checks) if not arguments.arch else int(any(c.status != "PASS" for c in checks))
+
+
+def write_report(archs: tuple[str, ...], path: str) -> int:
+    """`tikv doctor --report`."""
+    from tikv.tools import report
+
+    target = report.check_target(path)
+    with progress("tikv doctor", report.steps(archs)) as step:
+        found = report.report(archs, step=step)
+    report.write(found, target)
+    header = ("arch", "check", "operations in each dtype", "benches")
+    table("tikv doctor: tested here, now", header, report.summary(found))
+    print(f"{'what was done until it was stopped' if found['stopped'] else 'all of it'} is in {target}")
+    if found["stopped"]:
+        raise KeyboardInterrupt
+    return report.exit_status(found)
 
 
 def show_variants(arguments: argparse.Namespace) -> int:
@@ -270,6 +288,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arch", nargs="*", type=back_end, metavar="ARCH", help=f"only these of {archs}; then each must pass"
     )
     check.add_argument("--json", action="store_true", help="as JSON")
+    check.add_argument(
+        "--report",
+        metavar="FILE",
+        help="also run every operation in every dtype and a minute of benches on each back end, and write all of it to "
+        "one JSON file to send: some minutes",
+    )
     check.set_defaults(run=run_doctor)
     variants = commands.add_parser("variants", help="the named copies and what each does")
     variants.add_argument("--json", action="store_true", help="as JSON")

@@ -27,6 +27,7 @@ from tikv.tools import roofline
 Array: TypeAlias = np.ndarray[Any, Any]
 Call: TypeAlias = Callable[[], Any]
 HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # of Llama 3 8B, Qwen3 8B and most of their size
+TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps"}  # of the back ends that torch knows too
 SHORTEST = 2e-3  # seconds of one round; a faster call is repeated within it
 ROUNDS = 3  # at least
 
@@ -95,14 +96,15 @@ class Machine:
         self.rng = np.random.default_rng(0)
 
     def _torch(self) -> Any:
-        """The torch module, where it reaches this back end's memory."""
-        if not (self.live.is_cpu or self.live.is_cuda):
+        """The torch module, where it works on this back end's device."""
+        if self.live.arch not in TORCH_DEVICES:
             return None
         try:
             torch = importlib.import_module("torch")
         except ImportError:
             return None
-        return torch if self.live.is_cpu or torch.cuda.is_available() else None
+        there = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "metal": torch.backends.mps.is_available}
+        return torch if there[self.live.arch]() else None
 
     def numbers(self, dtype: str, *shape: int) -> Array:
         """Ordinary values: subnormals and NaN would slow some conversions down."""
@@ -118,15 +120,14 @@ class Machine:
 
     def tensor(self, array: Array) -> Any:
         """A torch tensor on the same device."""
-        found = self.torch.from_numpy(array.copy())
-        return found.cuda() if self.live.is_cuda else found
+        return self.torch.from_numpy(array.copy()).to(TORCH_DEVICES[self.live.arch])
 
     def wait(self) -> None:
         """Until everything launched is done."""
         if not self.live.is_cpu:
             self.live.synchronize()
             if self.torch is not None:
-                self.torch.cuda.synchronize()
+                getattr(self.torch, TORCH_DEVICES[self.live.arch]).synchronize()
 
     def memcpy(self, nbytes: int) -> Call:
         """A call that copies half of so many bytes, so that it reads and writes them: all cores' memcpy, or a GPU's."""

@@ -1,0 +1,127 @@
+"""`tikv doctor --report FILE`: all that shows what holds on a machine, in one file that its owner can send.
+
+Each back end does its work in processes of its own, so that a driver that crashes is a line of the report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tikv import runtime
+from tikv.errors import CacheFileError
+from tikv.tools import bench, doctor, support
+
+FORM = 1  # of the file; it grows when a reader of older ones would misread it
+BENCH_SECONDS = 60.0  # of each back end
+
+Step = Callable[[str, int], None]
+
+
+def steps(archs: tuple[str, ...]) -> int:
+    """How many steps `report` tells of: a check, the trials and the benches of each back end."""
+    return len(archs) * (1 + len(support.OPERATIONS) * len(support.DTYPES) + len(bench.CASES))
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """The file to write, known to be possible before minutes are spent.
+
+    Raises:
+        CacheFileError: its folder is not there, or what is there is no file.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise CacheFileError(f"doctor: {str(target)!r} lies in no folder that is there. Make the folder first.")
+    if target.exists() and not target.is_file():
+        raise CacheFileError(f"doctor: {str(target)!r} is no file. Name one that may be written.")
+    return target
+
+
+def report(
+    archs: tuple[str, ...], seconds: float = BENCH_SECONDS, step: Step = lambda now, done: None
+) -> dict[str, Any]:
+    """Check, try and time each back end; what an interruption leaves is whole as far as it goes.
+
+    Args:
+        archs: the back ends.
+        seconds: of the benches of each back end that works.
+        step: called with what is done now, and how many of `steps` are over.
+
+    Returns:
+        For JSON: ``form``, ``stopped`` (whether Ctrl-C ended it), ``info``, ``checks``, ``trials``, ``benches``.
+    """
+    found: dict[str, Any] = {
+        "form": FORM, "stopped": False, "info": doctor.info(), "checks": [], "trials": [], "benches": [],
+    }  # fmt: skip
+    try:
+        for number, arch in enumerate(archs):
+            begin = number * steps(archs) // len(archs)
+            step(f"{arch}: checks", begin)
+            check = doctor.check(arch)
+            found["checks"].append(vars(check))
+            if check.status == "absent":
+                continue
+            places = {place: i for i, place in enumerate(itertools.product(support.OPERATIONS, support.DTYPES), 1)}
+
+            def tried(trial: doctor.Trial, begin: int = begin, places: dict[Any, int] = places) -> None:
+                found["trials"].append(vars(trial))
+                done = places.get((trial.operation, trial.dtype), len(places))
+                step(f"{trial.arch}: {trial.operation} {trial.dtype}", begin + done)
+
+            doctor.support((arch,), tried)
+            step(f"{arch}: benches", begin + 1 + len(places))
+            found["benches"].append({"arch": arch, **_benched(arch, seconds)})
+        step("done", steps(archs))
+    except KeyboardInterrupt:
+        found["stopped"] = True
+    return found
+
+
+def _benched(arch: str, seconds: float) -> dict[str, Any]:
+    """``machine`` and ``rows`` of `tikv bench`, or ``error``."""
+    command = [sys.executable, "-m", "tikv", "bench", "--arch", arch, "--seconds", str(seconds), "--json"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"exit status {child.returncode}: {last}"}
+    found: dict[str, Any] = json.loads(child.stdout)
+    return found
+
+
+def write(found: dict[str, Any], target: Path) -> None:
+    """Write a report.
+
+    Raises:
+        CacheFileError: the system refuses.
+    """
+    try:
+        target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CacheFileError(f"doctor: cannot write {str(target)!r}: {error}.") from error
+
+
+def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """A row a back end: its check, its trials counted by status, its benches."""
+    rows = []
+    for check in found["checks"]:
+        arch = check["arch"]
+        trials = Counter(trial["status"] for trial in found["trials"] if trial["arch"] == arch)
+        benches = [told for told in found["benches"] if told["arch"] == arch]
+        timed = "".join(told.get("error") or f"{len(told['rows'])} cases" for told in benches)
+        rows.append((arch, check["status"], ", ".join(f"{n} {status}" for status, n in trials.items()), timed))
+    return rows
+
+
+def exit_status(found: dict[str, Any]) -> int:
+    """0 when what "auto" would take passes its check, and nothing failed."""
+    default = next(iter(runtime.candidate_archs()))
+    broken = any(c["status"] == "FAIL" or (c["arch"] == default and c["status"] != "PASS") for c in found["checks"])
+    broken |= any(trial["status"] == doctor.FAILED for trial in found["trials"])
+    return int(broken or any("error" in told for told in found["benches"]))
