@@ -1,8 +1,12 @@
 """What the tests of Metal's source share: the programs they need, and each group of kernels compiled once."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 
+import metal_source
 import pytest
 from metal_on_cpu import library
 
@@ -10,7 +14,7 @@ from metal_on_cpu import library
 def require(missing, packages):
     """Skip where something is missing, but fail in CI."""
     if missing:
-        reason = f"no {', '.join(missing)} here (Debian: {', '.join(packages)})"
+        reason = f"no {', '.join(missing)} here (Debian: {packages})"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -19,5 +23,39 @@ def require(missing, packages):
 @pytest.fixture(scope="session")
 def clang(tmp_path_factory):
     """The folder of what clang compiled in this session."""
-    require([library.CLANG] if shutil.which(library.CLANG) is None else [], ["clang"])
+    require([library.CLANG] if shutil.which(library.CLANG) is None else [], "clang")
     return tmp_path_factory.mktemp("metal_on_cpu")
+
+
+@pytest.fixture(scope="session")
+def vulkan(request):
+    """The environment of a process that compiles for Metal: SPIR-V's programs and a Vulkan driver are here."""
+    missing = [tool for tool in ("spirv-val", "spirv-dis", "spirv-cross") if shutil.which(tool) is None]
+    probe = "from tikv.runtime import vulkan_devices; assert vulkan_devices()"
+    root = request.config.rootpath
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "tests")))}
+    child = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=120)
+    if child.returncode:
+        assert child.stderr.rstrip().endswith("AssertionError"), child.stderr  # the probe itself failed
+        missing.append("a Vulkan driver")
+    require(missing, "spirv-tools, spirv-cross, mesa-vulkan-drivers, libvulkan1")
+    return environment
+
+
+@pytest.fixture(scope="session")
+def made(vulkan, tmp_path_factory):
+    """A function of a group's name: the folder of its SPIR-V and its kernels; compiled once, in another process."""
+    found = {}
+
+    def made(group):
+        if group not in found:
+            folder = tmp_path_factory.mktemp(group)
+            child = subprocess.run(
+                [sys.executable, metal_source.__file__, folder, group],
+                capture_output=True, text=True, env=vulkan, timeout=600,
+            )  # fmt: skip
+            assert child.returncode == 0, child.stderr[-3000:]
+            found[group] = folder, json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+        return found[group]
+
+    return made

@@ -1,22 +1,23 @@
-"""The Metal source of every kernel is generated and validated, on any Linux machine with a Vulkan driver."""
+"""The Metal source of every kernel is generated, validated and run, on any Linux machine with a Vulkan driver."""
 
 import ast
 import json
-import os
 import pathlib
 import re
-import shutil
 import struct
 import subprocess
 import sys
 
-import metal_source
+import metal_calls
+import metal_comparison
+import numpy as np
+import oracle
 import pytest
+from metal_on_cpu import Options, taichi_source
 
 import tikv
 
 KERNELS = pathlib.Path(tikv.__file__).parent / "kernels"
-TOOLS = ("spirv-val", "spirv-dis", "spirv-cross")
 pytestmark = pytest.mark.once
 HEADER = 5  # words of a SPIR-V module before its first instruction
 OP_CAPABILITY, GROUP_CAPABILITIES = 17, (61, 63)  # GroupNonUniform, GroupNonUniformArithmetic
@@ -41,41 +42,6 @@ def factories():
     return found
 
 
-@pytest.fixture(scope="module")
-def tools(request):
-    """The two programs and a Vulkan driver; skipped where they are missing, but not in CI."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    probe = "from tikv.runtime import vulkan_devices; assert vulkan_devices()"
-    environment = {**os.environ, "PYTHONPATH": str(request.config.rootpath)}
-    child = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=120)
-    if child.returncode:
-        assert child.stderr.rstrip().endswith("AssertionError"), child.stderr  # the probe itself failed
-        missing.append("a Vulkan driver")
-    if missing:
-        reason = f"no {', '.join(missing)} here (Debian: spirv-tools, spirv-cross, mesa-vulkan-drivers, libvulkan1)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return environment
-
-
-_made: dict[str, tuple[pathlib.Path, list[dict[str, str]]]] = {}
-
-
-def made(group, tools, tmp_path_factory):
-    """The folder of a group's SPIR-V and its kernels; compiled once a session, in a process of its own."""
-    if group not in _made:
-        folder = tmp_path_factory.mktemp(group)
-        child = subprocess.run(
-            [sys.executable, metal_source.__file__, folder, group],
-            capture_output=True, text=True, env=tools, timeout=600,
-        )  # fmt: skip
-        assert child.returncode == 0, child.stderr[-3000:]
-        kernels = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-        _made[group] = folder, kernels
-    return _made[group]
-
-
 def operations_of(spirv):
     """The operations in a SPIR-V module."""
     words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
@@ -96,11 +62,16 @@ def with_capabilities(spirv):
     return struct.pack(f"<{len(words) + len(declared)}I", *words[:HEADER], *declared, *words[HEADER:])
 
 
-@pytest.mark.full(unless=lambda case: case["group"] == "copies")
-@pytest.mark.parametrize("group", metal_source.GROUPS)
-def test_every_kernel_is_one_valid_metal_function(group, tools, tmp_path_factory):
+def every_group(test):
+    """A case for each group of calls."""
+    full = pytest.mark.full(unless=lambda case: case["group"] == "copies")
+    return full(pytest.mark.parametrize("group", metal_calls.GROUPS)(test))
+
+
+@every_group
+def test_every_kernel_is_one_valid_metal_function(group, made):
     """One task a kernel; valid SPIR-V; Metal source without a double or an atomic float."""
-    folder, kernels = made(group, tools, tmp_path_factory)
+    folder, kernels = made(group)
     assert kernels
     shaders = sorted(folder.glob("*.spv"))
     assert 0 < len(shaders) <= len(kernels), "one each, but for those that compile to the same code"
@@ -112,21 +83,50 @@ def test_every_kernel_is_one_valid_metal_function(group, tools, tmp_path_factory
             ["spirv-val", "--target-env", "vulkan1.1", declared], capture_output=True, text=True, timeout=60
         )
         assert checked.returncode == 0, f"{shader.name}: {checked.stdout}{checked.stderr}"
-        metal = subprocess.run(
-            ["spirv-cross", "--msl", "--msl-version", "20300", shader], capture_output=True, text=True, timeout=60
-        )
-        assert metal.returncode == 0, f"{shader.name}: {metal.stderr}"
-        assert metal.stdout.count("kernel void ") == 1
-        assert not re.search(r"\bdouble\b|atomic_float|atomic<float>", metal.stdout), shader.name
+        metal = taichi_source.metal_of(shader)
+        assert metal.count("kernel void ") == 1
+        assert not re.search(r"\bdouble\b|atomic_float|atomic<float>", metal), shader.name
 
 
-def test_norms_and_rotations_are_not_fused(tools, tmp_path_factory):
+def launched_and_compared(group, options, made, clang, environment):
+    """The names of the kernels that a group of calls launched on Metal, all of whose results were the CPU's."""
+    folder, _ = made(group)
+    child = subprocess.run(
+        [sys.executable, metal_comparison.__file__, folder, clang, json.dumps(options._asdict()), group],
+        capture_output=True, text=True, env=environment, timeout=600,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-3000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    assert found["calls"] > 0
+    assert found["wrong"] == []
+    return list(found["launched"])
+
+
+@every_group
+def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
+    """Bit for bit; attention, whose sums have another order, within its tolerance."""
+    launched = launched_and_compared(group, Options(), made, clang, vulkan)
+    assert sorted(launched) == sorted(kernel["name"] for kernel in made(group)[1])
+
+
+def test_a_result_that_differs_is_noticed():
+    exact = np.float16([1, 2, 3])
+    assert metal_comparison.difference(exact, exact, True) is None
+    assert "1 of 3 elements differ" in metal_comparison.difference(oracle.flip_bit(exact, 1), exact, True)
+    near = np.float32([1, 2, 3])
+    assert metal_comparison.difference(near * np.float32(1 + 1e-5), near, False) is None
+    assert "differs by" in metal_comparison.difference(near * np.float32(1 + 4e-5), near, False)
+    near[1] = np.nan
+    assert "differs by nan" in metal_comparison.difference(near, exact.astype(np.float32), False)
+
+
+def test_norms_and_rotations_are_not_fused(made):
     """No product of theirs is left to be rounded together with a sum, here and in CUDA's code from the same source.
 
     Taichi's SPIR-V says Fma where a product is added. Two are left alone: squares of float16, which need no rounding,
     and sums with a constant, which round an approximation or follow a division by a power of 2.
     """
-    folder, _ = made("fused", tools, tmp_path_factory)
+    folder, _ = made("fused")
     sums = 0
     for shader in sorted(folder.glob("*.spv")):
         listed = subprocess.run(
@@ -168,25 +168,23 @@ def test_what_is_evaluated_on_a_condition_is_seen():
     assert not may_be_skipped("a = (c ? 1 : 0) & simd_sum(b);", 18)
 
 
-def test_attention_reduces_over_simd_groups(tools, tmp_path_factory):
+def test_attention_reduces_over_simd_groups(made):
     """By SPIR-V's operations, and in Metal by sums and maxima that all threads of a SIMD group take part in."""
-    folder, kernels = made("attention", tools, tmp_path_factory)
+    folder, kernels = made("attention")
     shaders = sorted(folder.glob("attend_*.spv"))
     assert len(shaders) == [kernel["factory"] for kernel in kernels].count("make_attend_block") > 0
     for shader in shaders:
         assert {FLOAT_ADD, FLOAT_MAX} <= operations_of(shader.read_bytes()), shader.name
-        metal = subprocess.run(
-            ["spirv-cross", "--msl", "--msl-version", "20300", shader], capture_output=True, text=True, timeout=60
-        )
+        metal = taichi_source.metal_of(shader)
         for name in ("simd_sum(", "simd_max("):
-            assert name in metal.stdout, f"{shader.name}: no {name}"
-        for line in metal.stdout.splitlines():
+            assert name in metal, f"{shader.name}: no {name}"
+        for line in metal.splitlines():
             for use in re.finditer(r"\bsimd_", line):
                 assert not may_be_skipped(line, use.start()), f"{shader.name}: {line.strip()}"
 
 
-def test_no_factory_is_left_out(tools, tmp_path_factory):
-    """A new kernel needs a call in metal_source.py."""
-    groups = [group for group in metal_source.GROUPS if group != "attention_in_parts"]
-    seen = {kernel["factory"] for group in groups for kernel in made(group, tools, tmp_path_factory)[1]}
+def test_no_factory_is_left_out(made):
+    """A new kernel needs a call in metal_calls.py."""
+    groups = [group for group in metal_calls.GROUPS if group != "attention_in_parts"]
+    seen = {kernel["factory"] for group in groups for kernel in made(group)[1]}
     assert seen == factories()

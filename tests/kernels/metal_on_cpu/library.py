@@ -11,7 +11,7 @@ from typing import NamedTuple
 from metal_on_cpu.source import MOST_BUFFERS, cpp_source
 
 HERE = pathlib.Path(__file__).parent
-HEADERS = ("metal.h", "threads.h")
+COMPILED = ("metal.h", "threads.h", "threads.cpp")
 CLANG = os.environ.get("CLANG", "clang++")
 
 
@@ -40,7 +40,7 @@ class Launch(ctypes.Structure):
 
 def flags_of(fast_math):
     """How a kernel is compiled. A variable that is read before it is written has no likely value."""
-    flags = ["-std=c++17", "-fPIC", "-w", "-fsigned-char", "-ftrivial-auto-var-init=pattern"]
+    flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-w", "-fsigned-char", "-ftrivial-auto-var-init=pattern"]
     flags += ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []  # conversions from and to float16
     flags += ["-O2", "-ffast-math", "-ffp-contract=fast"] if fast_math else ["-O1", "-ffp-contract=off"]
     return [*flags, "-I", str(HERE / "include")]
@@ -63,20 +63,21 @@ def made(path, make):
 
 
 def library_of(cpp, fast_math, folder):
-    """The shared library of a C++ source, compiled once in that folder; so are the headers, which take the longest."""
+    """The shared library of a C++ source, compiled once in that folder; so is what all of them share."""
     flags = flags_of(fast_math)
-    key = "\0".join((HERE / name).read_text(encoding="utf-8") for name in HEADERS) + "\0".join((CLANG, *flags))
+    key = "\0".join((HERE / name).read_text(encoding="utf-8") for name in COMPILED) + "\0".join((CLANG, *flags))
+    shared = folder / hashlib.sha256(key.encode()).hexdigest()[:24]
     headers = made(
-        folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pch",
-        lambda part: clang(*flags, "-x", "c++-header", HERE / "metal.h", "-o", part),
+        shared.with_suffix(".pch"), lambda part: clang(*flags, "-x", "c++-header", HERE / "metal.h", "-o", part)
     )
+    threads = made(shared.with_suffix(".o"), lambda part: clang(*flags, "-c", HERE / "threads.cpp", "-o", part))
 
     def compile_library(part):
         source, code = part.with_suffix(".cpp"), part.with_suffix(".o")
         source.write_text(cpp, encoding="utf-8")
         clang(*flags, "-include-pch", headers, "-c", source, "-o", code)
         # Linked without -ffast-math, which would make subnormals zero in the whole process.
-        clang("-shared", code, "-o", part, "-lm")
+        clang("-shared", code, threads, "-o", part, "-lm")
         source.unlink()
         code.unlink()
 

@@ -4,6 +4,9 @@
 #include "threads.h"
 
 #include <cmath>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #define kernel static
 #define constant const
@@ -64,7 +67,7 @@ using fast::clamp; using fast::max; using fast::min;
 
 #define FOLDED(NAME, EXPRESSION) \
     template <class T> T NAME(int line, T value) { \
-        return on_cpu::over_simd<T>(line, value, +[](on_cpu::Fiber** lanes, int count) { \
+        return on_cpu::over_simd<T>(line, value, +[](on_cpu::Value** lanes, int count) { \
             on_cpu::fold<T>(lanes, count, [](T a, T b) { return EXPRESSION; }); }); \
     }
 FOLDED(simd_sum_at, T(a + b))
@@ -72,7 +75,7 @@ FOLDED(simd_max_at, a < b ? b : a)
 FOLDED(simd_min_at, b < a ? b : a)
 #undef FOLDED
 template <class T> T simd_prefix_inclusive_sum_at(int line, T value) {
-    return on_cpu::over_simd<T>(line, value, +[](on_cpu::Fiber** lanes, int count) {
+    return on_cpu::over_simd<T>(line, value, +[](on_cpu::Value** lanes, int count) {
         for (int n = 1; n < count; n++)
             on_cpu::held<T>(lanes[n]) = T(on_cpu::held<T>(lanes[n - 1]) + on_cpu::held<T>(lanes[n]));
     });

@@ -60,7 +60,7 @@ def cpp_source(metal, offsets=()):
             *parameters.globals,
             *checks,
             f"static void one(const on_cpu::Position& p) {{ main0({', '.join(parameters.given)}); }}",
-            'extern "C" int run_metal(metal_launch* this_launch) {',
+            'extern "C" __attribute__((visibility("default"))) int run_metal(metal_launch* this_launch) {',
             "    on_cpu::launch = this_launch;",
             *parameters.locals,
             f"    return on_cpu::run(this_launch, {threads}, {together}, one);",

@@ -1,0 +1,140 @@
+"""Calls that between them launch every kernel: for Metal's source of each, and to compare what it computes.
+
+A group takes `values(shape, dtype)`, which makes an array, and yields the name of each call with the arrays to compare
+after it: what it returned, and what it wrote to, whole.
+"""
+
+import ml_dtypes
+import numpy as np
+
+import tikv
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32, F16, I8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
+
+
+def copies(values):
+    for src, cache in ((F32, F32), (F16, F16), (F32, F16), (F32, BF16), (BF16, F32)):
+        for width in (8, 3):
+            for window in (None, 5):
+                k, v = (values((2, 3, width), src) for _ in "kv")
+                caches = [values((3, 5, width), cache) for _ in "kv"]
+                tikv.copy(k, caches[0], position=2, window=window)
+                yield "copy", caches
+                tikv.copy_kv(k, v, *caches, position=0, window=window)
+                yield "copy_kv", caches
+    ring, found = (values((3, 5, 8), F16) for _ in range(2))
+    tikv.linearize(ring, found, length=9)
+    yield "linearize", [found]
+
+
+def stores(values):
+    for dtype, window, batch in (
+        ("float16", None, 1),
+        ("bfloat16", 5, 2),
+        ("int8", [4, None], 1),
+        ("int8", 4, 2),
+        ("float32", [None, 3], 2),
+    ):
+        store = tikv.KVCacheStore(
+            num_layers=2, num_kv_heads=2, head_dim=8, capacity=6, dtype=dtype, window=window, batch_size=batch
+        )
+
+        def held(store=store):
+            return [array for layer in range(2) for array in store.tokens(layer)]
+
+        src = BF16 if dtype == "bfloat16" else F32
+        k, v, newer = (values((2, batch, 1, 2, 8), src) for _ in range(3))
+        store.append_all(k, v)
+        yield "append_all", held()
+        store.append(0, v[0], k[0])
+        yield "append", held()
+        snapshot = store.snapshot()
+        store.append_all(newer, k)
+        store.reorder(range(batch)[::-1])
+        yield "reorder", held()
+        store.restore(snapshot)
+        yield "restore", held()
+        step = tikv.compile_step(store, layers=0, attend=False)
+        step.run(newer[0], v[0])
+        yield "step", [*held(), step.positions]
+
+
+def scattered(values):
+    k, v = (values((3, 2, 8), F16) for _ in "kv")
+    slots = np.array([0, 5, -1], np.int32)
+    for layout, shape in (("NHD", (4, 2, 2, 8)), ("HND", (4, 2, 2, 8))):
+        pools = [values(shape, F16) for _ in "kv"]
+        tikv.write_slots(k, v, *pools, slots, layout=layout)
+        yield "write_slots", pools
+        yield "gather_paged", [tikv.gather_paged(pools[0], np.array([1, 0], np.int32), 3, layout=layout)]
+    pools = [values((4, 2, 1, 2, 8), F16), values((4, 2, 8, 2), F16)]
+    tikv.write_slots(k, v, *pools, slots.astype(np.int64), layout="VLLM")
+    yield "write_slots", pools
+    pools, scales = [values((4, 2, 2, 8), I8) for _ in "kv"], [np.ones((4, 2, 2), F16) for _ in "kv"]
+    tikv.write_slots(k, v, *pools, slots, k_scale=scales[0], v_scale=scales[1])
+    yield "write_slots", [*pools, *scales]
+    yield "gather_paged", [tikv.gather_paged(pools[0], np.array([1, 0], np.int32), 3, scale=scales[0])]
+    pools = [values((4, 2, 2, 8), F16) for _ in "kv"]
+    tikv.copy_blocks(*pools, np.array([[0, 1]], np.int32))
+    yield "copy_blocks", pools
+    caches = [values((2, 2, 6, 8), F16), values((2, 2, 6, 4), F16)]
+    tikv.append_ragged(values((2, 2, 3, 8), F16), values((2, 2, 3, 4), F16), *caches, np.array([0, -1], np.int32))
+    yield "append_ragged", caches
+    for scale in ("float16", "float32"):
+        quantized = tikv.quantize(values((4, 8), F32), scale)
+        yield "quantize", quantized
+        yield "dequantize", [tikv.dequantize(*quantized)]
+
+
+def fused(values):
+    cos, sin = (values((16, 4), F32) for _ in range(2))
+    weights = [values((8,), F32) for _ in "qk"]
+    for mode in ("none", "norm_half", "half", "interleaved", "norm_interleaved"):
+        turns = {} if mode == "none" else {"cos": cos, "sin": sin}
+        norms = {"q_weight": weights[0], "k_weight": weights[1]} if "norm" in mode else {}
+        for src, dst in ((F32, F16), (F16, F16))[mode != "norm_half" :]:
+            caches = [values((2, 6, 8), dst) for _ in "kv"]
+            q = tikv.write_qkv(
+                values((2, 8 * 8), src), *caches, num_q_heads=4,
+                norm_rope=tikv.NormRope(mode=mode, **turns, **norms), position=1,
+            )  # fmt: skip
+            yield "write_qkv", [q, *caches]
+    pools, scales = [values((4, 2, 2, 8), I8) for _ in "kv"], [np.ones((4, 2, 2), F16) for _ in "kv"]
+    q = tikv.write_qkv(
+        values((2, 8 * 8), F16), *pools, num_q_heads=4, layout="NHD", k_scale=scales[0], v_scale=scales[1],
+        norm_rope=tikv.NormRope(mode="norm_half", q_weight=weights[0], k_weight=weights[1], cos=cos, sin=sin),
+        slot_mapping=np.array([3, 0], np.int32), rope_positions=np.array([1, 2], np.int32),
+    )  # fmt: skip
+    yield "write_qkv", [q, *pools, *scales]
+
+
+def attention(values):
+    for dtype in (F32, F16, BF16):
+        yield from attend(values, dtype, [values((1, 2, 6, 32), dtype) for _ in "kv"])
+    yield from attend_in_parts(values, F32)
+
+
+def attention_in_parts(values):
+    yield from attend_in_parts(values, F16)
+    yield from attend_in_parts(values, BF16)
+
+
+def attend(values, dtype, caches):
+    keys = np.array([caches[0].shape[2]], np.int32)
+    yield "decode_attention", tikv.decode_attention(values((1, 4, 32), dtype), *caches, keys, return_lse=True)
+
+
+def attend_in_parts(values, dtype):
+    caches = [values((1, 2, 4096, 32), dtype) for _ in "kv"]
+    yield from attend(values, dtype, caches)
+    lens, q = np.array([4096], np.int32), values((1, 4, 2, 32), dtype)
+    yield "decode_attention", tikv.decode_attention(q, *caches, lens, num_splits=2, return_mass=True)
+    pools = [values((4, 2, 2, 32), dtype) for _ in "kv"]
+    tables, lens = np.array([[2, 0, 1, 3]], np.int32), np.array([7], np.int32)
+    yield "paged_decode_attention", [tikv.paged_decode_attention(values((1, 4, 32), dtype), *pools, tables, lens)]
+    states = [array for _ in range(2) for array in (values((1, 4, 32), dtype), values((1, 4), F32))]
+    yield "merge_states", tikv.merge_states(*states)
+
+
+GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, attention, attention_in_parts)}
