@@ -109,6 +109,13 @@ def fused(values):
     yield "write_qkv", [q, *pools, *scales]
 
 
+def wide_norms(values):
+    """Norms of which a GPU's lane adds up several squares in a row."""
+    cos, sin = (values((16, 4), F32) for _ in range(2))
+    how = tikv.NormRope(mode="norm_half", q_weight=values((384,), F32), cos=cos, sin=sin, rope_dim=8)
+    yield "norm_rope", [tikv.norm_rope(values((5, 3, 384), F32), how, position=1)]
+
+
 def attention(values):
     for dtype in (F32, F16, BF16):
         yield from attend(values, dtype, [values((1, 2, 6, 32), dtype) for _ in "kv"])
@@ -137,4 +144,4 @@ def attend_in_parts(values, dtype):
     yield "merge_states", tikv.merge_states(*states)
 
 
-GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, attention, attention_in_parts)}
+GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

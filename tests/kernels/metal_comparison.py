@@ -1,8 +1,8 @@
 """What every kernel's Metal source computes beside Taichi's CPU back end, on random numbers.
 
-`python metal_comparison.py SPIRV LIBRARIES OPTIONS GROUP`: the folder that metal_source.py filled with the kernels of a
-group of calls, a folder for compiled code, `Options` as JSON. Prints as JSON the kernels that were launched, and what
-differs.
+`python metal_comparison.py SPIRV LIBRARIES GROUP OPTIONS ...`: the folder that metal_source.py filled with the kernels
+of a group of calls, a folder for compiled code, the group, and each `Options` to run it with, as JSON. Prints for each
+of these a line of JSON: the kernels that were launched, and what differs.
 """
 
 import json
@@ -56,19 +56,27 @@ def difference(got, want, is_exact):
     return None if error <= 2 * TOLERANCE[dtype] else f"differs by {error:.2e} > {2 * TOLERANCE[dtype]:.2e}"
 
 
-def main(spirv, libraries, options, group):
+def main(spirv, libraries, group, every):
     names = [kernel["name"] for kernel in json.loads((spirv / "kernels.json").read_text(encoding="utf-8"))]
-    here = back_end.BackEnd(options, libraries, dict(zip(names, taichi_source.sources_in(spirv), strict=True)))
+    known = dict(zip(names, taichi_source.sources_in(spirv), strict=True))
+    here = back_end.BackEnd(Options(), libraries, known)
     back_end.install(here, "cpu")
-    want, got = called("cpu", group), called("metal", group)
-    wrong = []
-    for number, ((call, a), (same_call, b)) in enumerate(zip(got, want, strict=True)):
-        assert call == same_call
-        for n, (x, y) in enumerate(zip(a, b, strict=True)):
-            if found := difference(x, y, not group.startswith("attention")):
-                wrong.append(f"call {number}, {call}, array {n}: {found}")
-    print(json.dumps({"launched": here.launched, "calls": len(got), "wrong": wrong}))
+    want = called("cpu", group)
+    for here.options in every:
+        here.launched.clear()
+        got, wrong = called("metal", group), []
+        for number, ((call, a), (same_call, b)) in enumerate(zip(got, want, strict=True)):
+            assert call == same_call
+            for n, (x, y) in enumerate(zip(a, b, strict=True)):
+                if found := difference(x, y, not group.startswith("attention")):
+                    wrong.append(f"call {number}, {call}, array {n}: {found}")
+        print(json.dumps({"launched": here.launched, "calls": len(got), "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), Options(**json.loads(sys.argv[3])), sys.argv[4])
+    main(
+        pathlib.Path(sys.argv[1]),
+        pathlib.Path(sys.argv[2]),
+        sys.argv[3],
+        [Options(**json.loads(o)) for o in sys.argv[4:]],
+    )

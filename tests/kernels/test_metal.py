@@ -88,25 +88,33 @@ def test_every_kernel_is_one_valid_metal_function(group, made):
         assert not re.search(r"\bdouble\b|atomic_float|atomic<float>", metal), shader.name
 
 
-def launched_and_compared(group, options, made, clang, environment):
-    """The names of the kernels that a group of calls launched on Metal, all of whose results were the CPU's."""
-    folder, _ = made(group)
+def compare(group, every, made, clang, environment):
+    """Launch all kernels of a group of calls with each of these `Options`; what they compute is what the CPU does."""
+    folder, kernels = made(group)
+    assert kernels
     child = subprocess.run(
-        [sys.executable, metal_comparison.__file__, folder, clang, json.dumps(options._asdict()), group],
+        [sys.executable, metal_comparison.__file__, folder, clang, group, *(json.dumps(o._asdict()) for o in every)],
         capture_output=True, text=True, env=environment, timeout=600,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout.splitlines()[-1])
-    assert found["calls"] > 0
-    assert found["wrong"] == []
-    return list(found["launched"])
+    lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    for options, found in zip(every, lines, strict=True):
+        assert found["calls"] > 0
+        assert found["wrong"] == [], options
+        assert sorted(found["launched"]) == sorted(kernel["name"] for kernel in kernels), options
 
 
 @every_group
 def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
     """Bit for bit; attention, whose sums have another order, within its tolerance."""
-    launched = launched_and_compared(group, Options(), made, clang, vulkan)
-    assert sorted(launched) == sorted(kernel["name"] for kernel in made(group)[1])
+    every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
+    compare(group, every, made, clang, vulkan)
+
+
+@pytest.mark.parametrize("group", ["fused", "wide_norms"])
+def test_norms_and_rotations_keep_their_bits_under_fast_math(group, made, clang, vulkan):
+    """Which Metal's compiler assumes, and Taichi does not tell it otherwise."""
+    compare(group, [Options(fast_math=True)], made, clang, vulkan)
 
 
 def test_a_result_that_differs_is_noticed():

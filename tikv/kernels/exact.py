@@ -2,7 +2,8 @@
 
 A GPU's compiler makes one rounding of a product and a sum, and its `/` and roots are some units of the last place off:
 CUDA's under Taichi, and what SPIR-V asks of Vulkan and Metal. What it must leave alone are integers: they stop the
-fusing, and turn an approximation into the nearest float32. On CPU the plain operations are IEEE's.
+fusing, and turn an approximation into the nearest float32. Metal's compiler also takes sums and products in another
+order, and integers stop that too. On CPU the plain operations are IEEE's.
 """
 
 import functools
@@ -15,6 +16,12 @@ FRACTION, HIDDEN, ONE, INFINITE = 0x7FFFFF, 0x800000, 0x3F800000, 0x7F800000
 OFFSET, ROUNDING = 64, 64.5 - 2.0**-7
 
 
+@ti.func
+def apart(x, row):
+    """x, of which the compiler does not see how it came about; `row` is what it does not know, and never below 0."""
+    return ti.bit_cast(ti.bit_cast(x, ti.u32) ^ (ti.bit_cast(row, ti.u32) >> ti.u32(31)), ti.f32)
+
+
 @functools.cache
 def make_product(style):
     """product(x, y, row): x * y, rounded before anything is added; `row` is the first word of a row, never below 0."""
@@ -23,11 +30,27 @@ def make_product(style):
     def product(x, y, row):
         found = x * y
         if ti.static(style != "cpu"):
-            nothing = ti.bit_cast(row, ti.u32) >> ti.u32(31)  # which the compiler does not know
-            found = ti.bit_cast(ti.bit_cast(found, ti.u32) ^ nothing, ti.f32)
+            found = apart(found, row)
         return found
 
     return product
+
+
+@functools.cache
+def make_in_order(style):
+    """in_order(x, row): x, a sum or a product that is rounded before another takes it in; `row` as for `make_product`.
+
+    Metal's compiler joins them in any order unless it is told otherwise, which Taichi does not do.
+    """
+
+    @ti.func
+    def in_order(x, row):
+        found = x
+        if ti.static(style == "spirv"):
+            found = apart(x, row)
+        return found
+
+    return in_order
 
 
 @ti.func

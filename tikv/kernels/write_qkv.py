@@ -36,7 +36,7 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.copy import make_rows, make_unit
-from tikv.kernels.exact import make_divide_by, make_product, make_reciprocal_root
+from tikv.kernels.exact import make_divide_by, make_in_order, make_product, make_reciprocal_root
 from tikv.kernels.lanes import LEAST_ITERATIONS, butterfly_distances, make_loop, make_row_max, make_row_sum
 from tikv.runtime import ti
 
@@ -297,7 +297,7 @@ def make_row_norm(style, width, q, k, kv_heads, eps):
     """GPU: row_norm(i, lane, t, h, kv_head, is_q, is_k, qs, ks, strides): what a row of Q or K is multiplied by."""
     q_squares, k_squares = make_squares(style, width, q.codec), make_squares(style, width, k.codec)
     q_src, k_src = make_row_offset(0, Q_SRC), make_row_offset(0, K_SRC)
-    norm_of = make_norm(style, width, eps)
+    norm_of, in_order = make_norm(style, width, eps), make_in_order(style)
     far_sum, near_sum = (make_row_sum(style, distances) for distances in far_and_near(lanes_of(width)))
 
     @ti.func
@@ -309,8 +309,10 @@ def make_row_norm(style, width, q, k, kv_heads, eps):
             if is_k:
                 sums = k_squares(ks, k_src(0, t, kv_head, strides), lane)
         for e in ti.static(range(SUM_CHUNK)):
-            sums[e] = far_sum(i, sums[e])
-        return norm_of(near_sum(i, (sums[0] + sums[1]) + (sums[2] + sums[3])))
+            sums[e] = in_order(far_sum(i, sums[e]), strides[Q_SRC + S.head])
+        first, second = sums[0] + sums[1], sums[2] + sums[3]
+        joined = in_order(first, strides[Q_SRC + S.head]) + in_order(second, strides[Q_SRC + S.head])
+        return norm_of(near_sum(i, joined))
 
     return row_norm
 
@@ -378,7 +380,7 @@ def make_squares(style, width, codec):
     units, words, each = width // codec.elements, codec.src_words, SUM_CHUNK // codec.elements
     rounds = -(-width // (SUM_CHUNK * lanes))
     # An element of 16 bits has a square without rounding: whether that is fused with the sum does not matter.
-    product = make_product(style if codec.src == "f32" else "cpu")
+    product, in_order = make_product(style if codec.src == "f32" else "cpu"), make_in_order(style)
 
     @ti.func
     def squares(a: ti.template(), row, lane):
@@ -390,7 +392,7 @@ def make_squares(style, width, codec):
                     x = load(a, row + u * words)
                     for e in ti.static(range(codec.elements)):
                         m = ti.static(w * codec.elements + e)
-                        sums[m] = sums[m] + product(x[e], x[e], row)
+                        sums[m] = in_order(sums[m] + product(x[e], x[e], row), row)
         return sums
 
     return squares
@@ -558,17 +560,17 @@ def make_rotation(style, codec, transform):
     half_units = transform.rope_dim // 2 // elements
     interleaved = transform.pairs == "interleaved"
     normed, weighted = transform.eps is not None, transform.weighted
-    product = make_product(style)
+    product, in_order = make_product(style), make_in_order(style)
 
     @ti.func
-    def scaled(x, element, norm, weight: ti.template(), weight_at):
+    def scaled(x, row, element, norm, weight: ti.template(), weight_at):
         found = x
         if ti.static(normed):
             for e in ti.static(range(elements)):
+                factor = norm
                 if ti.static(weighted):
-                    found[e] = x[e] * (norm * weight[weight_at + element + e])
-                else:
-                    found[e] = x[e] * norm
+                    factor = in_order(norm * weight[weight_at + element + e], row)
+                found[e] = in_order(x[e] * factor, row)
         return found
 
     @ti.func
@@ -577,8 +579,8 @@ def make_rotation(style, codec, transform):
         first, second = p, p + half_units
         if ti.static(interleaved):
             first, second = 2 * p, 2 * p + 1
-        x = scaled(load(a, row + first * words), first * elements, norm, weight, weight_at)
-        y = scaled(load(a, row + second * words), second * elements, norm, weight, weight_at)
+        x = scaled(load(a, row + first * words), row, first * elements, norm, weight, weight_at)
+        y = scaled(load(a, row + second * words), row, second * elements, norm, weight, weight_at)
         both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
         for e in ti.static(range(elements)):
             both[e], both[e + elements] = x[e], y[e]
@@ -592,7 +594,7 @@ def make_rotation(style, codec, transform):
 
     @ti.func
     def rest(a: ti.template(), row, u, norm, weight: ti.template(), weight_at):
-        return scaled(load(a, row + u * words), u * elements, norm, weight, weight_at)
+        return scaled(load(a, row + u * words), row, u * elements, norm, weight, weight_at)
 
     return pair, rest
 

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import operator
 import pathlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class BackEnd:
     """The Metal that runs here.
 
     Attributes:
-        options: of all launches.
+        options: of launches from now on.
         folder: where compiled code is kept.
         known: `Source` by kernel's name; others are compiled when they are launched.
         launched: the names of kernels that were launched, with how often.
@@ -39,16 +40,18 @@ class BackEnd:
         self.options = options
         self.folder = folder
         self.known = dict(known or {})
-        self.launched: dict[str, int] = {}
-        self._launches: dict[str, LaunchedOnCpu] = {}
+        self.launched: Counter[str] = Counter()
+        self._launches: dict[tuple[str, Options], LaunchedOnCpu] = {}
 
     def launch(self, kernel, arguments, iterations):
         """Launch a kernel of tikv's with the arguments of a `Bound`."""
-        if kernel.name not in self._launches:
-            source = self.known.get(kernel.name) or taichi_source.source_of(kernel)
-            self._launches[kernel.name] = LaunchedOnCpu(source, self.options, self.folder)
-        self.launched[kernel.name] = self.launched.get(kernel.name, 0) + 1
-        self._launches[kernel.name](kernel, arguments, iterations)
+        key = kernel.name, self.options
+        if key not in self._launches:
+            if kernel.name not in self.known:
+                self.known[kernel.name] = taichi_source.source_of(kernel)
+            self._launches[key] = LaunchedOnCpu(self.known[kernel.name], self.options, self.folder)
+        self.launched[kernel.name] += 1
+        self._launches[key](kernel, arguments, iterations)
 
 
 class LaunchedOnCpu:
