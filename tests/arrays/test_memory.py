@@ -6,11 +6,15 @@ import subprocess
 import sys
 import weakref
 
+import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 
 import tikv
 from tikv import runtime
+from tikv.arrays import Memory, read_host, write_host
+from tikv.dtypes import DType
 from tikv.runtime.dropped import KEPT_BYTES, Array, Dropped
 from tikv.stores.growing import GrowingLayer
 
@@ -195,3 +199,13 @@ def test_of_a_runtime_that_is_gone_nothing_is_released(arch, monkeypatch):
     assert not live.alive
     live._release("array")
     assert released == []
+
+
+def test_memory_is_read_back_in_a_dtype_that_numpy_has_no_name_for(arch, rng):
+    """Of ml_dtypes' types some have none in NumPy's array interface, by which its stride tricks go."""
+    float8 = DType("float8_e5m2", "e5m2", np.dtype(ml_dtypes.float8_e5m2), (12, 8))
+    live = runtime.current()
+    kept = Memory(24, live).array((4, 6), float8)
+    given = oracle.random_bits(rng, (4, 6), float8.numpy)
+    write_host(given, kept)
+    oracle.assert_same_bits(read_host(kept, live), given)

@@ -148,10 +148,8 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     else:
         words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
-    flat = np.frombuffer(raw, array.dtype.numpy)
-    found: np.ndarray[Any, Any] = np.lib.stride_tricks.as_strided(
-        flat, array.shape, [s * itemsize for s in array.strides]
-    ).copy()
+    strides = [s * itemsize for s in array.strides]
+    found: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype.numpy, raw, 0, strides).copy()
     return found
 
 
