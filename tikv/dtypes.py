@@ -51,6 +51,7 @@ STORED = (*FLOATS, int8)
 ALL = (*STORED, *INDICES)
 QUANTIZABLE = (float32, float16, bfloat16)  # into int8
 SCALES = (float16, float32)  # of int8
+ATTENDED = (float32, float16, bfloat16, int8)  # caches that attention reads
 
 CONVERSIONS = {
     "float32": ("float32", "float16", "bfloat16"),

@@ -16,9 +16,6 @@ from tikv.ops.layouts import Rows
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
 
-STORED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8)
-
-
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
 
 
@@ -106,8 +103,9 @@ def check_form(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
-    if k.dtype not in STORED:
-        raise DTypeError(f"{operation}: K is {describe(k)}; attention reads float32, float16, bfloat16 and int8.")
+    if k.dtype not in dtypes.ATTENDED:
+        readable = ", ".join(row.name for row in dtypes.ATTENDED)
+        raise DTypeError(f"{operation}: K is {describe(k)}; attention reads {readable}.")
     checks.same_dtype(k, v, "K", "V", operation)
     if (k.dtype is dtypes.int8) != bool(cache.scales):
         rule = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
