@@ -26,7 +26,9 @@ os.environ["TI_SKIP_VERSION_CHECK"] = "ON"
 import numpy as np
 import pytest
 
-ARCHS = ("cpu", "vulkan", "cuda", "metal")
+from tikv import runtime
+
+ARCHS = runtime.ARCHS[::-1]  # in this order the tests run
 
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
@@ -38,7 +40,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--arch",
         default=os.environ.get("TIKV_ARCHS", "cpu"),
-        help="back ends to run on: a comma-separated list of cpu, vulkan, cuda, metal, each of which must work here; "
+        help=f"back ends to run on: a comma-separated list of {', '.join(ARCHS)}, each of which must work here; "
         "or 'all' for those that do. Default: $TIKV_ARCHS, or cpu.",
     )
     group.addoption(

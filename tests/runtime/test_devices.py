@@ -1,9 +1,17 @@
 """What the machine says of itself: its devices, and the archs that are tried on it."""
 
+import pathlib
+import runpy
+
 import pytest
 
 from tikv import runtime
+from tikv.ops.attention.splits import GPU_BLOCKS
 from tikv.runtime import devices
+from tikv.stores.storage import BLOCK_BYTES
+from tikv.tools.doctor import REMEDIES
+
+BENCHES = pathlib.Path(__file__).parents[2] / "benches"
 
 MACHINES = {
     "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["metal", "vulkan", "cpu"]),
@@ -44,3 +52,11 @@ def test_what_the_machine_says_of_itself(arch):
     assert runtime.memory_bytes("cpu") > 2**28
     assert runtime.version_of("taichi").startswith("1.7.")
     assert runtime.version_of("no-such-distribution") is None
+
+
+def test_every_table_of_archs_has_all_of_them():
+    """A row that is missing would be met where it is looked up first."""
+    archs = set(runtime.ARCHS)
+    assert set(BLOCK_BYTES) == set(REMEDIES) == archs
+    assert set(GPU_BLOCKS) == archs - {"cpu"}
+    assert set(runpy.run_path(str(BENCHES / "shapes.py"))["SIZES"]) == archs

@@ -90,7 +90,7 @@ class CacheArray(runtime.NotCopied):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         array = self.view_for("CacheArray.__dlpack__")
-        if array.device in ("vulkan", "metal"):
+        if array.device in runtime.SPIRV_ARCHS:
             raise ArchError(
                 f"CacheArray.__dlpack__: memory on {array.device} has no pointer to share. Use copy_to_host()."
             )

@@ -12,6 +12,7 @@ from tikv.runtime import engine
 from tikv.runtime.copying import DeepCopied as DeepCopied
 from tikv.runtime.copying import NotCopied as NotCopied
 from tikv.runtime.devices import ARCHS as ARCHS
+from tikv.runtime.devices import SPIRV_ARCHS as SPIRV_ARCHS
 from tikv.runtime.devices import candidate_archs as candidate_archs
 from tikv.runtime.devices import device_name as device_name
 from tikv.runtime.devices import memory_bytes as memory_bytes

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ARCHS = ("metal", "cuda", "vulkan", "cpu")  # the order in which "auto" looks
+SPIRV_ARCHS = ("metal", "vulkan")  # whose kernels are SPIR-V, and whose memory has no address
 
 
 def candidate_archs() -> Iterator[str]:

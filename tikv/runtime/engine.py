@@ -18,6 +18,7 @@ from typing import Any
 
 from tikv import forks
 from tikv.errors import ArchError
+from tikv.runtime.devices import SPIRV_ARCHS
 from tikv.runtime.dropped import Array
 from tikv.runtime.real_functions import RealFunctions
 
@@ -201,7 +202,7 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     """
     front, config = _impl.get_runtime(), program.config()
     of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
-    if arch_of(program) in ("vulkan", "metal"):
+    if arch_of(program) in SPIRV_ARCHS:
         # Forwarding stores to loads is half of a kernel's compilation, and drivers do it for whatever they are given.
         of_config["cfg_optimization"] = False
     of_front = {

@@ -16,7 +16,7 @@ from tikv.errors import ArchError, OptionError, StaleRuntimeError
 from tikv.runtime import devices, engine
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.copying import NotCopied
-from tikv.runtime.devices import ARCHS
+from tikv.runtime.devices import ARCHS, SPIRV_ARCHS
 from tikv.runtime.dropped import Dropped
 
 log = logging.getLogger("tikv")
@@ -70,7 +70,7 @@ class Runtime(NotCopied):
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
         self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
-        self.is_spirv = self.arch in ("vulkan", "metal")
+        self.is_spirv = self.arch in SPIRV_ARCHS
         self.has_float64 = not self.is_spirv
         self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
