@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
     @property
     def widths(self):
-        size = {"float64": 8, "float32": 4, "int8": 1}.get(self.dtype, 2)
+        size = self.storage.itemsize
         return 16 // size, (24 if self.v_is_wider else 16) // size
 
     @property
