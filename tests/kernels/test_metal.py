@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import pathlib
 import re
 import struct
@@ -115,6 +116,20 @@ def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, cla
 def test_norms_and_rotations_keep_their_bits_under_fast_math(group, made, clang, vulkan):
     """Which Metal's compiler assumes, and Taichi does not tell it otherwise."""
     compare(group, [Options(fast_math=True)], made, clang, vulkan)
+
+
+def test_the_projects_tests_run_on_metal(clang, vulkan, request):
+    root = request.config.rootpath
+    path = os.pathsep.join([vulkan["PYTHONPATH"], str(root / "tests" / "kernels")])
+    command = ["-p", "metal_on_cpu.plugin", "--arch", "metal", "--metal", '{"simd_width": 16, "seed": 1}']
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *command, root / "tests" / "test_smoke.py"],
+        capture_output=True, text=True, env={**vulkan, "PYTHONPATH": path}, cwd=root, timeout=300,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-3000:]
+    assert re.search(r"^metal: \d+ passed$", child.stdout, re.MULTILINE), child.stdout
+    ran = re.search(r"simd_width=16, seed=1.*: (\d+) kernels, \d+ launches", child.stdout)
+    assert int(ran[1]) > 1, child.stdout
 
 
 def test_a_result_that_differs_is_noticed():
