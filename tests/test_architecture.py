@@ -1,4 +1,4 @@
-"""The house: an import goes to a lower floor, never round in a circle, and Taichi is imported in one module."""
+"""The house: an import goes to a lower floor, never round in a circle, and one module knows the engines apart."""
 
 import ast
 import functools
@@ -12,8 +12,8 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tikv"
 # From the ground up. A name is a module or a folder of tikv; those of one line do not import each other.
 # The outer __init__ only lists public names, and nobody inside imports it.
 FLOORS = [
-    ["errors", "forks"],
-    ["dtypes", "reference"],
+    ["engines", "errors"],
+    ["dtypes", "forks", "reference"],
     ["runtime"],
     ["arrays"],
     ["kernels"],
@@ -26,7 +26,15 @@ FLOORS = [
     ["__main__"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-TOP = ("__init__", "__main__", "dtypes", "errors", "forks", "reference")  # modules that lie directly in tikv/
+TOP = (
+    "__init__",
+    "__main__",
+    "dtypes",
+    "engines",
+    "errors",
+    "forks",
+    "reference",
+)  # modules that lie directly in tikv/
 MOST_LINES = 700  # of a module
 
 
@@ -152,7 +160,7 @@ def test_an_upward_import_is_found():
     assert found_upward(below, "tikv.launch.bound") == []
 
 
-def test_taichi_is_started_in_one_module():
+def test_an_engine_is_started_in_one_module():
     for module in modules():
         calls = [
             node
@@ -161,7 +169,7 @@ def test_taichi_is_started_in_one_module():
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in ("init", "reset")
             and isinstance(node.func.value, ast.Name)
-            and node.func.value.id in ("ti", "taichi", "_taichi")
+            and node.func.value.id in ("ti", "qd", "taichi", "quadrants")
         ]
         assert module.startswith("tikv.runtime") or calls == [], module
 
@@ -192,9 +200,30 @@ def test_few_modules_lie_at_the_top():
     assert {path.stem for path in PACKAGE.glob("*.py")} == set(TOP)
 
 
-def test_taichi_is_imported_in_one_module():
-    found = [name for name in modules() if "taichi" in {i.split(".")[0] for i in imports_of(name)}]
-    assert found == ["tikv.runtime.engine"]
+# What an engine has inside under a name that another has otherwise, and how one would ask which engine it is.
+APART = [
+    "_ti_core", "_qd_core", "arg_metas", "compiled_kernels", "materialized_kernels", "compiled_kernel_data",
+    "get_pos_info", "FuncContext", "reduce_add", "reduce_all", r"_prog\b", "HEADER_PRINT", "OFFLINE_CACHE",
+    r"(taichi|quadrants)\.lang", r"engines?\.(TAICHI|QUADRANTS)\b", r"engine\.(name|title) *(==|!=)",
+    r"(==|!=|\bis|\bin) *\(?[\"']quadrants",
+]  # fmt: skip
+
+
+def test_one_module_knows_the_engines_apart():
+    """By name none is imported; `runtime.engine` alone imports the one that was chosen."""
+    found = [name for name in modules() if {"taichi", "quadrants"} & {i.split(".")[0] for i in imports_of(name)}]
+    assert found == []
+    for module, path in modules().items():
+        code = ast.unparse(WithoutText().visit(ast.parse(path.read_text(encoding="utf-8"))))
+        told = [each for each in APART if re.search(each, code)]
+        assert bool(told) == (module == "tikv.engines"), (module, told)
+
+
+class WithoutText(ast.NodeTransformer):
+    """Drops docstrings."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else node
 
 
 def test_kernels_are_imported_by_import_statements():

@@ -63,6 +63,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("tikv", found["version"]),
         ("python", f"{found['python']} on {found['platform']}"),
         *((name, version or "not installed") for name, version in found["packages"].items()),
+        ("engine", f"{found['engine']} ({found['engine_why']})"),
         (
             "arch",
             f"{found['arch']} ({state}; order {', '.join(found['arch_order'])})",

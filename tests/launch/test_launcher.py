@@ -1,11 +1,11 @@
-"""Which launcher kernels get, without a GPU; and what stays with Taichi's."""
+"""Which launcher kernels get, without a GPU; and what stays with the engine's own."""
 
 import types
 
 import pytest
 
 import tikv
-from tikv import launch
+from tikv import engines, launch
 from tikv.launch import compiled, launcher
 from tikv.launch.cuda import driver, legacy_stream, ptx
 
@@ -20,8 +20,9 @@ def choice(monkeypatch):
     return monkeypatch
 
 
-CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda")
-CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu")
+CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI)
+CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu", engine=engines.TAICHI)
+QUADRANTS = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.QUADRANTS)
 
 
 def missing():
@@ -52,6 +53,26 @@ def test_without_a_driver_taichi_launches_and_the_report_says_why(choice):
     assert launcher.launcher_of(CPU)[0] == "direct"
 
 
+def test_what_quadrants_compiles_stays_with_its_own_launcher(choice):
+    """The native launcher rewrites PTX, and knows the form that Taichi writes; the driver is not even asked."""
+    choice.setattr(driver, "device", missing)
+    why = "the native launcher knows the PTX of Taichi alone, and this process uses Quadrants"
+    assert launch.launcher_report(QUADRANTS) == {"launcher": "direct", "why": why, "fallbacks": {}}
+    choice.setenv("TIKV_LAUNCHER", "native")
+    with pytest.raises(tikv.ArchError) as caught:
+        launcher.launcher_of(QUADRANTS)
+    assert str(caught.value) == (
+        f"launch: the native launcher was asked for and is not there: {why}. Use engine='taichi', or unset "
+        f"TIKV_LAUNCHER."
+    )
+    choice.setattr(driver, "capturing", lambda: True)
+    choice.setenv("TIKV_LAUNCHER", "direct")
+    bound = legacy_stream.OnLegacyStream.__new__(legacy_stream.OnLegacyStream)
+    bound.kernel = kernel_stub(live=QUADRANTS)
+    with pytest.raises(tikv.ArchError, match=r"Quadrants's launcher, which.*cannot capture.*Use engine='taichi' for"):
+        bound.launch()
+
+
 def test_an_unknown_launcher_is_refused(choice):
     with pytest.raises(tikv.ArchError, match="native, direct, public"):
         launch.choose_launcher("fast")
@@ -60,10 +81,10 @@ def test_an_unknown_launcher_is_refused(choice):
         launcher.launcher_of(CPU)
 
 
-def kernel_stub(native=None):
+def kernel_stub(native=None, live=CUDA):
     found = launch.Kernel.__new__(launch.Kernel)
     found.factory, found.choices, found.native = test_an_unknown_launcher_is_refused, (1,), native
-    found.words, found.lengths, found.runtime = ["u64"], [0], CUDA
+    found.words, found.lengths, found.runtime = ["u64"], [0], live
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, engines, runtime
 from tikv.arrays import dlpack
 from tikv.arrays.array_view import (
     ALIGNMENT,
@@ -81,8 +81,8 @@ def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
         return _refuse_masked
     if issubclass(kind, np.ndarray):
         return _of_numpy
-    if kind.__module__.startswith("taichi."):
-        return _of_taichi
+    if kind.__module__.partition(".")[0] in engines.ALL:
+        return _of_engine
     if _has(array, "__cuda_array_interface__"):
         return _of_cuda_interface
     if hasattr(array, "__dlpack__"):
@@ -234,15 +234,22 @@ def _torch_device_name(device: Any, name: str, operation: str) -> str:
     raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a CPU or CUDA tensor.")
 
 
-def _of_taichi(array: Any, name: str, operation: str) -> ArrayView:
+def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
+    used, of = runtime.engine_in_use(), engines.ALL[type(array).__module__.partition(".")[0]]
+    if of is not used:
+        raise ArchError(
+            f"{operation}: {name} is a {type(array).__name__} of {of.title}, and this process uses {used.title}. "
+            f"Call tikv.init(engine={of.name!r}) before the first operation, or pass a copy: {name}.to_numpy()."
+        )
     if not hasattr(array, "arr"):
         raise DTypeError(
-            f"{operation}: {name} is a {type(array).__name__}. Of Taichi's containers only ti.ndarray is seen."
+            f"{operation}: {name} is a {type(array).__name__}. Of {used.title}'s containers only "
+            f"{used.alias}.ndarray is seen."
         )
     if runtime.is_stale_ndarray(array):
         raise StaleRuntimeError(
-            f"{operation}: {name} is a ti.ndarray made before the last ti.init() or ti.reset(); its memory is gone. "
-            f"Make it again."
+            f"{operation}: {name} is a {used.alias}.ndarray made before the last {used.alias}.init() or "
+            f"{used.alias}.reset(); its memory is gone. Make it again."
         )
     live = runtime.current()
     taichi_name = str(array.dtype)

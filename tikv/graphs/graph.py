@@ -36,6 +36,11 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
         OptionError, ArchError: no such backend, or not on this arch.
     """
     checks.option(backend, "backend", operation, BACKENDS)
+    if backend == "ti.graph" and not live.engine.has_graphs:
+        raise ArchError(
+            f"{operation}: {live.engine.title} has no compiled graphs. Use backend='launches', or 'auto'; "
+            f"with Taichi a ti.graph runs on Vulkan and Metal."
+        )
     if backend == "ti.graph" and not live.is_spirv:
         raise ArchError(
             f"{operation}: on {live.arch} a ti.graph cannot take arrays by their address. Use backend='launches', "
@@ -43,7 +48,7 @@ def choose_backend(backend: str, live: runtime.Runtime, operation: str) -> str:
         )
     if backend == "auto":
         by_hand = launch.launcher_report(live)["launcher"] == "public"
-        return "ti.graph" if live.is_spirv and not by_hand else "launches"
+        return "ti.graph" if live.is_spirv and live.engine.has_graphs and not by_hand else "launches"
     return backend
 
 

@@ -679,6 +679,6 @@ def _share_memory_with(device: Any) -> None:
     live = runtime.current() if runtime.is_started() else runtime.init(arch)
     if live.arch != arch:
         raise ArchError(
-            f"{OPERATION}: the model is on {device}, Taichi runs on {live.arch}. Call tikv.init(arch={arch!r}) before "
-            f"the first operation, or move the model."
+            f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
+            f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
         )

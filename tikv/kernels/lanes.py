@@ -8,7 +8,7 @@ that take groups of threads as wide as they come: warps, subgroups, or single th
 import functools
 from typing import Any, NamedTuple
 
-from tikv.runtime import ti
+from tikv.runtime import engine_in_use, ti
 
 BLOCK = 128  # threads of a GPU block; rows never straddle one, since the lanes of a row divide it
 LEAST_ITERATIONS = 512  # that Taichi gives a CPU thread
@@ -152,6 +152,7 @@ class GroupPosition(NamedTuple):
 
 G = GroupPosition()
 SUBGROUP, WARP, SINGLE = "subgroup", "warp", "single"  # kinds of group
+subgroup_add, subgroup_min, subgroup_max = (engine_in_use().over_subgroup(name) for name in ("add", "min", "max"))
 
 
 @functools.cache
@@ -170,9 +171,9 @@ def make_group_operations(kind):
             found = ti.Vector([thread % 32, 32, thread - thread % 32, thread // 32, BLOCK // 32])
         elif ti.static(kind == SUBGROUP):
             sizes = ti.simt.block.SharedArray((BLOCK,), ti.i32)  # of each group, at its first thread
-            size = ti.simt.subgroup.reduce_add(1)
+            size = subgroup_add(1)
             rank = ti.simt.subgroup.inclusive_add(1) - 1
-            first = ti.simt.subgroup.reduce_min(thread)
+            first = subgroup_min(thread)
             sizes[thread] = ti.select(thread == first, size, 0)
             ti.simt.block.sync()
             offset, index, groups = 0, 0, 0
@@ -183,8 +184,7 @@ def make_group_operations(kind):
                 offset = offset + earlier
                 index = index + ti.min(earlier, 1)
                 groups = groups + ti.min(counts, 1)
-            found = ti.Vector([rank, size, ti.simt.subgroup.reduce_add(offset),
-                               ti.simt.subgroup.reduce_add(index), ti.simt.subgroup.reduce_add(groups)])  # fmt: skip
+            found = ti.Vector([rank, size, subgroup_add(offset), subgroup_add(index), subgroup_add(groups)])
         return found
 
     @ti.func
@@ -193,7 +193,7 @@ def make_group_operations(kind):
         if ti.static(kind == WARP):
             found = butterfly_sum(x, WARP_DISTANCES)
         elif ti.static(kind == SUBGROUP):
-            found = ti.simt.subgroup.reduce_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
+            found = subgroup_add(x)  # of type i32, if one asks Taichi: only a variable has the right one
         return found
 
     @ti.func
@@ -202,7 +202,7 @@ def make_group_operations(kind):
         if ti.static(kind == WARP):
             found = butterfly_max(x, WARP_DISTANCES)
         elif ti.static(kind == SUBGROUP):
-            found = ti.simt.subgroup.reduce_max(x)
+            found = subgroup_max(x)
         return found
 
     return GroupOperations(group_position, group_sum, group_max)

@@ -1,9 +1,9 @@
 """Compile a kernel once a runtime, bind it once, launch it many times by the cheapest route of the arch.
 
 Three launchers give the same bits. **native**, on CUDA: NVIDIA's driver launches the kernel on torch's current stream,
-or on that of `use_stream`, and a CUDA graph may capture it. **direct**: Taichi's launcher, whose launch context is
+or on that of `use_stream`, and a CUDA graph may capture it. **direct**: the engine's launcher, whose launch context is
 filled here; on CPU it is kept and relaunched, changing only the arguments that changed; elsewhere a launch overwrites
-it, so each launch fills a fresh one. **public**: Taichi's public call, at ten times the cost.
+it, so each launch fills a fresh one. **public**: the engine's public call, at ten times the cost.
 
 The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use what is inside
 Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.

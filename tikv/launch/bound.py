@@ -1,4 +1,4 @@
-"""A kernel bound to its arguments, and Taichi's two launchers of it."""
+"""A kernel bound to its arguments, and the engine's two launchers of it."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ class KeptBound(Bound):
         self._set_entry = self.context.set_struct_arg_int
         self._launch = kernel.runtime.program.launch_kernel
         self._compiled = kernel.compiled
+        self._places = [kernel.runtime.engine.place(i) for i in range(len(arguments))]
         self._pointers = [value.ptr if isinstance(value, ArrayView) else 0 for value in arguments]
         self._spans = [value.span if isinstance(value, ArrayView) else 0 for value in arguments]
 
@@ -106,7 +107,7 @@ class KeptBound(Bound):
     def set_pointer(self, i: int, pointer: int) -> None:
         if pointer != self._pointers[i]:
             self._pointers[i] = pointer
-            self._set_array((i,), pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
+            self._set_array(self._places[i], pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         entries = self.arguments[i]
@@ -133,7 +134,7 @@ class FreshBound(Bound):
 
 
 class PublicBound(Bound):
-    """Any arch: Taichi's public call."""
+    """Any arch: the engine's public call."""
 
     def launch(self) -> None:
         kernel = self.kernel
@@ -165,33 +166,34 @@ def _retyped(handle: Any, word: str) -> Any:
 
 
 def _filled_context(bound: Bound) -> Any:
-    """A launch context of Taichi's with the bound arguments in it."""
+    """A launch context of the engine's with the bound arguments in it."""
     kernel = bound.kernel
-    context = kernel.taichi_kernel.make_launch_context()
+    context = kernel.traced.make_launch_context()
+    place = kernel.runtime.engine.place
     for i, value in enumerate(bound.arguments):
         if kernel.words[i]:
             if isinstance(value, memoryview):
                 context.set_arg_external_array_with_shape(
-                    [i], np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
+                    place(i), np.asarray(value).ctypes.data, value.nbytes, [len(value)], 0
                 )
             elif value.handle is not None:
-                context.set_arg_ndarray([i], value.handle.arr)
+                context.set_arg_ndarray(place(i), value.handle.arr)
             else:
                 extent = bound.iterations if i == 0 else 1
-                context.set_arg_external_array_with_shape([i], value.ptr, value.span, [extent], 0)
+                context.set_arg_external_array_with_shape(place(i), value.ptr, value.span, [extent], 0)
         elif kernel.lengths[i]:
             put = context.set_struct_arg_float if kernel.is_float[i] else context.set_struct_arg_int
             for j, entry in enumerate(value):
                 put([i, j], entry)
         elif kernel.is_float[i]:
-            context.set_arg_float([i], value)
+            context.set_arg_float(place(i), value)
         else:
-            context.set_arg_int([i], value)
+            context.set_arg_int(place(i), value)
     return context
 
 
 def _flat_array(array: ArrayView, word: str, extent: int | None) -> Any:
-    """A flat NumPy or torch array over the same memory, for Taichi's public call; `extent` overrides its length."""
+    """A flat NumPy or torch array over the same memory, for the public call; `extent` overrides its length."""
     dtype = np.dtype(NUMPY_WORDS[word])
     count = max(1, array.span // dtype.itemsize) if extent is None else extent
     if array.device == "cpu":

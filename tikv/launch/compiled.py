@@ -41,25 +41,24 @@ class Kernel:
             self.function = factory(*choices)
             self.primal = self.function._primal
             live.own_kernels()
-            annotations = [argument.annotation for argument in self.primal.arguments]
+            annotations = live.engine.annotations(self.primal)
             self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
             self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]
             self.is_float = ["f" in str(getattr(a, "dtype", a)) for a in annotations]
-        self.taichi_kernel: Any = None
+        self.traced: Any = None
         self.compiled: Any = None
         self.native: Native | None = None
 
     def compile(self) -> None:
-        """Compile for Taichi's launcher, in this process, unless that is done."""
+        """Compile for the engine's launcher, in this process, unless that is done."""
         if self.compiled is not None:
             return
         live = self.runtime
         with live.lock, live.compiling(self.fast_math):
             if self.compiled is None:
-                key = self.primal.ensure_compiled(*map(self._placeholder, range(len(self.words))))
-                self.taichi_kernel = self.primal.compiled_kernels[key]
-                program = live.program
-                self.compiled = program.compile_kernel(program.config(), program.get_device_caps(), self.taichi_kernel)
+                placeholders = [self._placeholder(i) for i in range(len(self.words))]
+                self.traced = live.engine.traced(self.primal, placeholders)
+                self.compiled = live.engine.compiled(live.program, self.traced)
 
     def _placeholder(self, i: int) -> Any:
         if word := self.words[i]:
@@ -96,7 +95,7 @@ class Kernel:
         return (KeptBound if self.runtime.is_cpu else FreshBound)(self, iterations, arguments)
 
     def _bind_native(self, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
-        """A native launch; None where only Taichi's launcher can do it: arrays on the host, PTX of unknown form."""
+        """A native launch; None where only the engine's launcher can do it: arrays on the host, PTX of unknown form."""
         if any(self.words[i] and array.device == "cpu" for i, array in enumerate(arguments)):
             return None
         if self.native is None:
@@ -108,7 +107,7 @@ class Kernel:
                 if driver.capturing() or launcher.wanted_launcher() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
-                runtime.log.warning("%s stays with Taichi's launcher: %s", self.name, error)
+                runtime.log.warning("%s stays with %s's launcher: %s", self.name, self.runtime.engine.title, error)
                 return None
         return NativeBound(self, iterations, arguments, self.native)
 

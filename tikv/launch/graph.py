@@ -46,7 +46,7 @@ class TaichiGraph:
                 else:
                     given.append(graph.Arg(kinds.SCALAR, name, number))
                     self._values[name] = argument
-            builder._graph_builder.dispatch(kernel.taichi_kernel, given)
+            builder._graph_builder.dispatch(kernel.traced, given)
         self._compiled = builder.compile()
 
     def set_array(self, i: int, array: ArrayView) -> None:

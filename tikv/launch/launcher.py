@@ -54,6 +54,14 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
         return "direct", f"the cheapest on {live.arch}"
     if wanted == "direct":
         return wanted, "asked for"
+    if not live.engine.has_known_ptx:
+        why = f"the native launcher knows the PTX of Taichi alone, and this process uses {live.engine.title}"
+        if wanted:
+            raise ArchError(
+                f"launch: the native launcher was asked for and is not there: {why}. Use engine='taichi', or unset "
+                f"TIKV_LAUNCHER."
+            )
+        return "direct", why
     if _unavailable is None:
         try:
             driver.device()

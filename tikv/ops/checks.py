@@ -142,12 +142,13 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
         device = array.device
         if device != "cpu" and device.partition(":")[0] != live.arch:
             raise ArchError(
-                f"{operation}: {name} lies on {device} and Taichi runs on {live.arch}. "
+                f"{operation}: {name} lies on {device} and {live.engine.title} runs on {live.arch}. "
                 f"Call tikv.init({device.partition(':')[0]!r}) first, or move the array."
             )
         if device.startswith("cuda") and device != "cuda:0":
             raise ArchError(
-                f"{operation}: {name} lies on {device}; Taichi drives cuda:0. Choose the GPU by CUDA_VISIBLE_DEVICES."
+                f"{operation}: {name} lies on {device}; {live.engine.title} drives cuda:0. Choose the "
+                f"GPU by CUDA_VISIBLE_DEVICES."
             )
         if array.dtype is dtypes.float64 and not live.has_float64:
             raise DTypeError(

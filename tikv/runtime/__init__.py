@@ -1,7 +1,8 @@
-"""Start Taichi, or attach to the one the caller started, and say what this machine is.
+"""Start the engine, or attach to the one the caller started, and say what this machine is.
 
-`from tikv.runtime import ti` loads Taichi on first use, quietly and without its version check. `current()` gives the
-live runtime; a runtime dies when somebody calls `ti.init` or `ti.reset` again, and everything made in it dies with it.
+`from tikv.runtime import ti` loads it on first use, quietly and without a version check on the network. `current()`
+gives the live runtime; a runtime dies when somebody calls `ti.init` or `ti.reset` again, and everything made in it
+dies with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tikv.runtime.devices import memory_bytes as memory_bytes
 from tikv.runtime.devices import version_of as version_of
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
 from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups
+from tikv.runtime.engine import engine_in_use as engine_in_use
+from tikv.runtime.engine import engine_report as engine_report
 from tikv.runtime.engine import is_stale_ndarray as is_stale_ndarray
 from tikv.runtime.start import Runtime as Runtime
 from tikv.runtime.start import before_synchronize as before_synchronize

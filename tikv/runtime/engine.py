@@ -1,6 +1,7 @@
-"""The engine that compiles and runs the kernels, which is Taichi. This module alone imports and starts it.
+"""The engine of this process, which compiles and runs the kernels: chosen once, imported and started here alone.
 
-Whatever it takes to do so beyond Taichi's public names stands here too. Others take `ti` from `tikv.runtime`.
+Whatever it takes to do so beyond an engine's public names stands here, and in `tikv.engines` what differs between them.
+Others take `ti` from `tikv.runtime`.
 """
 
 from __future__ import annotations
@@ -10,71 +11,127 @@ import functools
 import importlib
 import io
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tikv import forks
-from tikv.errors import ArchError
+from tikv import engines, forks
+from tikv.engines import Engine
+from tikv.errors import ArchError, OptionError
 from tikv.runtime.devices import SPIRV_ARCHS
 from tikv.runtime.dropped import Array
 from tikv.runtime.real_functions import RealFunctions
 
 _lock = threading.RLock()
-_taichi: Any = None
-_impl: Any = None
-_kernel_impl: Any = None
-_node_context: Any = None
+_module: Any = None  # the engine, once it is imported
+_engine: Engine = next(iter(engines.ALL.values()))  # which it is; of no meaning until then
+_why = ""
+_impl: Any = None  # its module that knows what runs
 _program_at_load: Any = None
 _kept_ndarray: Any = None
 
 
-def load() -> Any:
-    """Import Taichi once: no banner, no version check on the network, and each ndarray stamped with its program."""
-    global _taichi, _impl, _kernel_impl, _node_context, _program_at_load, _kept_ndarray
-    if _taichi is None:
+def wanted(asked: str = "auto") -> tuple[Engine, str]:
+    """(engine, why): the one that is in use, else the one asked for, that of TIKV_ENGINE, or the one that fits.
+
+    Raises:
+        OptionError: no such engine.
+        ArchError: another one is in use.
+    """
+    by_environment = os.environ.get("TIKV_ENGINE") or "auto"
+    for name, where in ((asked, f"init: engine={asked!r}"), (by_environment, f"runtime: TIKV_ENGINE={by_environment}")):
+        if name != "auto" and name not in engines.ALL:
+            raise OptionError(f"{where} is no engine. Use auto, {' or '.join(engines.ALL)}.")
+    if _module is not None:
+        if asked not in ("auto", _engine.name):
+            other = engines.ALL[asked]
+            raise ArchError(
+                f"init: this process uses {_engine.title} ({_why}), and a process has one engine. Choose {other.title} "
+                f"in another one, before its first operation: tikv.init(engine={asked!r}), or TIKV_ENGINE={asked}."
+            )
+        return _engine, _why
+    if asked != "auto":
+        return engines.ALL[asked], "asked for"
+    if by_environment != "auto":
+        return engines.ALL[by_environment], "TIKV_ENGINE names it"
+    return engines.chosen_by_itself()
+
+
+def load(asked: str = "auto") -> Any:
+    """Import the engine once: no banner, no version check on the network, and each ndarray stamped with its program.
+
+    Raises:
+        ArchError: it is missing, or too old or too new; or another engine is in use.
+        OptionError: no such engine.
+    """
+    if _module is None or asked != "auto":
         with _lock:
-            if _taichi is None:
-                os.environ.setdefault("ENABLE_TAICHI_HEADER_PRINT", "0")
-                os.environ.setdefault("TI_SKIP_VERSION_CHECK", "ON")
-                try:
-                    with _quiet_compilation():
-                        taichi = importlib.import_module("taichi")
-                except ImportError as error:
-                    raise ArchError(
-                        f"runtime: Taichi cannot be imported ({error}). "
-                        f"Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
-                    ) from error
-                _impl = importlib.import_module("taichi.lang.impl")
-                _kernel_impl = importlib.import_module("taichi.lang.kernel_impl")
-                _node_context = importlib.import_module("taichi.lang.ast.ast_transformer_utils").ASTTransformerContext
-                _program_at_load = _impl.get_runtime().prog
-                ndarrays = importlib.import_module("taichi.lang._ndarray")
-                _stamp_ndarrays(ndarrays.Ndarray)
-                # A finalizer may run anywhere, in the middle of Taichi's work too: so it only tells.
-                tell = {"__del__": lambda self: self._tikv_dropped()}
-                _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
-                _taichi = taichi
-    return _taichi
+            engine, why = wanted(asked)
+            if _module is None:
+                _import(engine, why)
+    return _module
+
+
+def _import(engine: Engine, why: str) -> None:
+    global _module, _engine, _why, _impl, _program_at_load, _kept_ndarray
+    for name, value in engine.quiet.items():
+        os.environ.setdefault(name, value)
+    version = engine.version()
+    if version is not None and (refused := engine.why_refused(version)):
+        raise ArchError(f"runtime: {refused}. {engine.remedy}")
+    try:
+        with _quiet_compilation(engine):
+            module = importlib.import_module(engine.name)
+            for part in ("lang.impl", "lang.ast.ast_transformer_utils", "lang._ndarray"):
+                importlib.import_module(f"{engine.name}.{part}")
+    except ImportError as error:
+        raise ArchError(f"runtime: {engine.title} cannot be imported ({error}). {engine.remedy}") from error
+    _engine, _why, _impl = engine, why, engine.part("lang.impl")
+    _program_at_load = engine.program
+    ndarrays = engine.part("lang._ndarray")
+    _stamp_ndarrays(ndarrays.Ndarray)
+    # A finalizer may run anywhere, in the middle of the engine's work too: so it only tells.
+    tell = {"__del__": lambda self: self._tikv_dropped()}
+    _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
+    _module = module
+
+
+def engine_in_use() -> Engine:
+    """The engine of this process, imported if need be."""
+    load()
+    return _engine
+
+
+def engine_report() -> dict[str, Any]:
+    """Which engine is in use, or would be, its version, and why; or what is wrong with it. Imports nothing."""
+    try:
+        engine, why = wanted()
+    except OptionError as error:
+        return {"engine": "none", "title": "the engine", "version": None, "why": str(error)}
+    name, version = engine.name, engine.version()
+    if _module is None and not engine.is_imported:
+        refused = f"{engine.title} is not installed" if version is None else engine.why_refused(version)
+        if refused is not None:
+            name, why = "none", f"{refused}. {engine.remedy}"
+    return {"engine": name, "title": engine.title, "version": version, "why": why}
 
 
 @contextlib.contextmanager
-def _quiet_compilation() -> Iterator[None]:
-    """Hide what Python says of Taichi's sources, which it compiles here when they were installed without byte code.
+def _quiet_compilation(engine: Engine) -> Iterator[None]:
+    """Hide what Python says of an engine's sources, which it compiles here when they were installed without byte code.
 
     A warning of the compiler carries the file's path as its module, one of running code the module's name.
     """
-    if "taichi" in sys.modules:
+    if engine.is_imported:
         yield
         return
     with warnings.catch_warnings():
         for category in (SyntaxWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", category=category, module=r"(.*[/\\])?taichi([./\\]|$)")
+            warnings.filterwarnings("ignore", category=category, module=rf"(.*[/\\])?{engine.name}([./\\]|$)")
         yield
-    # Taichi adds this one when it is imported, and it ended with the context.
-    warnings.filterwarnings("once", category=DeprecationWarning, module="taichi")
+    # The engine adds this one when it is imported, and it ended with the context.
+    warnings.filterwarnings("once", category=DeprecationWarning, module=engine.name)
 
 
 def _stamp_ndarrays(ndarray_class: Any) -> None:
@@ -83,15 +140,15 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._tikv_program = _impl.get_runtime().prog
+        self._tikv_program = _engine.program_of(_impl.get_runtime())
 
     ndarray_class.__init__ = __init__
 
 
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
-    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and Taichi frees nothing."""
-    taichi = load()
-    made = taichi.ndarray(taichi.u32, (count,))
+    """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
+    ti = load()
+    made = ti.ndarray(ti.u32, (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
         made.__class__ = _kept_ndarray
@@ -101,16 +158,21 @@ def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any
 def is_stale_ndarray(array: Any) -> bool:
     """Whether a `ti.ndarray` belongs to a program that no longer runs."""
     made_in = getattr(array, "_tikv_program", _program_at_load)
-    return made_in is None or _impl.get_runtime().prog is not made_in
+    return made_in is None or _engine.program_of(_impl.get_runtime()) is not made_in
 
 
 def is_imported() -> bool:
-    """Whether anybody has imported Taichi."""
-    return _taichi is not None or "taichi" in sys.modules
+    """Whether anybody has imported the engine that this process uses, or would."""
+    if _module is not None:
+        return True
+    try:
+        return wanted()[0].is_imported
+    except OptionError:  # of TIKV_ENGINE: the first operation says so
+        return False
 
 
 def before_fork() -> None:
-    """Wait until no other thread imports Taichi, so that a forked process has all of it or nothing."""
+    """Wait until no other thread imports the engine, so that a forked process has all of it or nothing."""
     _lock.acquire()
 
 
@@ -120,58 +182,73 @@ def after_fork() -> None:
 
 
 def is_left_behind() -> bool:
-    """Whether this process was forked from one in which Taichi ran, and none was started since."""
-    return forks.left_behind is not None and front().prog is forks.left_behind
+    """Whether this process was forked from one in which the engine ran, and none was started since."""
+    program = front().prog
+    return program is not None and any(program is left for left in forks.left_behind)
 
 
 def front() -> Any:
-    """Taichi's own runtime in Python. Its `prog` is the program that runs, and None before the start and after the end.
+    """An object whose `prog` is the program that runs, and None before the start and after the end.
 
     Every start makes another one.
     """
-    load()
-    return _impl.get_runtime()
+    return engine_in_use().front
 
 
 def start(arch: str, options: Mapping[str, Any]) -> None:
     """Start a program on this arch and no other, quietly; whatever ran before ends."""
-    taichi = load()
-    # Taichi's CUDA session fixes at its start whether a product and a sum may become one rounding. Ours may not.
+    ti = load()
+    # A CUDA session fixes at its start whether a product and a sum may become one rounding. Ours may not.
     exact = {"fast_math": False} if arch == "cuda" else {}
     with contextlib.redirect_stdout(io.StringIO()):
-        taichi.init(
-            arch=getattr(taichi, arch), **(exact | {"log_level": taichi.WARN, **options, "enable_fallback": False})
-        )
+        ti.init(arch=getattr(ti, arch), **(exact | {"log_level": ti.WARN, **options, "enable_fallback": False}))
     _impl.get_runtime().materialize()  # else the first kernel must be compiled by this thread
+
+
+def require_arch(arch: str) -> None:
+    """Refuse an arch that the engine lacks.
+
+    Raises:
+        ArchError: says which engine has it.
+    """
+    engine = engine_in_use()
+    if arch not in engine.archs:
+        (other,) = [other for other in engines.ALL.values() if arch in other.archs]
+        raise ArchError(
+            f"init: {engine.title} has no arch {arch}, {other.title} has. "
+            f"Use engine={other.name!r} in another process. {other.remedy}"
+        )
 
 
 def known_options() -> set[str]:
     """What `start` takes beside the arch."""
     special = load().lang.misc._SpecialConfig()
-    of_program = {n for n in dir(_impl.default_cfg()) if not n.startswith("_")} - {"arch", "default_up"}
+    config = _impl.default_cfg()
+    of_program = {n for n in dir(config) if not n.startswith("_")} - {"arch", "default_up"}
     return {"default_fp", "default_ip", "require_version", *vars(special), *of_program}
 
 
 def arch_of(program: Any) -> str:
     """The arch a program runs on, "cpu" whatever the processor."""
-    name: str = _taichi.lang.misc._ti_core.arch_name(program.config().arch)
+    name = _engine.arch_name(program.config().arch)
     return {"x64": "cpu", "arm64": "cpu"}.get(name, name)
 
 
-def _next_real_function(front: Any, program: Any) -> Callable[[Any, Any], Any]:
-    """What takes the place of Taichi's `Program.create_function` while a kernel is compiled."""
-    functions = front.__dict__.get("_tikv_real_functions")
+def _next_real_function(settings: Any, program: Any) -> Callable[[Any, Any], Any]:
+    """What takes the place of the engine's `Program.create_function` while a kernel is compiled."""
+    functions = settings.__dict__.get("_tikv_real_functions")
     if functions is None:
-        functions = RealFunctions(type(program).create_function, _taichi.lang.misc._ti_core.FunctionKey)
-        front._tikv_real_functions = functions
+        functions = RealFunctions(type(program).create_function, _engine.core.FunctionKey)
+        settings._tikv_real_functions = functions
     functions.begin_kernel(program)
     return lambda program, key: functions.take(program, key)
 
 
-def own_kernels(front: Any) -> None:
-    """Take this library's kernels out of Taichi's list, which keeps all of them for the programs to come."""
-    for kernel in [kernel for kernel in front.kernels if kernel.func.__module__.startswith("tikv.")]:
-        front.kernels.remove(kernel)
+def own_kernels() -> None:
+    """Take this library's kernels out of the engine's list, which keeps all of them for the programs to come."""
+    kernels = _impl.get_runtime().kernels
+    for kernel in [kernel for kernel in kernels if kernel.func.__module__.startswith("tikv.")]:
+        kernels.remove(kernel)
 
 
 _sources: dict[tuple[Callable[[Any], Any], str, int, str], Any] = {}
@@ -200,29 +277,30 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
 
     The choices of the caller (`fast_math`, `default_fp`, `debug` ...) must not change one bit of a copy.
     """
-    front, config = _impl.get_runtime(), program.config()
+    settings, config = _impl.get_runtime(), program.config()
     of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
     if arch_of(program) in SPIRV_ARCHS:
         # Forwarding stores to loads is half of a kernel's compilation, and drivers do it for whatever they are given.
         of_config["cfg_optimization"] = False
-    of_front = {
-        "default_fp": _taichi.f32,
-        "default_ip": _taichi.i32,
-        "default_up": _taichi.u32,
+    of_settings = {
+        "default_fp": _module.f32,
+        "default_ip": _module.i32,
+        "default_up": _module.u32,
         "short_circuit_operators": True,
         "unrolling_limit": 0,
     }
-    wanted: list[tuple[Any, str, Any]] = [(config, name, value) for name, value in of_config.items()]
-    wanted += [(front, name, value) for name, value in of_front.items() if hasattr(front, name)]
+    changes: list[tuple[Any, str, Any]] = [(config, name, value) for name, value in of_config.items()]
+    changes += [(settings, name, value) for name, value in of_settings.items() if hasattr(settings, name)]
     if arch_of(program) == "cpu":
-        wanted.append((type(program), "create_function", _next_real_function(front, program)))
-    # Taichi draws the source line under each expression, for messages of errors that our kernels do not have.
-    wanted += [(_node_context, "get_pos_info", _line_of)]
-    # And it reads the source of a function again each time that one is called in a kernel: a quarter of what it does.
-    wanted += [(_kernel_impl, name, _once(getattr(_kernel_impl, name))) for name in ("getsourcelines", "getsourcefile")]
-    saved = [(where, name, getattr(where, name)) for where, name, _ in wanted]
+        changes.append((type(program), "create_function", _next_real_function(settings, program)))
+    # The source line is drawn under each expression, for messages of errors that our kernels do not have.
+    changes += [(*_engine.source_position, _line_of)]
+    # And the source of a function is read again each time that one is called in a kernel: a quarter of that work.
+    reader = _engine.part(_engine.source_reader)
+    changes += [(reader, name, _once(getattr(reader, name))) for name in ("getsourcelines", "getsourcefile")]
+    saved = [(where, name, getattr(where, name)) for where, name, _ in changes]
     try:
-        for where, name, value in wanted:
+        for where, name, value in changes:
             setattr(where, name, value)
         yield
     finally:

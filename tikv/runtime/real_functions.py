@@ -1,6 +1,6 @@
 """Real functions of kernels, in an order that is the same in every process.
 
-Taichi finds a kernel in its cache on disk by a hash of all that the kernel's source became. There it lists the real
+An engine finds a kernel in its cache on disk by a hash of all that the kernel's source became. There it lists the real
 functions that a kernel calls by their addresses in memory, which is an order of chance: on the CPU, attention would be
 compiled again in every process.
 """
@@ -14,9 +14,9 @@ LEAST = 32  # that are ready when a kernel's compilation begins; those of a kern
 
 
 class RealFunctions:
-    """Taichi's functions for the real functions of one program's kernels: for one kernel, by ascending address.
+    """The engine's functions for the real functions of one program's kernels: for one kernel, by ascending address.
 
-    Taichi can neither move a function nor say where it lies. So some are always made in advance, and sorted.
+    The engine can neither move a function nor say where it lies. So some are always made in advance, and sorted.
     """
 
     def __init__(self, create: Any, key_class: Any) -> None:
@@ -34,7 +34,7 @@ class RealFunctions:
             self._spare.sort(key=_address)
 
     def take(self, program: Any, key: Any) -> Any:
-        """The next function, in the place of Taichi's own `Program.create_function`."""
+        """The next function, in the place of the engine's own `Program.create_function`."""
         return self._spare.pop(0) if self._spare else self._create(program, key)
 
 

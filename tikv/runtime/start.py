@@ -26,7 +26,7 @@ _epochs = itertools.count(1)
 _current: Runtime | None = None
 _made: weakref.WeakSet[Runtime] = weakref.WeakSet()  # as long as somebody keeps them
 side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
-before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than Taichi's
+before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than the engine's
 
 
 class _ThreadPlans(threading.local):
@@ -39,31 +39,37 @@ thread_plans = _ThreadPlans()
 
 
 class _NoFront:
-    """In the place of Taichi's own runtime for what was made before this process was forked."""
+    """In the place of the engine's own runtime for what was made before this process was forked."""
 
     prog = None
 
 
 _FORKED = _NoFront()
-_WHY_FORKED = (
-    "this process was forked after Taichi had started, and Taichi's threads are in its parent alone. Start processes "
-    "by multiprocessing.get_context('spawn'), or fork before the first operation; data that both need are NumPy copies "
-    "(copy_to_host()) made before."
-)
+
+
+def _why_forked() -> str:
+    name = engine.engine_in_use().title
+    return (
+        f"this process was forked after {name} had started, and {name}'s threads are in its parent alone. Start "
+        f"processes by multiprocessing.get_context('spawn'), or fork before the first operation; data that both need "
+        f"are NumPy copies (copy_to_host()) made before."
+    )
 
 
 class Runtime(NotCopied):
-    """One live Taichi program: its arch, its epoch (counted from 1) and what a launch needs of it."""
+    """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs of it."""
 
     def __init__(self, front: Any) -> None:
-        self.front = front  # Taichi's own runtime, which lets go of the program when it ends
+        self.front = front  # of the engine's own runtime, which lets go of the program when it ends
         self.program = program = front.prog
         self.epoch = next(_epochs)
         self.arch = engine.arch_of(program)
+        self.engine = engine.engine_in_use()
         if self.arch not in ARCHS:
+            ti = self.engine.alias
             raise ArchError(
-                f"runtime: Taichi runs on arch {self.arch!r}; this library knows {', '.join(ARCHS)}. "
-                f"Call ti.init(arch=ti.cpu)."
+                f"runtime: {self.engine.title} runs on arch {self.arch!r}; this library knows {', '.join(ARCHS)}. "
+                f"Call {ti}.init(arch={ti}.cpu)."
             )
         config = program.config()
         self.debug = bool(config.debug)
@@ -87,7 +93,7 @@ class Runtime(NotCopied):
 
     @property
     def alive(self) -> bool:
-        """Whether this is still the program Taichi runs."""
+        """Whether this is still the program that the engine runs."""
         return self.front.prog is self.program
 
     instead = "Pickle the name, `arch`, and call tikv.init() with it in the other process."
@@ -96,7 +102,7 @@ class Runtime(NotCopied):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        return self  # what is copied lies in the same Taichi
+        return self  # what is copied lies in the same program
 
     @property
     def kernel_style(self) -> str:
@@ -109,7 +115,7 @@ class Runtime(NotCopied):
 
     def own_kernels(self) -> None:
         """Have this library's kernels end with this program."""
-        engine.own_kernels(self.front)
+        engine.own_kernels()
 
     def synchronize(self) -> None:
         """Wait until the device has finished everything launched so far; memory dropped before is given back."""
@@ -121,7 +127,7 @@ class Runtime(NotCopied):
         self.program.synchronize()
 
     def _release(self, arr: Any) -> None:
-        if self.alive:  # else its memory is gone, and Taichi may have given the address to an array of another program
+        if self.alive:  # else its memory is gone, and an array of another program may have been given the address
             self.program.delete_ndarray(arr)
 
     def new_words(self, count: int) -> Any:
@@ -144,7 +150,7 @@ def current() -> Runtime:
     """The live runtime: the one in hand, else the caller's, else a new one on the best arch (see `init`).
 
     Raises:
-        StaleRuntimeError: this process was forked after Taichi had started.
+        StaleRuntimeError: this process was forked after the engine had started.
     """
     global _current
     runtime = _current
@@ -155,10 +161,10 @@ def current() -> Runtime:
         if front.prog is None:
             return init()
         if engine.is_left_behind():
-            raise StaleRuntimeError(f"runtime: {_WHY_FORKED}")
+            raise StaleRuntimeError(f"runtime: {_why_forked()}")
         if _current is None or _current.program is not front.prog:
             _current = Runtime(front)
-            log.info("attached to Taichi on %s (epoch %d)", _current.arch, _current.epoch)
+            log.info("attached to %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
         return _current
 
 
@@ -168,7 +174,7 @@ def running() -> Runtime | None:
 
 
 def is_started() -> bool:
-    """Whether Taichi runs, whoever started it."""
+    """Whether the engine runs, whoever started it."""
     return engine.front().prog is not None
 
 
@@ -176,33 +182,39 @@ def require_alive(runtime: Runtime, operation: str) -> None:
     """Refuse an object whose runtime is gone.
 
     Raises:
-        StaleRuntimeError: Taichi was started again since the object was made, or this process was forked since.
+        StaleRuntimeError: the engine was started again since the object was made, or this process was forked since.
     """
     if runtime.front.prog is not runtime.program:
         if runtime.front is _FORKED:
-            raise StaleRuntimeError(f"{operation}: {_WHY_FORKED}")
+            raise StaleRuntimeError(f"{operation}: {_why_forked()}")
+        name, ti = runtime.engine.title, runtime.engine.alias
         raise StaleRuntimeError(
-            f"{operation}: made in Taichi runtime epoch {runtime.epoch}, which a later ti.init() or ti.reset() ended; "
-            f"its memory is gone. Call ti.init() once, before creating stores and arrays, and create this one again."
+            f"{operation}: made in {name} runtime epoch {runtime.epoch}, which a later {ti}.init() or {ti}.reset() "
+            f"ended; its memory is gone. Call {ti}.init() once, before creating stores and arrays, and create this one "
+            f"again."
         )
 
 
-def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
-    """Start Taichi for this library. Optional: the first operation does it, or attaches to the Taichi you started.
+def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
+    """Start the engine for this library. Optional: the first operation does it, or attaches to the one you started.
 
     Args:
         arch: "auto" takes the first that works of Metal, CUDA, a real Vulkan GPU, CPU; or one of those names.
             A named arch that is missing is an error, never another arch.
-        **taichi_options: passed to `ti.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
+        engine: "taichi", or "quadrants", its fork that is maintained. "auto" takes that of the environment variable
+            TIKV_ENGINE, else the one that runs or is imported already, else Taichi where it is installed. A process has
+            one engine, from its first operation or `init` on.
+        **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
             `debug=True` turns rows that a device-side index would skip into errors.
 
     Raises:
-        ArchError: the arch is unknown, or Taichi cannot start on it.
-        OptionError: an option that Taichi does not know. What ran goes on running.
-        StaleRuntimeError: this process was forked after Taichi had started.
+        ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
+            too new, or the process has another one.
+        OptionError: an engine, or an option of it, that is unknown. What ran goes on running.
+        StaleRuntimeError: this process was forked after the engine had started.
 
-    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends any Taichi runtime that was running, with all its memory.
-    Processes: one that is forked after the start has none of Taichi's threads, and every operation raises there. Use
+    Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends what the engine ran, with all its memory.
+    Processes: one that is forked after the start has none of its threads, and every operation raises there. Use
     ``multiprocessing.get_context("spawn")``, or fork before the start.
 
     Example:
@@ -210,33 +222,43 @@ def init(arch: str = "auto", **taichi_options: Any) -> Runtime:
         >>> tikv.init(arch="cpu").arch
         'cpu'
     """
+    return _start(arch, engine, options)
+
+
+def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
     global _current
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
-    # Asked here: Taichi itself ends what runs before it looks at its options.
-    if unknown := sorted(set(taichi_options) - engine.known_options()):
+    engine.load(name)
+    used = engine.engine_in_use()
+    if arch != "auto":
+        engine.require_arch(arch)
+    # Asked here: the engine itself ends what runs before it looks at its options.
+    if unknown := sorted(set(options) - engine.known_options()):
         raise OptionError(
-            f"init: Taichi has no option {', '.join(unknown)}. Use those of ti.init: debug, cpu_max_num_threads, "
-            f"device_memory_GB, offline_cache, log_level, ..."
+            f"init: {used.title} has no option {', '.join(unknown)}. Use those of {used.alias}.init: debug, "
+            f"cpu_max_num_threads, device_memory_GB, offline_cache, log_level, ..."
         )
     with _lock:
         if engine.is_left_behind():
-            raise StaleRuntimeError(f"init: {_WHY_FORKED}")
+            raise StaleRuntimeError(f"init: {_why_forked()}")
         reasons = []
-        for name in [arch] if arch != "auto" else list(devices.candidate_archs()):
+        for each in [arch] if arch != "auto" else list(devices.candidate_archs()):
             try:
-                engine.start(name, taichi_options)
+                engine.start(each, options)
             except Exception as error:
-                reasons.append(f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
+                reasons.append(f"{each}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
                 continue
             _current = Runtime(engine.front())
-            log.info("started Taichi on %s (epoch %d)", _current.arch, _current.epoch)
+            log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current
-        raise ArchError(f"init: Taichi could not start ({'; '.join(reasons)}). Run `python -m tikv doctor` to see why.")
+        raise ArchError(
+            f"init: {used.title} could not start ({'; '.join(reasons)}). Run `python -m tikv doctor` to see why."
+        )
 
 
 def is_forked() -> bool:
-    """Whether this process was forked after Taichi had started; what was made before is its parent's."""
+    """Whether this process was forked after the engine had started; what was made before is its parent's."""
     return _current is not None and _current.front is _FORKED
 
 

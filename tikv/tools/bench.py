@@ -379,7 +379,9 @@ def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:
 
 def about(arch: str) -> str:
     """One line of the machine, for below a table."""
-    versions = ", ".join(f"{name} {v}" for name in ("taichi", "numpy", "torch") if (v := runtime.version_of(name)))
+    versions = ", ".join(
+        f"{name} {v}" for name in (runtime.engine_in_use().name, "numpy", "torch") if (v := runtime.version_of(name))
+    )
     route = launch.launcher_report(runtime.current())["launcher"]
     return f"{runtime.device_name(arch)}, {os.cpu_count()} cores, {arch}, launcher {route}, {versions}"
 

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tikv import launch, runtime
+from tikv import engines, launch, runtime
 from tikv.errors import TikvError
 
 VERSION: str = sys.modules["tikv"].__version__
 PACKAGES = (
-    "taichi",
+    *engines.ALL,
     "numpy",
     "ml_dtypes",
     "safetensors",
@@ -34,14 +34,17 @@ REMEDIES = {
     "metal": "Metal needs macOS on Apple silicon.",
     "cuda": "Install NVIDIA's driver; `nvidia-smi` must list a GPU.",
     "vulkan": "Install a Vulkan driver and loader (Debian: mesa-vulkan-drivers libvulkan1).",
-    "cpu": "Install taichi>=1.7.4,<1.8 on CPython 3.10 to 3.13.",
+    "cpu": " Or: ".join(engine.remedy for engine in engines.ALL.values()),
 }
+
+_VARIABLES = ("TIKV_", *(f"{engine.alias.upper()}_" for engine in engines.ALL.values()))
 
 
 def info() -> dict[str, Any]:
     """Versions, back end, device, memory and launcher, as a dictionary for JSON. Starts nothing.
 
-    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running Taichi, or of what "auto" would start.
+    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start;
+    ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says why.
 
     Example:
         >>> import tikv
@@ -51,11 +54,14 @@ def info() -> dict[str, Any]:
     order = list(runtime.candidate_archs())
     live = runtime.running()
     arch = live.arch if live is not None else order[0]
+    engine = runtime.engine_report()
     return {
         "version": VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: runtime.version_of(name) for name in PACKAGES},
+        "engine": engine["engine"],
+        "engine_why": engine["why"],
         "arch": arch,
         "arch_order": order,
         "started": live is not None,
@@ -66,8 +72,8 @@ def info() -> dict[str, Any]:
         "vulkan_devices": [{"name": name, "kind": kind} for name, kind in runtime.vulkan_devices()],
         "launcher": launch.launcher_report(live)
         if live is not None
-        else {"launcher": "none yet", "why": "Taichi has not started"},
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("TIKV_", "TI_"))},
+        else {"launcher": "none yet", "why": f"{engine['title']} has not started"},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
 
 

@@ -56,7 +56,7 @@ def key_of(factory: Callable[..., Any], choices: tuple[Any, ...], target: str) -
         f"{factory.__module__}.{factory.__qualname__}",
         repr(choices),
         str(bool(getattr(factory, "fast_math", False))),
-        str(runtime.version_of("taichi")),
+        str(runtime.version_of(runtime.engine_in_use().name)),
         ".".join(map(str, sys.version_info[:2])),
         target,
     )
@@ -83,11 +83,12 @@ class _Child:
     def __init__(self) -> None:
         self.parent = os.getpid()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
+        engine = runtime.engine_in_use()
         environment = {
             **os.environ,
             "TIKV_LAUNCHER": "direct",
-            "ENABLE_TAICHI_HEADER_PRINT": "0",
-            "TI_SKIP_VERSION_CHECK": "ON",
+            "TIKV_ENGINE": engine.name,
+            **engine.quiet,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])],

@@ -1,4 +1,4 @@
-"""CUDA by Taichi's launchers, which know the legacy default stream alone."""
+"""CUDA by the engine's launchers, which know the legacy default stream alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from tikv.launch.cuda import driver
 
 
 class OnLegacyStream(Bound):
-    """CUDA by Taichi's launcher, which knows the legacy default stream alone: in order with torch's current stream."""
+    """CUDA by the engine's launcher, which knows the legacy default stream: in order with torch's current stream."""
 
     def launch(self) -> None:
         if driver.capturing():
             kernel = self.kernel
             why = launcher.fallbacks.get(kernel.name) or launcher.launcher_report(kernel.runtime)["why"]
+            used = kernel.runtime.engine
+            way_out = (
+                "Pass arrays on the device, and install taichi-kv[cuda]"
+                if used.has_known_ptx
+                else "Use engine='taichi' for CUDA graphs"
+            )
             raise ArchError(
-                f"launch: {kernel.name} goes through Taichi's launcher, which a CUDA graph cannot capture ({why}). "
-                f"Pass arrays on the device, and install taichi-kv[cuda]; tikv.info() says which launcher is in use."
+                f"launch: {kernel.name} goes through {used.title}'s launcher, which a CUDA graph cannot capture "
+                f"({why}). {way_out}; tikv.info() says which launcher is in use."
             )
         stream = driver.stream()
         if stream:
@@ -28,8 +34,8 @@ class OnLegacyStream(Bound):
 
 
 class DirectOnCuda(OnLegacyStream, FreshBound):
-    """CUDA by Taichi's launcher, its launch context filled here."""
+    """CUDA by the engine's launcher, its launch context filled here."""
 
 
 class PublicOnCuda(OnLegacyStream, PublicBound):
-    """CUDA by Taichi's public call."""
+    """CUDA by the engine's public call."""

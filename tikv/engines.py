@@ -1,0 +1,217 @@
+"""The engines that compile and run the kernels: Taichi, and Quadrants, the fork of it that is maintained.
+
+A class an engine: its names, the versions that were tried, where it runs, and every name and form inside it that the
+other has otherwise. Nothing else asks which engine it is. Neither is imported here: `runtime/engine.py` does that.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, ClassVar
+
+
+class Engine:
+    """What is asked of an engine. The methods work once it has been imported; they are written for Taichi 1.7."""
+
+    name: str  # of the module, and of the distribution
+    title: str  # in messages
+    alias: str  # by which its users import it
+    least: str  # the oldest version that was tried
+    below: str  # the first version that was not
+    pythons: str
+    archs: tuple[str, ...] = ("metal", "cuda", "vulkan", "cpu")
+    quiet: ClassVar[Mapping[str, str]]  # environment variables without which its import prints, or asks a server
+    cache_variable: str  # the environment variable that names the folder of its compiled kernels
+    program_of: attrgetter[Any]  # the program of `settings`, or None
+    has_graphs: bool  # graphs of kernels that are compiled as one
+    has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
+    core_name: str  # of its C++ module
+    context_class: str  # what walks through a kernel's source
+    position_method: str  # its method that draws the line of a source that is compiled
+    source_reader: str  # the module whose `getsourcelines` and `getsourcefile` it calls
+
+    @property
+    def requirement(self) -> str:
+        """For pip."""
+        return f"{self.name}>={self.least},<{self.below}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do where it is missing or of the wrong version."""
+        return f"Install {self.requirement} on {self.pythons}."
+
+    def version(self) -> str | None:
+        """The installed version, or None; nothing is imported."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def why_refused(self, version: str) -> str | None:
+        """Why a version is not used: it is older or newer than those that were tried. None if it is one of them."""
+        if _numbers(version) < _numbers(self.least):
+            return f"{self.title} {version} is too old"
+        if _numbers(version) >= _numbers(self.below):
+            return f"{self.title} {version} is newer than what this version of tikv was tested with"
+        return None
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether anybody has imported it."""
+        return self.name in sys.modules
+
+    def part(self, name: str) -> Any:
+        """One of its modules, or None while that is not imported."""
+        return sys.modules.get(f"{self.name}.{name}")
+
+    @property
+    def settings(self) -> Any:
+        """Its own runtime in Python, which holds some settings of the compiler. Every start makes another one."""
+        return self.part("lang.impl").get_runtime()
+
+    @property
+    def front(self) -> Any:
+        """An object whose `prog` is the program that runs, and None before the start and after the end."""
+        return self.settings
+
+    @property
+    def program(self) -> Any:
+        """The program that runs, or None; also while this engine is being imported, or is not."""
+        return self.program_of(self.settings) if hasattr(self.part("lang.impl"), "get_runtime") else None
+
+    @property
+    def core(self) -> Any:
+        """Its C++ module."""
+        return getattr(self.part("lang.misc"), self.core_name)
+
+    def arch_name(self, arch: Any) -> str:
+        """The name of an arch, as a program's settings have it."""
+        name: str = self.core.arch_name(arch)
+        return name
+
+    @property
+    def source_position(self) -> tuple[Any, str]:
+        """A class, and its method that draws the source line under each expression, for messages of errors."""
+        return getattr(self.part("lang.ast.ast_transformer_utils"), self.context_class), self.position_method
+
+    def annotations(self, kernel: Any) -> list[Any]:
+        """Those of a kernel's arguments. `kernel` is the `_primal` of what `ti.kernel` makes."""
+        return [argument.annotation for argument in kernel.arguments]
+
+    def traced(self, kernel: Any, placeholders: list[Any]) -> Any:
+        """What the source of a kernel becomes, for arguments of the kinds of these; it is not compiled yet."""
+        return kernel.compiled_kernels[kernel.ensure_compiled(*placeholders)]
+
+    def compiled(self, program: Any, traced: Any) -> Any:
+        """A kernel compiled, or found in the cache on disk, as `program.launch_kernel` takes it."""
+        return program.compile_kernel(program.config(), program.get_device_caps(), traced)
+
+    def place(self, i: int) -> Any:
+        """How a launch context names argument `i`. Entry `j` of a vector is (i, j) for every engine."""
+        return (i,)
+
+    def over_subgroup(self, reduction: str) -> Any:
+        """A function for kernels: over a subgroup, its "add", "min" or "max"; each thread has the result."""
+        return getattr(self.part("lang.simt.subgroup"), f"reduce_{reduction}")
+
+
+class _Taichi(Engine):
+    name, title, alias = "taichi", "Taichi", "ti"
+    least, below = "1.7.4", "1.8"
+    pythons = "CPython 3.10-3.13"
+    quiet: ClassVar[Mapping[str, str]] = {"ENABLE_TAICHI_HEADER_PRINT": "0", "TI_SKIP_VERSION_CHECK": "ON"}
+    cache_variable = "TI_OFFLINE_CACHE_FILE_PATH"
+    has_graphs = has_known_ptx = True
+    core_name = "_ti_core"
+    context_class, position_method = "ASTTransformerContext", "get_pos_info"
+    source_reader = "lang.kernel_impl"
+    program_of = attrgetter("prog")
+
+
+class _ProgramOf:
+    """In the place of Quadrants' own runtime, whose `prog` raises where there is no program."""
+
+    __slots__ = ("settings",)
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    prog = property(attrgetter("settings._prog"))
+
+
+class _Quadrants(Engine):
+    name, title, alias = "quadrants", "Quadrants", "qd"
+    least, below = "1.4", "1.5"
+    pythons = "CPython 3.12-3.14"
+    archs = (*Engine.archs, "amdgpu")
+    quiet: ClassVar[Mapping[str, str]] = {"ENABLE_QUADRANTS_HEADER_PRINT": "0"}
+    cache_variable = "QD_OFFLINE_CACHE_FILE_PATH"
+    has_graphs = has_known_ptx = False
+    core_name = "_qd_core"
+    context_class, position_method = "ASTTransformerFuncContext", "memoized_get_pos_info"
+    source_reader = "lang._wrap_inspect"
+    program_of = attrgetter("_prog")
+
+    @property
+    def remedy(self) -> str:
+        return f"Install taichi-kv[quadrants], which is {self.requirement}, on {self.pythons}."
+
+    @property
+    def front(self) -> Any:
+        return _ProgramOf(self.settings)
+
+    def annotations(self, kernel: Any) -> list[Any]:
+        return [argument.annotation for argument in kernel.arg_metas]
+
+    def traced(self, kernel: Any, placeholders: list[Any]) -> Any:
+        kernel.raise_on_templated_floats = False  # else only the public call sets it
+        return kernel.materialized_kernels[kernel.ensure_compiled(*placeholders)]
+
+    def compiled(self, program: Any, traced: Any) -> Any:
+        return super().compiled(program, traced).compiled_kernel_data
+
+    def place(self, i: int) -> Any:
+        return i
+
+    def over_subgroup(self, reduction: str) -> Any:
+        # What Taichi calls so leaves the result with the first thread alone here.
+        return getattr(self.part("lang.simt.subgroup"), f"reduce_all_{reduction}")
+
+
+TAICHI, QUADRANTS = _Taichi(), _Quadrants()
+ALL: dict[str, Engine] = {engine.name: engine for engine in (TAICHI, QUADRANTS)}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """A version as numbers that compare: what stands behind them, as in 1.8.0rc1, is left out."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(number) for number in found[0].split(".")] if found else []
+    return tuple(numbers + [0] * (3 - len(numbers)))
+
+
+def chosen_by_itself() -> tuple[Engine, str]:
+    """(engine, why) where nobody names one: the one that runs or is imported, else Taichi where it can be had."""
+    running = [engine for engine in ALL.values() if engine.program is not None]
+    if len(running) == 1:
+        return running[0], "it runs already"
+    imported = [engine for engine in ALL.values() if engine.is_imported]
+    if len(imported) == 1:
+        return imported[0], "it is imported already"
+    if TAICHI.version() is not None:
+        return TAICHI, "it is installed"
+    if QUADRANTS.version() is not None:
+        return QUADRANTS, "Taichi is not installed"
+    if _has_no_taichi():
+        return QUADRANTS, "there is no Taichi for this Python and machine"
+    return TAICHI, "the default"
+
+
+def _has_no_taichi() -> bool:
+    """Whether this is a Python or a machine that Taichi has no wheels for."""
+    arm = platform.machine().lower() in ("aarch64", "arm64") and sys.platform != "darwin"
+    return sys.version_info >= (3, 14) or arm
