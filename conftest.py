@@ -3,9 +3,10 @@
     pytest                        on the CPU
     pytest --arch cpu,vulkan      on both; one that is missing is an error
     pytest --arch all             on every back end that works here; the others are skipped and counted
+    pytest --engine quadrants     with another engine than Taichi
 
-Taichi holds one back end a process and frees every array when it is started again, so the tests are ordered by back end
-and Taichi is started once for each.
+An engine holds one back end a process and frees every array when it is started again, so the tests are ordered by back
+end and it is started once for each.
 """
 
 import contextlib
@@ -19,14 +20,14 @@ import time
 import zlib
 from collections import Counter
 
-# Read by Taichi when it is imported, so set before anything imports it; children inherit them.
-os.environ["ENABLE_TAICHI_HEADER_PRINT"] = "0"
-os.environ["TI_SKIP_VERSION_CHECK"] = "ON"
-
 import numpy as np
 import pytest
 
-from tikv import runtime
+from tikv import engines, runtime
+
+# Read by an engine when it is imported, so set before anything imports it; children inherit them.
+for engine in engines.ALL.values():
+    os.environ.update(engine.quiet)
 
 ARCHS = runtime.ARCHS[::-1]  # in this order the tests run
 
@@ -42,6 +43,12 @@ def pytest_addoption(parser):
         default=os.environ.get("TIKV_ARCHS", "cpu"),
         help=f"back ends to run on: a comma-separated list of {', '.join(ARCHS)}, each of which must work here; "
         "or 'all' for those that do. Default: $TIKV_ARCHS, or cpu.",
+    )
+    group.addoption(
+        "--engine",
+        choices=tuple(engines.ALL),
+        default=None,
+        help="what compiles and runs the kernels; sets TIKV_ENGINE for this run",
     )
     group.addoption(
         "--launcher",
@@ -100,12 +107,16 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher
-    if "TI_OFFLINE_CACHE_FILE_PATH" not in os.environ:
-        # A cache of this test run's own: kernels are compiled once for all tests and children, never an older run's.
-        config.stash[_cache_dir] = tempfile.TemporaryDirectory(prefix="tikv-kernels-")
-        os.environ["TI_OFFLINE_CACHE_FILE_PATH"] = config.stash[_cache_dir].name
-    # Else Taichi deletes a quarter of a cache that exceeds 100 MB whenever a process ends.
-    os.environ.setdefault("TI_OFFLINE_CACHE_CLEANING_POLICY", "never")
+    if name := config.getoption("--engine"):
+        os.environ["TIKV_ENGINE"] = name
+    for engine in engines.ALL.values():
+        if engine.cache_variable not in os.environ:
+            # A cache of this test run's own: kernels are compiled once for all its processes, never an older run's.
+            if _cache_dir not in config.stash:
+                config.stash[_cache_dir] = tempfile.TemporaryDirectory(prefix="tikv-kernels-")
+            os.environ[engine.cache_variable] = os.path.join(config.stash[_cache_dir].name, engine.name)
+        # Else the engine deletes a quarter of a cache that exceeds 100 MB whenever a process ends.
+        os.environ.setdefault(engine.policy_variable, "never")
     if hasattr(config, "workerinput"):  # a process of pytest-xdist: its parent has found this out
         config.stash[_absent], done = config.workerinput["tikv"]
         config.stash[_done] = set(done)
@@ -144,8 +155,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_unconfigure(config):
     if _cache_dir in config.stash:
-        os.environ.pop("TI_OFFLINE_CACHE_FILE_PATH", None)
-        config.stash[_cache_dir].cleanup()
+        folder = config.stash[_cache_dir]
+        for engine in engines.ALL.values():
+            if os.environ.get(engine.cache_variable, "").startswith(folder.name):
+                del os.environ[engine.cache_variable]
+        folder.cleanup()
 
 
 def pytest_generate_tests(metafunc):
@@ -206,16 +220,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="left for --full"))
 
 
-LOCK_SECONDS = 20  # Taichi holds the lock of its cache while it reads or writes a few files
+LOCK_SECONDS = 20  # an engine holds the lock of its cache while it reads or writes a few files
 
 
 @pytest.fixture(autouse=True)
 def no_lock_of_the_dead():
     """Remove the lock that a killed process left in the cache of kernels: all others would warn and compile anew."""
-    lock = pathlib.Path(os.environ["TI_OFFLINE_CACHE_FILE_PATH"]) / "ticache.lock"
-    with contextlib.suppress(OSError):
-        if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
-            lock.unlink()
+    for engine in engines.ALL.values():
+        lock = pathlib.Path(os.environ[engine.cache_variable]) / engine.cache_lock
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
+                lock.unlink()
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +238,7 @@ def arch(request) -> str:
     """The back end of this test, started; asking for it is what makes a test run on each of them."""
     import tikv
 
-    gc.collect()  # a stale array that is freed after Taichi has started again may free a new one
+    gc.collect()  # a stale array that is freed after the engine has started again may free a new one
     assert tikv.init(arch=request.param).arch == request.param
     yield request.param
     gc.collect()

@@ -1,5 +1,7 @@
 """Comparing buffers as raw bits, filling them with random ones, and planting the errors a comparison has to notice."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 
@@ -45,6 +47,14 @@ def awkward_float32() -> np.ndarray:
         tie = f16.view(np.uint32) | np.uint32(1 << 12)
     edges = np.array([sign * e for e in edges for sign in (1, -1)] + [0.0, -0.0, np.inf, -np.inf], np.float32)
     return np.concatenate([around, edges, nans, f16, middle, tie.view(np.float32)])
+
+
+def said(text: str) -> str:
+    """A message that speaks of Taichi, as it is with the engine in use."""
+    from tikv import runtime
+
+    engine = runtime.engine_in_use()
+    return re.sub(r"\bti\b(?=\.(init|reset|ndarray)\b)", engine.alias, text).replace("Taichi", engine.title)
 
 
 def to_torch(array, arch):

@@ -6,6 +6,7 @@ other has otherwise. Nothing else asks which engine it is. Neither is imported h
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import platform
 import re
@@ -27,6 +28,8 @@ class Engine:
     archs: tuple[str, ...] = ("metal", "cuda", "vulkan", "cpu")
     quiet: ClassVar[Mapping[str, str]]  # environment variables without which its import prints, or asks a server
     cache_variable: str  # the environment variable that names the folder of its compiled kernels
+    policy_variable: str  # the one that says which of them are deleted when a process ends
+    cache_lock: str  # where in that folder a process has the lock of it
     program_of: attrgetter[Any]  # the program of `settings`, or None
     has_graphs: bool  # graphs of kernels that are compiled as one
     has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
@@ -115,6 +118,11 @@ class Engine:
         """How a launch context names argument `i`. Entry `j` of a vector is (i, j) for every engine."""
         return (i,)
 
+    def address_of(self, function: Any) -> int:
+        """Where the C++ object of a real function lies: pybind11 keeps that right behind Python's own part."""
+        found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
+        return found or 0
+
     def over_subgroup(self, reduction: str) -> Any:
         """A function for kernels: over a subgroup, its "add", "min" or "max"; each thread has the result."""
         return getattr(self.part("lang.simt.subgroup"), f"reduce_{reduction}")
@@ -125,7 +133,8 @@ class _Taichi(Engine):
     least, below = "1.7.4", "1.8"
     pythons = "CPython 3.10-3.13"
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_TAICHI_HEADER_PRINT": "0", "TI_SKIP_VERSION_CHECK": "ON"}
-    cache_variable = "TI_OFFLINE_CACHE_FILE_PATH"
+    cache_variable, policy_variable = "TI_OFFLINE_CACHE_FILE_PATH", "TI_OFFLINE_CACHE_CLEANING_POLICY"
+    cache_lock = "ticache.lock"
     has_graphs = has_known_ptx = True
     core_name = "_ti_core"
     context_class, position_method = "ASTTransformerContext", "get_pos_info"
@@ -150,7 +159,8 @@ class _Quadrants(Engine):
     pythons = "CPython 3.12-3.14"
     archs = (*Engine.archs, "amdgpu")
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_QUADRANTS_HEADER_PRINT": "0"}
-    cache_variable = "QD_OFFLINE_CACHE_FILE_PATH"
+    cache_variable, policy_variable = "QD_OFFLINE_CACHE_FILE_PATH", "QD_OFFLINE_CACHE_CLEANING_POLICY"
+    cache_lock = "kernel_compilation_manager/qdcache.lock"
     has_graphs = has_known_ptx = False
     core_name = "_qd_core"
     context_class, position_method = "ASTTransformerFuncContext", "memoized_get_pos_info"
@@ -177,6 +187,12 @@ class _Quadrants(Engine):
 
     def place(self, i: int) -> Any:
         return i
+
+    def address_of(self, function: Any) -> int:
+        # nanobind: behind Python's own part is written how many bytes from the object's start the address is kept.
+        offset = ctypes.c_int32.from_address(id(function) + object.__basicsize__).value
+        found: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
+        return found or 0
 
     def over_subgroup(self, reduction: str) -> Any:
         # What Taichi calls so leaves the result with the first thread alone here.

@@ -248,8 +248,9 @@ def test_backends_give_the_same_bits(arch, rng):
     builder.copy_kv("k", "v", "k_rows", "v_rows", position="at")
     builder.decode_attention("q", "k_cache", "v_cache", "n", lse="lse")
     live = runtime.current()
-    if not live.is_spirv:
-        with pytest.raises(tikv.ArchError, match="by their address"):
+    if not (live.is_spirv and live.engine.has_graphs):
+        why = "by their address" if live.engine.has_graphs else "has no compiled graphs"
+        with pytest.raises(tikv.ArchError, match=why):
             builder.compile(backend="ti.graph")
         assert builder.compile().backend == builder.compile(backend="launches").backend == "launches"
         return

@@ -849,7 +849,7 @@ def test_tokens_like_those_before_still_meet_the_limits(arch, rng):
 
 
 def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch):
-    """As after ti.reset(), which takes the program from Taichi's runtime."""
+    """As after ti.reset(), which takes the program from the engine's runtime."""
     layer, (k, v) = layer_of(), rows(rng, 1)
     for _ in range(4):
         layer.update(k, v)

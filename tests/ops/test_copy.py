@@ -369,7 +369,8 @@ def test_a_kernel_is_one_task(arch):
 
 FAST_MATH = """
 import sys
-import numpy as np, taichi as ti
+import numpy as np
+from tikv.runtime import ti
 ti.init(arch=getattr(ti, sys.argv[1]), fast_math=True, log_level=ti.WARN, enable_fallback=False)
 import oracle, tikv
 from tikv import reference
@@ -392,7 +393,7 @@ print("same bits")
 
 
 def test_fast_math_of_the_caller_changes_no_bit(arch, request):
-    """NaN payloads, subnormals and rounding, in a Taichi that the caller started with fast_math."""
+    """NaN payloads, subnormals and rounding, in an engine that the caller started with fast_math."""
     child = subprocess.run(
         [sys.executable, "-c", FAST_MATH, arch],
         capture_output=True,

@@ -1,12 +1,14 @@
-"""Starting Taichi, attaching to the caller's, and what is said on the way; each in a process of its own."""
+"""Starting the engine, attaching to the caller's, and what is said on the way; each in a process of its own."""
 
 import os
 import subprocess
 import sys
 
+import oracle
 import pytest
 
 import tikv
+from tikv import runtime
 
 COPY = """
 import numpy as np, oracle, tikv
@@ -53,7 +55,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_attaches_to_the_taichi_that_runs(arch, python, options):
+def test_it_attaches_to_the_engine_that_runs(arch, python, options):
     """The caller's settings change no bit, and are the caller's again afterwards: also for kernels made later."""
     chosen = OPTIONS[options]
     if arch in ("vulkan", "metal") and "ti.f64" in chosen.values():
@@ -61,9 +63,9 @@ def test_it_attaches_to_the_taichi_that_runs(arch, python, options):
     keywords = ", ".join(f"{name}={value}" for name, value in chosen.items())
     child = python(
         f"ARCH = {arch!r}\n"
-        + "import taichi as ti\n"
+        + f"import {runtime.engine_in_use().name} as ti\n"
         + f"ti.init(arch=getattr(ti, ARCH), log_level=ti.WARN, enable_fallback=False, {keywords})\n"
-        + "from taichi.lang import impl\n"
+        + f"from {runtime.engine_in_use().name}.lang import impl\n"
         + "def settings():\n"
         + "    c, front = impl.get_runtime().prog.config(), impl.get_runtime()\n"
         + "    kinds = front.default_fp, front.default_ip, front.default_up\n"
@@ -112,7 +114,8 @@ def test_a_second_start_ends_the_first(python):
         "    print(error)\n"
         "print(repr(third))\n"
     )
-    assert "op: made in Taichi runtime epoch 3, which a later ti.init() or ti.reset() ended" in child.stdout
+    message = "op: made in Taichi runtime epoch 3, which a later ti.init() or ti.reset() ended"
+    assert oracle.said(message) in child.stdout
     assert "Runtime(cpu, epoch 3, gone)" in child.stdout
 
 
@@ -122,7 +125,7 @@ def test_an_arch_that_is_missing_is_an_error(python):
     child = python(
         f"import tikv\ntry:\n    tikv.init(arch={missing!r})\nexcept tikv.ArchError as error:\n    print(error)\n"
     )
-    assert child.stdout.startswith(f"init: Taichi could not start ({missing}: "), child.stdout
+    assert child.stdout.startswith(f"init: {runtime.engine_in_use().title} could not start ({missing}: "), child.stdout
     assert child.stdout.rstrip().endswith("Run `python -m tikv doctor` to see why.")
 
 

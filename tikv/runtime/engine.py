@@ -238,7 +238,7 @@ def _next_real_function(settings: Any, program: Any) -> Callable[[Any, Any], Any
     """What takes the place of the engine's `Program.create_function` while a kernel is compiled."""
     functions = settings.__dict__.get("_tikv_real_functions")
     if functions is None:
-        functions = RealFunctions(type(program).create_function, _engine.core.FunctionKey)
+        functions = RealFunctions(type(program).create_function, _engine.core.FunctionKey, _engine.address_of)
         settings._tikv_real_functions = functions
     functions.begin_kernel(program)
     return lambda program, key: functions.take(program, key)

@@ -7,9 +7,10 @@ compiled again in every process.
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 from typing import Any
 
+_OURS = -1  # instance of a function; the engine counts from 0, and compares functions by their numbers alone
 LEAST = 32  # that are ready when a kernel's compilation begins; those of a kernel with more may come in any order
 
 
@@ -19,8 +20,8 @@ class RealFunctions:
     The engine can neither move a function nor say where it lies. So some are always made in advance, and sorted.
     """
 
-    def __init__(self, create: Any, key_class: Any) -> None:
-        self._create, self._key_class = create, key_class
+    def __init__(self, create: Any, key_class: Any, address_of: Callable[[Any], int]) -> None:
+        self._create, self._key_class, self._address_of = create, key_class, address_of
         self._spare: list[Any] = []
         self._made = 0
 
@@ -29,16 +30,9 @@ class RealFunctions:
         if len(self._spare) < LEAST:
             for _ in range(2 * LEAST):
                 self._made += 1
-                # Taichi tells functions apart by two numbers; of its own, the second is at least 0.
-                self._spare.append(self._create(program, self._key_class("tikv", self._made, -1)))
-            self._spare.sort(key=_address)
+                self._spare.append(self._create(program, self._key_class("tikv", self._made, _OURS)))
+            self._spare.sort(key=self._address_of)
 
     def take(self, program: Any, key: Any) -> Any:
         """The next function, in the place of the engine's own `Program.create_function`."""
         return self._spare.pop(0) if self._spare else self._create(program, key)
-
-
-def _address(function: Any) -> int:
-    """Where the C++ object of one of pybind11's objects lies: they keep that right behind Python's own part."""
-    found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
-    return found or 0

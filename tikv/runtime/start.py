@@ -187,7 +187,7 @@ def require_alive(runtime: Runtime, operation: str) -> None:
     if runtime.front.prog is not runtime.program:
         if runtime.front is _FORKED:
             raise StaleRuntimeError(f"{operation}: {_why_forked()}")
-        name, ti = runtime.engine.title, runtime.engine.alias
+        name, ti = engine.engine_in_use().title, engine.engine_in_use().alias
         raise StaleRuntimeError(
             f"{operation}: made in {name} runtime epoch {runtime.epoch}, which a later {ti}.init() or {ti}.reset() "
             f"ended; its memory is gone. Call {ti}.init() once, before creating stores and arrays, and create this one "
