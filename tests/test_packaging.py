@@ -43,10 +43,50 @@ def test_the_metadata_says_what_it_is(wheel):
     assert metadata["Name"] == "taichi-kv"
     assert metadata["Version"] == tikv.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == "<3.14,>=3.10"
+    assert metadata["Requires-Python"] == "<3.15,>=3.10"
     core = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
-    assert core == {"taichi<1.8,>=1.7.4", "numpy>=1.26", "ml-dtypes>=0.5", "safetensors>=0.4.5"}
-    assert {"test", "bench", "torch", "transformers", "examples"} <= set(metadata.get_all("Provides-Extra"))
+    libraries = {"numpy>=1.26", "ml-dtypes>=0.5", "safetensors>=0.4.5"}
+    assert core == {"taichi<1.8,>=1.7.4", "quadrants<1.5,>=1.4", *libraries}
+    assert {"test", "bench", "torch", "transformers", "quadrants", "examples"} <= set(
+        metadata.get_all("Provides-Extra")
+    )
+
+
+@pytest.mark.parametrize(
+    ("python", "system", "machine", "expected"),
+    [
+        ("3.10", "linux", "x86_64", "taichi"),
+        ("3.13", "linux", "x86_64", "taichi"),
+        ("3.13", "darwin", "arm64", "taichi"),
+        ("3.13", "win32", "AMD64", "taichi"),
+        ("3.14", "linux", "x86_64", "quadrants"),
+        ("3.14", "darwin", "arm64", "quadrants"),
+        ("3.14", "win32", "AMD64", "quadrants"),
+        ("3.12", "linux", "aarch64", "quadrants"),
+        ("3.14", "linux", "aarch64", "quadrants"),
+    ],
+)
+def test_each_machine_gets_the_engine_that_it_can_have(wheel, monkeypatch, python, system, machine, expected):
+    """One and no more, of the versions that the library accepts; and the library chooses it where none is installed."""
+    from packaging.requirements import Requirement
+
+    from tikv import engines
+
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist")
+    facts = {"python_version": python, "sys_platform": system, "platform_machine": machine, "extra": ""}
+    wanted = [each for each in map(Requirement, lines) if each.name in engines.ALL and each.marker.evaluate(facts)]
+    assert [each.name for each in wanted] == [expected]
+    engine = engines.ALL[expected]
+    assert str(wanted[0].specifier) == f"<{engine.below},>={engine.least}"
+    (extra,) = (each for each in map(Requirement, lines) if each.marker and 'extra == "quadrants"' in str(each.marker))
+    assert str(extra.specifier) == f"<{engines.QUADRANTS.below},>={engines.QUADRANTS.least}"
+    monkeypatch.setattr(engines.sys, "version_info", tuple(map(int, python.split("."))))
+    monkeypatch.setattr(engines.sys, "platform", system)
+    monkeypatch.setattr(engines.platform, "machine", lambda: machine)
+    without_taichi = engines._has_no_taichi()
+    monkeypatch.undo()
+    assert without_taichi == (expected == "quadrants")
 
 
 def test_the_wheel_holds_the_licence_and_the_command(wheel):
@@ -65,7 +105,7 @@ def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):
     # Libraries that a user may have; reading them is most of the time.
     ignored = "".join(
         f"[mypy-{name}.*]\nignore_missing_imports = true\nfollow_imports = skip\n"
-        for name in ("taichi", "torch", "transformers", "safetensors", "cuda", "rich", "jax")
+        for name in ("taichi", "quadrants", "torch", "transformers", "safetensors", "cuda", "rich", "jax")
     )
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\nfollow_imports = silent\n{ignored}", encoding="utf-8")
     child = subprocess.run(

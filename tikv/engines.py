@@ -229,5 +229,4 @@ def chosen_by_itself() -> tuple[Engine, str]:
 
 def _has_no_taichi() -> bool:
     """Whether this is a Python or a machine that Taichi has no wheels for."""
-    arm = platform.machine().lower() in ("aarch64", "arm64") and sys.platform != "darwin"
-    return sys.version_info >= (3, 14) or arm
+    return sys.version_info >= (3, 14) or (sys.platform == "linux" and platform.machine() == "aarch64")

@@ -115,6 +115,32 @@ def test_a_kept_launch_forgets_nothing(arch, rng):
             oracle.assert_same_bits(cache, expected, what=f"{name} after step {step}")
 
 
+def test_two_thousand_launches_with_other_data_each(arch, rng):
+    """One kept copy and one kept attention; rows, queries, arrays, positions and lengths change from launch to launch.
+
+    After each launch every bit of the cache, and what attention makes of two of them, is what it has to be.
+    """
+    launches, slots = 2000, 6
+    rows, queries = (oracle.numbers(rng, (launches, 1, 2, 8), np.float32) for _ in "kq")
+    want = [rng.standard_normal((2, slots, 8)).astype(np.float32) for _ in range(3)]
+    caches = [oracle.place(each.copy(), arch) for each in want]
+    lens = oracle.place(np.zeros(1, np.int32), arch)
+    for n in range(launches):
+        c, position, length = n % 3, int(rng.integers(0, 1 << 40)), int(rng.integers(1, slots + 1))
+        tikv.copy(oracle.place(rows[n], arch), caches[c], position=position, window=slots)
+        want[c] = reference.copy(rows[n], want[c], position=position, window=slots)
+        oracle.assert_same_bits(caches[c], want[c], what=f"cache {c} after launch {n}")
+        d, lens[0] = (c + 1) % 3, length
+        out = tikv.decode_attention(oracle.place(queries[n], arch), caches[c][None], caches[d][None], lens, scale=0.25)
+        keys, values = (want[i][:, :length].astype(np.float64) for i in (c, d))
+        scores = 0.25 * np.einsum("hd,hsd->hs", queries[n, 0], keys)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        expected = np.einsum("hs,hsd->hd", weights / weights.sum(1, keepdims=True), values)
+        # Large scores: their rounding in float32 moves the weights of keys that are nearly as large.
+        atol = 1e-5 + 1e-6 * abs(scores).max() * abs(values).max()
+        np.testing.assert_allclose(oracle.to_numpy(out)[0], expected, rtol=1e-4, atol=atol, err_msg=f"launch {n}")
+
+
 def test_memory_that_went_is_not_written(arch, rng):
     """A plan outlives the arrays of its last call; the next call brings its own."""
     src = oracle.place(oracle.random_bits(rng, (1, 2, 8), np.float32), arch)
