@@ -73,6 +73,10 @@ REFUSED = {
         {"TIKV_ENGINE": "quadrants"}, {"quadrants": "1.3.3"}, "", "tikv.init()", "ArchError",
         "runtime: Quadrants 1.3.3 is too old. " + QUADRANTS,
     ),
+    "an arch that it lacks": (
+        {}, {}, "", "tikv.init('amdgpu', engine='taichi')", "ArchError",
+        "init: Taichi has no arch amdgpu, Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
+    ),
     "Quadrants is too new": (
         {}, {"quadrants": "1.10"}, "", "tikv.init(engine='quadrants')", "ArchError",
         "runtime: Quadrants 1.10 is newer than what this version of tikv was tested with. " + QUADRANTS,

@@ -15,7 +15,8 @@ def has_subgroups(live: runtime.Runtime) -> bool:
     """
     if live.has_subgroups is None:
         # Every Mac's GPU that Taichi runs on reduces over its SIMD groups; a Vulkan driver says whether it does.
-        live.has_subgroups = (live.arch == "metal" or runtime.vulkan_subgroups()) and _agree(live)
+        announced = live.arch == "metal" or (live.arch == "vulkan" and runtime.vulkan_subgroups())
+        live.has_subgroups = announced and _agree(live)
     return live.has_subgroups
 
 

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-ARCHS = ("metal", "cuda", "vulkan", "cpu")  # the order in which "auto" looks
+ARCHS = ("metal", "cuda", "vulkan", "cpu", "amdgpu")  # the order in which "auto" looks; it never takes amdgpu
 SPIRV_ARCHS = ("metal", "vulkan")  # whose kernels are SPIR-V, and whose memory has no address
+NEVER_RUN = ("amdgpu",)  # archs on which nobody has run this library yet
 
 
 def candidate_archs() -> Iterator[str]:
@@ -162,6 +163,8 @@ def device_name(arch: str) -> str:
         return (hardware or [name for name, _ in devices] or ["unknown"])[0]
     if arch == "cuda":
         return _cuda_device()[0]
+    if arch in NEVER_RUN:
+        return "unknown"
     if sys.platform == "linux":
         with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
             for line in lines:

@@ -198,8 +198,8 @@ def front() -> Any:
 def start(arch: str, options: Mapping[str, Any]) -> None:
     """Start a program on this arch and no other, quietly; whatever ran before ends."""
     ti = load()
-    # A CUDA session fixes at its start whether a product and a sum may become one rounding. Ours may not.
-    exact = {"fast_math": False} if arch == "cuda" else {}
+    # A session of a GPU's vendor fixes at its start whether a product and a sum may become one rounding. Ours may not.
+    exact = {"fast_math": False} if arch in ("cuda", "amdgpu") else {}
     with contextlib.redirect_stdout(io.StringIO()):
         ti.init(arch=getattr(ti, arch), **(exact | {"log_level": ti.WARN, **options, "enable_fallback": False}))
     _impl.get_runtime().materialize()  # else the first kernel must be compiled by this thread

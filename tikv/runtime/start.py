@@ -16,7 +16,7 @@ from tikv.errors import ArchError, OptionError, StaleRuntimeError
 from tikv.runtime import devices, engine
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.copying import NotCopied
-from tikv.runtime.devices import ARCHS, SPIRV_ARCHS
+from tikv.runtime.devices import ARCHS, NEVER_RUN, SPIRV_ARCHS
 from tikv.runtime.dropped import Dropped
 
 log = logging.getLogger("tikv")
@@ -76,7 +76,8 @@ class Runtime(NotCopied):
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
         self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
-        self.is_spirv = self.arch in SPIRV_ARCHS
+        # An AMD GPU gets the same kernels and memory as these: nothing in them is of one vendor.
+        self.is_spirv = self.arch in (*SPIRV_ARCHS, "amdgpu")
         self.has_float64 = not self.is_spirv
         self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
@@ -200,7 +201,8 @@ def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
 
     Args:
         arch: "auto" takes the first that works of Metal, CUDA, a real Vulkan GPU, CPU; or one of those names.
-            A named arch that is missing is an error, never another arch.
+            A named arch that is missing is an error, never another arch. "amdgpu" is Quadrants' alone, never taken by
+            "auto", and nobody has run this library on it yet.
         engine: "taichi", or "quadrants", its fork that is maintained. "auto" takes that of the environment variable
             TIKV_ENGINE, else the one that runs or is imported already, else Taichi where it is installed. A process has
             one engine, from its first operation or `init` on.
@@ -249,6 +251,8 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
             except Exception as error:
                 reasons.append(f"{each}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
                 continue
+            if each in NEVER_RUN:
+                log.warning("nobody has run tikv on %s yet: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
             log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current

@@ -9,7 +9,7 @@ from tikv.dtypes import DType
 from tikv.errors import DTypeError
 
 # The largest block that a launch addresses.
-BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, "vulkan": 2**32 - 64, "metal": 2**32 - 64}
+BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
 
 
 def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:

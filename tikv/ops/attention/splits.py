@@ -11,7 +11,7 @@ from tikv.ops.attention.options import CacheLayout, QueryShape
 MOST_ROWS = 8  # query rows that share a pass over the keys
 LEAST_KEYS = 256  # of a split that nobody asked for
 SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
-GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256}  # thread blocks that fill a device
+GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
 

@@ -1,0 +1,147 @@
+"""The engines side by side on the CPU: `python benches/engines.py`. Both have to be installed, and torch.
+
+A process has one engine, so each has a process of its own. They take turns, one round after the other, so that both see
+the same machine; the medians over the rounds are compared.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+ROUNDS = 21
+SECONDS = 0.05  # of a round of one case, about
+
+
+def cases():
+    """Name -> a call. Each case is checked against the reference or the peer before it is timed."""
+    import numpy as np
+    import oracle
+    import torch
+
+    import tikv
+    from tikv import reference
+
+    tikv.init("cpu")
+    rng = np.random.default_rng(0)
+    found = {}
+
+    def numbers(*shape, dtype):
+        return torch.from_numpy(rng.standard_normal(shape).astype(dtype))
+
+    for dtype in ("float32", "float16"):
+        rows = [numbers(1, 8, 128, dtype=dtype) for _ in "kv"]
+        caches = [torch.from_numpy(np.zeros((8, 4096, 128), dtype)) for _ in "kv"]
+        theirs, index = [cache.clone() for cache in caches], torch.tensor([77])
+        turned = [row.transpose(0, 1).contiguous() for row in rows]
+
+        def index_copy(theirs=theirs, index=index, turned=turned):
+            theirs[0].index_copy_(1, index, turned[0])
+            theirs[1].index_copy_(1, index, turned[1])
+
+        def copy_kv(rows=rows, caches=caches):
+            tikv.copy_kv(*rows, *caches, position=77)
+
+        form = {"num_layers": 1, "num_kv_heads": 8, "head_dim": 128, "dtype": dtype}
+        store = tikv.KVCacheStore(capacity=4096, window=4096, **form)
+
+        def append(store=store, rows=rows):
+            store.append(0, *rows)
+
+        for call in (index_copy, copy_kv, append):
+            call()
+        for mine, other in zip(caches, theirs, strict=True):
+            oracle.assert_same_bits(mine.numpy(), other.numpy())
+        oracle.assert_same_bits(oracle.to_numpy(store.tokens(0)[0])[0, :, -1], rows[0][0].numpy())
+        found[f"append, 1 token, {dtype}"] = append
+        found[f"copy_kv, 1 token, {dtype}"] = copy_kv
+        found[f"two index_copy_ of torch, {dtype}"] = index_copy
+
+        many = [numbers(4096, 8, 128, dtype=dtype) for _ in "kv"]
+
+        def prefill(many=many, caches=caches):
+            tikv.copy_kv(*many, *caches, position=0)
+
+        prefill()
+        for mine, given in zip(caches, many, strict=True):
+            oracle.assert_same_bits(mine.numpy(), given.numpy().swapaxes(0, 1))
+        found[f"copy_kv, 4,096 tokens, {dtype}"] = prefill
+
+        for tokens in (1, 64):
+            q = numbers(1, 32, tokens, 128, dtype=dtype)
+            k, v = (cache[None, :, :4096] for cache in caches)
+            lens, out = torch.tensor([4096], dtype=torch.int32), torch.zeros(1, 32, tokens, 128, dtype=q.dtype)
+
+            def attend(q=q, k=k, v=v, lens=lens, out=out):
+                tikv.decode_attention(q, k, v, lens, out=out, impl="taichi")
+
+            attend()
+            want, _ = reference.attention(
+                q[0, 5, tokens - 1].double().numpy(),
+                k[0, 1].double().numpy(),
+                v[0, 1].double().numpy(),
+                scale=128**-0.5,
+            )
+            np.testing.assert_allclose(out[0, 5, tokens - 1].double().numpy(), want, atol=2e-3)
+            found[f"decode_attention, {tokens} queries of 32 heads over 4,096 keys, {dtype}"] = attend
+    return found
+
+
+def serve():
+    """A process of one engine: a line with a case's name comes in, the seconds of a call go out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    calls = cases()
+    times = {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        for _ in range(3):
+            call()
+        times[name] = max(1, int(SECONDS / ((time.perf_counter() - start) / 3)))
+    print(json.dumps(list(calls)), file=answers, flush=True)
+    for line in sys.stdin:
+        call, count = calls[line.strip()], times[line.strip()]
+        call()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        print((time.perf_counter() - start) / count, file=answers, flush=True)
+
+
+def main():
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    children = {}
+    for name in ("taichi", "quadrants"):
+        path = os.pathsep.join([root, os.path.join(root, "tests"), os.environ.get("PYTHONPATH", "")])
+        children[name] = subprocess.Popen(
+            [sys.executable, __file__, "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TIKV_ENGINE": name, "PYTHONPATH": path},
+        )
+    names, _ = (json.loads(child.stdout.readline()) for child in children.values())
+    seconds = {(engine, name): [] for engine in children for name in names}
+    for turn in range(ROUNDS):
+        order = list(children.items())
+        for name in names:
+            for engine, child in order if turn % 2 else order[::-1]:
+                child.stdin.write(f"{name}\n")
+                child.stdin.flush()
+                seconds[engine, name].append(float(child.stdout.readline()))
+    for child in children.values():
+        child.stdin.close()
+        child.wait()
+    print("| case | taichi | quadrants | quadrants to taichi, of times |\n| --- | --- | --- | --- |")
+    for name in names:
+        medians = [statistics.median(seconds[engine, name]) for engine in children]
+        ratio = statistics.median(
+            b / a for a, b in zip(seconds["taichi", name], seconds["quadrants", name], strict=True)
+        )
+        print(f"| {name} | {medians[0] * 1e6:,.1f} us | {medians[1] * 1e6:,.1f} us | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else main()
