@@ -279,7 +279,8 @@ def test_backends_give_the_same_bits(arch, rng):
 def test_the_public_launcher_gets_no_ti_graph(arch):
     builder = tikv.GraphBuilder()
     builder.copy("src", "cache", position=0)
-    assert builder.compile().backend == "ti.graph"
+    has_graphs = runtime.engine_in_use().has_graphs
+    assert builder.compile().backend == ("ti.graph" if has_graphs else "launches")
     tikv.launch.choose_launcher("public")
     try:
         assert builder.compile().backend == "launches"
