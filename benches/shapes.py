@@ -33,6 +33,7 @@ SIZES = {
     "cuda": Sizes(prefill=131072, context=4096, short=1_000, long=1_000_000, calls=500),
     "vulkan": Sizes(prefill=16384, context=4096, short=1_000, long=100_000, calls=50),
     "metal": Sizes(prefill=65536, context=4096, short=1_000, long=1_000_000, calls=200),
+    "amdgpu": Sizes(prefill=65536, context=4096, short=1_000, long=1_000_000, calls=200),
 }
 SMOKE_SIZES = Sizes(prefill=40, context=64, short=10, long=50, calls=2)
 
