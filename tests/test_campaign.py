@@ -44,6 +44,7 @@ def steps(subject, arch, folder, number):
             made.step()
 
 
+@pytest.mark.full
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("what", ["a reorder", "a copy of a shared block"])
 def test_what_is_left_out_is_noticed(arch, tmp_path, monkeypatch, what):

@@ -37,6 +37,7 @@ def test_a_copy_converts_every_value(arch, rng, source, dtype):
 
 
 @pytest.mark.full("vulkan")  # whose stores and attention have tests of their own
+@pytest.mark.full(each_value=True)
 @pytest.mark.parametrize(("source", "dtype"), APPENDED, ids=map(">".join, APPENDED))
 def test_a_store_keeps_what_is_appended(arch, rng, source, dtype):
     """And attends over it, or says that attention does not read it."""

@@ -111,8 +111,7 @@ def test_every_cache_and_attention_writes_the_recomputed_text(model, cache, atte
     np.testing.assert_allclose(logits, whole, atol=2e-3)
 
 
-@pytest.mark.full("vulkan")
-@pytest.mark.full(unless=lambda case: (case["dtype"], case["cache"]) in (("int8", "paged"), ("bfloat16", "contiguous")))
+@pytest.mark.full
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.4), ("int8", 1.2)])
 def test_narrow_caches_round_and_take_less_memory(model, dtype, tolerance, cache, arch):
@@ -143,6 +142,7 @@ def test_a_prompt_in_pieces_is_the_prompt(model, pieces, arch):
     np.testing.assert_allclose(np.concatenate(rows), recomputed_logits(model, ids), atol=2e-3)
 
 
+@pytest.mark.full
 def test_generate_streams_the_same_text_with_and_without_the_cache():
     with_cache = run("--tokens", "90", "--arch", "cpu")
     without = run("--tokens", "90", "--arch", "cpu", "--no-cache")

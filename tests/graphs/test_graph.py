@@ -13,6 +13,8 @@ import pytest
 import tikv
 from tikv import arrays, launch, runtime
 
+pytestmark = pytest.mark.full(each_value=True)
+
 
 def on_device(array):
     """A CacheArray of the library's own memory: what Taichi's graph takes on Vulkan and Metal."""

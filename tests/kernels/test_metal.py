@@ -105,19 +105,22 @@ def compare(group, every, made, clang, environment):
         assert sorted(found["launched"]) == sorted(kernel["name"] for kernel in kernels), options
 
 
-@every_group
+@pytest.mark.full
+@pytest.mark.parametrize("group", metal_calls.GROUPS)
 def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
     """Bit for bit; attention, whose sums have another order, within its tolerance."""
     every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
     compare(group, every, made, clang, vulkan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("group", ["fused", "wide_norms"])
 def test_norms_and_rotations_keep_their_bits_under_fast_math(group, made, clang, vulkan):
     """Which Metal's compiler assumes, and Taichi does not tell it otherwise."""
     compare(group, [Options(fast_math=True)], made, clang, vulkan)
 
 
+@pytest.mark.full
 def test_the_projects_tests_run_on_metal(clang, vulkan, request):
     root = request.config.rootpath
     path = os.pathsep.join([vulkan["PYTHONPATH"], str(root / "tests" / "kernels")])
@@ -143,6 +146,7 @@ def test_a_result_that_differs_is_noticed():
     assert "differs by nan" in metal_comparison.difference(near, exact.astype(np.float32), False)
 
 
+@pytest.mark.full
 def test_norms_and_rotations_are_not_fused(made):
     """No product of theirs is left to be rounded together with a sum, here and in CUDA's code from the same source.
 
@@ -191,6 +195,7 @@ def test_what_is_evaluated_on_a_condition_is_seen():
     assert not may_be_skipped("a = (c ? 1 : 0) & simd_sum(b);", 18)
 
 
+@pytest.mark.full
 def test_attention_reduces_over_simd_groups(made):
     """By SPIR-V's operations, and in Metal by sums and maxima that all threads of a SIMD group take part in."""
     folder, kernels = made("attention")
@@ -206,6 +211,7 @@ def test_attention_reduces_over_simd_groups(made):
                 assert not may_be_skipped(line, use.start()), f"{shader.name}: {line.strip()}"
 
 
+@pytest.mark.full
 def test_no_factory_is_left_out(made):
     """A new kernel needs a call in metal_calls.py."""
     groups = [group for group in metal_calls.GROUPS if group != "attention_in_parts"]

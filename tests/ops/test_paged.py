@@ -9,6 +9,8 @@ import tikv
 from tikv import reference, runtime
 from tikv.ops import paged
 
+pytestmark = pytest.mark.full(each_value=True)
+
 BF16 = ml_dtypes.bfloat16
 LAYOUTS = ("NHD", "HND", "VLLM")
 PAIRS = {

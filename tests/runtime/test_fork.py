@@ -209,6 +209,7 @@ starts_and_works()
 """
 
 
+@pytest.mark.full(unless=lambda case: case["before"] == "")
 @pytest.mark.parametrize(
     "before",
     ["", "from tikv.runtime import ti", "tikv.init(arch='cpu'); from tikv.runtime import ti; ti.reset()"],

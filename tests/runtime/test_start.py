@@ -54,6 +54,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full(unless=lambda case: case["options"] == "everything")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_it_attaches_to_the_engine_that_runs(arch, python, options):
     """The caller's settings change no bit, and are the caller's again afterwards: also for kernels made later."""

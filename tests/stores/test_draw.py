@@ -233,6 +233,7 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
 
 
 @pytest.mark.archs("cpu")
+@pytest.mark.full
 def test_the_pictures_of_the_readme_are_drawn_from_stores(arch, tmp_path):
     child = subprocess.run(
         [sys.executable, str(ROOT / "examples/draw_store.py"), "--out", str(tmp_path)],
