@@ -108,8 +108,13 @@ def compare(group, every, made, clang, environment):
 @pytest.mark.full
 @pytest.mark.parametrize("group", metal_calls.GROUPS)
 def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
-    """Bit for bit; attention, whose sums have another order, within its tolerance."""
-    every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
+    """Bit for bit; attention, whose sums have another order, within its tolerance.
+
+    The width of a SIMD group and the order of threads matter to kernels whose threads share a row.
+    """
+    every = [Options(32, seed=3)]
+    if group in ("fused", "wide_norms", "attention"):
+        every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
     compare(group, every, made, clang, vulkan)
 
 

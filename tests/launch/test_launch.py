@@ -115,6 +115,7 @@ def test_a_kept_launch_forgets_nothing(arch, rng):
             oracle.assert_same_bits(cache, expected, what=f"{name} after step {step}")
 
 
+@pytest.mark.full("vulkan")
 def test_two_thousand_launches_with_other_data_each(arch, rng):
     """One kept copy and one kept attention; rows, queries, arrays, positions and lengths change from launch to launch.
 
