@@ -1,6 +1,8 @@
 """How far a part of the campaign is: what it has done, what failed, and when it has to end."""
 
 import dataclasses
+import json
+import os
 import pathlib
 import sys
 import time
@@ -20,6 +22,7 @@ class Settings:
         only: number of the one thing to do again, as a failure names it; None for all.
         folder: where files may be made.
         quiet: print no progress.
+        facts: file in which a process of several says how far it is; None for none.
     """
 
     arch: str
@@ -29,6 +32,7 @@ class Settings:
     only: int | None
     folder: pathlib.Path
     quiet: bool = False
+    facts: pathlib.Path | None = None
 
 
 class Progress:
@@ -60,8 +64,11 @@ class Progress:
         """Count what was done, and say how far this is when a second has passed."""
         self.done += number
         now = time.perf_counter()
-        if now - self.told >= 1 and not self.settings.quiet:
-            self.told = now
+        if now - self.told < 1:
+            return
+        self.told = now
+        self.write_facts()
+        if not self.settings.quiet:
             rate = self.done / self.seconds
             left = min(self.settings.seconds - self.seconds, (self.goal - self.done) / rate if rate else 0)
             print(
@@ -85,4 +92,13 @@ class Progress:
     def end(self) -> "Progress":
         """Stop the clock."""
         self.ended = time.perf_counter()
+        self.write_facts()
         return self
+
+    def write_facts(self) -> None:
+        """Say in the file of the settings how far this is; the file is whole at any moment."""
+        if self.settings.facts is not None:
+            facts = {"done": self.done, "failures": self.failures, "remarks": self.remarks}
+            unfinished = self.settings.facts.with_suffix(".new")
+            unfinished.write_text(json.dumps(facts), encoding="utf-8")
+            os.replace(unfinished, self.settings.facts)

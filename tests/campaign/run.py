@@ -13,10 +13,11 @@ TESTS = pathlib.Path(__file__).resolve().parent.parent
 sys.path[0] = str(TESTS)  # modules of this folder are `campaign.NAME`, and hide none of the standard library
 sys.path.insert(1, str(TESTS.parent))
 
+from campaign import processes  # noqa: E402
 from campaign.progress import Progress, Settings  # noqa: E402
 
 PARTS = {
-    "operations": "1,000,000 random calls of stores and one-shot functions; all memory compared after each",
+    "operations": "1,000,000 random calls of stores and functions; all memory compared (on a GPU after a 4th)",
     "memory": "1,000,000 appends, trims and resets; the process must not grow",
     "threads": "8 threads on one ring, one store, one pool for 300 seconds (--count: seconds)",
     "files": "3,000 damaged files and 300 crafted ones, whose checksums are right",
@@ -38,6 +39,7 @@ examples:
     python tests/campaign/run.py --seconds 60 operations files   two of them, a minute each
     python tests/campaign/run.py --arch vulkan --seconds 3600 operations
     python tests/campaign/run.py --count 20 kills
+    python tests/campaign/run.py --processes 16                  shared by 16 processes with seeds 1000 to 1015
 """
 
 
@@ -55,18 +57,22 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of all random choices (1)")
     parser.add_argument("--count", type=int, metavar="N", help="goal of each part instead of its own")
     parser.add_argument("--only", type=int, metavar="N", help="repeat the one that a failure names; for a single part")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that share each part (1)")
+    parser.add_argument("--facts", type=pathlib.Path, help=argparse.SUPPRESS)  # of one process among several
     parser.add_argument("--quiet", action="store_true", help="no lines of progress, only failures and the table")
     found = parser.parse_args(arguments)
     if unknown := [part for part in found.parts if part not in PARTS]:
         parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     if found.only is not None and len(found.parts) != 1:
         parser.error("--only repeats something of one part: name it")
+    if found.processes < 1 or (found.processes > 1 and found.only is not None):
+        parser.error("--processes is at least 1; --only repeats something in one process")
     if found.seconds <= 0 or (found.count or 1) <= 0 or (found.only or 0) < 0 or found.seed < 0:
         parser.error("--seconds and --count are more than 0; --only and --seed at least 0")
     return found
 
 
-def table(done: list[Progress], settings: Settings) -> str:
+def table(done: list[Progress], given: argparse.Namespace) -> str:
     rows = [("part", "done", "goal", "failures", "seconds", "per second", "remarks")]
     for part in done:
         rate = part.done / part.seconds if part.seconds else 0
@@ -74,28 +80,38 @@ def table(done: list[Progress], settings: Settings) -> str:
         rows.append((part.part, *map(str, facts)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{settings.arch}, seed {settings.seed}, {os.cpu_count()} CPU cores", *lines])
+    return "\n".join([f"{given.arch}, seed {given.seed}, {os.cpu_count()} CPU cores", *lines])
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = parsed(arguments)
+    names = given.parts or list(PARTS)
+    if given.processes > 1:
+        parts = {name: importlib.import_module(f"campaign.{name}") for name in names}
+        done = processes.run(given, {name: (part.GOAL, part.UNIT) for name, part in parts.items()})
+    else:
+        done = run_here(given, names)
+    if done:
+        print(table(done, given))
+    return 1 if any(part.failures for part in done) else 0
+
+
+def run_here(given: argparse.Namespace, names: list[str]) -> list[Progress]:
+    """Run parts in this process."""
     import tikv
 
     done: list[Progress] = []
     with tempfile.TemporaryDirectory(prefix="tikv-campaign-") as folder:
         settings = Settings(
-            given.arch, given.seed, given.seconds, given.count, given.only, pathlib.Path(folder), given.quiet
-        )
+            given.arch, given.seed, given.seconds, given.count, given.only, pathlib.Path(folder), given.quiet,
+            given.facts,
+        )  # fmt: skip
         tikv.init(arch=given.arch)
-        try:
-            for part in given.parts or PARTS:
-                if stopped_in(importlib.import_module(f"campaign.{part}"), settings, done):
-                    print("stopped: what was done until then", file=sys.stderr)
-                    break
-        finally:
-            if done:
-                print(table(done, settings))
-    return 1 if any(part.failures for part in done) else 0
+        for part in names:
+            if stopped_in(importlib.import_module(f"campaign.{part}"), settings, done):
+                print("stopped: what was done until then", file=sys.stderr)
+                break
+    return done
 
 
 def stopped_in(module, settings: Settings, done: list[Progress]) -> bool:
