@@ -34,9 +34,8 @@ def cases():
 
     for dtype in ("float32", "float16"):
         rows = [numbers(1, 8, 128, dtype=dtype) for _ in "kv"]
-        caches = [
-            torch.from_numpy(np.zeros((8, 256, 128), dtype)) for _ in "kv"
-        ]  # one token: small enough to stay near
+        # For one token small ones, which stay in the processor's caches.
+        caches = [torch.from_numpy(np.zeros((8, 256, 128), dtype)) for _ in "kv"]
         theirs, index = [cache.clone() for cache in caches], torch.tensor([77])
         turned = [row.transpose(0, 1).contiguous() for row in rows]
 

@@ -30,7 +30,10 @@ def test_first_use_says_nothing():
     assert (child.stdout, child.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("module", ["taichi", "torch", "transformers", "safetensors", "rich", "matplotlib"])
+@pytest.mark.parametrize(
+    "module",
+    ["taichi", "quadrants", "torch", "transformers", "safetensors", "rich", "matplotlib", "importlib.metadata"],
+)
 def test_import_loads_no(module):
     child = run(f"import sys, tikv; print({module!r} in sys.modules)")
     assert child.stdout == "False\n"

@@ -3,6 +3,7 @@
 import email
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_each_machine_gets_the_engine_that_it_can_have(wheel, monkeypatch, pytho
     assert str(extra.specifier) == f"<{engines.QUADRANTS.below},>={engines.QUADRANTS.least}"
     monkeypatch.setattr(engines.sys, "version_info", tuple(map(int, python.split("."))))
     monkeypatch.setattr(engines.sys, "platform", system)
-    monkeypatch.setattr(engines.platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     without_taichi = engines._has_no_taichi()
     monkeypatch.undo()
     assert without_taichi == (expected == "quadrants")

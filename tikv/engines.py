@@ -2,14 +2,12 @@
 
 A class an engine: its names, the versions that were tried, where it runs, and every name and form inside it that the
 other has otherwise. Nothing else asks which engine it is. Neither is imported here: `runtime/engine.py` does that.
+
+`import tikv` loads this module, so what takes long to load is imported where it is used.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import platform
-import re
 import sys
 from collections.abc import Mapping
 from operator import attrgetter
@@ -49,11 +47,8 @@ class Engine:
         return f"Install {self.requirement} on {self.pythons}."
 
     def version(self) -> str | None:
-        """The installed version, or None; nothing is imported."""
-        try:
-            return importlib.metadata.version(self.name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        """The installed version, or None; it is not imported."""
+        return version_of(self.name)
 
     def why_refused(self, version: str) -> str | None:
         """Why a version is not used: it is older or newer than those that were tried. None if it is one of them."""
@@ -120,6 +115,8 @@ class Engine:
 
     def address_of(self, function: Any) -> int:
         """Where the C++ object of a real function lies: pybind11 keeps that right behind Python's own part."""
+        import ctypes
+
         found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
         return found or 0
 
@@ -189,6 +186,8 @@ class _Quadrants(Engine):
         return i
 
     def address_of(self, function: Any) -> int:
+        import ctypes
+
         # nanobind: behind Python's own part is written how many bytes from the object's start the address is kept.
         offset = ctypes.c_int32.from_address(id(function) + object.__basicsize__).value
         found: int | None = ctypes.c_void_p.from_address(id(function) + offset).value
@@ -203,8 +202,20 @@ TAICHI, QUADRANTS = _Taichi(), _Quadrants()
 ALL: dict[str, Engine] = {engine.name: engine for engine in (TAICHI, QUADRANTS)}
 
 
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None; it is not imported."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     """A version as numbers that compare: what stands behind them, as in 1.8.0rc1, is left out."""
+    import re
+
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(number) for number in found[0].split(".")] if found else []
     return tuple(numbers + [0] * (3 - len(numbers)))
@@ -229,4 +240,6 @@ def chosen_by_itself() -> tuple[Engine, str]:
 
 def _has_no_taichi() -> bool:
     """Whether this is a Python or a machine that Taichi has no wheels for."""
+    import platform
+
     return sys.version_info >= (3, 14) or (sys.platform == "linux" and platform.machine() == "aarch64")

@@ -1,9 +1,6 @@
 """Memory is given back: by the process, when stores and arrays are dropped, and without the garbage collector."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 
 import ml_dtypes
@@ -55,18 +52,9 @@ print(grown(store, 24), grown(one_shot, 200), grown(quantized, 200))
 """
 
 
-def test_the_process_is_no_larger_for_what_it_dropped(arch, request):
+def test_the_process_is_no_larger_for_what_it_dropped(arch, python):
     """24 stores of 16 MiB, 200 copies between arrays of the host, 200 results of 0.1 to 0.5 MiB."""
-    child = subprocess.run(
-        [sys.executable, "-c", RESIDENT, arch],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(request.config.rootpath)},
-    )
-    assert child.returncode == 0, child.stdout + child.stderr[-3000:]
-    grown = [float(mib) for mib in child.stdout.split()]
+    grown = [float(mib) for mib in python(RESIDENT, arch).stdout.split()]
     assert len(grown) == 3
     assert max(grown) < 64, f"MiB more: {grown}"
 

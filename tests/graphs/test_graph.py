@@ -1,8 +1,6 @@
 """Graphs give the bits of the calls one by one, run many times, follow what changes, and die with their runtime."""
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -408,7 +406,7 @@ def test_what_a_run_refuses_before_it_writes(arch, rng):
         before = {n: oracle.to_numpy(good[n]).copy() for n in before}
 
 
-def test_a_graph_dies_with_its_runtime():
+def test_a_graph_dies_with_its_runtime(python):
     script = """
 import numpy as np, tikv
 builder = tikv.GraphBuilder()
@@ -424,8 +422,7 @@ except tikv.StaleRuntimeError as error:
 assert builder.compile() is not graph
 builder.compile().run(values)
 """
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "stale: Graph.run" in child.stdout.splitlines()
+    assert "stale: Graph.run" in python(script).stdout.splitlines()
 
 
 @pytest.mark.archs("cuda")

@@ -1,8 +1,6 @@
 """torch and DLPack: the same memory both ways, and the operations as operators that torch.compile keeps whole."""
 
 import contextlib
-import subprocess
-import sys
 
 import numpy as np
 import oracle
@@ -163,7 +161,7 @@ def test_guards_that_overlook_something_are_not_used(monkeypatch):
 
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("kept", ["seen", "capsule", "store"])
-def test_what_is_alive_at_the_end_dies_quietly(arch, kept):
+def test_what_is_alive_at_the_end_dies_quietly(arch, kept, python):
     lines = (
         "import tikv, torch",
         "tikv.init(arch='cpu')",
@@ -172,8 +170,8 @@ def test_what_is_alive_at_the_end_dies_quietly(arch, kept):
         f"del {', '.join({'seen', 'capsule', 'store'} - {kept})}",
         "print('done')",
     )
-    child = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
-    assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
+    child = python("\n".join(lines))
+    assert (child.stdout, child.stderr) == ("done\n", "")
 
 
 class Producer:

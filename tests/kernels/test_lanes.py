@@ -1,8 +1,6 @@
 """How neighbours in a block of threads agree: by subgroup, by warp, alone. And attention by each of them."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -100,18 +98,13 @@ test_lanes.check(width=200, group=2, keys=130, dtype=np.float32)
 
 
 @pytest.mark.archs("vulkan")
-def test_attention_by_subgroups_of_another_width(arch, request):
+def test_attention_by_subgroups_of_another_width(arch, python):
     """Mesa's lavapipe makes its subgroups as wide as it is told; in a process of its own, since it reads that once."""
     if "llvmpipe" not in runtime.device_name("vulkan"):
         pytest.skip("only a software driver can be told how wide its subgroups are")
     options = {
         "LP_NATIVE_VECTOR_WIDTH": "128",
         "MESA_SHADER_CACHE_DISABLE": "true",  # it would bring back kernels of the other width
-        "PYTHONPATH": str(request.config.rootpath),
     }
     script = NARROW.format(tests=os.path.dirname(__file__))
-    child = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **options}, timeout=500
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    assert child.stdout.split()[-1] == "4"
+    assert python(script, **options).stdout.split()[-1] == "4"

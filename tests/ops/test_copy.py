@@ -1,7 +1,5 @@
 """`copy`, `copy_kv` and `linearize`: whole buffers, every bit, on every back end."""
 
-import os
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -356,11 +354,9 @@ mark()
 # On CUDA a process of its own compiles, and test_cuda_launch sees that the driver gets one task.
 @pytest.mark.archs("cpu", "vulkan", "metal")
 @pytest.mark.skipif(sys.platform == "win32", reason="reads what Taichi prints through the C library")
-def test_a_kernel_is_one_task(arch):
+def test_a_kernel_is_one_task(arch, python):
     """A second task would be a second launch; Taichi makes one for a loop whose bound is only known at run time."""
-    child = subprocess.run([sys.executable, "-c", COUNT_TASKS, arch], capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stderr[-2000:]
-    kernels = [part for part in child.stdout.split("next kernel\n")[1:-1] if part]
+    kernels = [part for part in python(COUNT_TASKS, arch).stdout.split("next kernel\n")[1:-1] if part]
     assert len(kernels) == 4
     for compiled in kernels:
         final = compiled[compiled.rindex("kernel {") :]
@@ -392,17 +388,9 @@ print("same bits")
 """
 
 
-def test_fast_math_of_the_caller_changes_no_bit(arch, request):
+def test_fast_math_of_the_caller_changes_no_bit(arch, python):
     """NaN payloads, subnormals and rounding, in an engine that the caller started with fast_math."""
-    child = subprocess.run(
-        [sys.executable, "-c", FAST_MATH, arch],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=request.config.rootpath / "tests",
-        env={**os.environ, "PYTHONPATH": str(request.config.rootpath)},
-    )
-    assert child.stdout.strip().endswith("same bits"), child.stderr[-2000:]
+    assert python(FAST_MATH, arch).stdout.strip().endswith("same bits")
 
 
 def test_the_kernel_is_named_after_its_factory(arch):

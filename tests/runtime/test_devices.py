@@ -50,7 +50,7 @@ def test_the_vulkan_driver_is_found(arch):
 def test_what_the_machine_says_of_itself(arch):
     assert runtime.device_name(arch)
     assert runtime.memory_bytes("cpu") > 2**28
-    assert runtime.version_of("taichi").startswith("1.7.")
+    assert runtime.version_of("pytest") == pytest.__version__
     assert runtime.version_of("no-such-distribution") is None
 
 

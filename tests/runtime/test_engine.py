@@ -1,8 +1,6 @@
 """Which engine compiles and runs the kernels, who chooses it, and what is said where it cannot be had."""
 
-import os
-import subprocess
-import sys
+import platform
 
 import numpy as np
 import pytest
@@ -15,26 +13,23 @@ TAICHI = "Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
 QUADRANTS = "Install taichi-kv[quadrants], which is quadrants>=1.4,<1.5, on CPython 3.12-3.14."
 
 
+def used_and_other():
+    """The engine of this run, and the one that it might have had."""
+    used = runtime.engine_in_use()
+    (other,) = set(engines.ALL.values()) - {used}
+    return used, other
+
+
 @pytest.fixture
-def python(request, tmp_path):
-    """Run a script in a process of its own, where these versions of engines seem to be installed."""
-    root = request.config.rootpath
+def python(python, tmp_path):
+    """Run a script in a process of its own, where these versions of engines seem to be installed and none is named."""
 
     def run(script, environment=None, **versions):
         for name, version in versions.items():
             (folder := tmp_path / f"{name}-{version}.dist-info").mkdir()
             (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        kept = {name: value for name, value in os.environ.items() if name != "TIKV_ENGINE"}
-        path = os.pathsep.join([str(tmp_path), str(root), str(root / "tests")])
-        child = subprocess.run(
-            [sys.executable, "-c", f"import sys\nimport numpy as np, tikv\n{script}"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**kept, "PYTHONPATH": path, **(environment or {})},
-        )
-        assert child.returncode == 0, child.stdout + child.stderr[-3000:]
-        return child.stdout
+        before = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport numpy as np, tikv\n"
+        return python(before + script, **{"TIKV_ENGINE": "", **(environment or {})}).stdout
 
     return run
 
@@ -103,8 +98,7 @@ def test_a_choice_that_cannot_be_had(python, what):
 
 
 def test_after_a_refusal_another_engine_may_be_chosen(python):
-    name = runtime.engine_in_use().name
-    (other,) = set(engines.ALL) - {name}
+    name, other = (engine.name for engine in used_and_other())
     said = python(
         f"sys.modules[{other!r}] = None\n"
         f"try: tikv.init('cpu', engine={other!r})\n"
@@ -115,26 +109,24 @@ def test_after_a_refusal_another_engine_may_be_chosen(python):
 
 def test_a_process_has_one_engine(python):
     """A second choice is refused, and what runs goes on running."""
-    name = runtime.engine_in_use().name
-    (other,) = set(engines.ALL) - {name}
+    used, other = used_and_other()
+    name = used.name
     said = python(
         f"live = tikv.init('cpu', engine={name!r})\n"
-        f"try: tikv.init('cpu', engine={other!r})\n"
+        f"try: tikv.init('cpu', engine={other.name!r})\n"
         "except tikv.ArchError as error: print(error)\n"
         "assert live.alive and live.epoch == 1\n"
         f"{OPERATION}\n"
         f"assert tikv.init('cpu', engine={name!r}).epoch == 2 and tikv.init('cpu', engine='auto').epoch == 3\n"
     )
-    titles = engines.ALL[name].title, engines.ALL[other].title
     assert said == (
-        f"init: this process uses {titles[0]} (asked for), and a process has one engine. Choose {titles[1]} in another "
-        f"one, before its first operation: tikv.init(engine={other!r}), or TIKV_ENGINE={other}.\n"
+        f"init: this process uses {used.title} (asked for), and a process has one engine. Choose {other.title} in "
+        f"another one, before its first operation: tikv.init(engine={other.name!r}), or TIKV_ENGINE={other.name}.\n"
     )
 
 
 def test_an_array_of_the_other_engine_is_refused(arch):
-    used = runtime.engine_in_use()
-    (other,) = (engine for engine in engines.ALL.values() if engine is not used)
+    used, other = used_and_other()
     kind = type("ScalarNdarray", (), {"__module__": f"{other.name}.lang._ndarray"})
     with pytest.raises(tikv.ArchError) as caught:
         tikv.copy(kind(), np.zeros((1, 2, 4), np.float32), position=0)
@@ -146,8 +138,7 @@ def test_an_array_of_the_other_engine_is_refused(arch):
 
 def test_it_is_named(python):
     """By `info`, before and after the start, with the reason; the environment yields to what a call asks for."""
-    name = runtime.engine_in_use().name
-    (other,) = set(engines.ALL) - {name}
+    name, other = (engine.name for engine in used_and_other())
     told = "print(tikv.info()['engine'], tikv.info()['engine_why'], sep=': ')\n"
     start = "tikv.init('cpu')\n"
     assert python(told + start + told, {"TIKV_ENGINE": name}) == f"{name}: TIKV_ENGINE names it\n" * 2
@@ -213,7 +204,7 @@ def test_the_choice_where_nobody_names_one(monkeypatch, installed, imported, run
 def test_where_there_is_no_taichi(monkeypatch, python_version, machine, system, without):
     monkeypatch.setattr(engines.sys, "version_info", python_version)
     monkeypatch.setattr(engines.sys, "platform", system)
-    monkeypatch.setattr(engines.platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     assert engines._has_no_taichi() is without
 
 

@@ -1,8 +1,6 @@
 """A process forked after the engine had started: everything that would launch raises at once, and the process ends."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -127,28 +125,22 @@ print("the parent goes on")
 
 
 @pytest.fixture
-def python(request):
-    root = request.config.rootpath
+def forking(python):
+    """Run a script that forks; none may wait for another for ever."""
 
     def run(script, *arguments):
         start = time.monotonic()
-        child = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", COMMON + script, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"},
-        )
-        assert child.returncode == 0, child.stdout + child.stderr[-3000:]
+        # Python warns of every fork in a process that has threads.
+        child = python(COMMON + script, *arguments, options=("-W", "ignore"))
         assert time.monotonic() - start < 200
         return child.stdout
 
     return run
 
 
-def test_what_would_launch_is_refused(arch, python):
+def test_what_would_launch_is_refused(arch, forking):
     """In the child and in a child of that, however they end; the parent goes on."""
-    assert python(STARTED + REFUSED + GOES_ON, arch).endswith("the parent goes on\n")
+    assert forking(STARTED + REFUSED + GOES_ON, arch).endswith("the parent goes on\n")
 
 
 ATTACHED = """
@@ -163,8 +155,8 @@ print(cache.sum())
 """
 
 
-def test_an_engine_that_the_caller_started_counts_too(arch, python):
-    assert float(python(ATTACHED, arch, runtime.engine_in_use().name).split()[-1]) == 16
+def test_an_engine_that_the_caller_started_counts_too(arch, forking):
+    assert float(forking(ATTACHED, arch, runtime.engine_in_use().name).split()[-1]) == 16
 
 
 MULTIPROCESSING = """
@@ -186,9 +178,9 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 """
 
 
-def test_workers_of_multiprocessing(python):
+def test_workers_of_multiprocessing(forking):
     """The error comes to the parent as it is."""
-    assert "get_context('spawn')" in python(MULTIPROCESSING)
+    assert "get_context('spawn')" in forking(MULTIPROCESSING)
 
 
 FORKED_BEFORE = """
@@ -215,8 +207,8 @@ starts_and_works()
     ["", "from tikv.runtime import ti", "tikv.init(arch='cpu'); from tikv.runtime import ti; ti.reset()"],
     ids=["nothing", "imported", "ended"],
 )
-def test_a_process_forked_before_the_start_works(python, before):
-    python(FORKED_BEFORE.format(before=before))
+def test_a_process_forked_before_the_start_works(forking, before):
+    forking(FORKED_BEFORE.format(before=before))
 
 
 STARTING = """
@@ -235,6 +227,6 @@ in_child(lambda: tikv.init(arch="cpu"))
 """
 
 
-def test_a_fork_waits_for_a_thread_that_starts_the_engine(python):
+def test_a_fork_waits_for_a_thread_that_starts_the_engine(forking):
     """Else the child would have the lock for ever, and half an engine."""
-    python(STARTING)
+    forking(STARTING)

@@ -1,9 +1,6 @@
 """Kernels of several real functions are found again in the engine's cache on disk, in every process."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 
@@ -21,11 +18,11 @@ assert tikv.decode_attention(np.zeros((1, 4, 32), np.float16), *rows, lens).all(
 """
 
 
-def test_attention_is_compiled_once_for_all_processes(arch, tmp_path):
-    environment = {**os.environ, runtime.engine_in_use().cache_variable: str(tmp_path)}
+def test_attention_is_compiled_once_for_all_processes(arch, tmp_path, python):
+    cache = {runtime.engine_in_use().cache_variable: str(tmp_path)}
     found = []
     for sizes in ((), ("100", "500", "700"), ("3000", "600", "600", "600")):
-        subprocess.run([sys.executable, "-c", ATTEND, arch, *sizes], env=environment, check=True, timeout=300)
+        python(ATTEND, arch, *sizes, **cache)
         found.append(sorted(path.name for path in tmp_path.rglob("*") if path.is_file()))
     assert len(found[0]) > 1
     assert found[1] == found[2] == found[0]

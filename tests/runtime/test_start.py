@@ -1,7 +1,5 @@
 """Starting the engine, attaching to the caller's, and what is said on the way; each in a process of its own."""
 
-import os
-import subprocess
 import sys
 
 import oracle
@@ -24,25 +22,6 @@ def same_bits():
         want = reference.copy(src, before, position=5, window=7)
         oracle.assert_same_bits(cache, want, any_nan=dtype != cache_dtype)
 """
-
-
-@pytest.fixture
-def python(request):
-    """Run a script with the package and the oracle at hand; gives its output, and fails where it fails."""
-    root = request.config.rootpath
-
-    def run(script, *, fails=False, **variables):
-        child = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", **variables},
-        )
-        assert (child.returncode != 0) == fails, child.stdout + child.stderr[-3000:]
-        return child
-
-    return run
 
 
 OPTIONS = {
@@ -169,15 +148,8 @@ print(cache[0, :, 0].tolist())
 """
 
 
-def test_the_first_kernel_may_be_another_threads(request):
-    child = subprocess.run(
-        [sys.executable, "-c", FIRST_IN_A_THREAD],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(request.config.rootpath)},
-    )
-    assert child.stdout.strip().endswith("[0.0, 1.0, 0.0, 0.0]"), child.stderr[-2000:]
+def test_the_first_kernel_may_be_another_threads(python):
+    assert python(FIRST_IN_A_THREAD).stdout.strip().endswith("[0.0, 1.0, 0.0, 0.0]")
 
 
 @pytest.mark.parametrize("option", ["bogus", "default_up", "arch_name"])

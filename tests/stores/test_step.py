@@ -1,8 +1,5 @@
 """A step of a store gives the bits of append and attend, follows its store, is captured, and dies with its runtime."""
 
-import subprocess
-import sys
-
 import numpy as np
 import oracle
 import pytest
@@ -137,7 +134,7 @@ def test_what_a_step_refuses(arch, rng):
     assert "layer 1" in repr(tikv.compile_step(store, layers=1))
 
 
-def test_a_step_dies_with_its_runtime():
+def test_a_step_dies_with_its_runtime(python):
     script = """
 import numpy as np, tikv
 store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4, dtype="float32")
@@ -151,8 +148,7 @@ for run in (lambda: step.run(row, row, row), lambda: tikv.compile_step(store)):
     except tikv.StaleRuntimeError as error:
         print("stale:", str(error).partition(":")[0])
 """
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    found = [line for line in child.stdout.splitlines() if "stale" in line]
+    found = [line for line in python(script).stdout.splitlines() if "stale" in line]
     assert found == ["stale: Step.run", "stale: compile_step"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tikv.engines import version_of as version_of
 from tikv.runtime import engine
 from tikv.runtime.copying import DeepCopied as DeepCopied
 from tikv.runtime.copying import NotCopied as NotCopied
@@ -17,7 +18,6 @@ from tikv.runtime.devices import SPIRV_ARCHS as SPIRV_ARCHS
 from tikv.runtime.devices import candidate_archs as candidate_archs
 from tikv.runtime.devices import device_name as device_name
 from tikv.runtime.devices import memory_bytes as memory_bytes
-from tikv.runtime.devices import version_of as version_of
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
 from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups
 from tikv.runtime.engine import engine_in_use as engine_in_use

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import os
 import platform
 import sys
@@ -145,14 +144,6 @@ def _reduces(vulkan: Any, handle: Any) -> bool:
     vulkan.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(both))
     wanted = _BASIC | _ARITHMETIC
     return bool(subgroups.stages & _COMPUTE) and subgroups.operations & wanted == wanted
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, without importing it."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def device_name(arch: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from tikv import engines, forks
 from tikv.engines import Engine
 from tikv.errors import ArchError, OptionError
+from tikv.runtime.cache import BoundedCache
 from tikv.runtime.devices import SPIRV_ARCHS
 from tikv.runtime.dropped import Array
 from tikv.runtime.real_functions import RealFunctions
@@ -27,7 +28,6 @@ _lock = threading.RLock()
 _module: Any = None  # the engine, once it is imported
 _engine: Engine = next(iter(engines.ALL.values()))  # which it is; of no meaning until then
 _why = ""
-_impl: Any = None  # its module that knows what runs
 _program_at_load: Any = None
 _kept_ndarray: Any = None
 
@@ -74,7 +74,7 @@ def load(asked: str = "auto") -> Any:
 
 
 def _import(engine: Engine, why: str) -> None:
-    global _module, _engine, _why, _impl, _program_at_load, _kept_ndarray
+    global _module, _engine, _why, _program_at_load, _kept_ndarray
     for name, value in engine.quiet.items():
         os.environ.setdefault(name, value)
     version = engine.version()
@@ -87,7 +87,7 @@ def _import(engine: Engine, why: str) -> None:
                 importlib.import_module(f"{engine.name}.{part}")
     except ImportError as error:
         raise ArchError(f"runtime: {engine.title} cannot be imported ({error}). {engine.remedy}") from error
-    _engine, _why, _impl = engine, why, engine.part("lang.impl")
+    _engine, _why = engine, why
     _program_at_load = engine.program
     ndarrays = engine.part("lang._ndarray")
     _stamp_ndarrays(ndarrays.Ndarray)
@@ -140,7 +140,7 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._tikv_program = _engine.program_of(_impl.get_runtime())
+        self._tikv_program = _engine.program
 
     ndarray_class.__init__ = __init__
 
@@ -158,7 +158,7 @@ def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any
 def is_stale_ndarray(array: Any) -> bool:
     """Whether a `ti.ndarray` belongs to a program that no longer runs."""
     made_in = getattr(array, "_tikv_program", _program_at_load)
-    return made_in is None or _engine.program_of(_impl.get_runtime()) is not made_in
+    return made_in is None or _engine.program_of(_engine.settings) is not made_in
 
 
 def is_imported() -> bool:
@@ -202,7 +202,7 @@ def start(arch: str, options: Mapping[str, Any]) -> None:
     exact = {"fast_math": False} if arch in ("cuda", "amdgpu") else {}
     with contextlib.redirect_stdout(io.StringIO()):
         ti.init(arch=getattr(ti, arch), **(exact | {"log_level": ti.WARN, **options, "enable_fallback": False}))
-    _impl.get_runtime().materialize()  # else the first kernel must be compiled by this thread
+    _engine.settings.materialize()  # else the first kernel must be compiled by this thread
 
 
 def require_arch(arch: str) -> None:
@@ -223,7 +223,7 @@ def require_arch(arch: str) -> None:
 def known_options() -> set[str]:
     """What `start` takes beside the arch."""
     special = load().lang.misc._SpecialConfig()
-    config = _impl.default_cfg()
+    config = _engine.part("lang.impl").default_cfg()
     of_program = {n for n in dir(config) if not n.startswith("_")} - {"arch", "default_up"}
     return {"default_fp", "default_ip", "require_version", *vars(special), *of_program}
 
@@ -246,12 +246,12 @@ def _next_real_function(settings: Any, program: Any) -> Callable[[Any, Any], Any
 
 def own_kernels() -> None:
     """Take this library's kernels out of the engine's list, which keeps all of them for the programs to come."""
-    kernels = _impl.get_runtime().kernels
+    kernels = _engine.settings.kernels
     for kernel in [kernel for kernel in kernels if kernel.func.__module__.startswith("tikv.")]:
         kernels.remove(kernel)
 
 
-_sources: dict[tuple[Callable[[Any], Any], str, int, str], Any] = {}
+_sources: BoundedCache[tuple[Callable[[Any], Any], str, int, str], Any] = BoundedCache()
 
 
 def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -260,9 +260,8 @@ def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_once(function: Any) -> Any:
         code = function.__code__
         key = read, code.co_filename, code.co_firstlineno, code.co_name
-        if key not in _sources:
-            _sources[key] = read(function)
-        return _sources[key]
+        found = _sources.get(key)
+        return _sources.keep(key, read(function)) if found is None else found
 
     return read_once
 
@@ -277,9 +276,9 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
 
     The choices of the caller (`fast_math`, `default_fp`, `debug` ...) must not change one bit of a copy.
     """
-    settings, config = _impl.get_runtime(), program.config()
+    settings, config, arch = _engine.settings, program.config(), arch_of(program)
     of_config = {"fast_math": fast_math, "debug": False, "check_out_of_bound": False}
-    if arch_of(program) in SPIRV_ARCHS:
+    if arch in SPIRV_ARCHS:
         # Forwarding stores to loads is half of a kernel's compilation, and drivers do it for whatever they are given.
         of_config["cfg_optimization"] = False
     of_settings = {
@@ -291,7 +290,7 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     }
     changes: list[tuple[Any, str, Any]] = [(config, name, value) for name, value in of_config.items()]
     changes += [(settings, name, value) for name, value in of_settings.items() if hasattr(settings, name)]
-    if arch_of(program) == "cpu":
+    if arch == "cpu":
         changes.append((type(program), "create_function", _next_real_function(settings, program)))
     # The source line is drawn under each expression, for messages of errors that our kernels do not have.
     changes += [(*_engine.source_position, _line_of)]
