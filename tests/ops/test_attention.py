@@ -7,6 +7,7 @@ one rounding to the dtype of q: 2**-11 for float16, 2**-8 for bfloat16.
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,10 @@ import pytest
 
 import tikv
 from tikv import launch, reference, runtime
-from tikv.ops.attention.splits import RESIDENT, whole_waves
+from tikv.arrays import view
+from tikv.ops.attention.contiguous import contiguous_cache
+from tikv.ops.attention.options import AttentionOptions, QueryShape
+from tikv.ops.attention.splits import RESIDENT, Lengths, Shares, choose_shares, whole_waves
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -41,9 +45,9 @@ class Case:
                  ring=None, sinks=0, queries=None, query_dtype="float32", guard=0, spoiled=None):  # fmt: skip
         width_v = width_v or width
         self.lens, self.group, self.ring, self.sinks = lens, group, ring, sinks
-        batch = len(lens)
-        k, k_scale, k_real = random_rows(rng, (batch, heads, max(*lens, 1), width), dtype)
-        v, v_scale, v_real = random_rows(rng, (batch, heads, max(*lens, 1), width_v), dtype)
+        batch, longest = len(lens), max(1, np.max(lens))
+        k, k_scale, k_real = random_rows(rng, (batch, heads, longest, width), dtype)
+        v, v_scale, v_real = random_rows(rng, (batch, heads, longest, width_v), dtype)
         self.k_real, self.v_real = k_real, v_real
         slots = capacity if ring is None else ring
         whole = []
@@ -54,17 +58,22 @@ class Case:
             # Anything but zeros in the slots nobody may read; NaN where the dtype has one.
             filler = 127 if dtype == "int8" and rows.dtype == np.int8 else np.nan
             cache = np.full((batch, heads, guard + capacity + guard, *rows.shape[3:]), filler, rows.dtype)
-            for b, length in enumerate(lens):
+            for b, h in itertools.product(range(batch), range(heads)):
+                length = self.length(b, h)
                 where = reference.slots(0, length, slots, None if ring is None else ring, sinks)
                 for p, slot in enumerate(where):
-                    cache[b, :, guard + slot] = rows[b, :, p]
+                    cache[b, h, guard + slot] = rows[b, h, p]
                 if spoiled is not None and length >= -spoiled:
-                    cache[b, :, guard + where[spoiled]] = filler
+                    cache[b, h, guard + where[spoiled]] = filler
             whole.append(cache[:, :, guard : guard + capacity])
         self.k, self.v, self.k_scale, self.v_scale = whole
         shape = (batch, heads * group, width) if queries is None else (batch, heads * group, queries, width)
         self.q = rng.standard_normal(shape).astype(DTYPES[query_dtype])
         self.query_dtype = query_dtype
+
+    def length(self, b, h):
+        """Of KV head h of a sequence."""
+        return self.lens[b] if np.ndim(self.lens) == 1 else self.lens[b][h]
 
     def scales(self, arch):
         if self.k_scale is None:
@@ -78,7 +87,7 @@ class Case:
         lse = np.zeros(q.shape[:3])
         for b, h, t in itertools.product(*map(range, q.shape[:3])):
             at = reference.visible_positions(
-                self.lens[b], t, q.shape[2], sinks=self.sinks, held=self.ring, **seen
+                self.length(b, h // self.group), t, q.shape[2], sinks=self.sinks, held=self.ring, **seen
             )  # fmt: skip
             keys, values = self.k_real[b, h // self.group, at], self.v_real[b, h // self.group, at]
             out[b, h, t], lse[b, h, t] = reference.attention(
@@ -202,6 +211,47 @@ def test_split_counts_agree(arch, rng, splits, place):
 def test_views_that_start_inside_an_array(arch, rng, dtype, group):
     """A cache that is a slice, with its own strides and a first element away from the buffer's."""
     Case(rng, dtype=dtype, group=group, guard=3, lens=(40, 13)).check(arch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "options", "choices"),
+    [
+        ("float16", None, {}, {"num_splits": 3}),
+        ("float16", None, {"ring": 24, "sinks": 2}, {}),
+        ("int8", 3, {}, {"window": 9}),
+    ],
+)
+def test_heads_have_lengths_of_their_own(arch, rng, dtype, queries, options, choices):
+    """Each KV head sees its own count of keys; one of none gives 0 and -inf."""
+    lens = ((40, 0, 7), (3, 25, 40))
+    case = Case(rng, dtype=dtype, heads=3, queries=queries, lens=lens, **options)
+    got, want = case.run(arch, **choices), case.expected(window=choices.get("window"))
+    assert_close(got, want, "float32")
+    assert (got[0][0, 2:4] == 0).all()
+    assert np.isneginf(got[1][0, 2:4]).all()
+
+
+def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch):
+    """On CUDA a task has as many keys as those of heads that all have the mean, on CPU each worker a part of each."""
+    tikv.init(arch="cpu")
+    k = oracle.place(np.zeros((32, 8, 1, 128), np.float16), "cpu")
+    cache = contiguous_cache(view(k, "k", "t"), view(k, "v", "t"), ())._replace(capacity=8192)
+    query = QueryShape(32, 32, 1, 128, (0, 0, 0))
+    options = AttentionOptions(None, True, None, None, None, False)
+    monkeypatch.setattr("tikv.ops.attention.splits.launch.multiprocessors", lambda live: 132)
+    gpu = SimpleNamespace(is_cpu=False, is_cuda=True, arch="cuda", threads=1)
+    even = choose_shares(gpu, query, cache, Lengths(4096), options).splits
+    shares = choose_shares(gpu, query, cache, Lengths(7372, 4096), options)
+    assert shares.least_share == -(-4096 // even // 16) * 16 == 352
+    assert shares.splits == -(-7372 // 352)
+    far = choose_shares(gpu, query, cache, Lengths(8192, 100), options)
+    assert 256 <= far.least_share < 1024
+    assert far.splits * far.least_share >= 8192
+    near = choose_shares(gpu, query, cache, Lengths(7372, 4096), options._replace(span=64))
+    assert near.splits == 1
+    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2)
+    assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options) == Shares(2, 2)
+    assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options._replace(splits=5)) == Shares(5, 2)
 
 
 def test_one_key_gives_its_value(arch, rng):
@@ -428,6 +478,12 @@ def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
         ({"lens": [3, -1]}, tikv.PositionError, "-1"),
         ({"q": (2, 4, 5, 16), "lens": [9, 4]}, tikv.PositionError, "5 queries"),
         ({"lens": [9]}, tikv.ShapeError, "lengths"),
+        ({"lens": [[9, 2, 1], [3, 4, 5]]}, tikv.ShapeError, "the heads of the lengths"),
+        ({"lens": [[9, 2], [3, 41]]}, tikv.CapacityError, "length 1, 1 is 41"),
+        ({"lens": [[9, 2], [-3, 4]]}, tikv.PositionError, "length 1, 0 is -3"),
+        ({"lens": [[9, 2], [3, 4]], "first_valid": 1}, tikv.OptionError, "first_valid=1"),
+        ({"lens": [[9, 9], [9, 9]], "impl": "torch"}, tikv.OptionError, "lengths of their own"),
+        ({"lens": np.ones((2, 2, 1), np.int32)}, tikv.ShapeError, "by KV head"),
         ({"lens": np.array([1.0, 2.0])}, tikv.DTypeError, "int32 or int64"),
         ({"dtype": np.int8}, tikv.DTypeError, "needs k_scale"),
         ({"dtype": np.float64}, tikv.DTypeError, "f64"),

@@ -72,7 +72,7 @@ def make_mass(style, c):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
         index, kv_head = i % params[P.capacity], i // params[P.capacity]
         b, h = kv_head // params[P.heads], kv_head % params[P.heads]
-        visible = visible_range(b, lens, strides, params)
+        visible = visible_range(b, h, lens, strides, params)
         slot = -1
         if index < visible[V.count]:
             slot = locate(b, index, visible, table, strides, params)[0]

@@ -35,6 +35,7 @@ class Choices(NamedTuple):
     softcap: bool
     lens_bits: int  # 0: one length for all sequences, among the numbers
     table_bits: int
+    lens_by_head: bool = False  # a length for each KV head of a sequence
 
     @property
     def unit(self) -> int:
@@ -104,6 +105,8 @@ class AttentionParams(NamedTuple):
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
     prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
+    least_share: int = 0  # keys of a split at least, where KV heads have lengths of their own
+    lens_head: int = 0  # a stride, from one head's length to the next; Taichi has no more room among the strides
 
 
 class AttentionScalars(NamedTuple):

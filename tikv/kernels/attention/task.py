@@ -26,10 +26,11 @@ T = Task()
 
 
 def make_decode_task(style, keys_multiple, c):
-    """decode_task(number, lens, strides, params) -> (the vector `VisibleRange` of its sequence, the vector `Task`).
+    """decode_task(number, lens, strides, params) -> (the vector `VisibleRange` of its head, the vector `Task`).
 
-    Splits begin at multiples of `keys_multiple` keys. On CPU a task has `heads_per_task` KV heads, fewer for the last
-    of a sequence.
+    Splits begin at multiples of `keys_multiple` keys; where KV heads have lengths of their own, the last splits of a
+    short one may have none. On CPU a task has `heads_per_task` KV heads, fewer for the last of a sequence, and one
+    where they differ in length.
     """
     visible_range = make_visible_range(c)
 
@@ -44,9 +45,11 @@ def make_decode_task(style, keys_multiple, c):
             kv_head = b * params[P.heads] + h
         else:
             b, h = kv_head // params[P.heads], kv_head % params[P.heads]
-        visible = visible_range(b, lens, strides, params)
+        visible = visible_range(b, h, lens, strides, params)
         least = params[P.splits] * keys_multiple
         share = (visible[V.count] + least - 1) // least * keys_multiple
+        if ti.static(c.lens_by_head):
+            share = ti.max(share, params[P.least_share])
         begin = split * share
         end = ti.min(visible[V.count], begin + share)
         k_first = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head]

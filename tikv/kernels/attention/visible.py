@@ -7,7 +7,7 @@ from tikv.runtime import ti
 
 
 class VisibleRange(NamedTuple):
-    """Entries of what `make_visible_range` returns for a sequence."""
+    """Entries of what `make_visible_range` returns for a KV head of a sequence."""
 
     count: int = 0  # keys that some query sees
     sinks: int = 1  # of which fixed
@@ -20,16 +20,19 @@ V = VisibleRange()
 
 
 def make_visible_range(c):
-    """visible_range(b, lens, strides, params) -> the vector `VisibleRange` of sequence b.
+    """visible_range(b, h, lens, strides, params) -> the vector `VisibleRange` of sequence b, for its KV head h.
 
     Lengths are bounded here, whoever gave them.
     """
 
     @ti.func
-    def visible_range(b, lens: ti.template(), strides, params):
+    def visible_range(b, h, lens: ti.template(), strides, params):
         length = ti.cast(params[P.length], ti.i64)
         if ti.static(c.lens_bits > 0):
-            length = ti.cast(lens[strides[S.lens_first] + b * strides[S.lens_sequence]], ti.i64)
+            at = strides[S.lens_first] + b * strides[S.lens_sequence]
+            if ti.static(c.lens_by_head):
+                at = at + h * params[P.lens_head]
+            length = ti.cast(lens[at], ti.i64)
         length = ti.max(length, ti.i64(0))
         if ti.static(c.place != "ring"):
             length = ti.min(length, ti.cast(params[P.capacity], ti.i64))

@@ -55,7 +55,8 @@ def decode_attention(
         k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16, or
             int8 with scales; any strides with a contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
-            int for all. For a ring it counts all tokens ever written.
+            int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own:
+            it sees that many of its keys, by which windows, sinks and rings count too.
         scale: of q.k; None for ``1 / sqrt(D)``.
         causal: False lets every query see what the newest sees.
         window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
@@ -69,13 +70,15 @@ def decode_attention(
         return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
             the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0.
         lse_base2: the log-sum-exp in base 2 rather than e.
-        first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed.
+        first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed; not where heads
+            have lengths of their own.
         impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto". By
             torch's a NaN in a key that only the newer of several queries see reaches all of them.
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
-        float32 (B, Hq) or (B, Hq, T), and with ``return_mass`` the mass. A query that sees nothing gets 0 and -inf.
+        float32 (B, Hq) or (B, Hq, T), and with ``return_mass`` the mass. A query that sees nothing gets 0 and -inf, as
+        those of a head of no keys do.
 
     Raises:
         PositionError: a length on the host is negative or shorter than T. One that only the device knows is bounded.
@@ -85,7 +88,8 @@ def decode_attention(
     Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
         a query, or in a key that it sees, need not show in the result.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
-        splits. ``return_mass`` is one more launch, which reads K again for every query head.
+        splits. Heads of different lengths take the time of as many keys in heads of one length.
+        ``return_mass`` is one more launch, which reads K again for every query head.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Example:

@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory
 from tikv.ops import checks
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape, query_shape
-from tikv.ops.attention.splits import SERIAL_PRODUCTS, choose_heads_per_task, rows_of_task
+from tikv.ops.attention.options import (
+    AttentionOptions,
+    CacheLayout,
+    QueryShape,
+    lengths_by_head,
+    query_shape,
+)
+from tikv.ops.attention.splits import SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 
 LEAST_SCRATCH = 1 << 16  # bytes
@@ -65,16 +71,15 @@ class AttentionLaunches(Plan):
         query: QueryShape,
         cache: CacheLayout,
         options: AttentionOptions,
-        splits: int,
-        workers: int,
+        shares: Shares,
     ) -> None:
         written = [name in ("out", "lse", "mass") for name in arrays]
         super().__init__(live, operation, tuple(arrays), written)
         self.lock = live.lock  # whose holder alone uses the scratch memory
         self.query, self.cache, self.options = query, cache, options
-        self.splits, self.workers = splits, workers
+        self.shares, self.splits, self.by_head = shares, shares.splits, lengths_by_head(arrays)
         self.rows = query.batch * query.heads * query.queries
-        parts = self.rows * splits if splits > 1 else 0
+        parts = self.rows * self.splits if self.splits > 1 else 0
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         part_bytes = parts * cache.width_v * 4
         own_lse = part_bytes + parts * 4
@@ -85,10 +90,10 @@ class AttentionLaunches(Plan):
             from tikv.kernels.attention import cpu
 
             shape = rows_of_task(query.queries, query.heads // cache.heads), cache.width, cache.width_v
-            chosen = choose_heads_per_task(query, cache, splits, workers)
+            chosen = choose_heads_per_task(query, cache, shares, self.by_head)
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
-            nbytes += workers * self.work_floats * 4
+            nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(part_bytes, own_lse, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
         self.first_valid = 0  # that the launches have
@@ -125,7 +130,8 @@ class AttentionLaunches(Plan):
         part_lse = memory.array((1,), dtypes.float32, self.scratch.parts)
         lse = arrays.get("lse") or memory.array((1,), dtypes.float32, self.scratch.lse)
         strides = self._strides(arrays, bits)
-        params = self._params(parts if split else to, part_lse if split else lse)
+        lens_head = arrays["lens"].strides[1] if self.by_head else 0
+        params = self._params(parts if split else to, part_lse if split else lse, lens_head)
         scalars = self._scalars()
         cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
         written = [parts, part_lse] if split else [to, lse]
@@ -177,6 +183,7 @@ class AttentionLaunches(Plan):
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
+            lens_by_head=self.by_head,
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: int) -> tuple[int, ...]:
@@ -203,8 +210,8 @@ class AttentionLaunches(Plan):
             return self.query.heads * queries, queries, 1
         return (*lse.strides, 0) if lse.ndim == 2 else lse.strides  # type: ignore[return-value]
 
-    def _params(self, out: ArrayView, lse: ArrayView) -> Any:
-        """The numbers of the launch that attends; `out` and `lse` are what it writes."""
+    def _params(self, out: ArrayView, lse: ArrayView, lens_head: int) -> Any:
+        """The numbers of the launch that attends; `out` and `lse` are what it writes, `lens_head` is a stride."""
         from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
 
         cache, query, options = self.cache, self.query, self.options
@@ -229,6 +236,8 @@ class AttentionLaunches(Plan):
             keys_per_pass=self.keys_per_pass,
             prefetch=self.prefetch,
             work_floats=self.work_floats,
+            least_share=self.shares.least_share,
+            lens_head=lens_head,
         )
 
     def _scalars(self) -> tuple[float, ...]:
@@ -266,7 +275,7 @@ class AttentionLaunches(Plan):
         if style == "cpu":
             from tikv.kernels.attention.cpu import make_attend_cpu
 
-            return make_attend_cpu, (self.workers,)
+            return make_attend_cpu, (self.shares.workers,)
         if style == "cuda":
             from tikv.kernels.attention import cuda
 

@@ -132,10 +132,19 @@ def check_form(
         checks.integer(options.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
     if "lens" in arrays:
         checks.indices(arrays["lens"], "lengths", operation)
-        checks.rank(arrays["lens"], (1,), "lengths", "(B,)", operation)
+        checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) by KV head", operation)
         checks.extent(arrays["lens"].shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
+        if lengths_by_head(arrays):
+            checks.extent(
+                arrays["lens"].shape[1], cache.heads, "the heads of the lengths", operation, f"K: {describe(k)}"
+            )
     if "table" in arrays:
         checks.extent(arrays["table"].shape[0], batch, "the batch of block_tables", operation)
+
+
+def lengths_by_head(arrays: dict[str, ArrayView]) -> bool:
+    """Whether KV heads have lengths of their own."""
+    return "lens" in arrays and arrays["lens"].ndim == 2
 
 
 def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what: str, operation: str) -> None:
@@ -160,6 +169,8 @@ def check_table(
     """Each block of each context is in the pool."""
     if table is None or table.size == 0:
         return
+    if lens.ndim == 2:
+        lens = lens.max(axis=1)  # of a sequence's heads, which share its blocks
     used = np.arange(table.shape[1]) < -(-lens.astype(np.int64)[:, None] // cache.page)
     wrong = used & ((table < 0) | (table >= cache.blocks))
     if wrong.any():

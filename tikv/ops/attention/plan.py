@@ -19,9 +19,10 @@ from tikv.ops.attention.options import (
     check_form,
     check_length,
     check_table,
+    lengths_by_head,
     query_shape,
 )
-from tikv.ops.attention.splits import choose_splits, choose_workers
+from tikv.ops.attention.splits import Lengths, Shares, choose_shares
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
@@ -64,7 +65,8 @@ class AttentionPlan(Plan):
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
-        self.last_shares = (-1, (0, 0))  # the longest sequence they were found for
+        self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
+        self.by_head = lengths_by_head(arrays)
 
     def attend(
         self,
@@ -95,8 +97,8 @@ class AttentionPlan(Plan):
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
-            first_valid = checks.integer(first_valid, "first_valid", operation, high=high)
-        longest = cache.capacity if self.device_only else self._longest(arrays, length, ahead)
+            first_valid = self._first_valid(first_valid, high)
+        lengths = Lengths(cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
         if out is not None:
@@ -107,7 +109,7 @@ class AttentionPlan(Plan):
                 raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
-            attend_by_torch(arrays, self, longest, first_valid)
+            attend_by_torch(arrays, self, lengths.longest, first_valid)
             return result
         wanted = [result]
         if return_lse:
@@ -117,16 +119,25 @@ class AttentionPlan(Plan):
             wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
             arrays["mass"] = view(wanted[-1], "mass", operation)
         if not self.empty:
-            splits, workers = self._shares(longest)
-            key = (splits, workers, return_lse, *[a.key for a in arrays.values()])
+            shares = self._shares(lengths)
+            key = (*shares, return_lse, *[a.key for a in arrays.values()])
             launches = self.by_split.get(key)
             if launches is None:
-                launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, splits, workers)
+                launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
                 self.by_split.keep(key, launches)
             launches.attend(arrays, length, first_valid, ahead)
         return tuple(wanted) if len(wanted) > 1 else result
 
-    def _longest(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> int:
+    def _first_valid(self, value: Any, high: int) -> int:
+        """The oldest position that is still there, checked."""
+        if self.by_head and value:
+            raise OptionError(
+                f"{self.operation}: first_valid={value} is one position, and KV heads of different lengths count "
+                f"positions of their own. Use lengths of (B,), or first_valid=None."
+            )
+        return checks.integer(value, "first_valid", self.operation, high=high)
+
+    def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
         cache, operation = self.cache, self.operation
         needed = max(0, self.query.queries - ahead) if self.options.causal else 0
@@ -136,42 +147,38 @@ class AttentionPlan(Plan):
             if "table" in arrays:
                 lens = np.full(arrays["table"].shape[0], length)
                 check_table(operation, host_indices(arrays["table"], self.live), lens, cache)
-            return length
+            return Lengths(length)
         known = host_indices(arrays["lens"], self.live)
         if known is None:
-            return cache.capacity
+            return Lengths(cache.capacity)
         if known.size == 0:
-            return 0
-        shortest, longest = (int(known[0]),) * 2 if known.size == 1 else (int(known.min()), int(known.max()))
+            return Lengths(0)
+        shortest, longest = (int(known.item()),) * 2 if known.size == 1 else (int(known.min()), int(known.max()))
         if longest > limit or shortest < needed:
-            check_length(longest, needed, limit, cache, f"length {int(known.argmax())}", operation)
-            check_length(shortest, needed, limit, cache, f"length {int(known.argmin())}", operation)
+            for at in (int(known.argmax()), int(known.argmin())):
+                where = ", ".join(map(str, np.unravel_index(at, known.shape)))
+                check_length(int(known.flat[at]), needed, limit, cache, f"length {where}", operation)
         if "table" in arrays:
             check_table(operation, host_indices(arrays["table"], self.live), known, cache)
-        return longest
+        return Lengths(longest, -(-int(known.sum(dtype=np.int64)) // known.size) if self.by_head else None)
 
-    def _shares(self, longest: int) -> tuple[int, int]:
-        """(splits, threads) for sequences of at most so many tokens."""
+    def _shares(self, lengths: Lengths) -> Shares:
+        """How the keys are shared out among so many tokens."""
         known, shares = self.last_shares
-        if known != longest:
-            live, query, cache = self.live, self.query, self.cache
-            keys = min(longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
-            shares = (
-                self.options.splits or choose_splits(live, query, cache, keys),
-                choose_workers(live, query, cache, keys),
-            )
-            self.last_shares = longest, shares
+        if known != lengths:
+            shares = choose_shares(self.live, self.query, self.cache, lengths, self.options)
+            self.last_shares = lengths, shares
         return shares
 
     def revalidate(
         self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
-    ) -> tuple[tuple[int, int, bool], Entries]:
+    ) -> tuple[tuple[int, ...], Entries]:
         """Check lengths and blocks that the host knows; launches are chosen by how the keys are split."""
         found = {FOLLOWED[name]: a for name, a in arrays.items() if name in FOLLOWED}
         length = numbers.get("seq_lens", numbers.get("context_lens", 0))
-        oldest = checks.integer(numbers.get("first_valid", 0), "first_valid", self.operation, high=2**31 - 1)
+        oldest = self._first_valid(numbers.get("first_valid", 0), 2**31 - 1)
         on_host = "lens" not in found or oldest > 0
-        choice = (*self._shares(self._longest(found, length)), on_host)
+        choice = (*self._shares(self._lengths(found, length)), on_host)
         return choice, length_entries(self.cache, self.query.queries, length, oldest) if on_host else NO_ENTRIES
 
     def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from tikv import launch, runtime
-from tikv.ops.attention.options import CacheLayout, QueryShape
+from tikv.ops.attention.options import MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
 MOST_ROWS = 8  # query rows that share a pass over the keys
 LEAST_KEYS = 256  # of a split that nobody asked for
@@ -14,16 +15,68 @@ SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before anothe
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
+EVEN_KEYS = 16  # a multiple of which `least_share` is, so that the parts stay as they are for some tokens
+MOST_BLOCKS = 16  # times `GPU_BLOCKS`: of heads of different lengths, most of whose blocks may have nothing to do
+
+
+class Lengths(NamedTuple):
+    """What the host knows of the lengths of a call."""
+
+    longest: int
+    mean: int | None = None  # over KV heads, where they have lengths of their own and the host knows them
+
+
+class Shares(NamedTuple):
+    """How the keys of a call are shared out."""
+
+    splits: int
+    workers: int  # threads on CPU
+    least_share: int = 0  # keys of a split at least; those behind the end of a short head have none
+
+
+def choose_shares(
+    live: runtime.Runtime, query: QueryShape, cache: CacheLayout, lengths: Lengths, options: AttentionOptions
+) -> Shares:
+    """Parts and workers for lengths up to the longest, and as many parts as `options` ask for.
+
+    Heads of different lengths take the time of their sum. On CUDA a task has equally many keys of a short and a long
+    head: as many as those of heads that all had the mean. On CPU each worker has its share of every head.
+    """
+    slots = cache.ring + cache.sinks if cache.place == "ring" else cache.capacity
+    longest, splits = min(lengths.longest, slots), options.splits
+    if lengths.mean is None:
+        return Shares(splits or choose_splits(live, query, cache, longest), choose_workers(live, query, cache, longest))
+    if options.span is not None:
+        longest = min(longest, cache.sinks + options.span + query.queries)
+    mean = min(lengths.mean, longest)
+    workers = choose_workers(live, query, cache, mean)
+    if splits is None and live.is_cuda:
+        share = max(LEAST_KEYS, -(-mean // choose_splits(live, query, cache, mean)), -(-longest // MOST_SPLITS))
+        share = max(share, longest * tasks_of_split(query, cache) // (MOST_BLOCKS * GPU_BLOCKS[live.arch]))
+        share = -(-share // EVEN_KEYS) * EVEN_KEYS
+        return Shares(max(1, -(-longest // share)), workers, share)
+    if splits is None:
+        splits = choose_splits(live, query, cache, longest)
+        if workers > 1:
+            from tikv.kernels.attention.cpu_loops import CHUNK
+
+            splits = max(-(-splits // workers) * workers if splits > 1 else 1, min(workers, mean // CHUNK))
+    return Shares(splits, workers)
 
 
 def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:
     """Enough parts to fill the device, none with fewer than `LEAST_KEYS` keys."""
-    group = query.heads // cache.heads
-    tasks = query.batch * cache.heads * -(-query.queries * group // rows_of_task(query.queries, group))
+    tasks = tasks_of_split(query, cache)
     wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
     most = max(1, min(keys // LEAST_KEYS, 128))
     least = min(-(-wanted // tasks) if tasks < wanted else 1, most)
     return whole_waves(tasks, least, most, launch.multiprocessors(live)) if live.is_cuda else least
+
+
+def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
+    """Tasks that one part of the keys has, over all sequences and KV heads, a head each."""
+    group = query.heads // cache.heads
+    return query.batch * cache.heads * -(-query.queries * group // rows_of_task(query.queries, group))
 
 
 @functools.cache
@@ -44,7 +97,7 @@ def whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
     return found
 
 
-def choose_heads_per_task(query: QueryShape, cache: CacheLayout, splits: int, workers: int) -> tuple[int, int, int]:
+def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares, by_head: bool) -> tuple[int, int, int]:
     """On CPU: KV heads of a task, keys of a head that it reads before the next head's, whose heads lie side by side.
 
     Where those of a token or of a page do, a chunk of all is loaded in the order of memory before it is computed with.
@@ -53,6 +106,8 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, splits: int, wo
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
+    if by_head:
+        return 1, near, side  # keys are listed once for all heads of a task
     if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
         side = cpu.PREFETCH_TOKENS
     elif cache.place == "table" and cache.k.head < cache.k.block:
@@ -63,7 +118,7 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, splits: int, wo
         side = 0  # rows in pieces are not loaded ahead
     rows = rows_of_task(query.queries, query.heads // cache.heads)
     most = cpu.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
-    blocks = -(-workers // (query.batch * splits))
+    blocks = -(-shares.workers // (query.batch * shares.splits))
     return min(most, -(-cache.heads // blocks)), near, side
 
 
