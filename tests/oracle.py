@@ -21,8 +21,21 @@ def numbers(rng, shape, dtype) -> np.ndarray:
     return values.astype(dtype)
 
 
+FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+
+
+def around_float8(dtype) -> np.ndarray:
+    """Each value of a type of 8 bits, what lies half-way to the next, also behind the last, and neighbours of these."""
+    finite = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    finite = np.unique(finite[np.isfinite(finite)])
+    step = finite[-1] - finite[-2]
+    places = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2, finite[-1:] + step / 2, finite[-1:] + step])
+    places = np.concatenate([places, -places]).astype(np.float32)
+    return np.concatenate([places, *(np.nextafter(places, np.float32(to)) for to in (-np.inf, np.inf))])
+
+
 def awkward_float32() -> np.ndarray:
-    """The float32 values a conversion to 16 bits gets wrong first: ties, overflow edges, subnormals, NaN, zeros."""
+    """The float32 values that conversions to 8 or 16 bits get wrong first: ties, overflow, subnormals, NaN, zeros."""
     halves = np.arange(1 << 16, dtype=np.uint32)
     ties_bf16 = (halves << 16) | 0x8000
     around = np.concatenate([ties_bf16 - 1, ties_bf16, ties_bf16 + 1, halves << 16]).astype(np.uint32).view(np.float32)
@@ -46,7 +59,7 @@ def awkward_float32() -> np.ndarray:
         middle = (f16 + np.nextafter(f16, np.float32(np.inf), dtype=np.float32)) / 2
         tie = f16.view(np.uint32) | np.uint32(1 << 12)
     edges = np.array([sign * e for e in edges for sign in (1, -1)] + [0.0, -0.0, np.inf, -np.inf], np.float32)
-    return np.concatenate([around, edges, nans, f16, middle, tie.view(np.float32)])
+    return np.concatenate([around, edges, nans, f16, middle, tie.view(np.float32), *map(around_float8, FLOAT8)])
 
 
 def said(text: str) -> str:
@@ -61,8 +74,9 @@ def to_torch(array, arch):
     """A NumPy array as a torch tensor: over the same memory, or a copy on the GPU for "cuda"."""
     import torch
 
-    if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype in (ml_dtypes.bfloat16, *FLOAT8):
+        bits = array.view(np.int16 if array.dtype.itemsize == 2 else np.int8)
+        tensor = torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     else:
         tensor = torch.from_numpy(array)
     return tensor.cuda() if arch == "cuda" else tensor
@@ -81,7 +95,10 @@ def to_numpy(array) -> np.ndarray:
         import torch
 
         host = array.detach().cpu()
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if host.dtype == torch.bfloat16 else host.numpy()
+        name = str(host.dtype).removeprefix("torch.")
+        if name != "bfloat16" and not name.startswith("float8"):
+            return host.numpy()
+        return host.view(torch.int16 if name == "bfloat16" else torch.int8).numpy().view(getattr(ml_dtypes, name))
     for method in ("copy_to_host", "to_numpy"):
         if hasattr(array, method):
             return getattr(array, method)()

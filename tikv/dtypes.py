@@ -41,23 +41,28 @@ float32 = DType("float32", "f32", np.dtype(np.float32), (2, 32))
 float16 = DType("float16", "f16", np.dtype(np.float16), (2, 16))
 bfloat16 = DType("bfloat16", "bf16", np.dtype(ml_dtypes.bfloat16), (4, 16))
 float64 = DType("float64", "f64", np.dtype(np.float64), (2, 64))
+float8_e4m3fn = DType("float8_e4m3fn", "e4m3", np.dtype(ml_dtypes.float8_e4m3fn), (10, 8))
+float8_e5m2 = DType("float8_e5m2", "e5m2", np.dtype(ml_dtypes.float8_e5m2), (12, 8))
 int8 = DType("int8", "i8", np.dtype(np.int8), (0, 8))
 int32 = DType("int32", "i32", np.dtype(np.int32), (0, 32))
 int64 = DType("int64", "i64", np.dtype(np.int64), (0, 64))
 
-FLOATS = (float32, float16, bfloat16, float64)
+FLOATS8 = (float8_e4m3fn, float8_e5m2)
+FLOATS = (float32, float16, bfloat16, float64, *FLOATS8)
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
 ALL = (*STORED, *INDICES)
-QUANTIZABLE = (float32, float16, bfloat16)  # into int8
+QUANTIZABLE = (float32, float16, bfloat16)  # into int8, and by a scale into 8 bits of floating point
 SCALES = (float16, float32)  # of int8
-ATTENDED = (float32, float16, bfloat16, int8)  # caches that attention reads
+ATTENDED = (float32, float16, bfloat16, *FLOATS8, int8)  # caches that attention reads
 
 CONVERSIONS = {
-    "float32": ("float32", "float16", "bfloat16"),
-    "float16": ("float16",),
-    "bfloat16": ("bfloat16", "float32"),
+    "float32": ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    "float16": ("float16", "float8_e4m3fn", "float8_e5m2"),
+    "bfloat16": ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"),
     "float64": ("float64",),
+    "float8_e4m3fn": ("float8_e4m3fn", "float32", "float16", "bfloat16"),
+    "float8_e5m2": ("float8_e5m2", "float32", "float16", "bfloat16"),
     "int8": ("int8",),
     "int32": ("int32",),
     "int64": ("int64",),
@@ -69,6 +74,8 @@ APPENDED = {
     "float16": ("float32", "float16"),
     "bfloat16": ("float32", "bfloat16"),
     "float64": ("float64",),
+    "float8_e4m3fn": ("float32", "float16", "bfloat16", "float8_e4m3fn"),
+    "float8_e5m2": ("float32", "float16", "bfloat16", "float8_e5m2"),
     "int8": ("float32", "float16", "bfloat16"),
 }
 """What may be appended to a cache of each dtype; its keys are the dtypes that a cache may have."""

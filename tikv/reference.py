@@ -22,14 +22,22 @@ _CONVERSIONS = {
     ("float32", "bfloat16"): ml_dtypes.bfloat16,
     ("bfloat16", "float32"): np.float32,
 }
+_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # and its largest number
+for _name in _FLOAT8:
+    for _wide in (np.float32, np.float16, ml_dtypes.bfloat16):
+        _CONVERSIONS[np.dtype(_wide).name, _name] = getattr(ml_dtypes, _name)
+        _CONVERSIONS[_name, np.dtype(_wide).name] = _wide
 
 
 def encode(rows: Array, dtype: Any) -> Array:
     """Rows as a cache of `dtype` stores them: the same bits, or rounded to nearest even.
 
+    What is beyond the largest number of float8_e4m3fn or float8_e5m2, infinity too, becomes that number.
+
     Args:
         rows: any shape.
-        dtype: the type of `rows`, or float16 or bfloat16 for float32 rows, or float32 for bfloat16 rows.
+        dtype: the type of `rows`; or float16 or bfloat16 for float32 rows; or float32 for bfloat16 rows; or one of the
+            two types of 8 bits for rows of float32, float16 or bfloat16, or any of these three for rows of 8 bits.
 
     Returns:
         An array of the same shape in `dtype`.
@@ -47,6 +55,9 @@ def encode(rows: Array, dtype: Any) -> Array:
     if (rows.dtype.name, dtype.name) not in _CONVERSIONS:
         raise TypeError(f"encode: cannot convert {rows.dtype} into {dtype}")
     with np.errstate(over="ignore", invalid="ignore"):
+        if dtype.name in _FLOAT8:
+            largest = np.float32(_FLOAT8[dtype.name])
+            rows = np.clip(rows.astype(np.float32), -largest, largest)
         return rows.astype(_CONVERSIONS[rows.dtype.name, dtype.name])
 
 

@@ -11,10 +11,11 @@ import tikv
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32, F16, I8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def copies(values):
-    for src, cache in ((F32, F32), (F16, F16), (F32, F16), (F32, BF16), (BF16, F32)):
+    for src, cache in ((F32, F32), (F16, F16), (F32, F16), (F32, BF16), (BF16, F32), (F32, E4M3)):
         for width in (8, 3):
             for window in (None, 5):
                 k, v = (values((2, 3, width), src) for _ in "kv")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.full(each_value=True)
 
 TOLERANCE = {"float32": 1e-5, "float16": 2.0**-11 + 1e-5, "bfloat16": 2.0**-8 + 1e-5}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
+FLOAT8 = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 PLACES = ("linear", "ring", "HND", "VLLM", "NHD")
 
 
@@ -34,7 +35,7 @@ def random_rows(rng, shape, dtype):
         rows = rng.integers(-127, 128, shape).astype(np.int8)
         scales = (rng.uniform(0.5, 1.5, shape[:-1]) / 64).astype(np.float16)
         return rows, scales, rows.astype(np.float64) * scales.astype(np.float64)[..., None]
-    rows = rng.standard_normal(shape).astype(DTYPES[dtype])
+    rows = rng.standard_normal(shape).astype((DTYPES | FLOAT8)[dtype])
     return rows, None, rows.astype(np.float64)
 
 
@@ -342,6 +343,18 @@ def test_every_storage_and_grouping(arch, rng, place, dtype, group):
     for window in (None, 7):
         got = (pages or case).run(arch, window=window)
         assert_close(got, case.expected(window=window), "float32")
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [("ring", "float8_e4m3fn"), ("HND", "float8_e4m3fn"), ("NHD", "float8_e5m2")]
+)
+def test_floats_of_8_bits(arch, rng, place, dtype):
+    """The linear cache of both is read in tests/test_dtypes.py."""
+    if place == "ring":
+        Case(rng, dtype=dtype, group=1, ring=24, sinks=3, lens=(23, 4, 24 * 7 + 5)).check(arch)
+        return
+    pages = Pages(rng, layout=place, dtype=dtype, group=4, lens=(40, 1, 0, 23))
+    assert_close(pages.run(arch), pages.case.expected(), "float32")
 
 
 # Pages find their rows by code of their own, NaN is met by that of a dtype: NHD, a ring and the linear cache have each.

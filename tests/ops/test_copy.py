@@ -13,9 +13,10 @@ from tikv import arrays, dtypes, launch, reference, runtime
 from tikv.ops import checks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-TYPE = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": BF16, "f64": np.dtype(np.float64)}
+TYPE = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": BF16, "f64": np.dtype(np.float64),
+        "e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}  # fmt: skip
 SAME = ["f32>f32", "f16>f16", "bf16>bf16"]
-CONVERTING = ["f32>f16", "f32>bf16", "bf16>f32"]
+CONVERTING = ["f32>f16", "f32>bf16", "bf16>f32", "f16>e4m3"]
 LAYOUTS = [(s, c) for s in ("token_major", "head_major") for c in ("token_major", "head_major")]
 
 

@@ -11,7 +11,7 @@ import pytest
 from launch_counter import count_launches
 
 import tikv
-from tikv import arrays, reference, runtime
+from tikv import arrays, dtypes, reference, runtime
 from tikv.stores import layer as layer_module
 from tikv.stores import storage
 
@@ -38,11 +38,11 @@ class Row(NamedTuple):
 
     @property
     def source_type(self):
-        return np.dtype(ml_dtypes.bfloat16 if self.source == "bfloat16" else self.source)
+        return dtypes.parse(self.source, "test").numpy
 
     @property
     def storage(self):
-        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
+        return dtypes.parse(self.dtype, "test").numpy
 
     def make(self, **changes):
         keywords = {
@@ -69,6 +69,8 @@ ROWS = [
     Row("f32_to_bf16_linear", "bfloat16", "float32"),
     Row("f16_to_int8_sinks", "int8", "float16", window=7, sinks=2),
     Row("f32_to_int8_linear", "int8", "float32", batch=2, v_is_wider=True),
+    Row("e5m2_ring", "float8_e5m2", "float8_e5m2", window=5),
+    Row("f16_to_e4m3_sinks", "float8_e4m3fn", "float16", window=6, sinks=2),
 ]
 FLOAT64 = Row("f64_ring", "float64", "float64", window=5)
 by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -556,8 +556,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         max_cache_len: tokens a sequence may have, for which memory is then made once; None: memory doubles as needed.
             Where all layers slide, a sequence goes on beyond it, as with transformers' own static cache: a new token
             sees its window, or the newest ``max_cache_len`` tokens where these are fewer.
-        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "int8", with a
-            scale per token and head. What is stored narrower is widened for each read.
+        dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
+            or "float8_e5m2", saturating; "int8", with a scale per token and head. What is stored narrower is
+            widened for each read.
 
     Raises:
         OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.

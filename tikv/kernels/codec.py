@@ -11,9 +11,10 @@ from tikv.kernels.exact import ONE, quotient
 from tikv.runtime import ti
 
 WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
-SIZE = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+SIZE = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "i8": 1}
 SCALE_WORD = {"": ti.u32, "f16": ti.u16, "f32": ti.u32}  # of an int8 row's scale
-ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "i8": ti.i8}  # as CPU kernels see an array whose words are it
+# As CPU kernels see an array whose words are elements.
+ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "e4m3": ti.u8, "e5m2": ti.u8, "i8": ti.i8}
 
 
 class Codec(NamedTuple):
@@ -64,6 +65,59 @@ def f32_to_bf16(value):
     rounded = (u + ti.u32(0x7FFF) + ((u >> ti.u32(16)) & ti.u32(1))) >> ti.u32(16)
     nan = (u & ti.u32(0x7FFFFFFF)) > ti.u32(0x7F800000)
     return ti.cast(ti.select(nan, (u >> ti.u32(16)) | ti.u32(0x40), rounded), ti.u16)
+
+
+@ti.func
+def e4m3_to_f32(bits):
+    """The value of float8_e4m3fn bits; exact. Those of a float16 with an exponent that is 8 too small, but for NaN."""
+    half = ((bits & ti.u32(0x80)) << ti.u32(8)) | ((bits & ti.u32(0x7F)) << ti.u32(7))
+    value = ti.cast(ti.bit_cast(ti.cast(half, ti.u16), ti.f16), ti.f32) * ti.f32(256.0)
+    nan = ti.select((bits & ti.u32(0x7F)) == ti.u32(0x7F), ti.u32(0x7FC00000), ti.u32(0))
+    return ti.bit_cast(ti.bit_cast(value, ti.u32) | nan, ti.f32)
+
+
+@ti.func
+def e5m2_to_f32(bits):
+    """The value of float8_e5m2 bits, the upper half of a float16's; exact."""
+    return ti.cast(ti.bit_cast(ti.cast((bits & ti.u32(0xFF)) << ti.u32(8), ti.u16), ti.f16), ti.f32)
+
+
+class Float8(NamedTuple):
+    """A type of 8 bits: bits of its fraction, least normal exponent, and the bytes of its largest number and NaN."""
+
+    fraction: int
+    least: int
+    largest: int
+    nan: int
+
+
+FLOAT8 = {"e4m3": Float8(3, -6, 0x7E, 0x7F), "e5m2": Float8(2, -14, 0x7B, 0x7E)}
+
+
+@functools.cache
+def make_f32_to_float8(code):
+    """f32_to_float8(value): nearest even in integers, saturating, infinities too; a NaN stays a (quiet) NaN."""
+    kind = FLOAT8[code]
+    dropped = 23 - kind.fraction
+    normal_field = kind.least + 127  # the exponent field of the least normal number as a float32
+    rebias = (normal_field - 1) << 23
+    widest = dropped + normal_field  # what shifts a fraction to units of the least subnormal, and its exponent field
+
+    @ti.func
+    def f32_to_float8(value):
+        u = ti.bit_cast(value, ti.u32)
+        a = u & ti.u32(0x7FFFFFFF)
+        r = a - ti.u32(rebias)
+        normal = (r + ti.u32((1 << (dropped - 1)) - 1) + ((r >> ti.u32(dropped)) & ti.u32(1))) >> ti.u32(dropped)
+        field = ti.min(ti.max(a >> ti.u32(23), ti.u32(widest - 25)), ti.u32(normal_field - 1))  # 25 shift all to 0
+        shift = ti.u32(widest) - field
+        m = (a & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
+        small = (m + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((m >> shift) & ti.u32(1))) >> shift
+        byte = ti.select(a >= ti.u32(normal_field << 23), ti.min(normal, ti.u32(kind.largest)), small)
+        byte = ti.select(a > ti.u32(0x7F800000), ti.u32(kind.nan), byte)
+        return byte | ((u >> ti.u32(24)) & ti.u32(0x80))
+
+    return f32_to_float8
 
 
 @ti.func
@@ -179,6 +233,10 @@ def make_bits_to_f32(code):
             value = ti.cast(ti.bit_cast(ti.cast(bits, ti.u16), ti.f16), ti.f32)
         elif ti.static(code == "bf16"):
             value = bf16_to_f32(bits)
+        elif ti.static(code == "e4m3"):
+            value = e4m3_to_f32(ti.cast(bits, ti.u32))
+        elif ti.static(code == "e5m2"):
+            value = e5m2_to_f32(ti.cast(bits, ti.u32))
         else:
             value = ti.cast(ti.cast(ti.cast(bits, ti.u8), ti.i8), ti.f32)
         return value
@@ -195,6 +253,10 @@ def make_element_to_f32(code):
         found = ti.f32(0.0)
         if ti.static(code == "bf16"):
             found = bf16_to_f32(x)
+        elif ti.static(code == "e4m3"):
+            found = e4m3_to_f32(ti.cast(x, ti.u32))
+        elif ti.static(code == "e5m2"):
+            found = e5m2_to_f32(ti.cast(x, ti.u32))
         else:
             found = ti.cast(x, ti.f32)
         return found
@@ -206,6 +268,7 @@ def make_element_to_f32(code):
 def make_f32_to_bits(code, style):
     """The function that turns float32 into the bits of one element, rounding to nearest even where it must."""
     f32_to_f16 = f32_to_f16_integer if style == "spirv" else f32_to_f16_cast
+    f32_to_float8 = make_f32_to_float8(code) if code in FLOAT8 else None
 
     @ti.func
     def f32_to_bits(value):
@@ -214,6 +277,8 @@ def make_f32_to_bits(code, style):
             bits = ti.bit_cast(value, ti.u32)
         elif ti.static(code == "f16"):
             bits = ti.cast(f32_to_f16(value), ti.u32)
+        elif ti.static(code in FLOAT8):
+            bits = f32_to_float8(value)
         else:
             bits = ti.cast(f32_to_bf16(value), ti.u32)
         return bits

@@ -36,7 +36,8 @@ def copy(
     Args:
         src: (T, H, D) token-major or (H, T, D) head-major; any strides with a contiguous last axis.
         cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype; or float16 or
-            bfloat16 for float32, or float32 for bfloat16.
+            bfloat16 for float32, or float32 for bfloat16; or float8_e4m3fn or float8_e5m2 for any of these three, or
+            any of the three for one of 8 bits.
         position: absolute position of the first row copied, counted from 0; not a slot.
         window: slots of a sliding cache, at most the capacity; None for a linear one.
         num_tokens: rows to copy; None for all from ``src_offset`` on.
@@ -50,7 +51,8 @@ def copy(
         PositionError: a position or a source range outside of what exists.
         OptionError: an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf, or the largest number
+        of 8 bits.
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 

@@ -36,7 +36,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
-        dtype: storage: float32, float16, bfloat16, float64, or int8 with a scale per token and head.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, or int8 with a scale per token
+            and head.
         window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
             layer.
         sinks: first tokens that a sliding layer keeps for ever.
@@ -143,7 +144,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
             layer: its index.
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
                 V may be narrower or wider, as the store is. Of the store's dtype; float32 for a float16 or bfloat16
-                store; float32, float16 or bfloat16 for int8.
+                store; float32, float16 or bfloat16 for int8 and for the floats of 8 bits.
             layout: "token_major" or "head_major".
             positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
                 position of each sequence's first new token, instead of `length`. For launches that are captured and

@@ -44,7 +44,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         num_blocks: blocks of the pool, for all sequences together.
         block_size: tokens of a block.
-        dtype: storage: float32, float16, bfloat16, float64, or int8 with a scale per token and head.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, or int8 with a scale per token
+            and head.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
         head_dim_v: width of a head of V.

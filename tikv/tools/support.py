@@ -34,6 +34,8 @@ DTYPES = {
     "float64": ("float64", "float64"),
     "float32 > float16": ("float32", "float16"),
     "float32 > bfloat16": ("float32", "bfloat16"),
+    "float8_e4m3fn": ("float32", "float8_e4m3fn"),
+    "float8_e5m2": ("float32", "float8_e5m2"),
     "int8": ("float32", "int8"),
 }
 
@@ -112,7 +114,7 @@ def _write_slots(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _gather_paged(bench: Bench, src: str, stored: str) -> Trials:
-    if src == stored or stored == "int8":
+    if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         (pool, _), scales = bench.pool(stored)
         given: dict[str, Any] = {"scale": bench.on_device(scales["k_scale"])} if scales else {}
         got = paged.gather_paged(bench.on_device(pool), np.array([4, 1], np.int32), 7, **given)
@@ -125,7 +127,7 @@ def _gather_paged(bench: Bench, src: str, stored: str) -> Trials:
 
 def _blocks(operation: Callable[..., None]) -> Callable[[Bench, str, str], Trials]:
     def run(bench: Bench, src: str, stored: str) -> Trials:
-        if src == stored or stored == "int8":
+        if src == stored or dtypes.parse(stored, "support").itemsize == 1:
             (a, b), _ = bench.pool(stored)
             got, pairs = [bench.on_device(a), bench.on_device(b)], np.array([[1, 5], [0, 2]], np.int32)
             operation(*got, pairs)
@@ -167,7 +169,7 @@ _SEVEN = np.array([7], np.int32)
 
 
 def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
-    if src == stored or stored == "int8":
+    if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, caches = bench.rows(src, 1, 4, 16), [bench.rows(stored, 1, 2, 8, 16) for _ in "kv"]
         given: dict[str, Any] = {}
         plain = caches
@@ -180,7 +182,7 @@ def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _paged_decode_attention(bench: Bench, src: str, stored: str) -> Trials:
-    if src == stored or stored == "int8":
+    if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, table = bench.rows(src, 1, 4, 16), np.array([[4, 1]], np.int32)
         caches, scales = bench.pool(stored)
         given: dict[str, Any] = {name: bench.on_device(scale) for name, scale in scales.items()}
