@@ -51,8 +51,8 @@ def copy(
         PositionError: a position or a source range outside of what exists.
         OptionError: an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf, or the largest number
-        of 8 bits.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf, or the largest
+        number of 8 bits.
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 
