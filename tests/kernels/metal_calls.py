@@ -144,6 +144,9 @@ def attend_in_parts(values, dtype):
     caches, lens = [values((1, 2, 600, 32), dtype) for _ in "kv"], np.array([[600, 9]], np.int32)
     yield "decode_attention", tikv.decode_attention(values((1, 4, 32), dtype), *caches, lens, num_splits=2,
                                                     return_lse=True)  # fmt: skip
+    pools, lens = [values((4, 2, 1, 32), dtype) for _ in "kv"], np.array([[3, 1]], np.int32)
+    tables = np.array([[[2, 0], [3, -1]]], np.int32)
+    yield "paged_decode_attention", [tikv.paged_decode_attention(values((1, 4, 32), dtype), *pools, tables, lens)]
     states = [array for _ in range(2) for array in (values((1, 4, 32), dtype), values((1, 4), F32))]
     yield "merge_states", tikv.merge_states(*states)
 

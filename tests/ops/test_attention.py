@@ -320,6 +320,43 @@ class Pages:
         return tuple(oracle.to_numpy(a).astype(np.float64) for a in got)
 
 
+class HeadPages(Pages):
+    """Sequences each of whose KV heads has blocks of its own, in pools of one head."""
+
+    def __init__(self, rng, *, lens, heads, page=4, layout="NHD", **options):
+        flat = [n for row in lens for n in row]
+        super().__init__(rng, lens=flat, heads=1, page=page, layout=layout, **options)
+        one, self.case = self.case, Case(rng, lens=lens, heads=heads, capacity=max(flat), **options)
+        shape = (len(lens), heads)
+        for name in ("k_real", "v_real"):
+            rows = getattr(one, name)
+            setattr(self.case, name, rows.reshape(*shape, *rows.shape[2:]))
+        self.table = self.table.reshape(*shape, -1)
+
+
+@pytest.mark.full(unless=lambda case: case["layout"] != "VLLM")
+@pytest.mark.parametrize(
+    ("layout", "dtype", "queries", "choices"),
+    [("NHD", "float16", None, {"num_splits": 3}), ("HND", "int8", 3, {"window": 9}), ("VLLM", "float16", None, {})],
+)
+def test_heads_have_pages_of_their_own(arch, rng, layout, dtype, queries, choices):
+    lens = ((40, 0, 7), (3, 25, 40))
+    pages = HeadPages(rng, layout=layout, dtype=dtype, heads=3, queries=queries, lens=lens)
+    assert_close(pages.run(arch, **choices), pages.case.expected(window=choices.get("window")), "float32")
+
+
+@pytest.mark.parametrize("lens", [(30, 5), ((30, 4), (0, 30))])
+def test_heads_share_pages_of_which_they_see_their_own_count(arch, rng, lens):
+    """And have pages of their own of which they see equally many."""
+    if np.ndim(lens) == 2:
+        pages = Pages(rng, lens=(30, 30))
+        pages.case.lens = lens
+    else:
+        pages = HeadPages(rng, lens=((30, 30), (5, 5)), heads=2)
+        pages.case.lens = lens
+    assert_close(pages.run(arch), pages.case.expected(), "float32")
+
+
 def each_pair_once(case):
     """One grouping for each place and dtype, another one for the next: each meets each place, and each dtype."""
     place = "HND" if case["place"] == "NHD" else case["place"]  # two strides of one kernel on a GPU
@@ -538,6 +575,27 @@ def test_tables_that_do_not_reach_are_refused(table, lens, says):
     k, v = np.zeros((2, 3, 4, 2, 16), np.float16)
     with pytest.raises(tikv.PositionError, match=says):
         tikv.paged_decode_attention(np.zeros((1, 2, 16), np.float32), k, v, np.array(table), lens)
+
+
+@pytest.mark.parametrize(
+    ("heads", "table", "lens", "error", "says"),
+    [
+        (2, [[[0], [1]]], [2], tikv.ShapeError, "the pools have 2"),
+        (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, "length 0, 0 is 5, and the table names 4 slots"),
+        (1, [[[0], [3]]], [[4, 1]], tikv.PositionError, r"block_tables\[0, 1, 0\]=3 is none of the pool's 3 blocks"),
+        (1, [[[0], [-1]]], [4], tikv.PositionError, r"block_tables\[0, 1, 0\]=-1 is none"),
+        (2, [[0, -1]], [[4, 5]], tikv.PositionError, r"block_tables\[0, 1\]=-1 is none"),
+        (1, [[[0], [1], [2]]], [[4, 1]], tikv.ShapeError, "do not divide"),
+        (1, [[[0], [1]]], [[4, 1, 1]], tikv.ShapeError, "the heads of the lengths"),
+    ],
+)
+def test_tables_by_head_that_do_not_fit_are_refused(heads, table, lens, error, says):
+    tikv.init(arch="cpu")
+    k, v = np.zeros((2, 3, 4, heads, 16), np.float16)
+    out = np.full((1, 4, 16), 7, np.float32)
+    with pytest.raises(error, match=says):
+        tikv.paged_decode_attention(np.zeros((1, 4, 16), np.float32), k, v, np.array(table), np.array(lens), out=out)
+    assert (out == 7).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -7,14 +7,14 @@ from tikv.runtime import ti
 
 
 def make_locate(c):
-    """locate(b, index, visible, table, strides, params) -> (slot, n): a visible key's slot, and how many lie in a row.
+    """locate(b, h, index, visible, table, strides, params) -> (slot, n): where a visible key of KV head h lies.
 
-    A slot of -1 means a page that does not exist; nobody sees those n keys.
+    n is how many lie in a row from there.     A slot of -1 means a page that does not exist; nobody sees those n keys.
     """
     unsigned = WORD[c.table_bits or 32]
 
     @ti.func
-    def locate(b, index, visible, table: ti.template(), strides, params):
+    def locate(b, h, index, visible, table: ti.template(), strides, params):
         behind = index - visible[V.sinks]
         slot, n = visible[V.first] + behind, MAX_TOKENS
         if ti.static(c.place == "ring"):
@@ -26,7 +26,10 @@ def make_locate(c):
             p = ti.cast(slot, ti.u32)
             page = ti.cast(p // ti.u32(c.page), ti.i32)
             inside = ti.cast(p % ti.u32(c.page), ti.i32)
-            block = table[strides[S.table_first] + b * strides[S.table_sequence] + page * strides[S.table_block]]
+            row = strides[S.table_first] + b * strides[S.table_sequence]
+            if ti.static(c.table_by_head):
+                row = row + h * params[P.table_head]
+            block = table[row + page * strides[S.table_block]]
             slot = -1
             # One comparison without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
             if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):

@@ -179,7 +179,7 @@ def make_list_chunk(keys, uid, c):
     def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
         index, n = begin, 0
         while index < task[T.end] and n < CHUNK:
-            found = locate(task[T.sequence], index, visible, table, strides, params)
+            found = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)
             slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)

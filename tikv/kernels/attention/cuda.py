@@ -213,7 +213,7 @@ def make_slot_of(x, c):
         last = ti.min(index, task[T.end] - 1)
         if ti.static(x.shared_keys == 1):
             last = ti.select(counts != 0, index, task[T.end] - 1)
-        slot = locate(task[T.sequence], last, visible, table, strides, params)[0]
+        slot = locate(task[T.sequence], task[T.head], last, visible, table, strides, params)[0]
         if ti.static(c.place == "table"):
             counts = ti.select(slot >= 0, counts, 0)
             slot = ti.max(slot, 0)

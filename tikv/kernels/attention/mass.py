@@ -75,7 +75,7 @@ def make_mass(style, c):
         visible = visible_range(b, h, lens, strides, params)
         slot = -1
         if index < visible[V.count]:
-            slot = locate(b, index, visible, table, strides, params)[0]
+            slot = locate(b, h, index, visible, table, strides, params)[0]
         if slot >= 0:
             row = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head] + k_offset(slot, strides)
             scale = ti.f32(1.0)

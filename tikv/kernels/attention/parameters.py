@@ -36,6 +36,7 @@ class Choices(NamedTuple):
     lens_bits: int  # 0: one length for all sequences, among the numbers
     table_bits: int
     lens_by_head: bool = False  # a length for each KV head of a sequence
+    table_by_head: bool = False  # a row of the table for each, whose pages hold that head alone
 
     @property
     def unit(self) -> int:
@@ -106,7 +107,8 @@ class AttentionParams(NamedTuple):
     prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
     least_share: int = 0  # keys of a split at least, where KV heads have lengths of their own
-    lens_head: int = 0  # a stride, from one head's length to the next; Taichi has no more room among the strides
+    lens_head: int = 0  # strides too, for which Taichi's vectors have no more room: from a head's length to the next's
+    table_head: int = 0  # and of their rows of the table
 
 
 class AttentionScalars(NamedTuple):

@@ -176,7 +176,7 @@ def make_load_key(c):
         slot, k_row, v_row = -1, 0, -1
         k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
         if index < task[T.end]:
-            slot = locate(task[T.sequence], index, visible, table, strides, params)[0]
+            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
             if ti.static(c.scale != ""):

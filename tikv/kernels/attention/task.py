@@ -30,7 +30,7 @@ def make_decode_task(style, keys_multiple, c):
 
     Splits begin at multiples of `keys_multiple` keys; where KV heads have lengths of their own, the last splits of a
     short one may have none. On CPU a task has `heads_per_task` KV heads, fewer for the last of a sequence, and one
-    where they differ in length.
+    where they differ in length or have pages of their own.
     """
     visible_range = make_visible_range(c)
 

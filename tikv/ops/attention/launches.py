@@ -17,8 +17,9 @@ from tikv.ops.attention.options import (
     AttentionOptions,
     CacheLayout,
     QueryShape,
-    lengths_by_head,
+    lens_by_head,
     query_shape,
+    table_by_head,
 )
 from tikv.ops.attention.splits import SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -77,7 +78,7 @@ class AttentionLaunches(Plan):
         super().__init__(live, operation, tuple(arrays), written)
         self.lock = live.lock  # whose holder alone uses the scratch memory
         self.query, self.cache, self.options = query, cache, options
-        self.shares, self.splits, self.by_head = shares, shares.splits, lengths_by_head(arrays)
+        self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
         parts = self.rows * self.splits if self.splits > 1 else 0
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
@@ -90,7 +91,7 @@ class AttentionLaunches(Plan):
             from tikv.kernels.attention import cpu
 
             shape = rows_of_task(query.queries, query.heads // cache.heads), cache.width, cache.width_v
-            chosen = choose_heads_per_task(query, cache, shares, self.by_head)
+            chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
             nbytes += shares.workers * self.work_floats * 4
@@ -130,8 +131,10 @@ class AttentionLaunches(Plan):
         part_lse = memory.array((1,), dtypes.float32, self.scratch.parts)
         lse = arrays.get("lse") or memory.array((1,), dtypes.float32, self.scratch.lse)
         strides = self._strides(arrays, bits)
-        lens_head = arrays["lens"].strides[1] if self.by_head else 0
-        params = self._params(parts if split else to, part_lse if split else lse, lens_head)
+        params = self._params(parts if split else to, part_lse if split else lse)._replace(
+            lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
+            table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
+        )
         scalars = self._scalars()
         cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
         written = [parts, part_lse] if split else [to, lse]
@@ -183,7 +186,8 @@ class AttentionLaunches(Plan):
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
-            lens_by_head=self.by_head,
+            lens_by_head=lens_by_head(arrays),
+            table_by_head=table_by_head(arrays),
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: int) -> tuple[int, ...]:
@@ -200,7 +204,7 @@ class AttentionLaunches(Plan):
             found.append(a.offset * 8 // bits)
         found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
         found += [lens.strides[0] if lens is not None else 0, _first(lens)]
-        found += [*(table.strides if table is not None else (0, 0)), _first(table)]
+        found += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
         return tuple(AttentionStrides(*found))
 
     def _lse_strides(self, lse: ArrayView | None) -> tuple[int, int, int]:
@@ -210,8 +214,8 @@ class AttentionLaunches(Plan):
             return self.query.heads * queries, queries, 1
         return (*lse.strides, 0) if lse.ndim == 2 else lse.strides  # type: ignore[return-value]
 
-    def _params(self, out: ArrayView, lse: ArrayView, lens_head: int) -> Any:
-        """The numbers of the launch that attends; `out` and `lse` are what it writes, `lens_head` is a stride."""
+    def _params(self, out: ArrayView, lse: ArrayView) -> Any:
+        """The numbers of the launch that attends; `out` and `lse` are what it writes."""
         from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
 
         cache, query, options = self.cache, self.query, self.options
@@ -237,7 +241,6 @@ class AttentionLaunches(Plan):
             prefetch=self.prefetch,
             work_floats=self.work_floats,
             least_share=self.shares.least_share,
-            lens_head=lens_head,
         )
 
     def _scalars(self) -> tuple[float, ...]:

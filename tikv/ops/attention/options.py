@@ -134,7 +134,7 @@ def check_form(
         checks.indices(arrays["lens"], "lengths", operation)
         checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) by KV head", operation)
         checks.extent(arrays["lens"].shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
-        if lengths_by_head(arrays):
+        if lens_by_head(arrays):
             checks.extent(
                 arrays["lens"].shape[1], cache.heads, "the heads of the lengths", operation, f"K: {describe(k)}"
             )
@@ -142,9 +142,14 @@ def check_form(
         checks.extent(arrays["table"].shape[0], batch, "the batch of block_tables", operation)
 
 
-def lengths_by_head(arrays: dict[str, ArrayView]) -> bool:
+def lens_by_head(arrays: dict[str, ArrayView]) -> bool:
     """Whether KV heads have lengths of their own."""
     return "lens" in arrays and arrays["lens"].ndim == 2
+
+
+def table_by_head(arrays: dict[str, ArrayView]) -> bool:
+    """Whether KV heads have pages of their own."""
+    return "table" in arrays and arrays["table"].ndim == 3
 
 
 def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what: str, operation: str) -> None:
@@ -169,15 +174,17 @@ def check_table(
     """Each block of each context is in the pool."""
     if table is None or table.size == 0:
         return
-    if lens.ndim == 2:
+    if table.ndim == 2 and lens.ndim == 2:
         lens = lens.max(axis=1)  # of a sequence's heads, which share its blocks
-    used = np.arange(table.shape[1]) < -(-lens.astype(np.int64)[:, None] // cache.page)
+    elif table.ndim == 3 and lens.ndim == 1:
+        lens = np.broadcast_to(lens[:, None], table.shape[:2])
+    used = np.arange(table.shape[-1]) < -(-lens.astype(np.int64)[..., None] // cache.page)
     wrong = used & ((table < 0) | (table >= cache.blocks))
     if wrong.any():
-        b, i = (int(x) for x in np.argwhere(wrong)[0])
+        at = tuple(int(x) for x in np.argwhere(wrong)[0])
         raise PositionError(
-            f"{operation}: block_tables[{b}, {i}]={int(table[b, i])} is none of the pool's {cache.blocks} blocks, and "
-            f"the context of {int(lens[b])} tokens needs it."
+            f"{operation}: block_tables[{', '.join(map(str, at))}]={int(table[at])} is none of the pool's "
+            f"{cache.blocks} blocks, and the context of {int(lens[at[:-1]])} tokens needs it."
         )
 
 

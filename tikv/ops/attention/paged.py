@@ -6,7 +6,7 @@ from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView, describe, view
-from tikv.errors import OptionError
+from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -17,6 +17,7 @@ from tikv.ops.attention.options import (
     plan_key,
     real,
     scales_of,
+    table_by_head,
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
@@ -52,8 +53,10 @@ def paged_decode_attention(
         q: (B, Hq, D) or (B, Hq, T, D).
         k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales.
         block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
-            negative.
-        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included; or one int for all.
+            negative. (B, H, max_blocks) gives each KV head pages of its own: a block then holds ``bs`` tokens of one
+            head, and the pools have H = 1.
+        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included; or one int for all; or (B, H),
+            of each KV head, as in `decode_attention`.
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
         k_scale, v_scale: (N, bs, H), of int8 pools and of no other.
@@ -148,22 +151,31 @@ def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, ope
     for what in ("blocks", "page", "heads"):
         checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
     checks.indices(table, "block_tables", operation)
-    checks.rank(table, (2,), "block_tables", "(B, max_blocks)", operation)
-    shape = shapes[0]
+    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) by KV head", operation)
+    shape, by_head = shapes[0], table_by_head(arrays)
+    if by_head and shape.heads != 1:
+        raise ShapeError(
+            f"{operation}: block_tables is {describe(table)}, pages for each KV head, whose blocks hold one head, and "
+            f"the pools have {shape.heads} ({detail}). Use pools of 1 head."
+        )
     scales = scales_of(arrays, operation)
     for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
         checks.readable(a, name, operation)
         pool_scale(a, shape, name, operation)
+    rows = [pool_rows(a, POOL_LAYOUTS[layout][stream]) for stream, a in enumerate((k, v))]
+    scale_strides = (0, scales[0].strides[0], scales[0].strides[1], scales[0].strides[2]) if scales else (0, 0, 0, 0)
+    if by_head:
+        rows, scale_strides = [r._replace(head=0) for r in rows], (*scale_strides[:3], 0)
     return CacheLayout(
-        k=pool_rows(k, POOL_LAYOUTS[layout][0]),
-        v=pool_rows(v, POOL_LAYOUTS[layout][1]),
-        heads=shape.heads,
+        k=rows[0],
+        v=rows[1],
+        heads=table.shape[1] if by_head else shape.heads,
         width=shape.width,
         width_v=shapes[1].width,
         place="table",
-        capacity=table.shape[1] * shape.page,
+        capacity=table.shape[-1] * shape.page,
         page=shape.page,
         blocks=shape.blocks,
         scales=scales,
-        scale_strides=(0, scales[0].strides[0], scales[0].strides[1], scales[0].strides[2]) if scales else (0, 0, 0, 0),
+        scale_strides=scale_strides,
     )

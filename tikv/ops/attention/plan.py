@@ -19,7 +19,7 @@ from tikv.ops.attention.options import (
     check_form,
     check_length,
     check_table,
-    lengths_by_head,
+    lens_by_head,
     query_shape,
 )
 from tikv.ops.attention.splits import Lengths, Shares, choose_shares
@@ -66,7 +66,7 @@ class AttentionPlan(Plan):
         self.not_torch = why_not_torch(live, arrays, cache, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
-        self.by_head = lengths_by_head(arrays)
+        self.by_head = lens_by_head(arrays)
 
     def attend(
         self,

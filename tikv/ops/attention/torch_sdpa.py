@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.errors import ArchError
-from tikv.ops.attention.options import AttentionOptions, CacheLayout, lengths_by_head
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 
 if TYPE_CHECKING:
     from tikv.ops.attention.plan import AttentionPlan
@@ -25,7 +25,7 @@ def why_not_torch(
         return f"torch has no view of memory on {live.arch}"
     if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
-    if lengths_by_head(arrays):
+    if lens_by_head(arrays):
         return "KV heads have lengths of their own"
     if q.dtype is not k.dtype:
         return f"q is {q.dtype.name} and the cache {k.dtype.name}; torch wants one dtype"
