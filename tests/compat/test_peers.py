@@ -42,8 +42,8 @@ def test_vllm_reshape_and_cache_flash(arch, rng, dtype, transposed):
             if slot >= 0:
                 want[slot // size, slot % size] = new[t]
         oracle.assert_same_bits(oracle.to_numpy(cache), want)
-    with pytest.raises(tikv.TikvError, match="kv_cache_dtype='fp8'"):
-        vllm.reshape_and_cache_flash(*rows, *caches, slots, "fp8")
+    with pytest.raises(tikv.TikvError, match="kv_cache_dtype='fp8_inc'"):
+        vllm.reshape_and_cache_flash(*rows, *caches, slots, "fp8_inc")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "f16"])

@@ -5,23 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tikv.compat.indices import refuse_option
-from tikv.errors import ShapeError
+from tikv.dtypes import DType, float8_e4m3fn, float8_e5m2, to_torch
+from tikv.errors import DTypeError, ShapeError
 from tikv.ops import blocks, paged
 
-DTYPES = ("auto", "int8")
+FLOATS8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
+OFFERED = "'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', or 'int8' with a scale per token and head"
 
 
-def _check_dtype(kv_cache_dtype: str, operation: str) -> None:
-    if kv_cache_dtype not in DTYPES:
-        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, "'auto', or 'int8' with a scale per token and head"))
+def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
+    """A pool as one of 8-bit floats: as it is, or a view of vLLM's bytes.
+
+    Raises:
+        DTypeError: it is neither.
+    """
+    given = str(pool.dtype).removeprefix("torch.")
+    if given == dtype.name:
+        return pool
+    if given != "uint8":
+        raise DTypeError(f"{operation}: {name} is {given}. Pass uint8 or {dtype.name}.")
+    return pool.view(dtype.numpy if isinstance(pool, np.ndarray) else to_torch(dtype.name))
 
 
 def _write(operation: str, layout: str, *arguments: Any) -> None:
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale = arguments
-    _check_dtype(kv_cache_dtype, operation)
+    if kv_cache_dtype not in ("auto", "int8", *FLOATS8):
+        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, OFFERED))
     tokens = len(slot_mapping)  # rows behind these are padding
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
+    if kv_cache_dtype in FLOATS8:
+        dtype = FLOATS8[kv_cache_dtype]
+        key_cache = _pool_of_bytes(key_cache, dtype, "key_cache", operation)
+        value_cache = _pool_of_bytes(value_cache, dtype, "value_cache", operation)
+        if k_scale is not None or v_scale is not None:
+            scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
     paged.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
 
 
@@ -41,12 +61,13 @@ def reshape_and_cache_flash(
         key, value: (T, H, D), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
         key_cache, value_cache: (N, bs, H, D), contiguous or a transposed view of (N, H, bs, D).
         slot_mapping: integers; below 0 skips.
-        kv_cache_dtype: "auto", which stores the bits, or rounds float32 to a narrower cache; or "int8", which writes
-            the scales.
-        k_scale, v_scale: not read for "auto"; for "int8" (N, bs, H), written.
+        kv_cache_dtype: "auto", which stores the bits, or rounds float32 to a narrower cache; "fp8" or "fp8_e4m3", and
+            "fp8_e5m2", into caches of uint8 or of that dtype; or "int8", which writes the scales.
+        k_scale, v_scale: not read for "auto"; for fp8 a number, an array of one, or (H,): what is stored is
+            ``row / scale``, saturating; for "int8" (N, bs, H), written.
 
     Raises:
-        OptionError: fp8, which is not offered.
+        OptionError: another kv_cache_dtype.
         PositionError, ShapeError, DTypeError: as `tikv.write_slots`.
 
     Exactness, cost: as `tikv.write_slots`.

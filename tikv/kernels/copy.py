@@ -27,6 +27,7 @@ from tikv.kernels.address import (
     row_of_layer,
 )
 from tikv.kernels.codec import (
+    FLOAT8,
     SCALE_WORD,
     WORD,
     Codec,
@@ -40,8 +41,11 @@ from tikv.kernels.codec import (
     scale_array,
     word_array,
 )
+from tikv.kernels.exact import make_ratio
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
+
+SCALED = ("i8", *FLOAT8)  # dtypes whose rows may have a scale
 
 
 class EndLayout(NamedTuple):
@@ -72,7 +76,8 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         src, dst: the `EndLayout` of each end.
         lanes: threads that share a row; 1 on CPU.
         index_bits: 0 without an index array, else 32 or 64.
-        scale: dtype code of the int8 scales, or "" without.
+        scale: dtype code of the scales, or "" without: those of int8 rows are found and written, those of floats of 8
+            bits are read.
         joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
     """
     k, v = streams[0], streams[-1]
@@ -80,7 +85,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     IX, SC = index_array(index_bits), scale_array(scale)
     plain = index_bits == 0 and scale == ""
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
-    find_rows = make_find_rows(src, dst, k.codec.src == "i8")
+    find_rows = make_find_rows(src, dst, k.codec.src in SCALED)
     if style == "cpu":
         uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale)).encode()) >> 1
         types = (KS, KD, KS if plain else SC), (VS, VD, KS if plain else SC)
@@ -262,9 +267,9 @@ def make_move_row(style, streams, src, dst, lanes, scale):
     return move_row
 
 
-def make_unit(style, codec, src_inner, dst_inner):
+def make_unit(style, codec, src_inner, dst_inner, scale):
     """(magnitude, move_unit): the bits of the largest finite magnitude in a unit of a row, and its move."""
-    read, write, largest, _, _ = make_unit_parts(style, codec, src_inner, dst_inner)
+    read, write, largest, _, _ = make_unit_parts(style, codec, src_inner, dst_inner, scale)
 
     @ti.func
     def magnitude(a: ti.template(), src_row, u):
@@ -277,10 +282,16 @@ def make_unit(style, codec, src_inner, dst_inner):
     return magnitude, move_unit
 
 
-def make_unit_parts(style, codec, src_inner, dst_inner):
+def has_scale(code, scale):
+    """Whether rows of a dtype have a scale, which int8 always has."""
+    return code in SCALED and scale != ""
+
+
+def make_unit_parts(style, codec, src_inner, dst_inner, scale):
     """(read, write, largest, numbers, type): a unit as a vector of numbers of that type, from and to words."""
     raw = codec.src == "raw"
-    dequantising = not raw and codec.src == "i8"
+    dequantising, dividing = has_scale(codec.src, scale), codec.dst in FLOAT8 and scale != ""
+    ratio = make_ratio(style)
     src_at, dst_at = make_word_offset(*src_inner), make_word_offset(*dst_inner)
     src_words, dst_words = codec.src_words, codec.dst_words
     load = None if raw else make_load(codec.src, codec.elements, codec.src_bits)
@@ -300,6 +311,9 @@ def make_unit_parts(style, codec, src_inner, dst_inner):
             b[dst_row + dst_at(u)] = values[0]
         elif ti.static(dequantising):
             store(b, dst_row + dst_at(u * dst_words), values * factor, factor)
+        elif ti.static(dividing):
+            quotients = ti.Vector([ratio(values[e], factor) for e in range(codec.elements)])
+            store(b, dst_row + dst_at(u * dst_words), quotients, factor)
         else:
             store(b, dst_row + dst_at(u * dst_words), values, factor)
 
@@ -320,8 +334,8 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     """
     codec = stream.codec
     quantising = codec.src != "raw" and codec.dst == "i8"
-    dequantising = codec.src == "i8"
-    _, move_unit = make_unit("cpu", codec, src_inner, dst_inner)
+    scaled = has_scale(codec.src, scale) or has_scale(codec.dst, scale)
+    _, move_unit = make_unit("cpu", codec, src_inner, dst_inner, scale)
     number_type, magnitude, to_bits = make_word_magnitude(codec.src) if quantising else (None, None, None)
     src_at = make_word_offset(*src_inner)
     scale_bits = make_scale(scale, "cpu") if quantising else None
@@ -347,7 +361,7 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
                 bits = scale_bits(to_bits(m))
                 factor = reciprocal(scale_value(bits))
                 scales[at] = ti.cast(bits, scale_word)
-            elif ti.static(dequantising):
+            elif ti.static(scaled):
                 factor = scale_value(scales[at])
             for u in range(units):
                 move_unit(a, b, s, d, u, factor)
@@ -368,8 +382,8 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
     """
     codec, units = stream.codec, stream.units
     quantising = codec.src != "raw" and codec.dst == "i8"
-    dequantising = codec.src == "i8"
-    read, write, largest, numbers, number_type = make_unit_parts(style, codec, src_inner, dst_inner)
+    scaled = has_scale(codec.src, scale) or has_scale(codec.dst, scale)
+    read, write, largest, numbers, number_type = make_unit_parts(style, codec, src_inner, dst_inner, scale)
     scale_bits = make_scale(scale, style) if quantising else None
     reciprocal = make_reciprocal(style)
     scale_value = make_bits_to_f32(scale) if scale else None
@@ -403,7 +417,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
             factor = reciprocal(scale_value(bits))
             if ok and lane == 0:
                 scales[scale_at] = ti.cast(bits, scale_word)
-        elif ti.static(dequantising):
+        elif ti.static(scaled):
             if ok:
                 factor = scale_value(scales[scale_at])
         if ok:

@@ -96,6 +96,33 @@ def quotient(x, y):
 
 
 @functools.cache
+def make_ratio(style):
+    """ratio(x, y): x / y for a normal y above 0, rounded correctly; beyond 2**64 infinite, below 2**-64 it is 0.
+
+    Of x a NaN stays one, and an infinity infinite; a subnormal may count as 0.
+    """
+
+    @ti.func
+    def ratio(x, y):
+        found = x
+        if ti.static(style == "cpu"):
+            found = x / y
+        else:
+            u, divisor = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
+            a = u & ti.u32(0x7FFFFFFF)
+            power = ti.cast(a >> ti.u32(23), ti.i32) - ti.cast(divisor >> ti.u32(23), ti.i32)
+            exact = quotient(ti.select(ti.abs(power) < 64, a, ti.u32(ONE)), divisor)
+            exact = ti.select(power < 64, exact, ti.u32(INFINITE))
+            exact = ti.select(power > -64, exact, ti.u32(0))
+            exact = ti.select(a < ti.u32(HIDDEN), ti.u32(0), exact)
+            exact = ti.select(a < ti.u32(INFINITE), exact, a)
+            found = ti.bit_cast(exact | (u & ti.u32(0x80000000)), ti.f32)
+        return found
+
+    return ratio
+
+
+@functools.cache
 def make_divide_by(style, divisor):
     """divide(x): x / divisor, rounded correctly, for x not negative and a divisor from 1 on.
 

@@ -604,7 +604,7 @@ def make_row_part(style, width, stream, inner, transform):
     codec = stream.codec
     dst_at, words, elements = make_word_offset(*inner), codec.dst_words, codec.elements
     if transform.pairs == "":
-        magnitude, move_unit = make_unit(style, codec, (0, 0), inner)
+        magnitude, move_unit = make_unit(style, codec, (0, 0), inner, "")
 
         @ti.func
         def peak_of_unit(a: ti.template(), row, u, norm, cos: ti.template(), cos_row, sin: ti.template(), sin_row,

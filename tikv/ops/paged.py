@@ -10,6 +10,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale_arguments, scale_given
 from tikv.ops.indices import check_blocks, check_slots, host_indices, index_array
 from tikv.ops.layouts import (
     POOL_LAYOUTS,
@@ -48,7 +49,8 @@ def write_slots(
             elements in 16 bytes. Dtypes as in `copy`; or int8 for float32, float16 and bfloat16 rows.
         slot_mapping: (T,) int32 or int64, on the host or the device.
         layout: "NHD", "HND" or "VLLM".
-        k_scale, v_scale: (N, bs, H) float16 or float32, of one dtype: written, for int8 pools and for no other.
+        k_scale, v_scale: of int8 pools (N, bs, H) float16 or float32, of one dtype: written. Of pools of 8-bit floats a
+            number or (H,) each: read, what is stored is ``row / scale``; None for 1. Of no other.
 
     Raises:
         PositionError: a slot on the host is beyond the pool. One that only the device knows is skipped; with
@@ -56,7 +58,8 @@ def write_slots(
             otherwise either may stay.
         ShapeError, DTypeError, OptionError: arrays that do not agree, a pool without its scales, an unknown layout.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; int8 as in `quantize`.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, with a scale after the quotient was
+        rounded to float32; int8 as in `quantize`.
     Cost: each element is read once and written once; one launch.
     Source: ``int8_kv_append_paged`` and ``split_qkv_norm_rope_into_paged_cache`` without norm and rotation.
 
@@ -73,7 +76,8 @@ def write_slots(
     given: tuple[Any, ...] = (k, k_pool, v, v_pool, index_array(slot_mapping))
     if k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
-        given = (*given, k_scale, v_scale)
+        scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
+        given = (*given, *scales)
     arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
     key = (operation, layout, arrays.key)
     plan = live.plans.get(key)
@@ -101,7 +105,10 @@ _SLOT_WRITTEN = (False, True, False, True, False, True, True)
 def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
-            raise ShapeError(f"{operation}: {name} is missing. An int8 pool needs its (N, bs, H) scales; pass both.")
+            raise ShapeError(
+                f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have a number "
+                f"or (H,) each; pass both."
+            )
 
 
 def check_write_slots(
@@ -141,8 +148,16 @@ def check_write_slots(
                 f"{operation}: k_scale and v_scale have different strides ({scales[0].strides} and {scales[1].strides} "
                 f"elements). Pass two contiguous arrays."
             )
+    elif scales and k_pool.dtype in dtypes.FLOATS8:
+        written = (*written[:5], False, False)
+        if k.dtype not in dtypes.QUANTIZABLE:
+            raise DTypeError(f"{operation}: k is {describe(k)}; a scale divides float32, float16 and bfloat16 rows.")
+        check_fixed_scales(scales, heads, operation)
     elif scales:
-        raise DTypeError(f"{operation}: k_pool is {describe(k_pool)}; only int8 pools have scales. Leave them out.")
+        raise DTypeError(
+            f"{operation}: k_pool is {describe(k_pool)}; only pools of int8 and of 8-bit floats have scales. Leave "
+            f"them out."
+        )
     else:
         checks.convertible(k, k_pool, "k", "k_pool", operation)
     checks.indices(index, "slot_mapping", operation)
@@ -155,6 +170,7 @@ def check_write_slots(
         f"k: {describe(k)}, slot_mapping: {describe(index)}",
     )
     streams = [i for i in (0, 1) if shapes[i].width]
+    of_scales = fixed_scale_arguments if k_pool.dtype in dtypes.FLOATS8 else scale_arguments
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         rows, pools, scales = arrays[0:4:2], arrays[1:4:2], arrays[5:]
@@ -170,7 +186,7 @@ def check_write_slots(
             index=arrays[4],
             index_step=arrays[4].strides[0],
             dst_limit=shape.slots,
-            **scale_arguments([scales[i] for i in streams] if scales else []),
+            **of_scales([scales[i] for i in streams] if scales else []),
         )
         return [bound]
 
@@ -208,12 +224,12 @@ def gather_paged(
         block_table: (at least ceil(length / bs),) int32 or int64, on the host or the device; the rest is not looked at.
         length: tokens to read.
         layout: "NHD", "HND" or "VLLM".
-        scale: (N, bs, H), for an int8 pool and for no other.
-        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; for an int8 pool float32, float16 or
+        scale: (N, bs, H) for an int8 pool; a number or (H,) for one of 8-bit floats; for no other.
+        out: (length, H, D), of the pool's dtype or one that `copy` converts it to; with a scale float32, float16 or
             bfloat16.
 
     Returns:
-        ``out``; or a new `CacheArray` on the device, (length, H, D) of the pool's dtype, float32 for an int8 pool.
+        ``out``; or a new `CacheArray` on the device, (length, H, D) of the pool's dtype, float32 with a scale.
 
     Raises:
         PositionError: the table is too short, or a block of it, on the host, is not in the pool. Tokens of a block that
@@ -221,7 +237,7 @@ def gather_paged(
             ``tikv.init(debug=True)`` they raise.
         ShapeError, DTypeError, OptionError: as `write_slots`.
 
-    Exactness: as `write_slots`; int8 gives ``q * scale``, rounded once.
+    Exactness: as `write_slots`; with a scale ``stored * scale`` in float32, rounded once to the dtype of ``out``.
     Cost: each element is read once and written once; one launch.
     Source: the paged caches' tests, which compare pages with a contiguous cache.
 
@@ -249,16 +265,20 @@ def gather_paged(
             f"Read at most {table.shape[0] * shape.page} tokens."
         )
     named = [("pool", source, False), ("block_table", table, False)]
-    quantised = source.dtype is dtypes.int8
-    if quantised != (scale is not None):
-        wanted = "an int8 pool needs its (N, bs, H) scale" if quantised else "only an int8 pool has a scale"
-        raise DTypeError(f"{operation}: pool is {describe(source)}; {wanted}.")
-    scales = []
-    if quantised:
-        scales = [view(scale, "scale", operation)]
-        checks.readable(scales[0], "scale", operation)
-        pool_scale(scales[0], shape, "scale", operation)
-        named.append(("scale", scales[0], False))
+    quantised, fixed = source.dtype is dtypes.int8, source.dtype in dtypes.FLOATS8
+    scaled = scale is not None
+    if (quantised and not scaled) or (scaled and not quantised and not fixed):
+        wanted = "needs its (N, bs, H) scale" if quantised else "has none"
+        raise DTypeError(f"{operation}: pool is {describe(source)}; {source.dtype.name} {wanted}.")
+    if scaled:
+        scale = scale_given(scale, live, "scale", operation)
+        scales = view(scale, "scale", operation)
+        checks.readable(scales, "scale", operation)
+        if fixed:
+            check_fixed_scale(scales, shape.heads, "scale", operation)
+        else:
+            pool_scale(scales, shape, "scale", operation)
+        named.append(("scale", scales, False))
     wanted_shape = (length, shape.heads, shape.width)
     given = out is not None
     if given:
@@ -266,19 +286,22 @@ def gather_paged(
         if target.shape != wanted_shape:
             raise ShapeError(f"{operation}: out is {describe(target)} where (length, H, D) = {wanted_shape} is needed.")
         checks.writable(target, "out", operation)
-        if not quantised:
+        if not scaled:
             checks.convertible(source, target, "pool", "out", operation)
         elif target.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: out is {describe(target)}; int8 is read as float32, float16 or bfloat16.")
+            raise DTypeError(
+                f"{operation}: out is {describe(target)}; {source.dtype} is read as float32, float16 or bfloat16."
+            )
     checks.on_device([(name, a) for name, a, _ in named] + ([("out", target)] if given else []), live, operation)
     entries = host_indices(table, live)
     if entries is not None:
         check_blocks(entries[:blocks], shape.blocks, "block_table", operation)
     if not given:
-        dtype = dtypes.float32 if quantised else source.dtype
+        dtype = dtypes.float32 if scaled else source.dtype
         target = new_array(wanted_shape, dtype, live, zeroed=entries is None)  # the kernel may leave rows out
         out = CacheArray(target, live)
     named.append(("out", target, True))
+    of_scales = fixed_scale_arguments if fixed else scale_arguments
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         source, table, target = arrays[0], arrays[1], arrays[-1]
@@ -294,7 +317,7 @@ def gather_paged(
             index=table,
             index_step=table.strides[0],
             src_limit=shape.blocks,
-            **scale_arguments(arrays[2:-1]),
+            **(of_scales(arrays[2:-1]) if scaled else {}),
         )
         return [bound]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv import runtime
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view
 from tikv.errors import CapacityError, ShapeError
 from tikv.ops import checks
@@ -20,6 +20,7 @@ from tikv.ops.attention.options import (
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
+from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 
@@ -52,8 +53,9 @@ def decode_attention(
 
     Args:
         q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
-        k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16, or
-            int8 with scales; any strides with a contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
+        k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16,
+            float8_e4m3fn, float8_e5m2, or int8 with scales; any strides with a contiguous last axis. Query head ``h``
+            reads head ``h // (Hq // H)``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
             int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own:
             it sees that many of its keys, by which windows, sinks and rings count too.
@@ -62,7 +64,8 @@ def decode_attention(
         window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
         ring: the slots behind the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all do.
         sinks: first tokens that stay visible in spite of the window.
-        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches and of no other.
+        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches; a number or (H,) each, of caches of
+            8-bit floats, whose values they multiply; of no other.
         return_lse: also return the log-sum-exp of each query's scaled scores.
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
@@ -136,7 +139,7 @@ def contiguous_call(
         seq_lens = index_array(seq_lens)  # a view does not keep an array alive
         arrays["lens"] = view(seq_lens, "seq_lens", operation)
     if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, operation)
+        add_scales(arrays, k_scale, v_scale, live, operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
@@ -171,8 +174,10 @@ def _contiguous(
     if sinks and (window is not None or ring) and sinks >= slots:
         raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
     scales = scales_of(arrays, operation)
+    if scales and k.dtype in dtypes.FLOATS8:
+        check_fixed_scales(scales, k.shape[1], operation)
     for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
-        if a.shape != k.shape[:3]:
+        if k.dtype not in dtypes.FLOATS8 and a.shape != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
     return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=slots - sinks if ring else 0)
@@ -182,6 +187,11 @@ def contiguous_cache(
     k: ArrayView, v: ArrayView, scales: tuple[ArrayView, ...], *, sinks: int = 0, ring: int = 0
 ) -> CacheLayout:
     """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none."""
+    scale_strides = (0, 0, 0, 0)
+    if scales:
+        fixed = k.dtype in dtypes.FLOATS8
+        step = scales[0].strides
+        scale_strides = (0, 0, 0, head_step(scales[0])) if fixed else (step[0], 0, step[2], step[1])
     return CacheLayout(
         k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2]),
         v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2]),
@@ -193,5 +203,5 @@ def contiguous_cache(
         sinks=sinks,
         ring=ring,
         scales=scales,
-        scale_strides=(scales[0].strides[0], 0, scales[0].strides[2], scales[0].strides[1]) if scales else (0, 0, 0, 0),
+        scale_strides=scale_strides,
     )

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.fixed_scales import scale_given
 from tikv.ops.layouts import Rows
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
@@ -107,12 +108,13 @@ def check_form(
         readable = ", ".join(row.name for row in dtypes.ATTENDED)
         raise DTypeError(f"{operation}: K is {describe(k)}; attention reads {readable}.")
     checks.same_dtype(k, v, "K", "V", operation)
-    if (k.dtype is dtypes.int8) != bool(cache.scales):
-        rule = "int8 needs k_scale and v_scale" if k.dtype is dtypes.int8 else "only int8 has scales"
-        raise DTypeError(f"{operation}: K is {describe(k)}; {rule}.")
+    if k.dtype is dtypes.int8 and not cache.scales:
+        raise DTypeError(f"{operation}: K is {describe(k)}; int8 needs k_scale and v_scale.")
+    if cache.scales and k.dtype is not dtypes.int8 and k.dtype not in dtypes.FLOATS8:
+        raise DTypeError(f"{operation}: K is {describe(k)}; only int8 and floats of 8 bits have scales.")
     for scale in cache.scales:
         if scale.dtype not in (dtypes.float16, dtypes.float32):
-            raise DTypeError(f"{operation}: a scale is {describe(scale)}; int8 scales are float16 or float32.")
+            raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales are float16 or float32.")
         checks.same_dtype(cache.scales[0], scale, "k_scale", "v_scale", operation)
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
@@ -193,17 +195,18 @@ def window_or_none(window: Any, operation: str) -> int | None:
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
-def add_scales(arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, operation: str) -> None:
+def add_scales(arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, live: runtime.Runtime, operation: str) -> None:
     """Views of both scales into `arrays`.
 
     Raises:
         ShapeError: one is missing.
+        OptionError: a number that is no scale.
     """
     if k_scale is None or v_scale is None:
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
-    arrays["k_scale"] = view(k_scale, "k_scale", operation)
-    arrays["v_scale"] = view(v_scale, "v_scale", operation)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        arrays[name] = view(scale_given(scale, live, name, operation), name, operation)
 
 
 def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:

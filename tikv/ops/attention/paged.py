@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv import runtime
+from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
@@ -21,6 +21,7 @@ from tikv.ops.attention.options import (
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
+from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
 
@@ -59,7 +60,7 @@ def paged_decode_attention(
             of each KV head, as in `decode_attention`.
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
-        k_scale, v_scale: (N, bs, H), of int8 pools and of no other.
+        k_scale, v_scale: (N, bs, H), of int8 pools; a number or (H,) each, of pools of 8-bit floats; of no other.
         scale, return_lse, out, causal, softcap, num_splits, lse_base2, impl: as in `decode_attention`; torch has no
             attention over pages, so "auto" is "taichi".
 
@@ -120,7 +121,7 @@ def paged_call(
         context_lens = index_array(context_lens)
         arrays["lens"] = view(context_lens, "context_lens", operation)
     if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, operation)
+        add_scales(arrays, k_scale, v_scale, live, operation)
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
@@ -159,17 +160,24 @@ def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, ope
             f"the pools have {shape.heads} ({detail}). Use pools of 1 head."
         )
     scales = scales_of(arrays, operation)
-    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
-        checks.readable(a, name, operation)
-        pool_scale(a, shape, name, operation)
+    heads = table.shape[1] if by_head else shape.heads
     rows = [pool_rows(a, POOL_LAYOUTS[layout][stream]) for stream, a in enumerate((k, v))]
-    scale_strides = (0, scales[0].strides[0], scales[0].strides[1], scales[0].strides[2]) if scales else (0, 0, 0, 0)
     if by_head:
-        rows, scale_strides = [r._replace(head=0) for r in rows], (*scale_strides[:3], 0)
+        rows = [r._replace(head=0) for r in rows]
+    scale_strides = (0, 0, 0, 0)
+    if scales and k.dtype in dtypes.FLOATS8:
+        check_fixed_scales(scales, heads, operation)
+        scale_strides = (0, 0, 0, head_step(scales[0]))
+    elif scales:
+        for name, a in zip(("k_scale", "v_scale"), scales, strict=True):
+            checks.readable(a, name, operation)
+            pool_scale(a, shape, name, operation)
+        block, token, head = scales[0].strides
+        scale_strides = (0, block, token, 0 if by_head else head)
     return CacheLayout(
         k=rows[0],
         v=rows[1],
-        heads=table.shape[1] if by_head else shape.heads,
+        heads=heads,
         width=shape.width,
         width_v=shapes[1].width,
         place="table",

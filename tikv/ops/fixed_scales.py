@@ -1,0 +1,80 @@
+"""The scales of floats of 8 bits: one number for a whole cache, or one a head. What is stored is x / scale.
+
+A number of the host's becomes an array on the device once, so that kernels find all scales in the same way: those of
+int8 have a stride for each axis, those of here have strides of 0 but for the heads.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, CacheArray, describe, to_device
+from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.ops import checks
+
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) -> Any:
+    """A scale that a caller gave: an array as it is, a number as an array of one element on the device.
+
+    Raises:
+        OptionError: a number that float32 does not divide by.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    number = float(value)
+    if not (math.isfinite(number) and SMALLEST <= number <= LARGEST):
+        raise OptionError(f"{operation}: {name}={value} is no positive normal float32. Use one such as 1.0.")
+    key = ("fixed scale", number)
+    found = live.plans.get(key)
+    if found is None:
+        found = live.plans.keep(key, CacheArray(to_device(np.array([number], np.float32), live), live))
+    return found
+
+
+def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str) -> None:
+    """A scale is one number, or one a head, float16 or float32.
+
+    Raises:
+        DTypeError, ShapeError: it is not.
+    """
+    if scale.dtype not in dtypes.SCALES:
+        raise DTypeError(f"{operation}: {name} is {describe(scale)}; scales are float16 or float32.")
+    checks.readable(scale, name, operation)
+    if scale.shape not in ((), (1,), (heads,)):
+        raise ShapeError(
+            f"{operation}: {name} is {describe(scale)}; 8-bit floats have one scale, or one a head: ({heads},)."
+        )
+
+
+def head_step(scale: ArrayView) -> int:
+    """Elements between the scales of neighbouring heads: 0 where there is one for all."""
+    return scale.strides[0] if scale.shape and scale.shape[0] > 1 else 0
+
+
+def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str) -> None:
+    """The scales of K and V, which are read by one stride.
+
+    Raises:
+        DTypeError, ShapeError: they are no such scales, or one is a number and the other one a head.
+    """
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        check_fixed_scale(scale, heads, name, operation)
+    checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
+    if heads > 1 and head_step(scales[0]) != head_step(scales[1]):
+        raise ShapeError(
+            f"{operation}: k_scale is {describe(scales[0])} and v_scale {describe(scales[1])}. Pass a number each, or "
+            f"({heads},) each."
+        )
+
+
+def fixed_scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
+    """What `bind_copy` needs of scales that were checked."""
+    return {"scales": scales, "scale": scales[0].dtype, "scale_head": head_step(scales[0])}
