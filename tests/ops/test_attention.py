@@ -660,11 +660,17 @@ def test_equal_states_average_and_gain_one_bit(arch, rng):
 
 @pytest.mark.full(unless=lambda case: case["ring"] is not None)
 @pytest.mark.parametrize(
-    ("dtype", "queries", "ring"), [("float16", None, None), ("float16", 3, 24), ("int8", 3, None), ("int8", None, 24)]
+    ("dtype", "queries", "ring", "lens"),
+    [
+        ("float16", None, None, (40, 9, 24)),
+        ("float16", 3, 24, (40, 9, 24)),
+        ("int8", 3, None, (40, 9, 24)),
+        ("int8", None, 24, ((40, 0), (9, 24), (33, 1))),
+    ],
 )
-def test_mass_of_each_slot(arch, rng, dtype, queries, ring):
+def test_mass_of_each_slot(arch, rng, dtype, queries, ring, lens):
     """Against the weights of the plain softmax, put where the slots are; the mass of a query row is 1 in all."""
-    case = Case(rng, dtype=dtype, ring=ring, sinks=2 if ring else 0, lens=(40, 9, 24), queries=queries, group=3)
+    case = Case(rng, dtype=dtype, ring=ring, sinks=2 if ring else 0, lens=lens, queries=queries, group=3)
     place = lambda a: oracle.place(a, arch)  # noqa: E731
     options = {"ring": True, "sinks": 2, "window": ring} if ring else {}
     lens = place(np.array(case.lens))
@@ -674,9 +680,10 @@ def test_mass_of_each_slot(arch, rng, dtype, queries, ring):
     want = np.zeros((3, 2, 40))
     for b, h, t in itertools.product(*map(range, q.shape[:3])):
         seen = {"window": ring} if ring else {}
-        at = reference.visible_positions(case.lens[b], t, q.shape[2], sinks=case.sinks, held=ring, **seen)
+        length = case.length(b, h // 3)
+        at = reference.visible_positions(length, t, q.shape[2], sinks=case.sinks, held=ring, **seen)
         weights = [reference.attention(q[b, h, t], case.k_real[b, h // 3, at], np.eye(len(at)), scale=0.25)[0]]
-        slots = reference.slots(0, case.lens[b], 40, ring, case.sinks)
+        slots = reference.slots(0, length, 40, ring, case.sinks)
         for p, w in zip(at, weights[0], strict=True):
             want[b, h // 3, slots[p]] += w
     np.testing.assert_allclose(oracle.to_numpy(mass), want, atol=2e-5)

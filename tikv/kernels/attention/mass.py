@@ -1,4 +1,8 @@
-"""The attention mass of keys, after attention: which of them the queries looked at, for whoever evicts keys."""
+"""The attention mass of keys, after attention: which of them the queries looked at, for whoever evicts keys.
+
+Its launch reads K once for the query rows of a KV head, `Choices.rows` at a time, and the log-sum-exps that attention
+left. Here a thread has a key. `mass_cpu` and `mass_cuda` share the keys out as attention does there.
+"""
 
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets, result_offsets
@@ -16,61 +20,85 @@ from tikv.kernels.attention.parameters import (
 )
 from tikv.kernels.attention.softmax import exp2, make_logit
 from tikv.kernels.attention.visible import V, make_is_visible, make_visible_range
-from tikv.kernels.codec import SIZE, make_bits_to_f32, make_element_to_f32, make_load, scale_array
+from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load
 from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
 
-def make_elements(style, c):
-    """elements(array, word): the values in a word of K; on CPU a word is an element."""
-    if style != "cpu":
-        return make_load(c.cache, c.unit, c.bits)
-    value = make_element_to_f32(c.cache)
+def make_mass_offset(by_slot, c):
+    """mass_offset(b, h, index, slot, visible, strides, params): where the mass of a visible key goes.
+
+    By its slot, or by its place among the tokens that are held, oldest first, whatever a window hides of them.
+    """
 
     @ti.func
-    def elements(array: ti.template(), word):
-        return ti.Vector([value(array[word])])
+    def mass_offset(b, h, index, slot, visible, strides, params):
+        at = slot
+        if ti.static(not by_slot):
+            at = index
+            if index >= visible[V.sinks]:
+                oldest = ti.max(params[P.sinks], params[P.first_valid])
+                if ti.static(c.place == "ring"):
+                    oldest = ti.max(oldest, visible[V.end] - params[P.ring])
+                at = at + visible[V.end] - oldest - visible[V.recent]
+        return strides[S.out_first] + b * strides[S.out_sequence] + h * strides[S.out_head] + at
 
-    return elements
+    return mass_offset
 
 
-def make_dot(style, c):
-    """dot(k, k_row, q, q_row): the product of a row of K and one of q."""
-    k_word = make_word_offset(*c.k_inner)
-    load, load_q = make_elements(style, c), make_load(c.query, 1, SIZE[c.query] * 8)
-    unit = c.unit
-    units = c.width // unit
+def make_lse_of_row(c):
+    """lse_of_row(kv_head, r, lse, strides, params, scalars) -> (1 or 0, value): in base 2, of rows that see a key."""
 
     @ti.func
-    def dot(k: ti.template(), k_row, q: ti.template(), q_row):
-        found = ti.f32(0.0)
-        for u in range(units):
+    def lse_of_row(kv_head, r, lse: ti.template(), strides, params, scalars):
+        bits = lse[result_offsets(kv_head, r, c.group, params[P.lse_first], strides, params)[1]]
+        found, value = 0, ti.f32(0.0)
+        if bits != ti.u32(MINUS_INFINITY):
+            found, value = 1, ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale]
+        return found, value
+
+    return lse_of_row
+
+
+def make_dots(c):
+    """dots(b, h, first, k_row, k, q, strides, params): the products of a row of K and the query rows from one on."""
+    k_word, query_row = make_word_offset(*c.k_inner), make_query_row(c)
+    load, load_q = make_load(c.cache, c.unit, c.bits), make_load(c.query, 1, SIZE[c.query] * 8)
+    R, unit = c.rows, c.unit
+
+    @ti.func
+    def dots(b, h, first, k_row, k: ti.template(), q: ti.template(), strides, params):
+        found, rows = ti.Vector([ti.f32(0.0)] * R), ti.Vector([0] * R)
+        for g in ti.static(range(R)):
+            rows[g] = query_row(b, h, ti.min(first + g, params[P.queries] * c.group - 1), strides, params)
+        for u in range(c.width // unit):
             x = load(k, k_row + k_word(u))
-            for e in ti.static(range(unit)):
-                found = found + x[e] * load_q(q, q_row + u * unit + e)[0]
+            for g in ti.static(range(R)):
+                for e in ti.static(range(unit)):
+                    found[g] += x[e] * load_q(q, rows[g] + u * unit + e)[0]
         return found
 
-    return dot
+    return dots
 
 
-def make_mass(style, c):
+def make_mass(style, by_slot, c):
     """The attention mass of each visible key: how much weight the query rows of its KV head give it in all.
 
-    mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): `lse` holds the float32 bits of what
-    attention left, `mass` is (batch, heads, capacity) by slots and zero where nobody looks. Items are batch * heads *
-    capacity, the extent of q.
+    mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds the
+    float32 bits of what attention left, `mass` is zero where nobody looks. Items are batch * heads * `P.keys`, the
+    extent of q.
     """
-    Q, K, LENS, TABLE, _, _ = array_types(style, c)
-    SC = scale_array(c.scale)  # bits, on CPU too
+    Q, K, LENS, TABLE, SC, _ = array_types(style, c)
     visible_range, locate, is_visible = make_visible_range(c), make_locate(c), make_is_visible(c)
-    logit_of, query_row, dot = make_logit(c), make_query_row(c), make_dot(style, c)
+    logit_of, dots, lse_of_row = make_logit(c), make_dots(c), make_lse_of_row(c)
+    mass_offset = make_mass_offset(by_slot, c)
     k_offset, _, scale_offset = make_slot_offsets(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
 
     @ti.func
     def mass_of_key(i, arrays: ti.template(), strides, params, scalars):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
-        index, kv_head = i % params[P.capacity], i // params[P.capacity]
+        index, kv_head = i % params[P.keys], i // params[P.keys]
         b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
         slot = -1
@@ -82,15 +110,17 @@ def make_mass(style, c):
             if ti.static(c.scale != ""):
                 head = strides[S.k_scale_first] + b * strides[S.scale_sequence] + h * strides[S.scale_head]
                 scale = scale_value(k_scale[head + scale_offset(slot, strides)])
-            total = ti.f32(0.0)
-            for r in range(params[P.queries] * c.group):
-                t = r // c.group
-                product = dot(k, row, q, query_row(b, h, r, strides, params))
-                bits = lse[result_offsets(kv_head, r, c.group, params[P.out_lse_first], strides, params)[1]]
-                if bits != ti.u32(MINUS_INFINITY) and is_visible(t, index, visible, params):
-                    logit = logit_of(product * scale, scalars[X.logit_scale], scalars[X.softcap])
-                    total = total + exp2(ti.min(logit - ti.bit_cast(bits, ti.f32) / scalars[X.lse_scale], ti.f32(0.0)))
-            mass[params[P.mass_first] + kv_head * params[P.capacity] + slot] = total
+            total, rows = ti.f32(0.0), params[P.queries] * c.group
+            for block in range((rows + c.rows - 1) // c.rows):
+                products = dots(b, h, block * c.rows, row, k, q, strides, params)
+                for g in ti.static(range(c.rows)):
+                    r = block * c.rows + g
+                    if r < rows:
+                        sees, of_row = lse_of_row(kv_head, r, lse, strides, params, scalars)
+                        if sees > 0 and is_visible(r // c.group, index, visible, params):
+                            logit = logit_of(products[g] * scale, scalars[X.logit_scale], scalars[X.softcap])
+                            total = total + exp2(ti.min(logit - of_row, ti.f32(0.0)))
+            mass[mass_offset(b, h, index, slot, visible, strides, params)] = total
 
     loop = make_loop(style, False, mass_of_key, P.tasks)
 

@@ -100,7 +100,7 @@ class AttentionParams(NamedTuple):
     lse_first: int = 0  # of the parts' log-sum-exps, or the result's
     out_lse_first: int = 0  # of the result's, where parts are merged
     part_first: int = 0
-    mass_first: int = 0
+    keys: int = 0  # of a KV head that may be seen at most, where a thread has the mass of one
     batch: int = 1
     heads_per_task: int = 1  # KV heads; more than one on CPU only
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next

@@ -92,7 +92,7 @@ def decode_attention(
         a query, or in a key that it sees, need not show in the result.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
         splits. Heads of different lengths take the time of as many keys in heads of one length.
-        ``return_mass`` is one more launch, which reads K again for every query head.
+        ``return_mass`` is one more launch, which reads K once more.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Example:

@@ -21,7 +21,7 @@ from tikv.ops.attention.options import (
     query_shape,
     table_by_head,
 )
-from tikv.ops.attention.splits import SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
+from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 
 LEAST_SCRATCH = 1 << 16  # bytes
@@ -117,7 +117,7 @@ class AttentionLaunches(Plan):
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays, without lengths that the host knows."""
-        from tikv.kernels.attention import mass, merge
+        from tikv.kernels.attention import merge
 
         arrays = dict(zip(self.names, given, strict=True))
         live, cache, memory = self.live, self.cache, self.memory
@@ -144,20 +144,41 @@ class AttentionLaunches(Plan):
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
         found = [Launch(kernel.bind(items, *cached, *written, strides, params, scalars), [*cached, *written])]
-        params = params._replace(out_lse_first=_first(lse))
         if split:
             items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
             serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
             kernel = launch.kernel(live, merge.make_merge, style, serial, choices._replace(out=to.dtype.short))
-            merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items)
+            merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
             found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
         if self.options.mass:
-            items = self.query.batch * cache.heads * cache.capacity
-            kernel = launch.kernel(live, mass.make_mass, style, choices)
-            weighed = [*(arrays.get(name, q) for name in ("q", "k", "lens", "table", "k_scale")), lse, arrays["mass"]]
-            numbers = params._replace(tasks=items, mass_first=_first(arrays["mass"]))
-            found.append(Launch(kernel.bind(items, *weighed, strides, numbers, scalars), weighed))
+            found.append(self._mass_launch(arrays, choices, strides, params._replace(lse_first=_first(lse)), lse))
         return found
+
+    def _mass_launch(
+        self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
+    ) -> Launch:
+        """The launch that weighs the keys by the log-sum-exps of their queries; `params` is of attention's own."""
+        to, style, cache = arrays["mass"], self.live.kernel_style, self.cache
+        factory, own_choices = self._mass_factory(style, choices)
+        heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
+        keys = min(splits * MASS_KEYS, cache.capacity)
+        by_key = factory.__name__ == "make_mass"  # a thread has one, not a part of a head's
+        items = heads * keys if by_key else heads * splits * _threads_of_task(style)
+        numbers = params._replace(
+            tasks=items if by_key else heads * splits,
+            splits=splits,
+            row_blocks=1,
+            heads_per_task=1,
+            least_share=0,
+            keys=keys,
+        )
+        strides = strides._replace(out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1])
+        weighed = [*(arrays.get(name, arrays["q"]) for name in ("q", "k", "lens", "table", "k_scale")), lse, to]
+        if style == "cpu":
+            assert self.memory is not None
+            weighed.append(self.memory.array((1,), dtypes.float32, self.scratch.work))
+        kernel = launch.kernel(self.live, factory, *own_choices, choices._replace(out="f32"))
+        return Launch(kernel.bind(items, *weighed, strides, numbers, self._scalars()), weighed)
 
     def _choices(self, arrays: dict[str, ArrayView], bits: int) -> Any:
         """What the kernels are compiled for."""
@@ -190,7 +211,7 @@ class AttentionLaunches(Plan):
             table_by_head=table_by_head(arrays),
         )
 
-    def _strides(self, arrays: dict[str, ArrayView], bits: int) -> tuple[int, ...]:
+    def _strides(self, arrays: dict[str, ArrayView], bits: int) -> Any:
         """Where rows lie: of q, of the result, of K and V in words, of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
@@ -205,7 +226,7 @@ class AttentionLaunches(Plan):
         found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
         found += [lens.strides[0] if lens is not None else 0, _first(lens)]
         found += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
-        return tuple(AttentionStrides(*found))
+        return AttentionStrides(*found)
 
     def _lse_strides(self, lse: ArrayView | None) -> tuple[int, int, int]:
         """Of a sequence, a head and a query, in the array that was given or in memory of our own."""
@@ -291,6 +312,24 @@ class AttentionLaunches(Plan):
         has_subgroups = style != "cuda" and launch.has_subgroups(self.live)
         kind = lanes.WARP if style == "cuda" else lanes.SUBGROUP if has_subgroups else lanes.SINGLE
         return make_attend_block, (style, kind)
+
+    def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
+        """As `_factory`, of the mass."""
+        if style == "cpu":
+            from tikv.kernels.attention.mass_cpu import make_mass_cpu
+
+            return make_mass_cpu, (self.shares.workers, True)
+        if style == "cuda":
+            from tikv.kernels.attention import cuda, mass_cuda
+
+            if choices.bits == cuda.WORD_BITS:
+                # Without V's words there are registers for one block more.
+                shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, choices.masked)._replace(resident=4)
+                single = self.query.queries * choices.group <= choices.rows
+                return mass_cuda.make_mass_lanes, (shape, single, True)
+        from tikv.kernels.attention.mass import make_mass
+
+        return make_mass, (style, True)
 
 
 def _first(array: ArrayView | None) -> int:

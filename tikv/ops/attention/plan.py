@@ -22,7 +22,7 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
-from tikv.ops.attention.splits import Lengths, Shares, choose_shares
+from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
@@ -167,6 +167,8 @@ class AttentionPlan(Plan):
         known, shares = self.last_shares
         if known != lengths:
             shares = choose_shares(self.live, self.query, self.cache, lengths, self.options)
+            if self.options.mass:
+                shares = shares._replace(mass_splits=choose_mass_splits(self.cache, lengths))
             self.last_shares = lengths, shares
         return shares
 

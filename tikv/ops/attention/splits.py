@@ -16,6 +16,7 @@ GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
 EVEN_KEYS = 16  # a multiple of which `least_share` is, so that the parts stay as they are for some tokens
+MASS_KEYS = 512  # of a part of the mass, about: enough parts to fill a device, none of which takes long
 MOST_BLOCKS = 16  # times `GPU_BLOCKS`: of heads of different lengths, most of whose blocks may have nothing to do
 
 
@@ -32,6 +33,7 @@ class Shares(NamedTuple):
     splits: int
     workers: int  # threads on CPU
     least_share: int = 0  # keys of a split at least; those behind the end of a short head have none
+    mass_splits: int = 1  # parts in which keys are weighed for their mass
 
 
 def choose_shares(
@@ -42,8 +44,7 @@ def choose_shares(
     Heads of different lengths take the time of their sum. On CUDA a task has equally many keys of a short and a long
     head: as many as those of heads that all had the mean. On CPU each worker has its share of every head.
     """
-    slots = cache.ring + cache.sinks if cache.place == "ring" else cache.capacity
-    longest, splits = min(lengths.longest, slots), options.splits
+    longest, splits = most_keys(cache, lengths), options.splits
     if lengths.mean is None:
         return Shares(splits or choose_splits(live, query, cache, longest), choose_workers(live, query, cache, longest))
     if options.span is not None:
@@ -62,6 +63,16 @@ def choose_shares(
 
             splits = max(-(-splits // workers) * workers if splits > 1 else 1, min(workers, mean // CHUNK))
     return Shares(splits, workers)
+
+
+def most_keys(cache: CacheLayout, lengths: Lengths) -> int:
+    """Keys that a head may have."""
+    return min(lengths.longest, cache.ring + cache.sinks if cache.place == "ring" else cache.capacity)
+
+
+def choose_mass_splits(cache: CacheLayout, lengths: Lengths) -> int:
+    """Parts of the keys, for their mass."""
+    return max(1, -(-most_keys(cache, lengths) // MASS_KEYS))
 
 
 def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, keys: int) -> int:

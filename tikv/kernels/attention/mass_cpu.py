@@ -1,0 +1,138 @@
+"""The attention mass of keys on CPU: by the workers, tasks and loops of `cpu`, a KV head a task."""
+
+import zlib
+
+from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets
+from tikv.kernels.attention.cpu import M, make_worker_memory
+from tikv.kernels.attention.cpu_loops import CHUNK, ROW, make_key_loops, make_row_loops, rows_per_band
+from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
+from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.visible import make_query_bounds
+from tikv.kernels.lanes import LEAST_ITERATIONS
+from tikv.runtime import ti
+
+
+def make_mass_cpu(workers, by_slot, c):
+    """mass(q, k, lens, table, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
+
+    Not cached: its real functions belong to one Taichi program. `work` is that of `cpu.make_attend_cpu`.
+    """
+    Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
+    uid = zlib.crc32(repr(("mass", workers, by_slot, c)).encode()) >> 1
+    rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
+    worker_memory, mass_task = make_worker_memory(rows, c), make_mass_task(rows, uid, by_slot, c)
+    iterations = workers * LEAST_ITERATIONS if workers > 1 else 1
+    every = LEAST_ITERATIONS if workers > 1 else 1
+
+    @ti.kernel
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: FLOATS, work: FLOATS,
+                     strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(serialize=workers == 1)
+        for i in range(iterations):
+            worker = i // every
+            tasks = 0
+            if i % every == 0:
+                tasks = (params[P.tasks] - worker + workers - 1) // workers
+            memory = worker_memory(worker, params)
+            for turn in range(tasks):
+                arrays = ti.static((q, k, lens, table, k_scale, lse, mass, work))
+                mass_task(turn * workers + worker, memory, arrays, strides, params, scalars)
+
+    return mass_of_keys
+
+
+make_mass_cpu.fast_math = True
+
+
+@ti.real_func
+def add_row(work: FLOATS, n: ti.i32, row: ti.i32, to: ti.i32, number: ti.i32):
+    """Add the numbers of a row to others."""
+    for j in range(n):
+        work[to + j] = work[to + j] + work[row + j]
+
+
+def make_mass_task(rows, uid, by_slot, c):
+    """mass_task(number, memory, ...): a task, from its number to the mass of its keys.
+
+    Of the lists of a chunk, that of V has the keys' places in `mass`, and that of V's scales their sums.
+    """
+    keys, row_loops, decode_task = make_key_loops(c), make_row_loops(c), make_decode_task("cpu", CHUNK, c)
+    list_chunk, add_block = make_list_chunk(keys, uid, by_slot, c), make_add_block(row_loops, rows, uid, c)
+    query_row = make_query_row(c)
+
+    @ti.func
+    def mass_task(number, memory, arrays: ti.template(), strides, params, scalars):
+        q, k, lens, table, k_scale, lse, mass, work = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        last = params[P.queries] * c.group - 1
+        index = task[T.begin]
+        while index < task[T.end]:
+            n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
+            index = index_behind
+            if n > 0:
+                row_loops.clear(work, memory[M.v_scales], ROW, uid)
+                if ti.static(c.scale != ""):
+                    first = strides[S.k_scale_first] + task[T.scale_first]
+                    keys.load_scales(k_scale, work, memory[M.scale_list], first, n, memory[M.k_scales], uid)
+                for block in range(last // c.rows + 1):
+                    for z in range(rows):
+                        r = ti.min(block * c.rows + ti.min(z, c.rows - 1), last)
+                        at = query_row(task[T.sequence], task[T.head], r, strides, params)
+                        row_loops.load_query(q, work, at, memory[M.queries] + z * c.width, uid)
+                    keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, CHUNK, 1,
+                              memory[M.queries], memory[M.scores], uid)  # fmt: skip
+                    add_block(block * c.rows, n, visible, task, memory, lse, work, strides, params, scalars)
+                for j in range(n):
+                    mass[ti.bit_cast(work[memory[M.v_list] + j], ti.i32)] = work[memory[M.v_scales] + j]
+
+    return mass_task
+
+
+def make_list_chunk(keys, uid, by_slot, c):
+    """list_chunk(index, ...) -> (keys listed, index behind the last): `cpu.make_list_chunk`, with places in `mass`."""
+    locate, (k_offset, _, scale_offset) = make_locate(c), make_slot_offsets(c)
+    mass_offset = make_mass_offset(by_slot, c)
+
+    @ti.func
+    def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
+        index, n = begin, 0
+        b, h = task[T.sequence], task[T.head]
+        while index < task[T.end] and n < CHUNK:
+            found = locate(b, h, index, visible, table, strides, params)
+            slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
+            if slot >= 0:
+                at = mass_offset(b, h, index, slot, visible, strides, params)
+                keys.list_keys(work, memory[M.k_list] + n, count, k_offset(slot, strides), strides[S.k_token], uid)
+                keys.list_keys(work, memory[M.v_list] + n, count, at, 1, uid)
+                if ti.static(c.scale != ""):
+                    scale_first = scale_offset(slot, strides)
+                    keys.list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
+                if ti.static(c.masked):
+                    keys.list_keys(work, memory[M.indices] + n, count, index, 1, uid)
+                n += count
+            index += count
+        if n > 0:  # keys are read in pairs
+            work[memory[M.k_list] + n] = work[memory[M.k_list] + n - 1]
+        return n, index
+
+    return list_chunk
+
+
+def make_add_block(row_loops, rows, uid, c):
+    """add_block(first, n, ...): the weights that the query rows from `first` on give a chunk's keys, to their sums."""
+    query_bounds, lse_of_row = make_query_bounds(c), make_lse_of_row(c)
+
+    @ti.func
+    def add_block(first, n, visible, task, memory, lse: ti.template(), work: ti.template(), strides, params, scalars):
+        for g in range(ti.min(c.rows, params[P.queries] * c.group - first)):
+            sees, of_row = lse_of_row(task[T.kv_head], first + g, lse, strides, params, scalars)
+            if sees > 0:
+                scores = memory[M.scores] + g * ROW
+                bounds = query_bounds((first + g) // c.group, visible, params)
+                row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap], memory[M.k_scales],
+                                 memory[M.indices], bounds[0], bounds[1], bounds[2], bounds[3], uid)  # fmt: skip
+                row_loops.weights(work, scores, n, of_row, uid)
+                add_row(work, n, scores, memory[M.v_scales], uid)
+
+    return add_block

@@ -1,0 +1,148 @@
+"""The attention mass of keys on CUDA, by the lanes of `cuda`: K is read once for all query rows of a KV head.
+
+A lane has the scores of one row and of a few of the keys in flight, as in attention. With the row's log-sum-exp they
+are weights at once, and the sum of a key's weights goes over the lanes that have its other rows.
+"""
+
+from tikv.kernels.address import make_word_offset
+from tikv.kernels.attention.addresses import make_slot_offsets
+from tikv.kernels.attention.cuda import LN2, Exchange, make_dots, make_load_queries, make_logits, make_slot_of
+from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
+from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, PARAMS, SCALARS, STRIDES, P, array_types
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.lanes import BLOCK, butterfly_sum
+from tikv.runtime import ti
+
+
+def make_mass_lanes(shape, single, by_slot, c):
+    """mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): `mass.make_mass` in words of 64 bits.
+
+    The extent of q is tasks * `BLOCK`. `single`: a KV head has no more than `Choices.rows` query rows, which stay in
+    registers; more are read anew for every few keys.
+    """
+    Q, K, LENS, TABLE, SC, _ = array_types("cuda", c)
+    mass_task = make_mass_task(Exchange(shape, c), single, by_slot, c)
+
+    @ti.kernel
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: FLOATS, strides: STRIDES,
+                     params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(block_dim=BLOCK)
+        for i in range(q.shape[0]):
+            arrays = ti.static((q, k, lens, table, k_scale, lse, mass))
+            mass_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
+
+    return mass_of_keys
+
+
+make_mass_lanes.fast_math = True
+make_mass_lanes.resident = lambda shape, single, by_slot, c: shape.resident
+
+
+def make_mass_task(x, single, by_slot, c):
+    """mass_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
+    decode_task, load_queries, lse_of_row = make_decode_task("cuda", 1, c), make_load_queries(x, c), make_lse_of_row(c)
+    load_keys, weigh, store_mass = make_load_keys(x, c), make_weigh(x, c), make_store_mass(x, by_slot, c)
+    L, U, R, groups = x.lanes, x.keys, x.rows, x.groups
+    own_keys = U // x.shared_keys
+
+    @ti.func
+    def mass_task(thread, number, arrays: ti.template(), strides, params, scalars):
+        q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        rows = params[P.queries] * c.group
+        lane, group = thread % L, thread // L
+        mine = 0  # of a block's rows, the one this lane owns the scores of
+        for n in ti.static(range(len(x.rows_left))):
+            if (lane & ti.static(x.row_distances[n])) != 0:
+                mine = mine + ti.static(x.rows_left[n])
+        my_key = 0  # of every `shared_keys`
+        for n in ti.static(range(len(x.keys_left))):
+            if (lane & ti.static(x.key_distances[n])) != 0:
+                my_key = my_key + ti.static(x.keys_left[n])
+        queries = [ti.f32(0.0) for _ in range(R * x.k_elements)]
+        kw = [ti.u64(0) for _ in range(x.k_rounds * U)]
+        sees, of_row = 0, ti.f32(0.0)
+        if ti.static(single):
+            load_queries(lane, mine, task, q, queries, strides, params, scalars)
+            if mine < rows:
+                sees, of_row = lse_of_row(task[T.kv_head], mine, lse, strides, params, scalars)
+        for turn in range((task[T.end] - task[T.begin] + groups * U - 1) // (groups * U)):
+            here = task[T.begin] + turn * groups * U + group
+            load_keys(here, lane, task, kw, visible, k, table, strides, params)
+            totals = [ti.f32(0.0) for _ in range(own_keys)]
+            if ti.static(single):
+                weigh(here, lane, mine, my_key, sees, of_row, kw, queries, totals, visible, task, table, k_scale,
+                      strides, params, scalars)  # fmt: skip
+            else:
+                for block in range((rows + c.rows - 1) // c.rows):
+                    task[T.row] = block * c.rows
+                    load_queries(lane, mine, task, q, queries, strides, params, scalars)
+                    sees = 0
+                    if mine < c.rows and block * c.rows + mine < rows:  # rows are filled up to a power of 2
+                        sees, of_row = lse_of_row(task[T.kv_head], block * c.rows + mine, lse, strides, params, scalars)
+                    weigh(here, lane, mine, my_key, sees, of_row, kw, queries, totals, visible, task, table, k_scale,
+                          strides, params, scalars)  # fmt: skip
+            store_mass(here, lane, my_key, totals, visible, task, table, mass, strides, params)
+
+    return mass_task
+
+
+def make_load_keys(x, c):
+    """load_keys(first, lane, task, kw, ...): start to read this lane's words of the next keys' K."""
+    slot_of, (k_offset, _, _), k_word = make_slot_of(x, c), make_slot_offsets(c), make_word_offset(*c.k_inner)
+    L = x.lanes
+
+    @ti.func
+    def load_keys(first, lane, task, kw: ti.template(), visible, k: ti.template(), table: ti.template(), strides,
+                  params):  # fmt: skip
+        for u in ti.static(range(x.keys)):
+            slot, _ = slot_of(first + u * x.groups, task, visible, table, strides, params)
+            k_row = task[T.k_first] + k_offset(slot, strides)
+            for w in ti.static(range(x.k_rounds)):
+                kw[u * x.k_rounds + w] = k[k_row + k_word(ti.min(w * L + lane, x.k_words - 1))]
+                if ti.static((w + 1) * L > x.k_words):
+                    kw[u * x.k_rounds + w] = ti.select(w * L + lane < x.k_words, kw[u * x.k_rounds + w], ti.u64(0))
+
+    return load_keys
+
+
+def make_weigh(x, c):
+    """weigh(here, lane, mine, ...): the weights that this lane's row gives its keys, added to `totals`."""
+    dots, logits = make_dots(x, c), make_logits(x, c)
+    K = x.shared_keys
+    own_keys = x.keys // K
+
+    @ti.func
+    def weigh(here, lane, mine, my_key, sees, of_row, kw: ti.template(), queries: ti.template(), totals: ti.template(),
+              visible, task, table: ti.template(), k_scale: ti.template(), strides, params, scalars):  # fmt: skip
+        scores = [ti.f32(0.0) for _ in range(x.keys)]
+        dots(lane, kw, queries, scores)
+        v_factor = [ti.f32(1.0) for _ in range(own_keys)]
+        counts = [1 for _ in range(own_keys)]
+        query = ti.min(task[T.row] + mine, params[P.queries] * c.group - 1) // c.group
+        logits(here, query, my_key, ti.f32(0.0), scores, v_factor, counts, visible, task, table, k_scale, k_scale,
+               strides, params, scalars)  # fmt: skip
+        for o in ti.static(range(own_keys)):
+            if sees > 0 and scores[o * K] > ti.f32(LOWEST):
+                totals[o] += ti.exp(ti.min(scores[o * K] - of_row * ti.f32(LN2), ti.f32(0.0)))
+
+    return weigh
+
+
+def make_store_mass(x, by_slot, c):
+    """store_mass(here, lane, my_key, totals, ...): the sums over all rows of the lanes' keys, each by one lane."""
+    slot_of, mass_offset = make_slot_of(x, c), make_mass_offset(by_slot, c)
+    K = x.shared_keys
+    others = sum(x.row_distances) + sum(x.sum_distances)  # lanes that have the same keys
+
+    @ti.func
+    def store_mass(here, lane, my_key, totals: ti.template(), visible, task, table: ti.template(), mass: ti.template(),
+                   strides, params):  # fmt: skip
+        for o in ti.static(range(x.keys // K)):
+            total = butterfly_sum(totals[o], x.row_distances)
+            index = here + (o * K + my_key) * x.groups
+            slot, counts = slot_of(index, task, visible, table, strides, params)
+            if (lane & ti.static(others)) == 0 and index < task[T.end] and counts != 0:
+                mass[mass_offset(task[T.sequence], task[T.head], index, slot, visible, strides, params)] = total
+
+    return store_mass
