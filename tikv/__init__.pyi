@@ -29,6 +29,7 @@ from tikv.ops.attention import merge_states as merge_states
 from tikv.ops.attention import paged_decode_attention as paged_decode_attention
 from tikv.ops.blocks import copy_blocks as copy_blocks
 from tikv.ops.blocks import swap_blocks as swap_blocks
+from tikv.ops.compact import compact as compact
 from tikv.ops.copy import copy as copy
 from tikv.ops.copy import copy_kv as copy_kv
 from tikv.ops.copy import linearize as linearize

@@ -162,6 +162,28 @@ def linearize(cache: Array, *, length: int, cache_layout: str = "head_major") ->
     return np.take(cache, list(order)[:length], axis=axis)
 
 
+def compact(cache: Array, keep: Any) -> Array:
+    """The cache after each head kept some of its rows, in front and in their order; the rows behind are as they were.
+
+    Args:
+        cache: (B, H, S, ...); not changed.
+        keep: ascending indices (B, H, n) or (B, n), or a mask (B, H, S) or (B, S).
+
+    Returns:
+        A new array like `cache`.
+
+    Example:
+        >>> compact(np.arange(4.0).reshape(1, 1, 4), np.array([[1, 3]])).ravel()
+        array([1., 3., 2., 3.])
+    """
+    after: Array = cache.copy()
+    for sequence, chosen, to in zip(cache, keep, after, strict=True):
+        for h, rows in enumerate(sequence):
+            kept = rows[chosen if chosen.ndim == 1 else chosen[h]]
+            to[h, : len(kept)] = kept
+    return after
+
+
 def append_ragged(new: Array, cache: Array, offsets: Sequence[int] | Array) -> Array:
     """The cache after each sequence got its rows from its own offset on; rows that fall outside are left out.
 

@@ -27,6 +27,10 @@ def copies(values):
     ring, found = (values((3, 5, 8), F16) for _ in range(2))
     tikv.linearize(ring, found, length=9)
     yield "linearize", [found]
+    for dtype, width in ((F16, 8), (F32, 40)):
+        cache = values((2, 3, 40, width), dtype)
+        tikv.compact(cache, np.arange(40) % np.array([[[2]], [[3]]]) == 1 + np.zeros((1, 3, 1)))
+        yield "compact", [cache]
 
 
 def stores(values):

@@ -16,7 +16,7 @@ import numpy as np
 from tikv import arrays, dtypes, reference, runtime
 from tikv.errors import ArchError, DTypeError
 from tikv.graphs.builder import GraphBuilder
-from tikv.ops import attention, blocks, copy, paged, quantize, ragged, write_qkv
+from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, write_qkv
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.paged import PagedKVCacheStore
 from tikv.tools.doctor import FAILED, REFUSED, TESTED, Trial
@@ -85,6 +85,18 @@ def _linearize(bench: Bench, src: str, stored: str) -> Trials:
         cache, out = bench.rows(stored, 3, 6, 16), bench.on_device(bench.rows(stored, 3, 6, 16))
         copy.linearize(bench.on_device(cache), out, length=15)
         yield out, reference.linearize(cache, length=15), None
+
+
+def _compact(bench: Bench, src: str, stored: str) -> Trials:
+    if src == stored or dtypes.parse(stored, "support").itemsize == 1:
+        before, out = (bench.rows(stored, 2, 3, 9, 16) for _ in range(2))
+        keep, mask = np.sort(bench.rng.random((2, 3, 9)).argsort()[..., :5]), bench.rng.random((2, 9)) < 0.5
+        yield compact.compact(bench.on_device(before), keep), reference.compact(before, keep), None
+        to = compact.compact(bench.on_device(before), mask, out=bench.on_device(out))
+        kept = reference.compact(before, mask)
+        for b, n in enumerate(mask.sum(axis=1)):
+            kept[b, :, n:] = out[b, :, n:]
+        yield to, kept, None
 
 
 def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
@@ -262,6 +274,7 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
     "copy": _copy,
     "copy_kv": _copy_kv,
     "linearize": _linearize,
+    "compact": _compact,
     "append_ragged": _append_ragged,
     "write_slots": _write_slots,
     "gather_paged": _gather_paged,

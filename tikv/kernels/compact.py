@@ -1,0 +1,192 @@
+"""Rows of a head moved down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
+
+Since index[j] >= j, a head whose rows are moved in their order never reads a row that was written before. So heads are
+independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head. On Vulkan and Metal
+a thread moves one word of each of a head's rows, `HELD` rows at a time, all read before one is written, and waits for
+nobody. On CUDA, where that would leave memory waiting, the threads of a block share a head's words and neighbouring
+rows, and a barrier stands between reading and writing: what a block reads in a later round lies above all that it has
+written.
+"""
+
+import zlib
+from typing import NamedTuple
+
+from tikv.kernels.address import S, index_array
+from tikv.kernels.codec import word_array
+from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, make_loop
+from tikv.runtime import ti
+
+HELD = 16  # rows of which a GPU thread holds a word: what 256 heads of 32 words need in flight on an H200
+WARP = 32  # words side by side that one read of a warp takes
+STREAMS = 4  # K, V, and the scales of both
+ENTRIES = len(S)  # strides of an array; a constant, since Taichi warns of `len` in what it compiles
+
+
+class CompactParams(NamedTuple):
+    """Numbers of a launch; the index array is read at group, head and row strides of its own."""
+
+    iterations: int = 0
+    groups: int = 1
+    heads: int = 1
+    tokens: int = 0  # rows that each head keeps, at most
+    limit: int = 0  # rows that each head has
+    workers: int = 1  # threads of a CPU
+    index_group: int = 0
+    index_head: int = 0
+    index_step: int = 0
+    index_first: int = 0
+
+
+C = CompactParams(*range(len(CompactParams._fields)))
+PARAMS = ti.types.vector(len(C), ti.i32)
+ROW_STRIDES = ti.types.vector(STREAMS * ENTRIES, ti.i32)
+
+
+class Words(NamedTuple):
+    """How one array is moved: bits of a word, and words of a row (0 on CPU, which counts at run time)."""
+
+    bits: int
+    units: int
+
+
+class Shape(NamedTuple):
+    """How the words of a row are dealt to threads: parts of a row, words of a part, rows side by side."""
+
+    parts: int
+    columns: int
+    rows: int
+
+
+def shape_of(units, barrier):
+    """Threads for rows of so many words: a block for a part of a head's rows, or a thread for a word of them."""
+    if not barrier:
+        return Shape(units, 1, 1)
+    parts = -(-units // WARP)
+    columns = -(-units // parts)
+    return Shape(parts, columns, BLOCK // columns)
+
+
+def threads_of(units, barrier):
+    """Threads that move the rows of one head."""
+    return shape_of(units, barrier).parts * (BLOCK if barrier else 1)
+
+
+def make_compact(style, serial, barrier, streams, index_bits):
+    """compact(k, v, k_scale, v_scale, index, units, strides, params), in place; absent arrays repeat the first.
+
+    Args:
+        style: "cpu", "cuda" or "spirv".
+        serial: on CPU, run in the calling thread.
+        barrier: on a GPU, whether a block shares a head's rows.
+        streams: a `Words` for each array.
+        index_bits: 32 or 64.
+    """
+    A, B, D, E = (word_array(words.bits) for words in (*streams, *[streams[0]] * (STREAMS - len(streams))))
+    count = len(streams)
+    IX = index_array(index_bits)
+    UNITS = ti.types.vector(STREAMS, ti.i32)
+    if style == "cpu":
+        uid = zlib.crc32(repr((serial, streams, index_bits)).encode()) >> 1
+        move = [make_move_head(words.bits, IX, uid + i) for i, words in enumerate(streams)]
+        every = 1 if serial else LEAST_ITERATIONS
+
+        @ti.func
+        def body(i, given: ti.template(), index: ti.template(), units, strides, params):
+            """A worker's heads, of one array after the other."""
+            lanes = params[C.groups] * params[C.heads]
+            if i % every == 0:
+                for turn in range((lanes - i // every + params[C.workers] - 1) // params[C.workers]):
+                    lane = i // every + turn * params[C.workers]
+                    for n in ti.static(range(count)):
+                        row, at = find_head(lane, n * ENTRIES, strides, params)
+                        token = strides[n * ENTRIES + S.token]
+                        move[n](given[n], index, row, token, units[n], at, params[C.index_step], params[C.tokens],
+                                params[C.limit], uid + n)  # fmt: skip
+    else:
+        moves = [make_move_words(shape_of(words.units, barrier), words, barrier) for words in streams]
+        threads = [threads_of(words.units, barrier) for words in streams]
+
+        @ti.func
+        def body(i, given: ti.template(), index: ti.template(), units, strides, params):
+            """One thread's words of one array."""
+            lanes = params[C.groups] * params[C.heads]
+            left = i
+            for n in ti.static(range(count)):
+                own = lanes * threads[n]
+                if left >= 0 and left < own:
+                    row, at = find_head(left // threads[n], n * ENTRIES, strides, params)
+                    moves[n](given[n], index, row, strides[n * ENTRIES + S.token], left % threads[n], at, params)
+                left = left - own
+
+    loop = make_loop(style, serial, body, C.iterations)
+
+    @ti.kernel
+    def compact(a: A, b: B, d: D, e: E, index: IX, units: UNITS, strides: ROW_STRIDES, params: PARAMS):
+        loop(a, params, ((a, b, d, e), index, units, strides, params))
+
+    return compact
+
+
+@ti.func
+def find_head(lane, first, strides, params):
+    """(the first word of a head's rows, its first index)."""
+    b = lane // params[C.heads]
+    h = lane % params[C.heads]
+    row = strides[first + S.first] + b * strides[first + S.sequence] + h * strides[first + S.head]
+    return row, params[C.index_first] + b * params[C.index_group] + h * params[C.index_head]
+
+
+def make_move_head(bits, IX, uid):
+    """CPU: move_head(...): all rows of a head. The number tells kernels apart, as in `kernels.copy`."""
+    A = word_array(bits)
+
+    @ti.real_func
+    def move_head(a: A, index: IX, row: ti.i32, token: ti.i32, units: ti.i32, at: ti.i32, step: ti.i32,
+                  tokens: ti.i32, limit: ti.i32, number: ti.i32):  # fmt: skip
+        for j in range(tokens):
+            s = ti.cast(index[at + j * step], ti.i32)
+            if s > j and s < limit:
+                source, target = row + s * token, row + j * token
+                for u in range(units):
+                    a[target + u] = a[source + u]
+
+    return move_head
+
+
+def make_move_words(shape, words, barrier):
+    """GPU: move_words(...): a thread's words of a head's rows, `HELD` rows at a time."""
+    _, columns, side = shape
+    word = word_array(words.bits).dtype
+
+    @ti.func
+    def move_words(a: ti.template(), index: ti.template(), row, token, thread, at, params):
+        part, own = thread, 0
+        column = part
+        if ti.static(barrier):
+            part = thread // BLOCK
+            own = (thread % BLOCK) // columns
+            column = part * columns + thread % BLOCK % columns
+        # Threads that are over take no row, but stop at the barrier with the others.
+        taking = own < side and column < words.units
+        tokens = params[C.tokens]
+        for turn in range((tokens + side * HELD - 1) // (side * HELD)):
+            held = ti.Vector.zero(word, HELD)
+            source = ti.Vector.zero(ti.i32, HELD)
+            first = turn * side * HELD + own
+            for n in ti.static(range(HELD)):
+                j = first + n * side
+                if taking and j < tokens:
+                    s = ti.cast(index[at + j * params[C.index_step]], ti.i64)
+                    # Without signs, see `kernels.address`: a negative index is above the limit.
+                    if ti.cast(s, ti.u64) < ti.cast(params[C.limit], ti.u64):
+                        source[n] = ti.cast(s, ti.i32)
+            for n in ti.static(range(HELD)):
+                if source[n] > first + n * side:
+                    held[n] = a[row + source[n] * token + column]
+            if ti.static(barrier):
+                ti.simt.block.sync()
+            for n in ti.static(range(HELD)):
+                if source[n] > first + n * side:
+                    a[row + (first + n * side) * token + column] = held[n]
+
+    return move_words

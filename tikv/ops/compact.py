@@ -1,0 +1,218 @@
+"""`compact`: keep some rows of each head and drop the others, in place or into another array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, Views, describe, view
+from tikv.ops import checks
+from tikv.ops.kept import Rows as HeldRows
+from tikv.ops.kept import held_lengths, kept_indices
+from tikv.ops.layouts import Placement, Rows
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.row_copy import SERIAL_BYTES, alignment, bind_copy, strides_in_words
+
+_IN_PLACE = ("cache", "keep")
+_INTO_OUT = ("cache", "keep", "out")
+
+
+def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> Any:
+    """Keep some rows of each head, side by side and in their order, and drop the others; in one launch.
+
+    Row ``j`` of head ``h`` of sequence ``b`` becomes row ``keep[b, h, j]``. In place, rows from the number kept on stay
+    as they were.
+
+    Args:
+        cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. The codes of int8 are moved as they
+            are: move the scales, (B, H, S, 1), alike.
+        keep: ascending indices, int32 or int64, (B, H, n), or (B, n) for all heads of a sequence; or a bool mask,
+            (B, H, S) or (B, S), that may keep a different number of rows for each head. On the host or the device.
+        lengths: rows of the cache that hold something, (B,), (B, H) or one integer; None for all of them. No index may
+            reach beyond.
+        out: (B, H, m, D) of the cache's dtype, with m at least the largest number kept; None to move rows within the
+            cache. Its other rows stay as they are.
+
+    Returns:
+        What was written: ``out``, or ``cache``.
+
+    Raises:
+        PositionError: an index falls, repeats or points outside; the mask keeps a row that is not held. Indices that
+            only the device knows are not read by the host: there one that points outside, or below its own place in
+            a move in place, is left out, and of others nothing is defined; with ``tikv.init(debug=True)`` they raise.
+        ShapeError, DTypeError: the arrays do not agree, overlap, or are read-only.
+
+    Exactness: bit-exact.
+    Cost: each row kept is read once and written once, those in place not even that; one launch. A mask is read by the
+        host. Into an ``out`` whose heads do not follow each other with one stride it is a launch a sequence.
+    Source: the gather by head of kvpress and its like, which allocate; here nothing is.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> cache = np.arange(8, dtype=np.float32).reshape(1, 2, 4, 1)
+        >>> tikv.compact(cache, [[[1, 3], [0, 2]]])[0, :, :2, 0].tolist()
+        [[1.0, 3.0], [4.0, 6.0]]
+    """
+    operation = "compact"
+    live = runtime.current()
+    rows = view(cache, "cache", operation)
+    checks.on_device([("cache", rows)], live, operation)
+    checks.rank(rows, (4,), "cache", "(B, H, S, D)", operation)
+    batch, heads, slots, _ = rows.shape
+    held = held_lengths(lengths, (batch, heads, slots), live, operation)
+    index = kept_indices(keep, HeldRows(batch, heads, slots, held), live, operation)
+    arrays = [rows, view(index, "keep", operation)]
+    if out is not None:
+        arrays.append(view(out, "out", operation))
+    views = Views(arrays)
+    key = (operation, views.key, len(arrays))
+    plan = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, check_compact(live, operation, views))
+    plan.run(views)
+    return cache if out is None else out
+
+
+def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> Plan:
+    """Check everything but which rows are kept and what lies where."""
+    cache, index = arrays[:2]
+    batch, heads, _, width = cache.shape
+    tokens = index.shape[-1]
+    nothing = 0 in (batch, heads, tokens, width)
+    if len(arrays) == 2:
+        checks.writable(cache, "cache", operation)
+
+        def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+            cache, index = arrays
+            rows = Rows(cache, *_strides(cache))
+            return [bind_in_place(live, operation, [rows], [width], cache.shape[:3], index)]
+
+        return Plan(live, operation, _IN_PLACE, (True, False), None if nothing else bind)
+
+    out = arrays[2]
+    checks.on_device([("out", out)], live, operation)
+    checks.readable(cache, "cache", operation)
+    checks.rank(out, (4,), "out", "(B, H, m, D)", operation)
+    checks.writable(out, "out", operation)
+    checks.same_dtype(cache, out, "cache", "out", operation)
+    detail = f"cache: {describe(cache)}, out: {describe(out)}"
+    for axis, what in ((0, "sequences"), (1, "heads"), (3, "elements of a row")):
+        checks.extent(out.shape[axis], cache.shape[axis], f"the number of {what} of out", operation, detail)
+    if out.shape[2] < tokens:
+        checks.extent(out.shape[2], tokens, "the number of rows of out", operation, f"{detail}, {tokens} kept")
+
+    def bind_out(arrays: Sequence[ArrayView]) -> list[Launch]:
+        return bind_gather(live, operation, *arrays)
+
+    return Plan(live, operation, _INTO_OUT, (False, False, True), None if nothing else bind_out)
+
+
+def shares_rows(live: runtime.Runtime) -> bool:
+    """Whether the threads of a GPU's block share the rows of a head; see `kernels.compact`."""
+    return live.is_cuda
+
+
+def _strides(array: ArrayView) -> tuple[int, int, int]:
+    """Strides of sequences, tokens and heads of (B, H, S, D), in the order of `Rows`."""
+    sequence, head, token = array.strides[:3]
+    return sequence, token, head
+
+
+def bind_in_place(
+    live: runtime.Runtime,
+    operation: str,
+    rows: Sequence[Rows],
+    widths: Sequence[int],
+    shape: Sequence[int],
+    index: ArrayView,
+) -> Launch:
+    """Bind the move of kept rows to the front of their heads, of up to four arrays at once.
+
+    Args:
+        live: the runtime.
+        operation: for messages.
+        rows: where the rows of each array lie.
+        widths: elements in a row of each.
+        shape: (groups, heads, rows); a group is a sequence, or one of a layer.
+        index: (groups, heads, n) or (groups, n); an index below 0 is none.
+
+    Raises:
+        CapacityError: an array or the launch is larger than 32-bit indices reach.
+    """
+    from tikv.kernels import compact as kernels
+    from tikv.kernels import lanes
+
+    groups, heads, limit = shape
+    tokens = index.shape[-1]
+    streams: list[Any] = []
+    strides: list[int] = []
+    units: list[int] = []
+    moved = 0
+    for a, width in zip(rows, widths, strict=True):
+        size = a.array.dtype.itemsize
+        word = math.gcd(alignment(a, width), 4 if live.is_cpu else 8)
+        checks.addressable(a.array, word, live, "cache", operation)
+        units.append(width * size // word)
+        streams.append(kernels.Words(word * 8, 0 if live.is_cpu else units[-1]))
+        strides += strides_in_words(a, word)
+        moved += groups * heads * tokens * width * size
+    barrier = not live.is_cpu and shares_rows(live)
+    workers = max(1, min(live.threads, groups * heads)) if live.is_cpu and moved >= SERIAL_BYTES else 1
+    if live.is_cpu:
+        iterations = workers * lanes.LEAST_ITERATIONS if workers > 1 else 1
+    else:
+        iterations = groups * heads * sum(kernels.threads_of(s.units, barrier) for s in streams)
+    checks.countable(iterations, operation)
+    serial = live.is_cpu and workers == 1
+    bits = index.dtype.itemsize * 8
+    kernel = launch.kernel(live, kernels.make_compact, live.kernel_style, serial, barrier, tuple(streams), bits)
+    arrays = [a.array for a in rows]
+    arrays += [arrays[0]] * (kernels.STREAMS - len(arrays)) + [index]
+    strides += [0] * (kernels.STREAMS * 5 - len(strides))
+    units += [0] * (kernels.STREAMS - len(units))
+    group, head, step = index.strides if index.ndim == 3 else (index.strides[0], 0, index.strides[1])
+    numbers = kernels.CompactParams(
+        iterations=iterations,
+        groups=groups,
+        heads=heads,
+        tokens=tokens,
+        limit=limit,
+        workers=workers,
+        index_group=group,
+        index_head=head,
+        index_step=step,
+        index_first=index.offset // index.dtype.itemsize,
+    )
+    return Launch(kernel.bind(iterations, *arrays, tuple(units), tuple(strides), numbers), arrays)
+
+
+def bind_gather(
+    live: runtime.Runtime, operation: str, cache: ArrayView, index: ArrayView, out: ArrayView
+) -> list[Launch]:
+    """Bind the copy of kept rows into another array: a launch where one stride leads through all heads of each."""
+    batch, heads = cache.shape[:2]
+    common: dict[str, Any] = {
+        "widths": [cache.shape[3]],
+        "tokens": index.shape[-1],
+        "src_place": Placement("slots"),
+        "src_limit": cache.shape[2],
+        "index_step": index.strides[-1],
+    }
+    if index.ndim == 2 or heads == 1:
+        src, dst = (Rows(a, *_strides(a)) for a in (cache, out))
+        group = index.strides[0]
+        return [
+            bind_copy(live, operation, src=[src], dst=[dst], heads=heads, groups=batch, index=index,
+                      index_group=group, **common)
+        ]  # fmt: skip
+    even = batch == 1 or all(a.strides[0] == heads * a.strides[1] for a in (cache, index, out))
+    found = []
+    for b in range(1 if even else batch):
+        src, dst = (Rows(a, a.strides[1], a.strides[2], first=b * a.strides[0]) for a in (cache, out))
+        found.append(
+            bind_copy(live, operation, src=[src], dst=[dst], heads=1, groups=heads * (batch if even else 1),
+                      index=index, index_group=index.strides[1], src_index=b * index.strides[0], **common)
+        )  # fmt: skip
+    return found
