@@ -11,9 +11,12 @@ import argparse
 import sys
 import time
 
-import torch
-
 import tikv
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[torch]'")
 
 
 class Model(torch.nn.Module):
@@ -103,10 +106,10 @@ def decode(decoder, step, tokens):
 
 def main():
     """Decode eagerly, then by replaying the graph; both must write the same tokens."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=1024)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="to decode (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="of the model (default %(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="of the model, a multiple of 16 (default %(default)s)")
     arguments = parser.parse_args()
     for name in ("tokens", "layers"):
         if getattr(arguments, name) < 1:

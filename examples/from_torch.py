@@ -3,13 +3,20 @@
 python examples/from_torch.py
 """
 
-import torch
+import argparse
+import sys
 
 import tikv
+
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[torch]'")
 
 
 def main():
     """Write, read and change one cache from both sides."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     heads, width, capacity, window = 2, 4, 8, 6
     store = tikv.KVCacheStore(

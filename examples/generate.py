@@ -1,7 +1,8 @@
 """Write text with a small language model whose KV cache is in tikv.
 
     python examples/generate.py
-    python examples/generate.py --prompt "class Stack:" --temperature 0.7 --seed 3
+    python examples/generate.py --prompt "class Stack:" --seed 3
+    python examples/generate.py --greedy              # the likeliest token each time, which soon says little new
     python examples/generate.py --no-cache            # recompute everything for every token: same text, slower
     python examples/generate.py --dtype int8          # a quarter of the memory; also with --cache paged
 
@@ -110,8 +111,11 @@ def arguments() -> argparse.Namespace:
         help="who attends for a new token; tikv reads the cache where it lies, and compiles longer the first time",
     )
     parser.add_argument("--no-cache", action="store_true", help="recompute every token; then time the cache against it")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw when --temperature is above 0")
+    parser.add_argument(
+        "--temperature", type=float, default=0.6, help="of the draw, 0 takes the likeliest (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the draw: another one, another text (%(default)s)")
+    parser.add_argument("--greedy", action="store_true", help="take the likeliest token, as --temperature 0 does")
     parser.add_argument(
         "--no-repeat",
         type=int,
@@ -122,6 +126,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arch", default="auto", help="tikv's back end: auto, cpu, cuda, vulkan or metal")
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="what train.py wrote")
     args = parser.parse_args()
+    if args.greedy:
+        args.temperature = 0.0
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: at least 1")
     if args.no_repeat < 0 or args.no_repeat == 1:

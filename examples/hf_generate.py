@@ -8,10 +8,13 @@ import argparse
 import sys
 import time
 
-import torch
-import transformers
+try:
+    import torch
+    import transformers
 
-from tikv.integrations.transformers import TikvCache
+    from tikv.integrations.transformers import TikvCache
+except ImportError as error:
+    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[transformers]'")
 
 
 def tiny_model():
@@ -41,8 +44,8 @@ def main():
     """Generate twice, with either cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", help="a folder with a causal model and its tokenizer")
-    parser.add_argument("prompt", nargs="?", default="The key of a cache is")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("prompt", nargs="?", default="The key of a cache is", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=64, help="to write (default %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16", "int8"),

@@ -3,6 +3,7 @@
 python examples/sliding_window.py
 """
 
+import argparse
 import contextlib
 import sys
 
@@ -13,6 +14,7 @@ import tikv
 
 def main():
     """Push a thousand tokens through sixteen slots."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     heads, width, window, sinks = 2, 8, 16, 4
     rng = np.random.default_rng(0)
     store = tikv.KVCacheStore(

@@ -22,12 +22,16 @@ import sysconfig
 import time
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
 from model import FILE_START, OTHER, Tokenizer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save as serialize
-from torch import nn
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from safetensors.torch import save as serialize
+    from torch import nn
+except ImportError as error:
+    sys.exit(f"{__doc__}\nThis program needs {error.name}: pip install 'torch>=2.9' 'taichi-kv[examples]'")
 
 # Tests and tables outweigh the library itself and read alike: a small model would learn little else.
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
@@ -209,7 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default %(default)s)")
     parser.add_argument("--window", type=int, default=64, help="tokens the sliding layers see (default %(default)s)")
     parser.add_argument("--vocabulary", type=int, default=1024, help="pieces of text known (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="default: examples/model")

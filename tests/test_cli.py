@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -16,19 +17,19 @@ import tikv
 from tikv import __main__ as cli
 from tikv import runtime
 from tikv.compat.seeds import spec
-from tikv.tools import bench, doctor, support
+from tikv.tools import bench, doctor, support, table
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments, timeout=600):
+def run(*arguments, timeout=600, env=None):
     return subprocess.run(
         [sys.executable, "-m", "tikv", *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"} | (env or {}),
     )
 
 
@@ -113,12 +114,52 @@ def test_a_narrow_terminal_shows_whole_names(monkeypatch):
     assert cli.main(["variants"]) == 0
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert "".join(line.split("│")[1].strip() for line in lines if "│" in line) == "".join(spec.VARIANTS)
+    parts = sum(line.startswith("tikv variants") for line in lines)
+    first = "".join(line.split("│")[1].strip() for line in lines if "│" in line)
+    assert first == "".join(spec.VARIANTS) * parts
+
+
+def test_a_pipe_keeps_to_the_columns_that_it_is_told():
+    whole = run("variants").stdout
+    narrow = run("variants", env={"COLUMNS": "80"}).stdout
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    assert all(name in narrow for name in spec.VARIANTS)
+    cells = {cell for line in whole.splitlines()[3:] for cell in re.split("  +", line)}
+    assert all(cell in narrow for cell in cells)
+    assert "tikv variants, continued" in narrow
+
+
+@pytest.mark.parametrize(
+    ("alias", "command"), [("show-config", "info"), ("collect-env", "info"), ("diagnose", "doctor")]
+)
+def test_other_names_of_a_command_work(alias, command):
+    arguments = ["--arch", "cpu"] if command == "doctor" else []
+    found, wanted = run(alias, *arguments), run(command, *arguments)
+    assert (found.returncode, found.stdout) == (0, wanted.stdout)
+
+
+def test_back_ends_are_named_alike(capsys):
+    assert cli.main(["doctor", "--arch", "cpu", "--arch", "cpu,auto", "--json"]) == 0
+    assert {row["arch"] for row in json.loads(capsys.readouterr().out)} == {
+        "cpu",
+        next(iter(runtime.candidate_archs())),
+    }
+    for command in ("doctor", "support", "bench"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--arch", "cpu,nowhere"])
+        assert "'nowhere' is none of auto, " in capsys.readouterr().err
+
+
+def test_figures_of_a_noisy_run_are_marked(capsys):
+    rows = [bench.Row("a case", "cpu", 1000, 1.0, 7.0, {}, spread) for spread in (1.1, 2.0)]
+    cli.show_bench("a machine", rows)
+    steady, noisy = capsys.readouterr().out.splitlines()[3:5]
+    assert (steady.split()[-2:], noisy.split()[-1]) == (["700", "%"], "noisy")
 
 
 def test_a_table_prints_brackets_as_they_are(monkeypatch):
     terminal = on_terminal(monkeypatch)
-    cli.table("title", ("status", "detail"), [("FAIL", "cannot open [/tmp/x] now"), ("[red]", "")], {"FAIL": "red"})
+    table.show("title", ("status", "detail"), [("FAIL", "cannot open [/tmp/x] now"), ("[red]", "")], {"FAIL": "red"})
     printed = terminal.getvalue()
     assert "cannot open [/tmp/x] now" in printed
     assert "[red]" in printed

@@ -1,10 +1,10 @@
 """The command line: `tikv` and `python -m tikv`.
 
-info      versions, back end, device, memory        (elsewhere: show-config, collect-env)
-doctor    run real operations on each back end      (elsewhere: env-report, diagnose)
+info      versions, back end, device, memory                      (also: show-config, collect-env)
+doctor    run real operations on each back end                    (also: env-report, diagnose)
 variants  the named copies
 support   operation x dtype x back end
-bench     20 seconds of timings beside numpy, torch and memcpy      (elsewhere: benchmark)
+bench     20 seconds of timings beside numpy, torch and memcpy    (also: benchmark, performance)
 """
 
 from __future__ import annotations
@@ -16,39 +16,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tikv import runtime
 from tikv.compat.seeds import spec
 from tikv.errors import TikvError
 from tikv.stores import draw
-from tikv.tools import doctor
+from tikv.tools import doctor, table
 
-
-def table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], styles: dict[str, str] | None = None
-) -> None:
-    """Print a table: with rich on a terminal that has it, as aligned plain text elsewhere."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            drawn = Table(title=title, title_justify="left")
-            for name in header:
-                drawn.add_column(Text(name), overflow="fold")
-            for row in cells:
-                drawn.add_row(*(Text(c, (styles or {}).get(c, "")) for c in row))  # a path in brackets is no markup
-            Console().print(drawn)
-            return
-    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
-    print(title)
-    for row in [list(header), ["-" * w for w in widths], *cells]:
-        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+if TYPE_CHECKING:
+    from tikv.tools import bench
 
 
 def show_info(arguments: argparse.Namespace) -> int:
@@ -72,13 +49,14 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
         ("launcher", f"{found['launcher']['launcher']} ({found['launcher']['why']})"),
     ]
-    table("tikv info", ("what", "value"), rows)
+    table.show("tikv info", ("what", "value"), rows)
     return 0
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """`tikv doctor`."""
-    archs = tuple(dict.fromkeys(arguments.arch or runtime.ARCHS))
+    asked = asked_archs(arguments)
+    archs = tuple(asked or runtime.ARCHS)
     if arguments.report:
         return write_report(archs, arguments.report)
     checks = doctor.doctor(archs)
@@ -87,13 +65,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     else:
         default = next(iter(runtime.candidate_archs()))
         rows = [(c.arch + (" *" if c.arch == default else ""), c.status, c.detail, c.remedy) for c in checks]
-        table(
+        table.show(
             "tikv doctor (* is what auto takes)",
             ("arch", "status", "detail", "remedy"),
             rows,
             {"PASS": "green", "FAIL": "red", "absent": "yellow"},
         )
-    return doctor.exit_status(checks) if not arguments.arch else int(any(c.status != "PASS" for c in checks))
+    return doctor.exit_status(checks) if not asked else int(any(c.status != "PASS" for c in checks))
 
 
 def write_report(archs: tuple[str, ...], path: str) -> int:
@@ -105,7 +83,7 @@ def write_report(archs: tuple[str, ...], path: str) -> int:
         found = report.report(archs, step=step)
     report.write(found, target)
     header = ("arch", "check", "operations in each dtype", "benches")
-    table("tikv doctor: tested here, now", header, report.summary(found))
+    table.show("tikv doctor: tested here, now", header, report.summary(found))
     print(f"{'what was done until it was stopped' if found['stopped'] else 'all of it'} is in {target}")
     if found["stopped"]:
         raise KeyboardInterrupt
@@ -132,7 +110,7 @@ def show_variants(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=2))
     else:
-        table("tikv variants", header, rows)
+        table.show("tikv variants", header, rows)
     return 0
 
 
@@ -157,7 +135,8 @@ def show_support(arguments: argparse.Namespace) -> int:
     """`tikv support`."""
     from tikv.tools import support
 
-    archs = tuple(dict.fromkeys(arguments.arch or runtime.ARCHS))
+    asked = asked_archs(arguments)
+    archs = tuple(asked or runtime.ARCHS)
     found: list[doctor.Trial] = []
     stopped = False
     # Not each dtype means something to each operation, which its trial finds: what is done is the place in the order.
@@ -189,14 +168,14 @@ def show_support(arguments: argparse.Namespace) -> int:
                     [name, *(mine[name, d].status if (name, d) in mine else "" for d in support.DTYPES)]
                     for name in support.OPERATIONS
                 ]
-                table(f"tikv support, {arch}: tested here, now", ("operation", *support.DTYPES), rows, styles)
+                table.show(f"tikv support, {arch}: tested here, now", ("operation", *support.DTYPES), rows, styles)
                 print()
         for trial in found:
             if trial.status == doctor.FAILED:
                 print(f"FAIL {trial.arch} {trial.operation} {trial.dtype}: {trial.detail}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
-    missing = {trial.arch for trial in found if trial.status == doctor.NOT_HERE} & set(arguments.arch)
+    missing = {trial.arch for trial in found if trial.status == doctor.NOT_HERE} & set(asked)
     return int(bool(missing) or any(trial.status == doctor.FAILED for trial in found))
 
 
@@ -204,50 +183,82 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """`tikv bench`."""
     from tikv.tools import bench
 
-    rows: list[bench.Row] = []
+    archs = list(dict.fromkeys(itertools.chain(*arguments.arch))) or ["auto"]
+    if arguments.plot and len(archs) > 1:
+        return _fail("bench: --plot draws one back end; name one with --arch", 2)
+    runs: list[tuple[str, list[bench.Row]]] = []  # of each back end: the machine in words, and the rows so far
     stopped = False
-    with progress("tikv bench", len(bench.CASES)) as step:
+    with progress("tikv bench", len(bench.CASES) * len(archs)) as step:
         try:
-            names = [*bench.CASES, "done"]
-            step(names[0], 0)
-            for row in bench.bench(arguments.arch, arguments.seconds):
-                rows.append(row)
-                step(names[len(rows)], len(rows))
+            for i, arch in enumerate(archs):
+                names = [*bench.CASES, "done"]
+                step(names[0], i * len(bench.CASES))
+                for row in bench.bench(arch, arguments.seconds):
+                    if len(runs) == i:
+                        runs.append((bench.about(row.arch), []))
+                    rows = runs[i][1]
+                    rows.append(row)
+                    step(names[len(rows)], i * len(bench.CASES) + len(rows))
         except KeyboardInterrupt:
             stopped = True
-    if rows:
-        machine = bench.about(rows[0].arch)
-        if arguments.json:
-            print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows]}, indent=2))
-        else:
-            peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
-            header = ["case", "tikv us", *(f"{peer} us" for peer in peers), "memcpy us", "tikv GB/s", "of memcpy"]
-            cells = [
-                [
-                    row.case,
-                    f"{row.us:,.1f}",
-                    *(f"{row.peers_us[peer]:,.1f}" if peer in row.peers_us else "" for peer in peers),
-                    f"{row.memcpy_us:,.1f}",
-                    f"{row.gb_per_s:.1f}",
-                    f"{row.percent_of_memcpy:.0f} %",
-                ]
-                for row in rows
-            ]
-            table("tikv bench (each result checked; memcpy moves the same bytes)", header, cells)
-            print(machine)
-        if arguments.plot:
-            draw.save(bench.picture(rows, machine), arguments.plot, "bench")
-            print(f"drew {arguments.plot}", file=sys.stderr)
+    if arguments.json and runs:
+        told = [{"machine": machine, "rows": [row.as_dict() for row in rows]} for machine, rows in runs]
+        print(json.dumps(told[0] if len(archs) == 1 else told, indent=2))
+    elif not arguments.json:
+        for machine, rows in runs:
+            show_bench(machine, rows)
+    if arguments.plot and runs:
+        draw.save(bench.picture(runs[0][1], runs[0][0]), arguments.plot, "bench")
+        print(f"drew {arguments.plot}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
     return 0
 
 
-def back_end(text: str) -> str:
-    """An argument that is a back end."""
-    if text not in runtime.ARCHS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(runtime.ARCHS)}")
-    return text
+def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
+    """The table of one back end; figures of a noisy run are marked, and such a share of memcpy is not given."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
+    header = ["case", "tikv us", *(f"{peer} us" for peer in peers), "memcpy us", "tikv GB/s", "of memcpy"]
+    cells = [
+        [
+            row.case,
+            f"{row.us:,.1f}",
+            *(f"{row.peers_us[peer]:,.1f}" if peer in row.peers_us else "" for peer in peers),
+            f"{row.memcpy_us:,.1f}",
+            f"{row.gb_per_s:.1f}",
+            "noisy" if row.noisy else f"{row.percent_of_memcpy:.0f} %",
+        ]
+        for row in rows
+    ]
+    table.show("tikv bench (each result checked; memcpy moves the same bytes)", header, cells, {"noisy": "yellow"})
+    print(machine)
+    if any(row.noisy for row in rows):
+        print("noisy: rounds of the same call differed by a third and more, as when other programs run; try again")
+
+
+def back_ends(text: str) -> list[str]:
+    """An argument that is one back end, or several with commas between them."""
+    found = list(dict.fromkeys(text.split(",")))
+    for name in found:
+        if name not in (*runtime.ARCHS, "auto"):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of auto, {', '.join(runtime.ARCHS)}")
+    return found
+
+
+def add_archs(command: argparse.ArgumentParser, what: str) -> None:
+    """Let a command take back ends, by position or as --arch."""
+    help_text = f"only these of {', '.join(runtime.ARCHS)}, or auto; then each must {what}"
+    command.add_argument("place", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
+    command.add_argument(
+        "--arch", action="append", default=[], type=back_ends, metavar="ARCH[,ARCH...]", help="the same"
+    )
+
+
+def asked_archs(arguments: argparse.Namespace) -> list[str]:
+    """The back ends that were named, each once; none when all are meant."""
+    named = itertools.chain(*arguments.place, *arguments.arch)
+    auto = next(iter(runtime.candidate_archs()))
+    return list(dict.fromkeys(auto if name == "auto" else name for name in named))
 
 
 def seconds(text: str) -> float:
@@ -277,17 +288,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tikv {doctor.VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
-        "info", help="versions, back end, device, memory (also looked for as show-config, collect-env)"
+        "info",
+        aliases=["show-config", "collect-env"],
+        help="versions, back end, device, memory",
     )
     info.add_argument("--json", action="store_true", help="as JSON, for a bug report")
     info.set_defaults(run=show_info)
     check = commands.add_parser(
-        "doctor", help="run real operations on each back end and compare bits (also: env-report, diagnose)"
+        "doctor",
+        aliases=["env-report", "diagnose"],
+        help="run real operations on each back end and compare bits",
     )
-    archs = ", ".join(runtime.ARCHS)
-    check.add_argument(
-        "arch", nargs="*", type=back_end, metavar="ARCH", help=f"only these of {archs}; then each must pass"
-    )
+    add_archs(check, "pass")
     check.add_argument("--json", action="store_true", help="as JSON")
     check.add_argument(
         "--report",
@@ -302,15 +314,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     matrix = commands.add_parser(
         "support", help="operation x dtype x back end: run here now, each compared with the reference"
     )
-    matrix.add_argument(
-        "arch", nargs="*", type=back_end, metavar="ARCH", help=f"only these of {archs}; then each must work"
-    )
+    add_archs(matrix, "work")
     matrix.add_argument("--json", action="store_true", help="as JSON, with the reason of each refusal")
     matrix.set_defaults(run=show_support)
     times = commands.add_parser(
-        "bench", help="about 20 seconds of timings beside numpy, torch and memcpy (also: benchmark, performance)"
+        "bench",
+        aliases=["benchmark", "performance"],
+        help="about 20 seconds of timings beside numpy, torch and memcpy",
     )
-    times.add_argument("--arch", default="auto", choices=["auto", *runtime.ARCHS], help="back end (auto)")
+    times.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        type=back_ends,
+        metavar="ARCH[,ARCH...]",
+        help=f"of {', '.join(runtime.ARCHS)}, one after the other (auto, which takes the first that works)",
+    )
     times.add_argument("--seconds", type=seconds, default=20.0, help="for all cases together, compiling aside (20)")
     times.add_argument("--plot", type=svg, metavar="OUT.svg", help="draw the times beside the peers' as a picture")
     times.add_argument("--json", action="store_true", help="as JSON")

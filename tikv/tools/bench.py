@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # of Llama 3 8B, Qwen3 8B and most
 TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps"}  # of the back ends that torch knows too
 SHORTEST = 2e-3  # seconds of one round; a faster call is repeated within it
 ROUNDS = 3  # at least
+NOISE = 1.3  # a median of the rounds beyond this times the fastest says that something else used the machine
 
 
 class Contender(NamedTuple):
@@ -42,7 +44,10 @@ class Contender(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One case: microseconds of tikv, of each peer and of a plain copy of the same bytes."""
+    """One case: microseconds of tikv, of each peer and of a plain copy of the same bytes, each of its fastest round.
+
+    `spread` is the largest median of the rounds of one of them, as a multiple of its fastest round.
+    """
 
     case: str
     arch: str
@@ -50,6 +55,12 @@ class Row:
     us: float
     memcpy_us: float
     peers_us: dict[str, float]
+    spread: float = 1.0
+
+    @property
+    def noisy(self) -> bool:
+        """Whether something else used the machine while this was timed, so that the figures are worth little."""
+        return self.spread > NOISE
 
     @property
     def gb_per_s(self) -> float:
@@ -63,7 +74,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        told = {**vars(self), "gb_per_s": self.gb_per_s, "percent_of_memcpy": self.percent_of_memcpy}
+        told = {
+            **vars(self),
+            "gb_per_s": self.gb_per_s,
+            "percent_of_memcpy": self.percent_of_memcpy,
+            "noisy": self.noisy,
+        }
         told["peers_us"] = {name: round(us, 3) for name, us in self.peers_us.items()}
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
 
@@ -355,7 +371,8 @@ def time_case(machine: Machine, case: str, seconds: float) -> Row:
             times[name].append(machine.seconds(call, repeats[name]))
     us = {name: min(found) * 1e6 for name, found in times.items()}
     ours, copy = us.pop("tikv"), us.pop("memcpy")
-    return Row(case, machine.live.arch, moved, ours, copy, us)
+    spread = max(statistics.median(found) / min(found) for found in times.values())
+    return Row(case, machine.live.arch, moved, ours, copy, us, spread)
 
 
 def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:

@@ -1,0 +1,107 @@
+"""Tables on a terminal or in a pipe: with rich on a terminal that has it, as aligned plain text elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+NARROWEST = 12  # characters of a column that is wrapped
+
+
+def show(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[Any]], styles: dict[str, str] | None = None
+) -> None:
+    """Print a table.
+
+    One that is wider than the terminal, or than the environment's COLUMNS, is printed in several parts below each
+    other, each with the first column; a cell that is too wide even so goes on in the next line.
+
+    Args:
+        title: the line above.
+        header: names of the columns.
+        rows: a row each, of as many cells.
+        styles: what rich makes of a cell with exactly this text.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    drawn = _rich_modules() if sys.stdout.isatty() else None
+    gap, edge = (3, 4) if drawn else (2, 0)
+    limit = line_width()
+    widths = _fitted([max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))], limit, gap, edge)
+    for i, columns in enumerate(parts(widths, limit, gap, edge)):
+        part = [[row[c] for c in columns] for row in [list(header), *cells]]
+        above = title if i == 0 else f"{title}, continued"
+        if drawn:
+            _draw(drawn, above, part, [widths[c] for c in columns], styles or {})
+        else:
+            print("\n" * (i > 0) + above)
+            print("\n".join(_lines(part, [widths[c] for c in columns])))
+
+
+def line_width() -> int | None:
+    """Characters of a line: the environment's COLUMNS, else the terminal's; None in a pipe, where all fits."""
+    if os.environ.get("COLUMNS", "").isdigit() or sys.stdout.isatty():
+        return max(20, shutil.get_terminal_size().columns)
+    return None
+
+
+def parts(widths: Sequence[int], limit: int | None, gap: int, edge: int) -> list[list[int]]:
+    """Which columns stand beside each other: as many as fit into `limit`, after the first, which each part has.
+
+    Example:
+        >>> parts([10, 8, 8, 8], 32, gap=2, edge=0)
+        [[0, 1, 2], [0, 3]]
+    """
+    found, used = [[0]], edge + widths[0]
+    for column in range(1, len(widths)):
+        if limit is not None and used + gap + widths[column] > limit and len(found[-1]) > 1:
+            found.append([0])
+            used = edge + widths[0]
+        found[-1].append(column)
+        used += gap + widths[column]
+    return found
+
+
+def _fitted(widths: list[int], limit: int | None, gap: int, edge: int) -> list[int]:
+    """No column wider than what is left beside the first."""
+    if limit is None:
+        return widths
+    first = min(widths[0], max(NARROWEST, limit - edge - gap - NARROWEST))
+    return [first, *(min(width, max(NARROWEST, limit - edge - gap - first)) for width in widths[1:])]
+
+
+def _lines(part: list[list[str]], widths: list[int]) -> list[str]:
+    found = []
+    for number, row in enumerate(part):
+        wrapped = [
+            [cell] if len(cell) <= width else textwrap.wrap(cell, width) or [""]
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for i in range(max(map(len, wrapped))):
+            line = [column[i] if i < len(column) else "" for column in wrapped]
+            found.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        if number == 0:
+            found.append("  ".join("-" * width for width in widths))
+    return found
+
+
+def _rich_modules() -> Any:
+    try:
+        import rich.console
+        import rich.table
+        import rich.text
+    except ImportError:
+        return None
+    return rich
+
+
+def _draw(rich: Any, title: str, part: list[list[str]], widths: list[int], styles: dict[str, str]) -> None:
+    drawn = rich.table.Table(title=title, title_justify="left")
+    for name, width in zip(part[0], widths, strict=True):
+        drawn.add_column(rich.text.Text(name), overflow="fold", min_width=min(width, NARROWEST), max_width=width)
+    for row in part[1:]:
+        drawn.add_row(*(rich.text.Text(c, styles.get(c, "")) for c in row))  # a path in brackets is no markup
+    rich.console.Console().print(drawn)
