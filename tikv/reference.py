@@ -515,7 +515,14 @@ def visible_positions(
 
 
 def attention(
-    q: Array, keys: Array, values: Array, *, scale: float, softcap: float | None = None
+    q: Array,
+    keys: Array,
+    values: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sink_logit: float | None = None,
+    bias: Array | float = 0.0,
 ) -> tuple[Array, float]:
     """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
 
@@ -524,15 +531,21 @@ def attention(
         keys, values: (n, D) and (n, D_v); with n of 0 the result is 0 and -inf.
         scale: of q.k.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        sink_logit: of a key more that has no value; None or -inf for none.
+        bias: (n,), added to the scores in the end, such as ALiBi's `slope * (key position - query position)`.
 
     Example:
         >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
         [2.0]
     """
+    if sink_logit is not None and sink_logit > -np.inf:
+        keys, values = np.pad(keys, ((1, 0), (0, 0))), np.pad(values, ((1, 0), (0, 0)))
+        bias = np.concatenate([[sink_logit], np.broadcast_to(bias, len(keys) - 1)])
     if len(keys) == 0:
         return np.zeros(values.shape[1]), -np.inf
     scores = scale * (keys.astype(np.float64) @ q.astype(np.float64))
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
+    scores = scores + bias
     weights = np.exp(scores - scores.max())
     return weights @ values.astype(np.float64) / weights.sum(), float(scores.max() + np.log(weights.sum()))

@@ -125,6 +125,7 @@ def attention(values):
     for dtype in (F32, F16, BF16):
         yield from attend(values, dtype, [values((1, 2, 6, 32), dtype) for _ in "kv"])
     yield from attend_in_parts(values, F32)
+    yield from attend_with_terms(values)
 
 
 def attention_in_parts(values):
@@ -153,6 +154,12 @@ def attend_in_parts(values, dtype):
     yield "paged_decode_attention", [tikv.paged_decode_attention(values((1, 4, 32), dtype), *pools, tables, lens)]
     states = [array for _ in range(2) for array in (values((1, 4, 32), dtype), values((1, 4), F32))]
     yield "merge_states", tikv.merge_states(*states)
+
+
+def attend_with_terms(values):
+    q, caches = values((1, 4, 2, 32), F32), [values((1, 2, 6, 32), F32) for _ in "kv"]
+    terms = {"sink_logits": values((4,), F32), "alibi_slopes": values((4,), F32)}
+    yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, return_mass=True, **terms)
 
 
 GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

@@ -134,10 +134,13 @@ class GraphBuilder(runtime.NotCopied):
         out: str = "out",
         lse: str | None = None,
         mass: str | None = None,
+        sink_logits: str | None = None,
+        alibi_slopes: str | None = None,
         **options: Any,
     ) -> None:
         """`tikv.decode_attention`; ``out`` and, if wanted, ``lse`` and ``mass`` name what it returns."""
         names = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_given(k_scale=k_scale, v_scale=v_scale)}
+        names |= _given(sink_logits=sink_logits, alibi_slopes=alibi_slopes)
         numbers: dict[str, str | int] = {"seq_lens": seq_lens}
         if first_valid is not None:
             numbers["first_valid"] = first_valid
@@ -156,11 +159,13 @@ class GraphBuilder(runtime.NotCopied):
         v_scale: str | None = None,
         out: str = "out",
         lse: str | None = None,
+        sink_logits: str | None = None,
+        alibi_slopes: str | None = None,
         **options: Any,
     ) -> None:
         """`tikv.paged_decode_attention`; ``out`` and, if wanted, ``lse`` name what it returns."""
         names = {"q": q, "k_pool": k_pool, "v_pool": v_pool, "block_tables": block_tables}
-        names |= _given(k_scale=k_scale, v_scale=v_scale)
+        names |= _given(k_scale=k_scale, v_scale=v_scale, sink_logits=sink_logits, alibi_slopes=alibi_slopes)
         outputs = {"out": out, **_given(return_lse=lse)}
         self._add(paged_decode_attention, names, {"context_lens": context_lens}, options, outputs)
 

@@ -7,6 +7,7 @@ rows, merges both by their log-sum-exps, and appends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
@@ -17,11 +18,13 @@ from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, plan_key, real
 from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.layer import Layer, LayerMemory
 
 MISSING = ("raise", "ignore")
+NO_VIEWS: Mapping[str, ArrayView] = {}
 
 
 class AttentionScale(NamedTuple):
@@ -36,12 +39,12 @@ class AttentionScale(NamedTuple):
         return cls(real(scale, "scale", operation), real(softcap, "softcap", operation))
 
 
-def layer_arrays(layer: Layer, q: ArrayView) -> dict[str, ArrayView]:
-    """Queries and a layer's memory, by the names that attention has for them."""
+def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
+    """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
     arrays = {"q": q, "k": layer.k, "v": layer.v}
     if layer.k_scale is not None and layer.v_scale is not None:
         arrays["k_scale"], arrays["v_scale"] = layer.k_scale, layer.v_scale
-    return arrays
+    return {**arrays, **terms} if terms else arrays
 
 
 def layer_plan(
@@ -105,6 +108,7 @@ def extend(
     layout: str,
     scores: AttentionScale,
     return_lse: bool,
+    terms: Terms = NO_TERMS,
 ) -> Any:
     """Attend with new queries over what a layer holds and their own tokens, then append those.
 
@@ -116,6 +120,7 @@ def extend(
         layout: of all of them and of the result, "token_major" or "head_major".
         scores: the scale and the soft cap.
         return_lse: whether the log-sum-exps are wanted.
+        terms: what is added to the scores.
 
     Returns:
         As `KVCacheStore.extend`.
@@ -133,7 +138,8 @@ def extend(
     q = _queries(operation, given, memory, tokens, (token_axis, head_axis))
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
     new = [_head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
-    layer_plan(live, operation, layer_arrays(layer, q), layer, scores)  # refuses what does not fit, before a write
+    added = terms.views(operation)
+    layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
 
     out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
     lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse else None
@@ -141,10 +147,11 @@ def extend(
     if lse is not None:
         results.append(_with_batch(view(lse, "lse", operation), q.ndim - 1))
     if tokens:
-        call = _Extension(operation, appends, layer, scores)
         # K and V of the append lie where the caller has them; attention wants all on the device at once.
-        stage = Staging(live, [q, *new, *results], [False] * 3 + [True] * len(results))
-        staged_q, k, v, staged_out, *staged_lse = stage.arrays
+        read = [*added.values(), q, *new]
+        stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
+        call = _Extension(operation, appends, layer, scores, dict(zip(added, stage.arrays, strict=False)))
+        staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
         to = _head_major(staged_out, token_axis, head_axis)
         to_lse = _head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
         if layer.ring and layer.length + tokens > layer.slots and tokens > 1:
@@ -194,12 +201,15 @@ class _Extension:
         appends: Appends,
         layer: Layer,
         scores: AttentionScale,
+        terms: Mapping[str, ArrayView],
     ) -> None:
         self.operation = operation
         self.memory = appends.memory
         self.live = self.memory.runtime
         self.layer = layer
         self.scores = scores
+        self.terms = terms
+        self.but_sinks = {name: a for name, a in terms.items() if name != "sink_logits"}
 
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention over a layer that has the new tokens, and all that their queries see."""
@@ -207,7 +217,7 @@ class _Extension:
         for first in range(0, tokens, MOST_QUERIES):
             end = min(tokens, first + MOST_QUERIES)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
-            self._over_layer(some, behind + end, 0, to, to_lse, lse is not None)
+            self._over_layer(some, self.terms, behind + end, 0, to, to_lse, lse is not None)
 
     def attend_over_both(
         self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
@@ -219,22 +229,33 @@ class _Extension:
             end = min(tokens, first + MOST_QUERIES)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
-                of_new = self._over_new(some, stored, end, None, None, True)
-                of_layer = self._over_layer(some, layer.length, end, None, None, True)
+                of_new = self._over_new(some, self.but_sinks, stored, end, None, None, True)
+                of_layer = self._over_layer(some, self.terms, layer.length, end, None, None, True)
                 merge_into(self.operation, (*of_layer, *of_new), False, to, to_lse)
             else:
-                self._over_new(some, stored, end, to, to_lse, lse is not None)
+                self._over_new(some, self.terms, stored, end, to, to_lse, lse is not None)
 
-    def _over_layer(self, q: Any, length: int, ahead: int, out: Any, lse: Any, return_lse: bool) -> Any:
+    def _over_layer(
+        self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, out: Any, lse: Any, return_lse: bool
+    ) -> Any:
         """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
         layer = self.layer
-        arrays = layer_arrays(layer, q)
+        arrays = layer_arrays(layer, q, terms)
         plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
         return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse=lse)
 
-    def _over_new(self, q: Any, stored: dict[str, ArrayView], end: int, out: Any, lse: Any, return_lse: bool) -> Any:
+    def _over_new(
+        self,
+        q: Any,
+        terms: Mapping[str, ArrayView],
+        stored: dict[str, ArrayView],
+        end: int,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+    ) -> Any:
         """Attention of the queries before token `end` over the new rows before it."""
-        layer, arrays = self.layer, {"q": q, **stored}
+        layer, arrays = self.layer, {"q": q, **stored, **terms}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
         plan = _kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0)
         return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)

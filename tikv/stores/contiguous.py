@@ -17,6 +17,7 @@ from tikv.arrays import CacheArray, read_host, to_device, view, view_all
 from tikv.errors import CapacityError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS
+from tikv.ops.attention.terms import Terms
 from tikv.stores import contiguous_files, files
 from tikv.stores.append import NAMES, ROWS, Appends, check_step
 from tikv.stores.attend import MISSING, AttentionScale, extend, layer_arrays, layer_plan, refuse_missing
@@ -292,6 +293,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         out: Any = None,
         seq_lens: Any = None,
         missing: str = "raise",
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
@@ -301,7 +304,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         Args:
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D), float32, float16 or bfloat16; num_kv_heads divides Hq.
-            scale, return_lse, impl, softcap, out: as in `tikv.decode_attention`.
+            scale, return_lse, impl, softcap, out, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
             seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
                 sequence, instead of `length`; what goes with `append` at ``positions``.
             missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
@@ -323,7 +326,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
-        arrays = layer_arrays(found, view(q, "q", operation))
+        terms = Terms(sink_logits, alibi_slopes).views(operation)
+        arrays = layer_arrays(found, view(q, "q", operation), terms)
         length, oldest = found.length, found.valid_from
         if seq_lens is not None:
             arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
@@ -348,6 +352,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
 
@@ -360,7 +366,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
                 float32, float16 or bfloat16. num_kv_heads divides Hq.
             k, v: the T new tokens, as in `append`, in the same layout.
             layout: "token_major" or "head_major".
-            scale, softcap: as in `tikv.decode_attention`.
+            scale, softcap, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
 
@@ -389,7 +395,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         operation = "KVCacheStore.extend"
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
-        return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse)
+        terms = Terms(sink_logits, alibi_slopes)
+        return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms)
 
     @whole
     def trim(self, n: int) -> None:

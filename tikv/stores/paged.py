@@ -18,6 +18,7 @@ from tikv.arrays import CacheArray, describe, new_array, view
 from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.terms import Terms
 from tikv.ops.indices import host_integers
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
@@ -369,6 +370,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         impl: str = "auto",
         softcap: float | None = None,
         out: Any = None,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
 
@@ -379,7 +382,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             scale: of the scores; None for 1 / sqrt(D).
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores.
-            impl, softcap, out: as in `tikv.paged_decode_attention`.
+            impl, softcap, out, sink_logits, alibi_slopes: as in `tikv.paged_decode_attention`.
 
         Returns:
             ``out`` or a new array, of q's dtype, (B, Hq, D_v) or (B, Hq, T, D_v); with ``return_lse`` also lse, float32
@@ -410,7 +413,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         call = paged_call(
             operation, q, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-            softcap=softcap, impl=impl, **scales,
+            softcap=softcap, impl=impl, terms=Terms(sink_logits, alibi_slopes), **scales,
         )  # fmt: skip
         return call.attend(q, out=out, return_lse=return_lse)
 
@@ -428,6 +431,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         window: int | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
 
@@ -435,7 +440,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             layer: its index.
             q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
             k, v, seqs, cu_seqlens: as in `append`.
-            scale, window, softcap: as in `attend`.
+            scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
 
         Returns:
@@ -458,7 +463,11 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
-        call = RaggedAttention(operation, self.form, self._pools.layers[layer], q, scale, window, softcap, return_lse)
+        seqs = host_integers(seqs, "seqs", operation, self.runtime)
+        terms = Terms(sink_logits, alibi_slopes).views(operation)
+        call = RaggedAttention(
+            operation, self.form, self._pools.layers[layer], q, scale, window, softcap, return_lse, len(seqs), terms
+        )
         rows = view(k, "k", operation)
         checks.rank(rows, (3,), "k", "(T, H, D)", operation)
         checks.extent(call.q.shape[0], rows.shape[0], "the number of rows of q", operation, f"k: {describe(rows)}")

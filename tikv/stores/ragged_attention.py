@@ -7,7 +7,7 @@ several, each of which reads no further than its last query sees.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.terms import NO_TERMS, Terms, check_terms
 from tikv.ops.staging import Staging
 from tikv.runtime import current
 from tikv.stores.pool_form import PoolForm
@@ -33,6 +34,8 @@ class RaggedAttention:
         q: the queries.
         scale, window, softcap: as in `tikv.paged_decode_attention`.
         return_lse: whether the log-sum-exps are wanted.
+        sequences: how many there are.
+        terms: what is added to the scores, by name.
 
     Raises:
         ShapeError, DTypeError, OptionError, PositionError: the queries or an option do not fit.
@@ -48,6 +51,8 @@ class RaggedAttention:
         window: Any,
         softcap: Any,
         return_lse: bool,
+        sequences: int,
+        terms: Mapping[str, ArrayView],
     ) -> None:
         self.operation = operation
         self.live = current()
@@ -60,12 +65,15 @@ class RaggedAttention:
         self._options |= dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
         checks.on_device([("q", self.q)], self.live, operation)
+        check_terms(operation, terms, sequences, self.q.shape[1], False, self.live)
         no_blocks = to_device(np.full((1, 1), -1, np.int32), self.live)
-        self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0)
+        self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0, NO_TERMS)
+        stage = Staging(self.live, list(terms.values()), [False] * len(terms))
+        self._terms = Terms(**dict(zip(terms, stage.arrays, strict=True)))
 
-    def _call(self, q: ArrayView, table: ArrayView, lens: Any) -> AttentionCall:
+    def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Terms) -> AttentionCall:
         k_pool, v_pool = self._pools[:2]
-        return paged_call(self.operation, q, k_pool, v_pool, table, lens, **self._options)
+        return paged_call(self.operation, q, k_pool, v_pool, table, lens, terms=terms, **self._options)
 
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Sequence[int]) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
@@ -113,7 +121,7 @@ class RaggedAttention:
             length: Any = ends[first] - tokens + stop
             if count > 1:
                 length = lens.restrided((count,), lens.strides, first * lens.strides[0])
-            call = self._call(q, table, length)
+            call = self._call(q, table, length, self._terms.part(first, end))
             call.attend(None, out=out, return_lse=self.return_lse, lse=lse[0] if lse else None)
 
 

@@ -14,6 +14,7 @@ from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.terms import Terms
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -128,6 +129,8 @@ class KVLayer(runtime.DeepCopied):
         softcap: float | None = None,
         window: int | None = None,
         return_lse: bool = False,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Write new tokens from position `len` on, count them, and attend with their queries: one call for the step.
 
@@ -135,7 +138,7 @@ class KVLayer(runtime.DeepCopied):
             q: (T, Hq, D) token-major or (Hq, T, D) head-major, float32, float16 or bfloat16.
             k, v: (T, num_kv_heads, D) or (num_kv_heads, T, D), of the layer's dtype or one that it converts.
             layout: of all of them and of the result.
-            scale, softcap: of the scores, as in `tikv.decode_attention`.
+            scale, softcap, sink_logits, alibi_slopes: of the scores, as in `tikv.decode_attention`.
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq) or (Hq, T).
 
@@ -163,7 +166,8 @@ class KVLayer(runtime.DeepCopied):
         lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if return_lse else None
         parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if return_lse else [])
         queries, *results = (_one_head_major(a, axes) for a in parts)
-        options = {"scale": scale, "softcap": softcap, "window": window}
+        terms = Terms(sink_logits, alibi_slopes)
+        options = {"scale": scale, "softcap": softcap, "window": window, "terms": terms}
         calls = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
             last = min(tokens, first + MOST_QUERIES)

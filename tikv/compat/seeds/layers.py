@@ -19,6 +19,7 @@ from tikv.ops import checks, copy, paged, rope
 from tikv.ops.attention.contiguous import contiguous_call
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.terms import Terms
 from tikv.ops.write_qkv import write_fused
 from tikv.stores import block_pool
 from tikv.stores.append import Appends
@@ -195,6 +196,8 @@ class ContiguousKVLayer(KVLayer):
         scale: float | None = None,
         causal: bool = True,
         window: int | None = None,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attention of the last T of `len` tokens.
 
@@ -204,6 +207,7 @@ class ContiguousKVLayer(KVLayer):
             scale: of the scores; None for 1 / sqrt(D).
             causal: query i sees keys up to its own.
             window: tokens that a query sees, its own included; None for all.
+            sink_logits, alibi_slopes: as in `tikv.decode_attention`.
 
         Returns:
             An array like ``q``.
@@ -223,6 +227,7 @@ class ContiguousKVLayer(KVLayer):
             scale=scale,
             causal=causal,
             window=window,
+            terms=Terms(sink_logits, alibi_slopes),
         )
 
     def _caches(self) -> dict[str, Any]:
@@ -483,12 +488,20 @@ class PagedKVLayer(KVLayer):
 
     @whole
     def paged_decode_attention(
-        self, q: Any, *, q_layout: str = "token_major", scale: float | None = None, window: int | None = None
+        self,
+        q: Any,
+        *,
+        q_layout: str = "token_major",
+        scale: float | None = None,
+        window: int | None = None,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
     ) -> Any:
         """Attention of the last T of `len` tokens, causal.
 
         Args:
-            q, q_layout, scale, window: as in `ContiguousKVLayer.contig_decode_attention`.
+            q, q_layout, scale, window, sink_logits, alibi_slopes: as in
+                `ContiguousKVLayer.contig_decode_attention`.
 
         Returns:
             An array like ``q``.
@@ -509,6 +522,7 @@ class PagedKVLayer(KVLayer):
             layout=self.pool.form.layout,
             scale=scale,
             window=window,
+            terms=Terms(sink_logits, alibi_slopes),
         )
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:

@@ -10,9 +10,22 @@ from typing import NamedTuple
 
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu_loops import CHUNK, LINE_BYTES, ROW, make_key_loops, make_row_loops, rows_per_band
-from tikv.kernels.attention.parameters import BITS, FLOATS, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.parameters import (
+    BITS,
+    FLOATS,
+    LOG2E,
+    PARAMS,
+    SCALARS,
+    STRIDES,
+    TERMS,
+    P,
+    S,
+    X,
+    array_types,
+)
 from tikv.kernels.attention.softmax import exp2, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.terms import make_slope_of, make_start_state
 from tikv.kernels.attention.visible import make_query_bounds
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
@@ -87,7 +100,7 @@ def make_attend_cpu(workers, parts, c):
         parts: whether out and lse take the parts of splits, row by row and split by split, or the result.
         c: the other `Choices`.
 
-    `work` holds `work_floats` floats for each worker.
+    `work` holds `work_floats` floats for each worker. Terms as in `subgroup.make_attend_block`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cpu", c)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
@@ -96,9 +109,8 @@ def make_attend_cpu(workers, parts, c):
     iterations = workers * LEAST_ITERATIONS if workers > 1 else 1
     every = LEAST_ITERATIONS if workers > 1 else 1
 
-    @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-               work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+    @ti.func
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
             worker = i // every
@@ -107,10 +119,21 @@ def make_attend_cpu(workers, parts, c):
                 tasks = (params[P.tasks] - worker + workers - 1) // workers
             memory = worker_memory(worker, params)
             for turn in range(tasks):
-                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
-                attend_task(turn * workers + worker, memory, arrays, strides, params, scalars)
+                attend_task(turn * workers + worker, memory, arrays, terms, strides, params, scalars)
 
-    return attend
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse, work), (), strides, params, scalars)
+
+    @ti.kernel
+    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS,
+                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
+        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
+        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+
+    return attend_with_terms if c.terms else attend
 
 
 make_attend_cpu.fast_math = True
@@ -127,11 +150,11 @@ def make_attend_task(rows, uid, parts, c):
     softmax = make_softmax(keys, row_loops, rows, uid, c)
 
     @ti.func
-    def attend_task(number, memory, arrays: ti.template(), strides, params, scalars):
+    def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         heads = ti.min(params[P.heads_per_task], params[P.heads] - task[T.head])
-        start_rows(heads, task, memory, q, work, strides, params)
+        start_rows(heads, task, memory, q, work, terms, strides, params)
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
@@ -140,7 +163,8 @@ def make_attend_task(rows, uid, parts, c):
                 prefetch_k(k, memory[M.k_list], task[T.k_first], heads, n, memory[M.scores], work, strides, params)
                 keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, params[P.keys_per_pass],
                           heads, memory[M.queries], memory[M.scores], uid)  # fmt: skip
-                masked = softmax(heads, n, visible, task, memory, k_scale, v_scale, work, strides, params, scalars)
+                masked = softmax(heads, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                                 scalars)  # fmt: skip
                 prefetch_v(v, memory[M.v_list], task[T.v_first], heads, n, memory[M.k_scales], work, strides, params)
                 if masked == 0:
                     keys.add_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n,
@@ -155,17 +179,18 @@ def make_attend_task(rows, uid, parts, c):
 
 
 def make_start_rows(row_loops, rows, uid, c):
-    """start_rows(heads, task, memory, ...): a task's queries to a worker's memory, and empty sums."""
-    query_row, D = make_query_row(c), c.width
+    """start_rows(heads, task, memory, ...): a task's queries to a worker's memory; sums are empty, but for a sink."""
+    query_row, start_state, D = make_query_row(c), make_start_state(c), c.width
 
     @ti.func
-    def start_rows(heads, task, memory, q: ti.template(), work: ti.template(), strides, params):
+    def start_rows(heads, task, memory, q: ti.template(), work: ti.template(), terms: ti.template(), strides, params):
         for z in range(heads * rows):
             r = ti.min(task[T.row] + ti.min(z % rows, c.rows - 1), params[P.queries] * c.group - 1)
             at = query_row(task[T.sequence], task[T.head] + z // rows, r, strides, params)
             row_loops.load_query(q, work, at, memory[M.queries] + z * D, uid)
-            work[memory[M.maxima] + z] = MASKED
-            work[memory[M.sums] + z] = 0.0
+            m, l = start_state(task[T.head] + z // rows, r, task[T.split], terms)
+            work[memory[M.maxima] + z] = m
+            work[memory[M.sums] + z] = l
         row_loops.clear(work, memory[M.acc], heads * rows * c.width_v, uid)
 
     return start_rows
@@ -188,7 +213,7 @@ def make_list_chunk(keys, uid, c):
                 if ti.static(c.scale != ""):
                     scale_first = scale_offset(slot, strides)
                     keys.list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
-                if ti.static(c.masked):
+                if ti.static(c.masked or c.alibi):
                     keys.list_keys(work, memory[M.indices] + n, count, index, 1, uid)
                 n += count
             index += count
@@ -218,11 +243,11 @@ def make_softmax(keys, row_loops, rows, uid, c):
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
-    query_bounds, DV = make_query_bounds(c), c.width_v
+    query_bounds, slope_of, DV = make_query_bounds(c), make_slope_of(c), c.width_v
 
     @ti.func
     def softmax(heads, n, visible, task, memory, k_scale: ti.template(), v_scale: ti.template(), work: ti.template(),
-                strides, params, scalars):  # fmt: skip
+                terms: ti.template(), strides, params, scalars):  # fmt: skip
         masked = 0
         for h in range(heads):
             if ti.static(c.scale != ""):
@@ -233,11 +258,12 @@ def make_softmax(keys, row_loops, rows, uid, c):
             for g in range(rows):
                 z = h * rows + g
                 scores = memory[M.scores] + z * ROW
-                t = ti.min(task[T.row] + g, params[P.queries] * c.group - 1) // c.group
-                bounds = query_bounds(t, visible, params)
+                r = ti.min(task[T.row] + g, params[P.queries] * c.group - 1)
+                bounds = query_bounds(r // c.group, visible, params)
+                slope = slope_of(task[T.sequence], task[T.head] + h, r, terms) * ti.f32(LOG2E)
                 high = row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap],
                                         memory[M.k_scales], memory[M.indices], bounds[0], bounds[1], bounds[2],
-                                        bounds[3], uid)  # fmt: skip
+                                        bounds[3], slope, uid)  # fmt: skip
                 if ti.static(c.masked):
                     masked += row_loops.count_masked(work, scores, n, uid)
                 low = work[memory[M.maxima] + z]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.parameters import FLOATS, LOWEST, MASKED, array_types
 from tikv.kernels.attention.softmax import exp2, make_logit
+from tikv.kernels.attention.terms import make_bias
 from tikv.kernels.attention.visible import make_in_bounds
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
 from tikv.runtime import ti
@@ -213,11 +214,12 @@ def make_start_loops(c):
 
 def make_softmax_loops(c):
     """(logits, weights, count_masked, multiply), each over the scores of a row with a chunk's keys."""
-    logit_of, in_bounds = make_logit(c), make_in_bounds(c)
+    logit_of, in_bounds, bias = make_logit(c), make_in_bounds(c), make_bias(c)
 
     @ti.real_func
     def logits(work: FLOATS, at: ti.i32, n: ti.i32, scale: ti.f32, softcap: ti.f32, scales: ti.i32, index: ti.i32,
-               low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, number: ti.i32) -> ti.f32:  # fmt: skip
+               low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32,
+               number: ti.i32) -> ti.f32:  # fmt: skip
         """Turn the scores of a row into logits, or `MASKED`; the largest."""
         top = ti.i32(-0x7FFFFFFF)
         for j in range(n):
@@ -225,6 +227,8 @@ def make_softmax_loops(c):
             if ti.static(c.scale != ""):
                 x = x * work[scales + j]
             x = logit_of(x, scale, softcap)
+            if ti.static(c.alibi):
+                x += bias(slope, ti.bit_cast(work[index + j], ti.i32), high, sinks, last_sink)
             if ti.static(c.masked):
                 i = ti.bit_cast(work[index + j], ti.i32)
                 x = ti.select(in_bounds(i, low, high, sinks, last_sink) > 0, x, ti.f32(MASKED))

@@ -11,10 +11,24 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
-from tikv.kernels.attention.parameters import BITS, LOG2E, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.parameters import (
+    BITS,
+    FLOATS,
+    LOG2E,
+    MASKED,
+    PARAMS,
+    SCALARS,
+    STRIDES,
+    TERMS,
+    P,
+    S,
+    X,
+    array_types,
+)
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.visible import make_is_visible
+from tikv.kernels.attention.terms import make_bias, make_slope_of, make_start_state
+from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_decode, make_load, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle, shuffle_xor
 from tikv.runtime import ti
@@ -92,20 +106,30 @@ def make_attend_lanes(shape, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
     K and V in words of 64 bits, rows of V in one piece. The extent of q is tasks * `BLOCK`. Choices as in
-    `cpu.make_attend_cpu`.
+    `cpu.make_attend_cpu`. Terms as in `subgroup.make_attend_block`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     attend_task = make_attend_task(Exchange(shape, c), parts, c)
 
+    @ti.func
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+        ti.loop_config(block_dim=BLOCK)
+        for i in range(ti.static(arrays[0]).shape[0]):
+            attend_task(i % BLOCK, i // BLOCK, arrays, terms, strides, params, scalars)
+
     @ti.kernel
     def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
                strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
-        ti.loop_config(block_dim=BLOCK)
-        for i in range(q.shape[0]):
-            arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-            attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
+        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
 
-    return attend
+    @ti.kernel
+    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+                          sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS,
+                          numbers: TERMS):  # fmt: skip
+        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+
+    return attend_with_terms if c.terms else attend
 
 
 make_attend_lanes.fast_math = True
@@ -117,12 +141,12 @@ def make_attend_task(x, parts, c):
     decode_task = make_decode_task("cuda", 1, c)
     load_queries, load_keys, dots = make_load_queries(x, c), make_load_keys(x, c), make_dots(x, c)
     logits, rescale, add_values = make_logits(x, c), make_rescale(x), make_add_values(x, c)
-    merge_groups = make_merge_groups(x, parts, c)
+    merge_groups, start_state, slope_of = make_merge_groups(x, parts, c), make_start_state(c), make_slope_of(c)
     L, U, R, EV, groups = x.lanes, x.keys, x.rows, x.v_elements, x.groups
     own_keys = U // x.shared_keys
 
     @ti.func
-    def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
+    def attend_task(thread, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         begin, end = task[T.begin], task[T.end]
@@ -144,6 +168,14 @@ def make_attend_task(x, parts, c):
         queries = [ti.f32(0.0) for _ in range(R * x.k_elements)]
         load_queries(lane, mine, task, q, queries, strides, params, scalars)
         m, l = ti.f32(MASKED), ti.f32(0.0)
+        slope = ti.f32(0.0)
+        if ti.static(c.terms):
+            r = ti.min(task[T.row] + mine, params[P.queries] * c.group - 1)
+            slope = slope_of(task[T.sequence], task[T.head], r, terms)
+            if ti.static(c.sink_logits):
+                high, weight = start_state(task[T.head], r, task[T.split] + group, terms)
+                m = ti.max(high * ti.f32(LN2), ti.f32(MASKED))
+                l = ti.select(my_key == 0, weight, ti.f32(0.0))
         acc = [ti.f32(0.0) for _ in range(R * EV)]
         kw = [ti.u64(0) for _ in range(x.k_rounds * U)]
         vw = [ti.u64(0) for _ in range(x.v_rounds * U)]
@@ -155,8 +187,8 @@ def make_attend_task(x, parts, c):
             dots(lane, kw, queries, scores)
             v_factor = [ti.f32(1.0) for _ in range(own_keys)]
             counts = [1 for _ in range(own_keys)]
-            high = logits(here, query, my_key, m, scores, v_factor, counts, visible, task, table, k_scale, v_scale,
-                          strides, params, scalars)  # fmt: skip
+            high = logits(here, query, my_key, slope, m, scores, v_factor, counts, visible, task, table, k_scale,
+                          v_scale, strides, params, scalars)  # fmt: skip
             if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(high > m + ti.f32(LAG), ti.i32)) != 0:
                 rescale(high, m, l, acc)
             # What does not count may be infinite: the last key's V again, or that of another sequence's page.
@@ -288,16 +320,17 @@ def make_dots(x, c):
 
 
 def make_logits(x, c):
-    """logits(here, query, my_key, m, scores, ...) -> the highest of m and this lane's logits, which replace scores."""
+    """logits(here, query, my_key, ...) -> the highest of m and this lane's logits, which replace scores."""
     slot_of, (_, _, scale_offset) = make_slot_of(x, c), make_slot_offsets(c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
+    query_bounds, bias = make_query_bounds(c), make_bias(c)
     K = x.shared_keys
     own_keys = x.keys // K
 
     @ti.func
-    def logits(here, query, my_key, m, scores: ti.template(), v_factor: ti.template(), counts: ti.template(), visible,
-               task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides, params,
+    def logits(here, query, my_key, slope, m, scores: ti.template(), v_factor: ti.template(), counts: ti.template(),
+               visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides, params,
                scalars):  # fmt: skip
         k_factor = [ti.f32(1.0) for _ in range(own_keys)]
         for o in ti.static(range(own_keys)):
@@ -315,6 +348,10 @@ def make_logits(x, c):
             found = scores[o * K] * k_factor[o]
             if ti.static(c.softcap):
                 found = logit_of(found, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
+            if ti.static(c.alibi):
+                bounds = query_bounds(query, visible, params)
+                index = here + (o * K + my_key) * x.groups
+                found = found + bias(slope, index, bounds[1], bounds[2], bounds[3])
             scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
             high = ti.max(high, scores[o * K])
         return high

@@ -37,6 +37,13 @@ class Choices(NamedTuple):
     table_bits: int
     lens_by_head: bool = False  # a length for each KV head of a sequence
     table_by_head: bool = False  # a row of the table for each, whose pages hold that head alone
+    sink_logits: bool = False  # one more logit a query head, in the denominator only
+    alibi: bool = False  # slopes of the distance between key and query
+
+    @property
+    def terms(self) -> bool:
+        """Whether the kernels take arrays of terms: see `terms`."""
+        return self.sink_logits or self.alibi
 
     @property
     def unit(self) -> int:
@@ -119,13 +126,25 @@ class AttentionScalars(NamedTuple):
     lse_scale: float = 1.0  # from base 2 to the base asked for
 
 
+class AttentionTerms(NamedTuple):
+    """Strides and first entries of the arrays of terms, in elements; a vector of kernels that take those."""
+
+    sink_head: int = 0
+    sink_first: int = 0
+    slope_sequence: int = 0
+    slope_head: int = 0
+    slope_first: int = 0
+
+
 # The place of each number in its vector: strides[S.k_head], params[P.splits], scalars[X.softcap].
 S = AttentionStrides(*range(len(AttentionStrides._fields)))
 P = AttentionParams(*range(len(AttentionParams._fields)))
 X = AttentionScalars(*range(len(AttentionScalars._fields)))
+N = AttentionTerms(*range(len(AttentionTerms._fields)))
 STRIDES = ti.types.vector(len(S), ti.i32)
 PARAMS = ti.types.vector(len(P), ti.i32)
 SCALARS = ti.types.vector(len(X), ti.f32)
+TERMS = ti.types.vector(len(N), ti.i32)
 BITS = ti.types.ndarray(dtype=ti.u32, ndim=1)  # log-sum-exps: the bits of float32
 FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
 

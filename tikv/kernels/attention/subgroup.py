@@ -10,10 +10,25 @@ from typing import NamedTuple
 
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
-from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.parameters import (
+    BITS,
+    FLOATS,
+    LOG2E,
+    LOWEST,
+    MASKED,
+    PARAMS,
+    SCALARS,
+    STRIDES,
+    TERMS,
+    P,
+    S,
+    X,
+    array_types,
+)
 from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.visible import make_is_visible
+from tikv.kernels.attention.terms import make_bias, make_slope_of, make_start_state
+from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
 from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group_operations
 from tikv.runtime import ti
@@ -57,34 +72,44 @@ def shape_of(kind, c):
 def make_attend_block(style, kind, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on Vulkan, Metal and CUDA.
 
-    On CUDA the extent of q is tasks * `BLOCK`. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the
-    other choices as in `cpu.make_attend_cpu`.
+    On CUDA the extent of q is tasks * `BLOCK`. With terms, sink_logits and slopes come before the vectors and their
+    numbers last. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the other choices as in
+    `cpu.make_attend_cpu`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
     group_position = make_group_operations(kind).position
     attend_task = make_attend_task(style, kind, parts, c)
 
-    @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+    @ti.func
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         ti.loop_config(block_dim=BLOCK)
         if ti.static(style == "spirv"):
             for i in range(SPIRV_THREADS):
                 thread, first = i % BLOCK, i // BLOCK
                 count = (params[P.tasks] - first + SPIRV_THREADS // BLOCK - 1) // (SPIRV_THREADS // BLOCK)
-                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
                 if count > 0:
                     position = group_position(thread)
                     for n in range(count):
                         number = first + n * (SPIRV_THREADS // BLOCK)
-                        attend_task(thread, position, number, arrays, strides, params, scalars)
+                        attend_task(thread, position, number, arrays, terms, strides, params, scalars)
         else:
-            for i in range(q.shape[0]):
-                arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+            for i in range(ti.static(arrays[0]).shape[0]):
                 position = group_position(i % BLOCK)
-                attend_task(i % BLOCK, position, i // BLOCK, arrays, strides, params, scalars)
+                attend_task(i % BLOCK, position, i // BLOCK, arrays, terms, strides, params, scalars)
 
-    return attend
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
+
+    @ti.kernel
+    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+                          sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS,
+                          numbers: TERMS):  # fmt: skip
+        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+
+    return attend_with_terms if c.terms else attend
 
 
 make_attend_block.fast_math = True
@@ -95,13 +120,13 @@ def make_attend_task(style, kind, parts, c):
     shape, group_sum = shape_of(kind, c), make_group_operations(kind).sum
     decode_task = make_decode_task(style, 1, c)
     load_queries, load_key = make_load_queries(shape, c), make_load_key(c)
-    group_logits = make_group_logits(shape, kind, c)
+    group_logits, start_state = make_group_logits(shape, kind, c), make_start_state(c)
     to_weights, add_values = make_to_weights(shape, c), make_add_values(shape, c)
     add_sharers, store_rows = make_add_sharers(shape, c), make_store_rows(style, shape, parts, c)
     R = c.rows
 
     @ti.func
-    def attend_task(thread, position, number, arrays: ti.template(), strides, params, scalars):
+    def attend_task(thread, position, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
         queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # as rows, elements of a word, words
         weights = ti.simt.block.SharedArray((R * BLOCK,), ti.f32)
@@ -118,6 +143,10 @@ def make_attend_task(style, kind, parts, c):
         m = ti.Vector([ti.f32(MASKED)] * R)
         l = ti.Vector([ti.f32(0.0)] * R)  # of the keys that this thread owns
         acc = ti.Vector([ti.f32(0.0)] * (R * shape.rounds * c.unit))
+        if ti.static(c.sink_logits):
+            for g in ti.static(range(R)):
+                m[g], weight = start_state(task[T.head], task[T.row] + g, task[T.split], terms)
+                l[g] = ti.select(thread == 0, weight, ti.f32(0.0))
         for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
             left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
             index = task[T.begin] + chunk * BLOCK + mine
@@ -127,7 +156,7 @@ def make_attend_task(style, kind, parts, c):
             k_rows[mine], v_rows[mine] = k_row, v_row
             ti.simt.block.sync()
             logits = group_logits(position, index, slot, left, k_factor, visible, task, k, queries, k_rows, of_groups,
-                                  params, scalars)  # fmt: skip
+                                  terms, params, scalars)  # fmt: skip
             ti.simt.block.sync()
             to_weights(mine, position, v_factor, logits, of_groups, weights, m, l, acc)
             ti.simt.block.sync()
@@ -235,16 +264,23 @@ def make_group_logits(shape, kind, c):
     operations = make_group_operations(kind)
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
+    query_bounds, slope_of, bias = make_query_bounds(c), make_slope_of(c), make_bias(c)
     R = c.rows
 
     @ti.func
     def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), queries: ti.template(),
-                     k_rows: ti.template(), of_groups: ti.template(), params, scalars):  # fmt: skip
+                     k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(), params,
+                     scalars):  # fmt: skip
         rows = params[P.queries] * c.group
         bits = group_dots(position, left, k, queries, k_rows)
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
+            if ti.static(c.alibi):
+                r = ti.min(task[T.row] + g, rows - 1)
+                bounds = query_bounds(r // c.group, visible, params)
+                slope = slope_of(task[T.sequence], task[T.head], r, terms) * ti.f32(LOG2E)
+                logit += bias(slope, index, bounds[1], bounds[2], bounds[3])
             logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
             if ti.static(c.masked):
                 sees = is_visible(ti.min(task[T.row] + g, rows - 1) // c.group, index, visible, params)

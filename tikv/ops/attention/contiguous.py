@@ -21,6 +21,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
+from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 
@@ -46,6 +47,8 @@ def decode_attention(
     lse_base2: bool = False,
     first_valid: int | None = None,
     impl: str = "auto",
+    sink_logits: Any = None,
+    alibi_slopes: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
 
@@ -77,6 +80,10 @@ def decode_attention(
             have lengths of their own.
         impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto". By
             torch's a NaN in a key that only the newer of several queries see reaches all of them.
+        sink_logits: (Hq,) float32: one more logit of each query head, which takes its share of the weight and has no
+            value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
+        alibi_slopes: (Hq,) or (B, Hq) float32: scores, after a soft cap, get ``slope * (key position - query
+            position)`` more. Not with ``return_mass``.
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
@@ -105,7 +112,7 @@ def decode_attention(
     call = contiguous_call(
         "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
-        return_mass=return_mass,
+        return_mass=return_mass, terms=Terms(sink_logits, alibi_slopes),
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse, impl=impl, first_valid=first_valid or 0)
 
@@ -128,6 +135,7 @@ def contiguous_call(
     num_splits: int | None = None,
     return_mass: bool = False,
     lse_base2: bool = False,
+    terms: Terms = NO_TERMS,
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
@@ -140,6 +148,8 @@ def contiguous_call(
         arrays["lens"] = view(seq_lens, "seq_lens", operation)
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
+    if terms is not NO_TERMS:
+        arrays |= terms.views(operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
@@ -152,7 +162,7 @@ def contiguous_call(
         span = None if window is None else window - cache.sinks
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
-    return AttentionCall(plan, arrays, length, (seq_lens,))
+    return AttentionCall(plan, arrays, length, (seq_lens, terms))
 
 
 def _contiguous(

@@ -22,6 +22,7 @@ from tikv.ops.attention.options import (
     table_by_head,
 )
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
+from tikv.ops.attention.terms import Terms, term_numbers
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 
 LEAST_SCRATCH = 1 << 16  # bytes
@@ -140,18 +141,22 @@ class AttentionLaunches(Plan):
         written = [parts, part_lse] if split else [to, lse]
         if style == "cpu":
             written.append(memory.array((1,), dtypes.float32, self.scratch.work))
+        terms = [arrays.get(name, q) for name in Terms._fields] if choices.terms else []
+        term_vector = [term_numbers(arrays)] if choices.terms else []
         factory, own_choices = self._factory(style, bits, choices)
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
-        found = [Launch(kernel.bind(items, *cached, *written, strides, params, scalars), [*cached, *written])]
+        used = [*cached, *written, *terms]
+        found = [Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used)]
+        plain = choices._replace(sink_logits=False, alibi=False)  # what attention leaves has them
         if split:
             items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
             serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
-            kernel = launch.kernel(live, merge.make_merge, style, serial, choices._replace(out=to.dtype.short))
+            kernel = launch.kernel(live, merge.make_merge, style, serial, plain._replace(out=to.dtype.short))
             merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
             found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
         if self.options.mass:
-            found.append(self._mass_launch(arrays, choices, strides, params._replace(lse_first=_first(lse)), lse))
+            found.append(self._mass_launch(arrays, plain, strides, params._replace(lse_first=_first(lse)), lse))
         return found
 
     def _mass_launch(
@@ -209,6 +214,8 @@ class AttentionLaunches(Plan):
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
             lens_by_head=lens_by_head(arrays),
             table_by_head=table_by_head(arrays),
+            sink_logits="sink_logits" in arrays,
+            alibi="alibi_slopes" in arrays,
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: int) -> Any:

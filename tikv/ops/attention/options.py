@@ -77,7 +77,7 @@ INTEGERS = (int, np.integer)
 
 def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """What an `AttentionPlan` is kept under; True is no 1 among the options."""
-    return (operation, *[a.key for a in arrays.values()], *options, *map(type, options))
+    return (operation, *arrays, *[a.key for a in arrays.values()], *options, *map(type, options))
 
 
 def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:

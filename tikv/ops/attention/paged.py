@@ -22,6 +22,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
+from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
 
@@ -45,6 +46,8 @@ def paged_decode_attention(
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
+    sink_logits: Any = None,
+    alibi_slopes: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
 
@@ -61,8 +64,9 @@ def paged_decode_attention(
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
         k_scale, v_scale: (N, bs, H), of int8 pools; a number or (H,) each, of pools of 8-bit floats; of no other.
-        scale, return_lse, out, causal, softcap, num_splits, lse_base2, impl: as in `decode_attention`; torch has no
-            attention over pages, so "auto" is "taichi".
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes: as in
+            `decode_attention`.
+        impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
     Returns:
         As `decode_attention`.
@@ -85,7 +89,7 @@ def paged_decode_attention(
     call = paged_call(
         "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
         window=window, k_scale=k_scale, v_scale=v_scale, causal=causal, softcap=softcap, num_splits=num_splits,
-        lse_base2=lse_base2, impl=impl,
+        lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes),
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse)
 
@@ -108,6 +112,7 @@ def paged_call(
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
+    terms: Terms = NO_TERMS,
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
@@ -122,6 +127,8 @@ def paged_call(
         arrays["lens"] = view(context_lens, "context_lens", operation)
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
+    if terms is not NO_TERMS:
+        arrays |= terms.views(operation)
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
@@ -135,7 +142,7 @@ def paged_call(
         span = window_or_none(window, operation)
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
-    return AttentionCall(plan, arrays, length, (block_tables, context_lens))
+    return AttentionCall(plan, arrays, length, (block_tables, context_lens, terms))
 
 
 def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> CacheLayout:

@@ -23,6 +23,7 @@ from tikv.ops.attention.options import (
     query_shape,
 )
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares
+from tikv.ops.attention.terms import check_terms
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
@@ -53,6 +54,7 @@ class AttentionPlan(Plan):
         self.options = options
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
+        check_terms(operation, arrays, batch, self.query.heads, options.mass, live)
         self.cache = cache._replace(
             k=cache.k._replace(array=cache.k.array.without_owner()),
             v=cache.v._replace(array=cache.v.array.without_owner()),

@@ -1,0 +1,200 @@
+"""What is added to the scores of attention, against the float64 oracle: sink logits and ALiBi's slopes."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from ops.test_attention import Case, Pages, assert_close
+
+import tikv
+from tikv import reference
+
+
+class Terms:
+    """Terms of a case's query heads: a sink far above all scores, one that weighs nothing, and slopes."""
+
+    def __init__(self, rng, case, sinks=True, slopes=None):
+        heads = case.q.shape[1]
+        self.sink_logits = rng.standard_normal(heads).astype(np.float32) if sinks else None
+        if sinks:
+            self.sink_logits[:2] = 30.0, -np.inf
+        shape = {None: None, "head": (heads,), "sequence": (len(case.lens), heads)}[slopes]
+        self.alibi_slopes = None if shape is None else rng.uniform(0.05, 0.5, shape).astype(np.float32)
+
+    def given(self, arch):
+        """As arguments: strided, and starting inside an array."""
+        found = {}
+        for name, a in vars(self).items():
+            if a is not None:
+                wide = np.full((*a.shape[:-1], 2 * a.shape[-1] + 1), np.nan, np.float32)
+                wide[..., 1::2] = a
+                found[name] = oracle.place(wide, arch)[..., 1::2] if arch == "cpu" else oracle.place(a, arch)
+        return found
+
+    def of(self, b, h, at, position):
+        """`reference.attention`'s options for a query at this position, which sees the positions `at`."""
+        found = {}
+        if self.sink_logits is not None:
+            found["sink_logit"] = float(self.sink_logits[h])
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes if self.alibi_slopes.ndim == 1 else self.alibi_slopes[b]
+            found["bias"] = float(slopes[h]) * (np.array(at, float) - position)
+        return found
+
+
+def expected(case, terms, *, softcap=None, **seen):
+    """(out, lse, mass of each position) in float64."""
+    q = case.q if case.q.ndim == 4 else case.q[:, :, None]
+    out, lse = np.zeros((*q.shape[:3], case.v_real.shape[-1])), np.zeros(q.shape[:3])
+    mass = np.zeros(case.k_real.shape[:3])
+    for b, h, t in itertools.product(*map(range, q.shape[:3])):
+        at = reference.visible_positions(case.lens[b], t, q.shape[2], sinks=case.sinks, held=case.ring, **seen)
+        added = terms.of(b, h, at, case.lens[b] - q.shape[2] + t)
+        keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
+        wide = np.concatenate([values, np.eye(len(at))], axis=1)  # what each key weighs comes out beside the result
+        found, lse[b, h, t] = reference.attention(
+            q[b, h, t], keys, wide, scale=q.shape[-1] ** -0.5, softcap=softcap, **added
+        )
+        out[b, h, t], weights = np.split(found, [values.shape[1]])
+        mass[b, h // case.group, at] += weights
+    return out.reshape(*case.q.shape[:-1], -1), lse.reshape(case.q.shape[:-1]), mass
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "queries", "slopes", "splits"),
+    [
+        ("linear", "float32", None, None, None),
+        ("linear", "float16", 3, "sequence", 3),
+        ("ring", "int8", 3, "head", 2),
+        ("NHD", "bfloat16", None, "sequence", 2),
+    ],
+)
+def test_sinks_and_slopes(arch, rng, place, dtype, queries, slopes, splits):
+    """A sink is counted once however many splits there are, and where a query sees nothing it is all there is."""
+    lens = (40, 3, 0, 23)
+    form = {"dtype": dtype, "queries": queries, "group": 4 if dtype == "float16" else 2, "lens": lens}
+    if place == "ring":
+        form |= {"ring": 24, "sinks": 3}
+    pages = Pages(rng, layout=place, **form) if place == "NHD" else None
+    case = pages.case if pages else Case(rng, **form)
+    terms = Terms(rng, case, slopes=slopes)
+    got = (pages or case).run(arch, num_splits=splits, **terms.given(arch))
+    assert_close(got, expected(case, terms, **({"window": 24} if place == "ring" else {}))[:2], "float32")
+
+
+def test_slopes_come_after_the_soft_cap_and_without_a_sink(arch, rng):
+    case = Case(rng, queries=3, sinks=2, lens=(40, 9))
+    terms = Terms(rng, case, sinks=False, slopes="head")
+    got = case.run(arch, softcap=2.0, window=9, sinks=2, **terms.given(arch))
+    assert_close(got, expected(case, terms, softcap=2.0, window=9)[:2], "float32")
+
+
+def test_mass_with_sinks_and_slopes(arch, rng):
+    """What the sinks weigh is no key's."""
+    case = Case(rng, queries=3, group=2, lens=(40, 3, 24))
+    terms = Terms(rng, case, slopes="head")
+    arrays = [oracle.place(a, arch) for a in (case.q, case.k, case.v, np.array(case.lens))]
+    _, mass = tikv.decode_attention(*arrays, return_mass=True, num_splits=2, **terms.given(arch))
+    np.testing.assert_allclose(oracle.to_numpy(mass), expected(case, terms)[2], atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float16", 8)])
+def test_extend_of_a_store_counts_a_sink_once(arch, rng, dtype, window):
+    """Also where a prompt wraps a ring, and what was held and what is new are attended over apart."""
+    terms = {
+        "sink_logits": rng.standard_normal(4).astype(np.float32),
+        "alibi_slopes": rng.uniform(0.1, 0.5, (2, 4)).astype(np.float32),
+    }
+    form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 16, "capacity": 40, "batch_size": 2, "dtype": dtype}
+    store = tikv.KVCacheStore(**form, window=window, sinks=2 if window else 0)
+    whole = tikv.KVCacheStore(**form)
+    given = {name: oracle.place(a, arch) for name, a in terms.items()}
+    for tokens in (5, 13, 1):
+        q, k, v = (rng.standard_normal((2, tokens, heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+        q, k, v = (oracle.place(a, arch) for a in (q, k, v))
+        out, lse = store.extend(0, q, k, v, return_lse=True, **given)
+        whole.append(0, k, v)
+        keys, values = (oracle.to_numpy(a).astype(np.float64) for a in whole.tokens(0))
+        for b, h, t in itertools.product(range(2), range(4), range(tokens)):
+            position = whole.length - tokens + t
+            at = reference.visible_positions(whole.length, t, tokens, window=window, sinks=2 if window else 0)
+            bias = float(terms["alibi_slopes"][b, h]) * (np.array(at) - position)
+            want, want_lse = reference.attention(
+                oracle.to_numpy(q)[b, t, h], keys[b, h // 2, at], values[b, h // 2, at], scale=0.25,
+                sink_logit=float(terms["sink_logits"][h]), bias=bias,
+            )  # fmt: skip
+            np.testing.assert_allclose(oracle.to_numpy(out)[b, t, h], want, atol=1e-5)
+            np.testing.assert_allclose(oracle.to_numpy(lse)[b, t, h], want_lse, atol=1e-5)
+        newest = oracle.place(np.ascontiguousarray(oracle.to_numpy(q)[:, -1]), arch)
+        again = store.attend(0, newest, **given)
+        np.testing.assert_allclose(oracle.to_numpy(again), oracle.to_numpy(out)[:, -1], atol=1e-5)
+
+
+def test_a_pool_and_the_layers_take_terms(arch, rng):
+    """Of sequences of several lengths, each with slopes of its own; all give what a contiguous cache gives."""
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, num_blocks=16, block_size=4,
+                                  dtype="float32")  # fmt: skip
+    seqs, counts = [pool.add() for _ in range(3)], (5, 5, 9)
+    q, k, v = (rng.standard_normal((sum(counts), heads, 16)).astype(np.float32) for heads in (4, 2, 2))
+    terms = {
+        "sink_logits": rng.standard_normal(4).astype(np.float32),
+        "alibi_slopes": rng.uniform(0.1, 0.5, (3, 4)).astype(np.float32),
+    }
+    given = {name: oracle.place(a, arch) for name, a in terms.items()}
+    cu = np.cumsum([0, *counts]).tolist()
+    out = oracle.to_numpy(pool.extend(0, *(oracle.place(a, arch) for a in (q, k, v)), seqs, cu_seqlens=cu, **given))
+    last = np.stack([q[end - 2 : end].swapaxes(0, 1) for end in cu[1:]])
+    got = oracle.to_numpy(pool.attend(0, oracle.place(last, arch), seqs, **given))
+    np.testing.assert_allclose(got[:, :, 1], out[[end - 1 for end in cu[1:]]], atol=1e-5)
+    paged = tikv.PagedKVLayer(8, 4, 2, 16, dtype="float32")
+    paged.paged_block_indices = [5, 0, 3, 7, 1, 2, 4, 6]
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, capacity=40, dtype="float32")
+    own = {"sink_logits": given["sink_logits"], "alibi_slopes": oracle.place(terms["alibi_slopes"][2], arch)}
+    rows = [oracle.place(np.ascontiguousarray(a[cu[2] :]), arch) for a in (q, k, v)]
+    for held in (tikv.ContiguousKVLayer(40, 2, 16, dtype="float32"), paged, store):
+        found = held.extend(*rows, **own) if held is not store else held.extend(0, *rows, **own)
+        np.testing.assert_allclose(oracle.to_numpy(found), out[cu[2] :], atol=1e-5)
+        if held is not store:
+            ask = held.paged_decode_attention if held is paged else held.contig_decode_attention
+            np.testing.assert_array_equal(oracle.to_numpy(ask(rows[0], **own)), oracle.to_numpy(found))
+
+
+def test_a_graph_takes_terms(rng):
+    tikv.init(arch="cpu")
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
+    terms = {"sink_logits": np.ones(4, np.float32), "alibi_slopes": np.full(4, 0.5, np.float32)}
+    g = tikv.GraphBuilder()
+    g.decode_attention("q", "k", "v", 9, sink_logits="s", alibi_slopes="a")
+    found = g.compile().run({"q": q, "k": k, "v": v, "s": terms["sink_logits"], "a": terms["alibi_slopes"]})
+    np.testing.assert_array_equal(found["out"], tikv.decode_attention(q, k, v, 9, **terms))
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "says"),
+    [
+        ({"sink_logits": np.zeros(3, np.float32)}, tikv.ShapeError, r"f32\[3\].*\(Hq,\) = \(4,\)"),
+        ({"sink_logits": np.zeros(4, np.float16)}, tikv.DTypeError, "float32"),
+        ({"alibi_slopes": np.zeros((3, 4), np.float32)}, tikv.ShapeError, r"\(4,\) or \(2, 4\)"),
+        ({"alibi_slopes": np.zeros(4, np.float64)}, tikv.DTypeError, "float32"),
+        ({"sink_logits": np.zeros(4, np.float32), "impl": "torch"}, tikv.OptionError, "torch has no sink_logits"),
+    ],
+)
+def test_terms_that_do_not_fit_are_refused(terms, error, says):
+    tikv.init(arch="cpu")
+    k, v = np.zeros((2, 2, 2, 9, 8), np.float32)
+    out = np.full((2, 4, 8), 7, np.float32)
+    with pytest.raises(error, match=says) as caught:
+        tikv.decode_attention(np.zeros((2, 4, 8), np.float32), k, v, 9, out=out, **terms)
+    assert str(caught.value).startswith("decode_attention: ")
+    assert (out == 7).all()
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=9, batch_size=2, dtype="float32")
+    if "impl" not in terms:
+        with pytest.raises(error, match=says):
+            store.extend(0, *(np.zeros((2, 3, n, 8), np.float32) for n in (4, 2, 2)), **terms)
+        assert store.length == 0
+        pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=9, dtype="float32")
+        seqs = [pool.add(), pool.add()]
+        with pytest.raises(error, match=says):
+            pool.extend(0, *(np.zeros((2, n, 8), np.float32) for n in (4, 2, 2)), seqs, **terms)
+        assert pool.length(seqs[0]) == 0

@@ -1,0 +1,55 @@
+"""What counts in a softmax beside q.k: a sink logit of each query head, and ALiBi's slopes of the distance.
+
+`terms` are the arrays of both and the vector `AttentionTerms`. A kernel reads the arrays that its choices name; where
+they name none it does not take them, and `terms` is empty.
+"""
+
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, N
+from tikv.runtime import ti
+
+
+def make_start_state(c):
+    """start_state(h, r, split, terms) -> (maximum, sum) of a query row before its first key.
+
+    The maximum is in base 2. A sink logit weighs 1 there, and is counted by the first split alone.
+    """
+
+    @ti.func
+    def start_state(h, r, split, terms: ti.template()):
+        m, l = ti.f32(MASKED), ti.f32(0.0)
+        if ti.static(c.sink_logits):
+            sink_logits, _, numbers = ti.static(terms)
+            at = numbers[N.sink_first] + (h * c.group + r % c.group) * numbers[N.sink_head]
+            m = ti.select(split == 0, ti.max(sink_logits[at] * ti.f32(LOG2E), ti.f32(MASKED)), ti.f32(MASKED))
+            l = ti.select(m > ti.f32(LOWEST), ti.f32(1.0), ti.f32(0.0))
+        return m, l
+
+    return start_state
+
+
+def make_slope_of(c):
+    """slope_of(b, h, r, terms): what a step from key to query takes off the logit of query row r."""
+
+    @ti.func
+    def slope_of(b, h, r, terms: ti.template()):
+        found = ti.f32(0.0)
+        if ti.static(c.alibi):
+            _, slopes, numbers = ti.static(terms)
+            head = h * c.group + r % c.group
+            found = slopes[numbers[N.slope_first] + b * numbers[N.slope_sequence] + head * numbers[N.slope_head]]
+        return found
+
+    return slope_of
+
+
+def make_bias(c):
+    """bias(slope, index, high, sinks, last_sink): slope * (key position - query position), by `query_bounds`."""
+
+    @ti.func
+    def bias(slope, index, high, sinks, last_sink):
+        behind = index - high
+        if ti.static(c.sinks):
+            behind = ti.select(index < sinks, index - last_sink, behind)
+        return slope * ti.cast(behind, ti.f32)
+
+    return bias
