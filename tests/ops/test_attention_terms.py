@@ -99,6 +99,8 @@ def test_mass_with_sinks_and_slopes(arch, rng):
     np.testing.assert_allclose(oracle.to_numpy(mass), expected(case, terms)[2], atol=2e-5)
 
 
+# How stores hand terms on is the same everywhere; what kernels make of them is tested above.
+@pytest.mark.archs("cpu", "cuda")
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float16", 8)])
 def test_extend_of_a_store_counts_a_sink_once(arch, rng, dtype, window):
     """Also where a prompt wraps a ring, and what was held and what is new are attended over apart."""
@@ -131,6 +133,7 @@ def test_extend_of_a_store_counts_a_sink_once(arch, rng, dtype, window):
         np.testing.assert_allclose(oracle.to_numpy(again), oracle.to_numpy(out)[:, -1], atol=1e-5)
 
 
+@pytest.mark.archs("cpu", "cuda")
 def test_a_pool_and_the_layers_take_terms(arch, rng):
     """Of sequences of several lengths, each with slopes of its own; all give what a contiguous cache gives."""
     pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, num_blocks=16, block_size=4,
