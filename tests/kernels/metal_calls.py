@@ -159,7 +159,7 @@ def attend_in_parts(values, dtype):
 def attend_with_terms(values):
     q, caches = values((1, 4, 2, 32), F32), [values((1, 2, 6, 32), F32) for _ in "kv"]
     terms = {"sink_logits": values((4,), F32), "alibi_slopes": values((4,), F32)}
-    yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, return_mass=True, **terms)
+    yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, **terms)
 
 
 GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

@@ -20,8 +20,8 @@ from tikv.ops.attention.options import (
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
-from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.attention.terms import NO_TERMS, Terms
+from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 

@@ -31,7 +31,9 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 
 
-def check_terms(operation: str, arrays: Mapping[str, ArrayView], batch: int, heads: int, mass: bool, live: runtime.Runtime) -> None:
+def check_terms(
+    operation: str, arrays: Mapping[str, ArrayView], batch: int, heads: int, mass: bool, live: runtime.Runtime
+) -> None:
     """The terms among the arrays fit so many sequences and query heads.
 
     Raises:
