@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tikv"
 # The outer __init__ only lists public names, and nobody inside imports it.
 FLOORS = [
     ["engines", "errors"],
-    ["dtypes", "forks", "reference"],
+    ["dtypes", "formats", "forks", "reference"],
     ["runtime"],
     ["arrays"],
     ["kernels"],
@@ -32,6 +32,7 @@ TOP = (
     "dtypes",
     "engines",
     "errors",
+    "formats",
     "forks",
     "reference",
 )  # modules that lie directly in tikv/

@@ -21,6 +21,7 @@ from tikv.errors import PositionError as PositionError
 from tikv.errors import ShapeError as ShapeError
 from tikv.errors import StaleRuntimeError as StaleRuntimeError
 from tikv.errors import TikvError as TikvError
+from tikv.formats import Quant as Quant
 from tikv.graphs.builder import GraphBuilder as GraphBuilder
 from tikv.integrations import torch_ops as torch_ops
 from tikv.launch import use_stream as use_stream
@@ -35,6 +36,7 @@ from tikv.ops.copy import copy_kv as copy_kv
 from tikv.ops.copy import linearize as linearize
 from tikv.ops.paged import gather_paged as gather_paged
 from tikv.ops.paged import write_slots as write_slots
+from tikv.ops.quantize import Quantized as Quantized
 from tikv.ops.quantize import dequantize as dequantize
 from tikv.ops.quantize import quantize as quantize
 from tikv.ops.ragged import KVCacheAppendArgs as KVCacheAppendArgs

@@ -49,9 +49,11 @@ int64 = DType("int64", "i64", np.dtype(np.int64), (0, 64))
 
 FLOATS8 = (float8_e4m3fn, float8_e5m2)
 FLOATS = (float32, float16, bfloat16, float64, *FLOATS8)
+uint32 = DType("uint32", "u32", np.dtype(np.uint32), (1, 32))  # words of codes, see `formats`
+
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
-ALL = (*STORED, *INDICES)
+ALL = (*STORED, *INDICES, uint32)
 QUANTIZABLE = (float32, float16, bfloat16)  # into int8, and by a scale into 8 bits of floating point
 SCALES = (float16, float32)  # of int8
 ATTENDED = (float32, float16, bfloat16, *FLOATS8, int8)  # caches that attention reads
@@ -66,6 +68,7 @@ CONVERSIONS = {
     "int8": ("int8",),
     "int32": ("int32",),
     "int64": ("int64",),
+    "uint32": ("uint32",),
 }
 """What a copy may turn a source dtype into, without being asked for more."""
 

@@ -429,6 +429,86 @@ def dequantize(q: Array, scale: Array, dtype: Any = np.float32) -> Array:
     return encode(q.astype(np.float32) * scale.astype(np.float32)[..., None], dtype)
 
 
+def quantize_groups(
+    rows: Array, bits: int, group: int, rule: str, scale_dtype: Any = np.float16
+) -> tuple[Array, Array, Array | None]:
+    """Groups of columns as codes with a scale, and with a bias where the rule is mlx's.
+
+    Args:
+        rows: (..., D) float32, float16 or bfloat16.
+        bits: of a code.
+        group: columns of a group.
+        rule: "affine", "q8_0" or "q4_0".
+        scale_dtype: of scales and biases.
+
+    Returns:
+        (..., D * bits / 32) uint32, (..., D / group) and the same or None.
+
+    Example:
+        >>> words, scales, biases = quantize_groups(np.arange(32, dtype=np.float32) - 8, 8, 32, "affine", np.float32)
+        >>> hex(words[0]), scales.tolist(), biases.tolist()
+        ('0xf2f6fafe', [-0.12156862765550613], [23.0])
+    """
+    x = rows.astype(np.float32).reshape(-1, group)
+    known, largest = np.isfinite(x), np.finfo(np.float32).max
+    biases = None
+    with np.errstate(all="ignore"):
+        if rule == "affine":
+            steps = np.float32(2**bits - 1)
+            low, high = np.where(known, x, largest).min(1), np.where(known, x, -largest).max(1)
+            low, high = (np.where(known.any(1), edge, np.float32(0)) for edge in (low, high))
+            by_low = abs(low) > abs(high)
+            scales = np.maximum(np.minimum(high - low, largest) / steps, np.float32(1e-7)) * np.where(by_low, 1, -1)
+            edge = np.where(by_low, low, high)
+            count = np.rint(edge / scales.astype(np.float32))
+            whole = (count != 0) & np.isfinite(count)
+            scales = np.where(whole, edge / count, scales).astype(np.float32)
+            biases = np.where(count != 0, edge, np.float32(0)).astype(np.float32)
+            codes = np.clip(np.rint((x - biases[:, None]) / scales[:, None]), 0, steps)
+            codes = np.where(np.isnan(x) | (count == 0)[:, None], 0, codes)
+        else:
+            finite = np.where(known, x, np.float32(0))
+            edge = np.take_along_axis(finite, abs(finite).argmax(1)[:, None], 1)[:, 0]
+            scales = abs(edge) / np.float32(127) if rule == "q8_0" else edge / np.float32(-8)
+            inverse = np.where(abs(edge) < 2.0**-100, 0, 1 / scales).astype(np.float32)[:, None]
+            scaled = np.where(np.isnan(x) | (inverse == 0), 0, x * inverse).astype(np.float32)
+            if rule == "q8_0":
+                near = np.floor(abs(scaled)) + (abs(scaled) % 1 >= 0.5)
+                codes = (np.sign(scaled) * np.minimum(near, 127)).astype(np.int64) & 0xFF
+            else:
+                codes = np.clip(np.trunc(scaled + np.float32(8.5)), 0, 15)
+                codes = codes.reshape(-1, 2, 16).swapaxes(1, 2).reshape(x.shape)  # a byte has columns i and i + 16
+        cast = [None if a is None else a.astype(scale_dtype).reshape(*rows.shape[:-1], -1) for a in (scales, biases)]
+    bit = codes.astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+    words = np.packbits(bit.reshape(len(x), -1), axis=1, bitorder="little").view("<u4")
+    assert cast[0] is not None
+    return words.reshape(*rows.shape[:-1], -1), cast[0], cast[1]
+
+
+def dequantize_groups(
+    words: Array, scales: Array, biases: Array | None, bits: int, rule: str, dtype: Any = np.float32
+) -> Array:
+    """The numbers that codes of groups stand for, rounded once to `dtype`.
+
+    Example:
+        >>> dequantize_groups(np.uint32([[0x03020100] * 8]), np.float32([[0.5]]), np.float32([[1]]), 8, "affine")[0, :4]
+        array([1. , 1.5, 2. , 2.5], dtype=float32)
+    """
+    bit = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    codes = (bit.reshape(*words.shape[:-1], -1, bits) << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    q: Array = codes.astype(np.float32)
+    if rule == "q8_0":
+        q = codes.view(np.int8).astype(np.float32)
+    elif rule == "q4_0":
+        q = codes.reshape(*words.shape[:-1], -1, 16, 2).swapaxes(-1, -2).reshape(codes.shape).astype(np.float32) - 8
+    each = q.shape[-1] // scales.shape[-1]
+    with np.errstate(all="ignore"):
+        found = q * np.repeat(scales.astype(np.float32), each, axis=-1)
+        if biases is not None:
+            found = found + np.repeat(biases.astype(np.float32), each, axis=-1)
+        return encode(found.astype(np.float32), dtype)
+
+
 class History:
     """Every token that one layer of one sequence was ever given, and which of them a cache can still hold.
 

@@ -90,6 +90,10 @@ def scattered(values):
         quantized = tikv.quantize(values((4, 8), F32), scale)
         yield "quantize", quantized
         yield "dequantize", [tikv.dequantize(*quantized)]
+    for format in (tikv.Quant(3, 32), "q4_0"):
+        groups = tikv.quantize(values((4, 64), F32), format)
+        yield "quantize", [a for a in groups[:3] if a is not None]
+        yield "dequantize", [tikv.dequantize(groups)]
 
 
 def fused(values):

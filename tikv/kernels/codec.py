@@ -7,12 +7,13 @@ dtypes move words and never look inside, so NaN payloads, -0 and subnormals stay
 import functools
 from typing import NamedTuple
 
+from tikv.formats import FORMATS
 from tikv.kernels.exact import ONE, quotient
 from tikv.runtime import ti
 
 WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
 SIZE = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "i8": 1}
-SCALE_WORD = {"": ti.u32, "f16": ti.u16, "f32": ti.u32}  # of an int8 row's scale
+SCALE_WORD = {"": ti.u32, "f16": ti.u16, "bf16": ti.u16, "f32": ti.u32}  # of a row's or a group's scale
 # As CPU kernels see an array whose words are elements.
 ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "e4m3": ti.u8, "e5m2": ti.u8, "i8": ti.i8}
 
@@ -28,8 +29,8 @@ class Codec(NamedTuple):
 
     @property
     def src_words(self) -> int:
-        """Words of a unit at the source."""
-        return 1 if self.src == "raw" else self.elements * SIZE[self.src] * 8 // self.src_bits
+        """Words of a unit at the source; a group of codes counts as one."""
+        return 1 if self.src == "raw" or self.src in FORMATS else self.elements * SIZE[self.src] * 8 // self.src_bits
 
     @property
     def dst_words(self) -> int:

@@ -10,6 +10,7 @@ Rows that are quantised are shared by `lanes` threads, which first agree on the 
 import zlib
 from typing import NamedTuple
 
+from tikv.formats import FORMATS
 from tikv.kernels.address import (
     K_DST,
     K_SRC,
@@ -42,10 +43,11 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.exact import make_ratio
+from tikv.kernels.groups import make_dequantise_group, make_quantise_group
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
 
-SCALED = ("i8", *FLOAT8)  # dtypes whose rows may have a scale
+SCALED = ("i8", *FLOAT8, *FORMATS)  # dtypes and formats whose rows may have scales
 
 
 class EndLayout(NamedTuple):
@@ -215,8 +217,8 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
     """CPU: move_token_rows(...): all heads of a token, of K or of V."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
-    rows_k = make_rows(heads, k, src.k_inner, dst.k_inner, scale, types[0], uid)
-    rows_v = make_rows(heads, v, src.v_inner, dst.v_inner, scale, types[1], uid)
+    rows_k = make_token_rows(heads, k, src.k_inner, dst.k_inner, scale, types[0], uid)
+    rows_v = make_token_rows(heads, v, src.v_inner, dst.v_inner, scale, types[1], uid)
     k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
     v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
 
@@ -238,8 +240,65 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
     return move_token_rows
 
 
+def has_groups(codec):
+    """Whether one end is of a format of groups."""
+    return codec.src in FORMATS or codec.dst in FORMATS
+
+
+def make_move_group(style, codec, scale):
+    """move_group(a, b, scales, src_row, dst_row, scale_at, group): a group encoded or decoded by one thread."""
+    if codec.dst in FORMATS:
+        return make_quantise_group(codec.dst, style, codec.src, scale)
+    return make_dequantise_group(codec.src, style, codec.dst, scale)
+
+
+def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
+    """CPU: `make_rows`, or the same of a format of groups."""
+    if not has_groups(stream.codec):
+        return make_rows(heads, stream, src_inner, dst_inner, scale, types, uid)
+    move_group = make_move_group("cpu", stream.codec, scale)
+
+    @ti.func
+    def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
+             src_head, dst_head, scale_head):  # fmt: skip
+        if ok:
+            for h in range(heads):
+                src, dst, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
+                for u in range(units):
+                    move_group(a, b, scales, src, dst, at, u)
+
+    return rows
+
+
+def make_move_groups(style, streams, src, dst, lanes, scale):
+    """GPU: `make_move_row` of formats of groups, each of which is moved by a lane."""
+    k, v = streams[0], streams[-1]
+    two = len(streams) == 2
+    move_k, move_v = make_move_group(style, k.codec, scale), make_move_group(style, v.codec, scale)
+    k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
+    v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
+
+    @ti.func
+    def move_row(i, b, h, lane, is_v, rows: ti.template(), arrays: ti.template(), strides, params):
+        ks, kd, vs, vd, k_scale, v_scale = ti.static(arrays)
+        ok, s, src_sequence, d, scale_offset, _, _, _ = rows
+        k_at, v_at = scale_offset + params[P.k_scale], scale_offset + params[P.v_scale]
+        k_from, v_from = k_src(src_sequence, s, h, strides), v_src(src_sequence, s, h, strides)
+        if ok:
+            k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
+            for n in range((k.units - lane + lanes - 1) // lanes):
+                move_k(ks, kd, k_scale, k_from, k_to, k_at, lane + n * lanes)
+            if ti.static(two):
+                for n in range((v.units - lane + lanes - 1) // lanes):
+                    move_v(vs, vd, v_scale, v_from, v_to, v_at, lane + n * lanes)
+
+    return move_row
+
+
 def make_move_row(style, streams, src, dst, lanes, scale):
     """GPU: move_row(...): a lane's part of a row, of K and of V."""
+    if has_groups(streams[0].codec):
+        return make_move_groups(style, streams, src, dst, lanes, scale)
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
     read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)

@@ -97,7 +97,7 @@ def quotient(x, y):
 
 @functools.cache
 def make_ratio(style):
-    """ratio(x, y): x / y for a normal y above 0, rounded correctly; beyond 2**64 infinite, below 2**-64 it is 0.
+    """ratio(x, y): x / y for a normal y above 0, rounded correctly; from 2**126 on infinite, below 2**-125 it is 0.
 
     Of x a NaN stays one, and an infinity infinite; a subnormal may count as 0.
     """
@@ -111,9 +111,9 @@ def make_ratio(style):
             u, divisor = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
             a = u & ti.u32(0x7FFFFFFF)
             power = ti.cast(a >> ti.u32(23), ti.i32) - ti.cast(divisor >> ti.u32(23), ti.i32)
-            exact = quotient(ti.select(ti.abs(power) < 64, a, ti.u32(ONE)), divisor)
-            exact = ti.select(power < 64, exact, ti.u32(INFINITE))
-            exact = ti.select(power > -64, exact, ti.u32(0))
+            exact = quotient(ti.select(ti.abs(power) < 126, a, ti.u32(ONE)), divisor)
+            exact = ti.select(power < 126, exact, ti.u32(INFINITE))
+            exact = ti.select(power > -126, exact, ti.u32(0))
             exact = ti.select(a < ti.u32(HIDDEN), ti.u32(0), exact)
             exact = ti.select(a < ti.u32(INFINITE), exact, a)
             found = ti.bit_cast(exact | (u & ti.u32(0x80000000)), ti.f32)

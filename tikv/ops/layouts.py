@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes
 from tikv.arrays import ArrayView, describe
 from tikv.errors import DTypeError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 
 
@@ -25,6 +26,7 @@ class Rows(NamedTuple):
         first: of the first row.
         block: from a block of a pool to the next; `token` then counts within a block.
         inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
+        format: of codes, whose array holds words; None for rows of numbers.
     """
 
     array: ArrayView
@@ -34,6 +36,7 @@ class Rows(NamedTuple):
     first: int = 0
     block: int = 0
     inner: tuple[int, int] = (0, 0)
+    format: GroupFormat | None = None
 
 
 class Placement(NamedTuple):

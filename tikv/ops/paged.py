@@ -268,8 +268,8 @@ def gather_paged(
     quantised, fixed = source.dtype is dtypes.int8, source.dtype in dtypes.FLOATS8
     scaled = scale is not None
     if (quantised and not scaled) or (scaled and not quantised and not fixed):
-        wanted = "needs its (N, bs, H) scale" if quantised else "has none"
-        raise DTypeError(f"{operation}: pool is {describe(source)}; {source.dtype.name} {wanted}.")
+        wanted = "an int8 pool needs its (N, bs, H) scale" if quantised else f"a pool of {source.dtype} has no scale"
+        raise DTypeError(f"{operation}: pool is {describe(source)}; {wanted}.")
     if scaled:
         scale = scale_given(scale, live, "scale", operation)
         scales = view(scale, "scale", operation)

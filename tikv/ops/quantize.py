@@ -1,24 +1,58 @@
-"""int8 as plain functions: rows to int8 and a scale each, and back. Caches and pools quantise by the same kernel."""
+"""Integers of few bits as plain functions: rows to int8 and a scale each, or to groups of codes, and back.
+
+Caches and pools quantise by the same kernels.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, view
-from tikv.errors import DTypeError, ShapeError
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, to_device, view
+from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.formats import GroupFormat, parse_format
 from tikv.ops import checks
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.row_copy import bind_copy
 
 
-def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArray]:
-    """Quantise each row of the last axis to int8, symmetric, with a scale of its own; in one launch.
+class Quantized(NamedTuple):
+    """Rows as codes of a format, see `quantize`; `dequantize` gives the numbers back.
 
-    The rule, in float32, that every int8 cache here follows:
+    Attributes:
+        codes: (..., D * bits / 32) uint32, the first code of a row in the lowest bits.
+        scales: (..., D / group), of each group.
+        biases: the same, or None where the format has none.
+        format: its row in `tikv.formats`.
+        shape: of the rows, (..., D).
+    """
+
+    codes: Any
+    scales: Any
+    biases: Any
+    format: GroupFormat
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and biases."""
+        return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
+
+
+def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
+    """Quantise the rows of the last axis, in one launch: to int8 with a scale a row, or to groups of codes.
+
+    Formats of groups give the bits of the libraries they come from: `tikv.Quant` mlx's words, scales and biases,
+    "q8_0" and "q4_0" GGUF's codes and float16 scales (whose blocks put each scale before its codes). A range or a
+    largest magnitude is that of the group's finite numbers; a NaN gets code 0, of GGUF's formats that of 0, and an
+    infinity the last code on its side. A range beyond the largest float32 counts as that one.
+
+    int8 is symmetric. The rule, in float32, that every int8 cache here follows:
 
     - ``scale = max|x| / 127`` over the finite elements of the row, not below the smallest normal number of the scale's
       dtype nor above its largest finite one, rounded to that dtype (nearest even) before it is used;
@@ -30,17 +64,20 @@ def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArr
 
     Args:
         x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis that two loops can follow.
-        scale_dtype: "float16" or "float32".
+        format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0". The dtype of int8's scales may stand in its place.
+        scale_dtype: of int8 "float16", the default, or "float32"; of a `tikv.Quant` one of them or bfloat16, by default
+            that of x, as mlx has it. Others have float16.
 
     Returns:
-        ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device.
+        Of int8 ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of such.
 
     Raises:
         DTypeError: another dtype of x or of the scale.
-        ShapeError: x has no axis, or rows without elements.
+        ShapeError: x has no axis, or rows without elements, or of which groups are no whole part.
+        OptionError: an unknown format.
 
-    Exactness: ``|x - q * scale| <= scale / 2`` for every finite element, to float32 rounding, as far as 127
-        steps of the largest scale reach (float16: 8.3e6).
+    Exactness: of groups the bits of mlx 0.32 and gguf 0.19 on a CPU. Of int8 ``|x - q * scale| <= scale / 2`` for every
+        finite element, to float32 rounding, as far as 127 steps of the largest scale reach (float16: 8.3e6).
     Cost: each element is read twice, the second time from the nearest cache, and written once.
     Source: ``int8_kv_append_paged``, with the scale rounded before use instead of after.
 
@@ -49,9 +86,19 @@ def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArr
         >>> q, scale = tikv.quantize(np.float32([[1.0, -2.0, 0.5]]), scale_dtype="float32")
         >>> q.copy_to_host().tolist(), scale.shape, str(scale.dtype)
         ([[64, -127, 32]], (1,), 'float32')
+        >>> quantized = tikv.quantize(np.ones((3, 64), np.float16), tikv.Quant(bits=4))
+        >>> quantized.codes.shape, quantized.scales.shape, str(quantized.biases.dtype), quantized.nbytes
+        ((3, 8), (3, 1), 'float16', 108)
     """
     operation = "quantize"
     live = runtime.current()
+    groups = parse_format(format)
+    if groups is not None:
+        return _quantize_groups(live, operation, x, groups, scale_dtype)
+    if scale_dtype is None:
+        scale_dtype, format = ("float16", format) if format == "int8" else (format, "int8")
+    if format != "int8":
+        raise OptionError(f"{operation}: unknown format {format!r}. Use 'int8', 'q8_0', 'q4_0' or a tikv.Quant.")
     rows = view(x, "x", operation)
     checks.on_device([("x", rows)], live, operation)
     if rows.dtype not in dtypes.QUANTIZABLE:
@@ -64,16 +111,17 @@ def quantize(x: Any, scale_dtype: Any = "float16") -> tuple[CacheArray, CacheArr
         raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs at least one element to have a scale.")
     q = new_array(rows.shape, dtypes.int8, live)
     scale = new_array(rows.shape[:-1], scales, live)
-    _run(live, operation, ("x", "q", "scale"), (False, True, True), (rows, q, scale))
+    _run(live, operation, ("x", "q", "scale"), (False, True, True), (rows, q, scale), scale.strides)
     return CacheArray(q, live), CacheArray(scale, live)
 
 
-def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
-    """Multiply each int8 row by its scale, in one launch.
+def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
+    """The numbers that codes stand for, in one launch: int8 rows by a scale each, or what `quantize` made.
 
     Args:
-        q: (..., D) int8.
-        scale: (...) float16 or float32.
+        q: (..., D) int8; or a `Quantized`, alone. One put together of other arrays than `quantize` gave goes by way
+            of the host.
+        scale: (...) float16 or float32, of int8.
         out: (..., D) float32, float16 or bfloat16; None for a new float32 array.
 
     Returns:
@@ -82,7 +130,8 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
     Raises:
         DTypeError, ShapeError: arrays that are not as above, or overlap.
 
-    Exactness: the product in float32, rounded once to the dtype of ``out``.
+    Exactness: the product in float32, rounded once to the dtype of ``out``; with a bias the product is rounded before
+        the sum is.
     Cost: each element is read once and written once.
     Source: the reading half of ``int8_paged_decode_attention``.
 
@@ -93,6 +142,10 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
     """
     operation = "dequantize"
     live = runtime.current()
+    if isinstance(q, Quantized):
+        if scale is not None:
+            raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")
+        return _dequantize_groups(live, operation, q, out)
     rows, scales = view(q, "q", operation), view(scale, "scale", operation)
     checks.on_device([("q", rows), ("scale", scales)], live, operation)
     if rows.dtype is not dtypes.int8:
@@ -103,19 +156,105 @@ def dequantize(q: Any, scale: Any, out: Any = None) -> Any:
         raise ShapeError(f"{operation}: scale is {describe(scales)} where {describe(rows)} needs {rows.shape[:-1]}.")
     for name, a in (("q", rows), ("scale", scales)):
         checks.readable(a, name, operation)
-    if out is None:
-        target = new_array(rows.shape, dtypes.float32, live)
-        out = CacheArray(target, live)
-    else:
-        target = view(out, "out", operation)
-        checks.on_device([("out", target)], live, operation)
-        if target.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: out is {describe(target)}. Pass float32, float16 or bfloat16.")
-        if target.shape != rows.shape:
-            raise ShapeError(f"{operation}: out is {describe(target)} where {describe(rows)} was given.")
-        checks.writable(target, "out", operation)
-    _run(live, operation, ("q", "out", "scale"), (False, True, False), (rows, target, scales))
+    target, out = _target(live, operation, out, rows.shape)
+    _run(live, operation, ("q", "out", "scale"), (False, True, False), (rows, target, scales), scales.strides)
     return out
+
+
+def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, ...]) -> tuple[ArrayView, Any]:
+    """Where numbers go, and what is returned: `out`, checked, or a new float32 array."""
+    if out is None:
+        target = new_array(shape, dtypes.float32, live)
+        return target, CacheArray(target, live)
+    target = view(out, "out", operation)
+    checks.on_device([("out", target)], live, operation)
+    if target.dtype not in dtypes.QUANTIZABLE:
+        raise DTypeError(f"{operation}: out is {describe(target)}. Pass float32, float16 or bfloat16.")
+    if target.shape != shape:
+        raise ShapeError(f"{operation}: out is {describe(target)} where {shape} was given.")
+    checks.writable(target, "out", operation)
+    return target, out
+
+
+GROUP_SCALES = (dtypes.float16, dtypes.float32, dtypes.bfloat16)
+
+
+def _quantize_groups(live: runtime.Runtime, operation: str, x: Any, format: GroupFormat, scale_dtype: Any) -> Quantized:
+    """`quantize` into a format of groups."""
+    rows = view(x, "x", operation)
+    checks.on_device([("x", rows)], live, operation)
+    if rows.dtype not in dtypes.QUANTIZABLE:
+        raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
+    affine = format.rule == "affine"
+    scales = (rows.dtype if affine else dtypes.float16) if scale_dtype is None else dtypes.parse(scale_dtype, operation)
+    if scales not in (GROUP_SCALES if affine else (dtypes.float16,)):
+        raise DTypeError(f"{operation}: scale_dtype {scales} is not offered for {format}. Leave it out.")
+    checks.readable(rows, "x", operation)
+    if rows.ndim == 0:
+        raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs columns.")
+    width, lead = rows.shape[-1], rows.shape[:-1]
+    groups = format.groups(width, "x", operation)
+    codes = new_array((*lead, format.words(width)), dtypes.uint32, live)
+    numbers = new_array((*lead, groups * format.numbers), scales, live)
+    names, written = ("x", "codes", "scales"), (False, True, True)
+    _run(live, operation, names, written, (rows, codes, numbers), numbers.strides[:-1], (None, format))
+    parts = _parts(numbers, format)
+    of_groups = [CacheArray(part, live) for part in parts]
+    return Quantized(CacheArray(codes, live), of_groups[0], of_groups[1] if affine else None, format, rows.shape)
+
+
+def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
+    """The scales, or scales and biases, of groups whose numbers lie side by side."""
+    n = format.numbers
+    shape = (*numbers.shape[:-1], numbers.shape[-1] // n)
+    return [numbers.restrided(shape, (*numbers.strides[:-1], n), i) for i in range(n)]
+
+
+def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
+    """`dequantize` of codes of groups."""
+    format, shape = given.format, tuple(given.shape)
+    affine = format.rule == "affine"
+    if affine != (given.biases is not None):
+        raise ShapeError(f"{operation}: biases {'are missing' if affine else 'do not belong'} to {format}.")
+    codes, scales = view(given.codes, "codes", operation), view(given.scales, "scales", operation)
+    named = [("codes", codes), ("scales", scales)]
+    if affine:
+        named.append(("biases", view(given.biases, "biases", operation)))
+    checks.on_device(named, live, operation)
+    if codes.dtype is not dtypes.uint32:
+        raise DTypeError(f"{operation}: codes is {describe(codes)}, not uint32.")
+    width, lead = shape[-1], shape[:-1]
+    groups = format.groups(width, "shape", operation)
+    if codes.shape != (*lead, format.words(width)):
+        raise ShapeError(f"{operation}: codes is {describe(codes)} where {(*lead, format.words(width))} is needed.")
+    for name, part in named[1:]:
+        if part.dtype not in GROUP_SCALES:
+            raise DTypeError(f"{operation}: {name} is {describe(part)}; it is float16, float32 or bfloat16.")
+        checks.same_dtype(scales, part, "scales", name, operation)
+        if part.shape != (*lead, groups):
+            raise ShapeError(f"{operation}: {name} is {describe(part)} where {(*lead, groups)} is needed.")
+    checks.readable(codes, "codes", operation)
+    numbers = _joined([part for _, part in named[1:]], live)
+    target, out = _target(live, operation, out, shape)
+    names, written = ("codes", "out", "scales"), (False, True, False)
+    _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (format, None))
+    return out
+
+
+def _joined(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
+    """Scales and biases with those of a group side by side: as `quantize` left them, or a copy."""
+    first, n = parts[0], len(parts)
+    whole = (*first.shape[:-1], first.shape[-1] * n)
+    if all(a.strides[-1] == n or first.shape[-1] == 1 for a in parts) and all(
+        a.strides[:-1] == first.strides[:-1]
+        and a.handle is first.handle
+        and a.owner is first.owner
+        and a.ptr + a.offset == first.ptr + first.offset + i * a.dtype.itemsize
+        for i, a in enumerate(parts)
+    ):
+        return first.restrided(whole, (*first.strides[:-1], 1))
+    host = np.stack([read_host(a, live) for a in parts], axis=-1).reshape(whole)
+    return to_device(np.ascontiguousarray(host), live)
 
 
 def _run(
@@ -124,12 +263,18 @@ def _run(
     names: Sequence[str],
     written: Sequence[bool],
     arrays: Sequence[ArrayView],
+    scale_strides: tuple[int, ...],
+    formats: tuple[GroupFormat | None, GroupFormat | None] = (None, None),
 ) -> None:
-    """Convert rows, (..., D) into (..., D), with a scale a row: one array of each, in this order."""
+    """Convert rows, (..., D) into (..., D), with a scale a row or numbers of groups: an array of each, in this order.
+
+    `scale_strides` has no axis of groups; `formats` are those of the two ends.
+    """
     shape = arrays[0].shape
     if 0 in shape:
         return
-    extents, strides = merged_axes(shape[:-1], [arrays[0].strides[:-1], arrays[1].strides[:-1], arrays[2].strides])
+    width = arrays[1 if formats[0] else 0].shape[-1]
+    extents, strides = merged_axes(shape[:-1], [arrays[0].strides[:-1], arrays[1].strides[:-1], scale_strides])
     if len(extents) > 2:
         raise ShapeError(
             f"{operation}: {names[0]} ({describe(arrays[0])}, strides {arrays[0].strides} elements) has more than two "
@@ -142,9 +287,9 @@ def _run(
         bound = bind_copy(
             live,
             operation,
-            src=[Rows(arrays[0], sequence=src_group, token=src)],
-            dst=[Rows(arrays[1], sequence=dst_group, token=dst)],
-            widths=[shape[-1]],
+            src=[Rows(arrays[0], sequence=src_group, token=src, format=formats[0])],
+            dst=[Rows(arrays[1], sequence=dst_group, token=dst, format=formats[1])],
+            widths=[width],
             heads=1,
             tokens=tokens,
             groups=groups,

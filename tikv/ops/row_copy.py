@@ -51,6 +51,13 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
     """
     from tikv.kernels.codec import Codec
 
+    found = src.format or dst.format
+    if found is not None and src.format is not dst.format:
+        if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
+            raise unaligned(operation, src, dst)
+        names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
+        bits = [e.array.dtype.itemsize * 8 for e in (src, dst)]
+        return width // found.group, Codec(*names, found.group, *bits)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:

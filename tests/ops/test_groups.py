@@ -1,0 +1,143 @@
+"""Formats of groups: codes, scales and biases against the reference and against the libraries they are of."""
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import formats, reference
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+WIDTH = 128
+FORMATS = ["quant2_32", "quant3_64", "quant4_64", "quant8_128", "q8_0", "q4_0"]
+
+
+def awkward_groups(rng, dtype):
+    """Rows of every magnitude; equal numbers, ties of the two edges, zeros of both signs, one that is alone."""
+    rows = [oracle.numbers(rng, (24, WIDTH), np.float32) * np.exp2(rng.integers(-6, 3, (24, 1)), dtype=np.float32)]
+    rows.append(np.round(rng.standard_normal((8, WIDTH)) * 4).astype(np.float32) / 8)  # many ties
+    special = np.zeros((12, WIDTH), np.float32)
+    special[1] = -0.0
+    special[2, ::2] = -0.0
+    special[3], special[4] = 7.25, -3.0
+    special[5] = 6.2e-5
+    special[6, ::32] = rng.standard_normal(4)
+    special[7] = np.where(np.arange(WIDTH) % 2, 5.0, -5.0)
+    special[8] = np.where(np.arange(WIDTH) % 2, -5.0, 5.0)
+    special[9], special[10] = abs(rng.standard_normal((2, WIDTH))) + np.float32([[1], [1000]])
+    special[11] = -special[10]
+    return np.concatenate([*rows, special]).astype(dtype)
+
+
+def split(quantized):
+    """Codes, scales and biases on the host."""
+    return [None if a is None else oracle.to_numpy(a) for a in quantized[:3]]
+
+
+def compare(got, want, name):
+    for what, a, b in zip(("codes", "scales", "biases"), got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            oracle.assert_same_bits(a, b, what=f"{what} of {name}")
+
+
+def reference_of(x, row, scale_dtype):
+    return reference.quantize_groups(x, row.bits, row.group, row.rule, scale_dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_rule(arch, rng, name):
+    """And the numbers that come back, in each dtype of source and result once."""
+    row = formats.FORMATS[name]
+    dtype = {"quant2_32": np.float16, "quant3_64": BF16}.get(name, np.float32)
+    x = awkward_groups(rng, dtype)
+    scale_dtype = np.dtype(dtype if row.rule == "affine" else np.float16)
+    got = tikv.quantize(oracle.place(x, arch), name)
+    want = reference_of(x, row, scale_dtype)
+    compare(split(got), want, name)
+    assert got.shape == x.shape
+    assert got.nbytes == sum(a.nbytes for a in want if a is not None)
+    out_dtype = np.dtype(dtype)
+    out = oracle.place(oracle.random_bits(rng, x.shape, out_dtype), arch)
+    assert tikv.dequantize(got, out=out) is out
+    oracle.assert_same_bits(out, reference.dequantize_groups(*want, row.bits, row.rule, out_dtype))
+
+
+@pytest.mark.parametrize("name", ["quant4_64", "q8_0", "q4_0"])
+def test_numbers_that_are_none(arch, rng, name):
+    """A NaN and an infinity leave the others of their group as they would be without them."""
+    row = formats.FORMATS[name]
+    x = rng.standard_normal((6, WIDTH)).astype(np.float32)
+    x[0, 3], x[1, 70], x[2, 5], x[3] = np.nan, np.inf, -np.inf, np.nan
+    x[4, :64] = np.inf
+    want = reference_of(x, row, np.float32 if row.numbers == 2 else np.float16)
+    compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if row.rule == "affine"])
+@pytest.mark.archs("cpu")
+def test_mlx_gives_the_same_bits(arch, rng, name):
+    """What a cache of mlx-lm holds, of each dtype."""
+    mx = pytest.importorskip("mlx.core")
+    row = formats.FORMATS[name]
+    for dtype, of_mlx in ((np.float32, mx.float32), (np.float16, mx.float16), (BF16, mx.bfloat16)):
+        x = awkward_groups(rng, dtype)
+        given = mx.array(x.astype(np.float32)).astype(of_mlx)
+        words, scales, biases = mx.quantize(given, group_size=row.group, bits=row.bits)
+        want = [np.array(words), *(np.array(a.astype(mx.float32)).astype(dtype) for a in (scales, biases))]
+        compare(reference_of(x, row, dtype), want, f"the reference of {name} in {np.dtype(dtype)}")
+        if dtype is np.float32:
+            got = tikv.quantize(x, tikv.Quant(bits=row.bits, group=row.group))
+            compare(split(got), want, name)
+            back = mx.dequantize(words, scales, biases, group_size=row.group, bits=row.bits)
+            np.testing.assert_array_equal(oracle.to_numpy(tikv.dequantize(got)), np.array(back))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+@pytest.mark.archs("cpu")
+def test_gguf_gives_the_same_bits(arch, rng, name):
+    """Whose blocks have the scale before the codes."""
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name.upper()]
+    x = awkward_groups(rng, np.float32)
+    blocks = gguf.quants.quantize(x, kind).reshape(len(x), WIDTH // 32, -1)
+    codes, scales, _ = split(tikv.quantize(x, name))
+    np.testing.assert_array_equal(codes.view(np.uint8).reshape(*blocks.shape[:2], -1), blocks[..., 2:])
+    np.testing.assert_array_equal(scales.view(np.uint16), blocks[..., :2].copy().view(np.uint16)[..., 0])
+    back = gguf.quants.dequantize(blocks.reshape(len(x), -1), kind)
+    np.testing.assert_array_equal(oracle.to_numpy(tikv.dequantize(tikv.quantize(x, name))), back)
+
+
+@pytest.mark.archs("cpu")
+def test_strided_rows_and_parts_of_others(arch, rng):
+    """A slice of a wider array; and codes, scales and biases that lie apart."""
+    whole = rng.standard_normal((5, 3, 2 * WIDTH)).astype(np.float32)
+    x = whole[:, 1:, 32 : 32 + WIDTH]
+    got = tikv.quantize(x, tikv.Quant(4, 32), scale_dtype="float16")
+    want = reference.quantize_groups(np.ascontiguousarray(x), 4, 32, "affine", np.float16)
+    compare(split(got), want, "a slice")
+    apart = tikv.Quantized(*want, got.format, x.shape)
+    oracle.assert_same_bits(tikv.dequantize(apart), reference.dequantize_groups(*want, 4, "affine"))
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda x: tikv.Quant(bits=5), tikv.OptionError, r"bits=5 is not offered\. Use one of \(2, 3, 4, 8\)"),
+        (lambda x: tikv.Quant(bits=4, group=48), tikv.OptionError, "group=48"),
+        (lambda x: tikv.Quant(bits=4, axis="tokens"), tikv.OptionError, "axis='tokens' is not offered"),
+        (lambda x: tikv.quantize(x[:, :96], tikv.Quant(4, 64)), tikv.ShapeError, "x is 96 wide"),
+        (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
+        (lambda x: tikv.quantize(x.astype(np.float64), "q8_0"), tikv.DTypeError, "Pass float32"),
+        (lambda x: tikv.quantize(x, "q8_0", scale_dtype="float32"), tikv.DTypeError, "not offered for q8_0"),
+        (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0"), x), tikv.OptionError, "Leave scale out"),
+        (lambda x: tikv.dequantize(tikv.quantize(x, tikv.Quant(4))._replace(biases=None)), tikv.ShapeError, "missing"),
+        (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0")._replace(shape=(2, 64))), tikv.ShapeError, "codes is"),
+        (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0"), out=x[:1]), tikv.ShapeError, "out is"),
+    ],
+)
+def test_refused_calls(arch, call, error, match):
+    with pytest.raises(error, match=match):
+        call(np.ones((2, WIDTH), np.float32))

@@ -1,0 +1,264 @@
+"""Groups of numbers as integers of a few bits: how a group is encoded and decoded, for each rule of `tikv/formats.py`.
+
+Each rule gives the bits of the library it is of, on every back end: quotients are the nearest float32
+(`exact.make_ratio`), a product is rounded before it is added to, and whatever else could be rounded in two ways is done
+in integers. A range is that of the finite numbers; a NaN gets the code of 0, or 0, and an infinity the last code on its
+side.
+"""
+
+import functools
+from typing import NamedTuple
+
+from tikv.formats import FORMATS
+from tikv.kernels.codec import SCALE_WORD, make_bits_to_f32, make_f32_to_bits
+from tikv.kernels.exact import make_product, make_ratio
+from tikv.runtime import ti
+
+LARGEST = 3.4028234663852886e38
+LEAST_SCALE = 1e-7  # of mlx
+SMALL_BITS = (127 - 100) << 23  # groups below 2**-100 count as 0 for GGUF's rules: their scale is 0 as a float16
+INFINITE = 0x7F800000
+SCALE, BIAS, FACTOR, ORIGIN = range(4)  # of a group's numbers: as stored, and by what codes are found
+
+
+class Rule(NamedTuple):
+    """How the groups of a format are encoded."""
+
+    see: object  # see(state, value, first) -> what is known of the group after one more of its numbers
+    finish: object  # finish(state) -> its numbers
+    code: object  # code(value, numbers, row) -> the code of one of them
+
+
+@ti.func
+def round_to_even(x):
+    """The nearest whole number of a float that is not negative, ties to even; also of those above 2**31."""
+    low = ti.floor(x)
+    rest = x - low
+    half = low * ti.f32(0.5)
+    odd = half - ti.floor(half) > ti.f32(0.0)
+    up = ti.select(rest == ti.f32(0.5), ti.select(odd, ti.f32(1.0), ti.f32(0.0)),
+                   ti.select(rest > ti.f32(0.5), ti.f32(1.0), ti.f32(0.0)))  # fmt: skip
+    return low + up
+
+
+@ti.func
+def magnitude(x):
+    """The bits of |x|."""
+    return ti.bit_cast(x, ti.u32) & ti.u32(0x7FFFFFFF)
+
+
+@ti.func
+def signed(bits, negative):
+    """The float of a magnitude's bits and a sign."""
+    return ti.bit_cast(bits | ti.select(negative, ti.u32(0x80000000), ti.u32(0)), ti.f32)
+
+
+def make_affine(bits, style):
+    """mlx: from the edge of larger magnitude in steps of which that is a whole number."""
+    ratio, last = make_ratio(style), float((1 << bits) - 1)
+
+    @ti.func
+    def see(state, value, first):
+        finite = magnitude(value) < ti.u32(INFINITE)
+        low = ti.select(finite, ti.min(state[0], value), state[0])
+        high = ti.select(finite, ti.max(state[1], value), state[1])
+        return ti.Vector([low, high])
+
+    @ti.func
+    def finish(state):
+        low, high = state[0], state[1]
+        if low > high:
+            low, high = ti.f32(0.0), ti.f32(0.0)
+        span = high - low
+        if magnitude(span) >= ti.u32(INFINITE):
+            span = ti.f32(LARGEST)
+        scale = ti.max(ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
+        by_low = magnitude(low) > magnitude(high)
+        edge = ti.select(by_low, low, high)
+        steps = round_to_even(ratio(ti.abs(edge), scale))
+        bias = ti.f32(0.0)
+        factor = ti.f32(0.0)
+        if steps > ti.f32(0.0):
+            if magnitude(steps) < ti.u32(INFINITE):
+                scale = ratio(ti.abs(edge), steps)
+            bias, factor = edge, scale
+        return ti.Vector([ti.select(by_low, scale, -scale), bias, ti.select(by_low, factor, -factor), bias])
+
+    @ti.func
+    def code(value, numbers, row):
+        distance = value - numbers[ORIGIN]
+        factor = numbers[FACTOR]
+        found = ti.f32(0.0)
+        if (distance < ti.f32(0.0)) == (factor < ti.f32(0.0)) and magnitude(factor) > ti.u32(0):
+            found = ti.f32(last)
+            if magnitude(distance) < ti.u32(INFINITE):
+                found = ti.min(round_to_even(ratio(ti.abs(distance), ti.abs(factor))), ti.f32(last))
+        if magnitude(value) > ti.u32(INFINITE):
+            found = ti.f32(0.0)
+        return ti.cast(ti.cast(found, ti.i32), ti.u32)
+
+    return Rule(see, finish, code)
+
+
+def make_gguf(bits, style):
+    """GGUF's blocks: q8_0 from the largest magnitude, half away from 0; q4_0 from that number and its sign."""
+    ratio, product = make_ratio(style), make_product(style)
+
+    @ti.func
+    def see(state, value, first):
+        """The first number of the largest magnitude."""
+        larger = magnitude(value) > magnitude(state[0])
+        take = magnitude(value) < ti.u32(INFINITE)
+        if first == 0:
+            larger = True
+        found = state
+        if larger and take:
+            found = ti.Vector([value, value])
+        return found
+
+    @ti.func
+    def finish(state):
+        edge = state[0]
+        scale = ti.f32(0.0)
+        if ti.static(bits == 8):
+            scale = ratio(ti.abs(edge), ti.f32(127.0))
+        else:
+            scale = edge * ti.f32(-0.125)
+        factor = ti.f32(0.0)
+        if magnitude(edge) >= ti.u32(SMALL_BITS):
+            factor = signed(magnitude(ratio(ti.f32(1.0), ti.abs(scale))), scale < ti.f32(0.0))
+        return ti.Vector([scale, ti.f32(0.0), factor, ti.f32(0.0)])
+
+    @ti.func
+    def code(value, numbers, row):
+        found = 0
+        x = value
+        if magnitude(x) > ti.u32(INFINITE) or magnitude(numbers[FACTOR]) == ti.u32(0):
+            x = ti.f32(0.0)
+        endless = magnitude(x) == ti.u32(INFINITE)
+        if endless:
+            x = ti.f32(0.0)
+        scaled = product(x, numbers[FACTOR], row)
+        if ti.static(bits == 8):
+            a = magnitude(scaled)
+            whole = ti.cast(ti.floor(ti.bit_cast(a, ti.f32)), ti.i32)
+            # By its bits, so that what was rounded is not computed anew inside of a sum.
+            rest = ti.bit_cast(a, ti.f32) - ti.cast(whole, ti.f32)
+            found = whole + ti.select(rest >= ti.f32(0.5), 1, 0)
+            found = ti.min(found, 127)
+            if endless:
+                found = 127
+            if (scaled < ti.f32(0.0)) or (endless and value < ti.f32(0.0)):
+                found = -found
+            found = found & 0xFF
+        else:
+            found = ti.min(ti.max(ti.cast(scaled + ti.f32(8.5), ti.i32), 0), 15)
+            if endless:
+                found = ti.select((value < ti.f32(0.0)) == (numbers[FACTOR] < ti.f32(0.0)), 15, 0)
+        return ti.cast(found, ti.u32)
+
+    return Rule(see, finish, code)
+
+
+@functools.cache
+def make_rule(name, style):
+    """The `Rule` of a format."""
+    row = FORMATS[name]
+    return make_affine(row.bits, style) if row.rule == "affine" else make_gguf(row.bits, style)
+
+
+@functools.cache
+def make_column(name):
+    """column(place): which column of its group a code is of, by its place among the codes."""
+    halves = FORMATS[name].rule == "q4_0"
+
+    @ti.func
+    def column(place):
+        found = place
+        if ti.static(halves):
+            found = (place >> 1) + (place & 1) * 16
+        return found
+
+    return column
+
+
+@functools.cache
+def make_value_of_code(name, style):
+    """value_of_code(code, scale, bias, row): the number that a code stands for."""
+    rule, product = FORMATS[name].rule, make_product(style)
+
+    @ti.func
+    def value_of_code(code, scale, bias, row):
+        q = ti.cast(ti.cast(code, ti.i32), ti.f32)
+        if ti.static(rule == "q8_0"):
+            q = ti.cast(ti.cast(code << ti.u32(24), ti.i32) >> 24, ti.f32)
+        elif ti.static(rule == "q4_0"):
+            q = q - ti.f32(8.0)
+        found = product(q, scale, row)
+        if ti.static(rule == "affine"):
+            found = found + bias
+        return found
+
+    return value_of_code
+
+
+def make_quantise_group(name, style, source, scale):
+    """quantise_group(a, b, scales, src_row, dst_row, scale_at, group): a group of a row, by one thread.
+
+    `source` and `scale` are dtype codes; words of the source are elements.
+    """
+    row, rule, column = FORMATS[name], make_rule(name, style), make_column(name)
+    decode, encode = make_bits_to_f32(source), make_f32_to_bits(scale, style)
+    size, bits, numbers, scale_word = row.group, row.bits, row.numbers, SCALE_WORD[scale]
+    start = (LARGEST, -LARGEST) if row.rule == "affine" else (0.0, 0.0)
+
+    @ti.func
+    def quantise_group(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, group):
+        first, word = src_row + group * size, dst_row + group * ti.static(size * bits // 32)
+        state = ti.Vector([ti.f32(start[0]), ti.f32(start[1])])
+        for e in range(size):
+            state = rule.see(state, decode(a[first + e]), e)
+        found = rule.finish(state)
+        scales[scale_at + group * numbers] = ti.cast(encode(found[SCALE]), scale_word)
+        if ti.static(numbers == 2):
+            scales[scale_at + group * numbers + 1] = ti.cast(encode(found[BIAS]), scale_word)
+        packed, filled = ti.u32(0), 0
+        for e in range(size):
+            code = rule.code(decode(a[first + column(e)]), found, first)
+            packed = packed | (code << ti.cast(filled, ti.u32))
+            filled = filled + bits
+            if filled >= 32:
+                b[word] = packed
+                word = word + 1
+                filled = filled - 32
+                packed = ti.u32(0)
+                if filled > 0:
+                    packed = code >> ti.cast(bits - filled, ti.u32)
+
+    return quantise_group
+
+
+def make_dequantise_group(name, style, to, scale):
+    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group): the numbers of a group of codes."""
+    row, column, value_of_code = FORMATS[name], make_column(name), make_value_of_code(name, style)
+    encode, decode_scale = make_f32_to_bits(to, style), make_bits_to_f32(scale)
+    size, bits, numbers = row.group, row.bits, row.numbers
+    mask = (1 << bits) - 1
+    word_type = {"f32": ti.u32, "f16": ti.u16, "bf16": ti.u16}[to]
+
+    @ti.func
+    def dequantise_group(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, group):
+        first, word = dst_row + group * size, src_row + group * ti.static(size * bits // 32)
+        step, bias = decode_scale(scales[scale_at + group * numbers]), ti.f32(0.0)
+        if ti.static(numbers == 2):
+            bias = decode_scale(scales[scale_at + group * numbers + 1])
+        for e in range(size):
+            at, shift = word + (e * bits >> 5), e * bits & 31
+            code = a[at] >> ti.cast(shift, ti.u32)
+            if ti.static(32 % bits != 0):
+                if shift + bits > 32:
+                    code = code | (a[at + 1] << ti.cast(32 - shift, ti.u32))
+            value = value_of_code(code & ti.u32(mask), step, bias, first)
+            b[first + column(e)] = ti.cast(encode(value), word_type)
+
+    return dequantise_group
