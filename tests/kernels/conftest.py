@@ -22,7 +22,7 @@ def require(missing, packages):
 
 @pytest.fixture(scope="session")
 def clang(tmp_path_factory):
-    """The folder of what clang compiled in this session."""
+    """The folder of what clang compiled in this run of the tests."""
     require([library.CLANG] if shutil.which(library.CLANG) is None else [], "clang")
     return tmp_path_factory.mktemp("metal_on_cpu")
 

@@ -113,7 +113,7 @@ def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, cla
     The width of a SIMD group and the order of threads matter to kernels whose threads share a row.
     """
     every = [Options(32, seed=3)]
-    if group in ("fused", "wide_norms"):
+    if group in ("fused", "wide_norms", "attention"):
         every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
     compare(group, every, made, clang, vulkan)
 

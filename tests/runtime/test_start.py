@@ -99,6 +99,26 @@ def test_a_second_start_ends_the_first(python):
     assert "Runtime(cpu, epoch 3, gone)" in child.stdout
 
 
+def test_a_runtime_that_is_let_go_of_late_frees_nothing_of_the_next(python):
+    """An engine frees a program's arrays by address: these are taken again by the next program's."""
+    child = python(
+        "import gc, numpy as np, tikv\n"
+        "from tikv.runtime import ti\n"
+        "def arrays():\n"
+        "    return [ti.ndarray(ti.f32, (1, 2, 16)) for _ in range(20)]\n"
+        "first = tikv.init(arch='cpu'), arrays()\n"
+        "tikv.init(arch='cpu')\n"
+        "caches = arrays()\n"
+        "del first\n"
+        "gc.collect()\n"
+        "for cache in caches:\n"
+        "    tikv.copy(np.ones((1, 1, 16), np.float32), cache, position=1)\n"
+        "print(sum(cache.to_numpy().sum() for cache in caches))\n"
+    )
+    assert child.stdout == "320.0\n"
+    assert child.stderr == ""
+
+
 def test_an_arch_that_is_missing_is_an_error(python):
     """Never another one in its place."""
     missing = "metal" if sys.platform != "darwin" else "cuda"

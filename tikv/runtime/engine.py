@@ -13,6 +13,7 @@ import io
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ _engine: Engine = next(iter(engines.ALL.values()))  # which it is; of no meaning
 _why = ""
 _program_at_load: Any = None
 _kept_ndarray: Any = None
+_ndarrays: weakref.WeakSet[Any] = weakref.WeakSet()  # each that was made since, of whichever program
 
 
 def wanted(asked: str = "auto") -> tuple[Engine, str]:
@@ -91,6 +93,7 @@ def _import(engine: Engine, why: str) -> None:
     _program_at_load = engine.program
     ndarrays = engine.part("lang._ndarray")
     _stamp_ndarrays(ndarrays.Ndarray)
+    _free_ndarrays_in_time(engine, ndarrays.ScalarNdarray)
     # A finalizer may run anywhere, in the middle of the engine's work too: so it only tells.
     tell = {"__del__": lambda self: self._tikv_dropped()}
     _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
@@ -141,8 +144,33 @@ def _stamp_ndarrays(ndarray_class: Any) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self._tikv_program = _engine.program
+        _ndarrays.add(self)
 
     ndarray_class.__init__ = __init__
+
+
+def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
+    """Let a program that ends free its ndarrays there and then, and let each be freed by its own program alone.
+
+    An engine would free what is left when Python lets go of the program, at any time after: by address, which may be
+    that of another program's array by then.
+    """
+    settings_class, at_load = type(engine.settings), engine.program
+    clear, delete = settings_class.clear, ndarray_class.__del__
+
+    def clear_all(self: Any) -> None:
+        program = engine.program_of(self)
+        for array in list(_ndarrays) if program is not None else ():
+            if array._tikv_program is program and array.arr is not None:
+                program.delete_ndarray(array.arr)
+        clear(self)
+
+    def delete_own(self: Any) -> None:
+        # Not `is_stale_ndarray`: at the end of Python a module's own names are gone.
+        if getattr(self, "_tikv_program", at_load) is engine.program:
+            delete(self)
+
+    settings_class.clear, ndarray_class.__del__ = clear_all, delete_own
 
 
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
