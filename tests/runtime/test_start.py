@@ -74,6 +74,22 @@ def test_the_first_operation_starts_it_in_silence(python):
     assert (child.stdout, child.stderr) == ("", "")
 
 
+NOTEBOOK = """
+import io, sys
+real, sys.stdout = sys.stdout, io.StringIO()  # as a notebook does
+import tikv
+from tikv import runtime
+tikv.init(arch="cpu")
+assert runtime.engine_in_use().part("lang.shell").pybuf_enabled, "what kernels print would not reach the notebook"
+real.write(sys.stdout.getvalue())
+"""
+
+
+def test_a_notebook_shows_nothing_of_the_engine(python):
+    child = python(NOTEBOOK)
+    assert (child.stdout, child.stderr) == ("", "")
+
+
 def test_a_second_start_ends_the_first(python):
     child = python(
         "import tikv\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class CacheArray(runtime.NotCopied):
     """Memory of a store, handed out without a copy: an array with a shape, a true dtype and a device.
 
     `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA; `copy_to_host()` works everywhere and copies.
+    An index and arithmetic work as with what it is on its device: views of `numpy()` on CPU, of `torch()` on CUDA; on
+    Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor it is one itself.
     `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
 
     Example:
@@ -26,6 +29,10 @@ class CacheArray(runtime.NotCopied):
         >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="bfloat16")
         >>> store.keys(0).shape, str(store.keys(0).numpy().dtype)
         ((1, 2, 8, 4), 'bfloat16')
+        >>> store.reset()
+        >>> store.keys(0)[0, 1, :3] = 2
+        >>> (store.keys(0)[0, :, 0] * 4).shape, float((store.keys(0) + 1)[0, 1, 2, 0])
+        ((2, 4), 3.0)
     """
 
     instead = "Pickle copy_to_host(), a NumPy array."
@@ -111,6 +118,27 @@ class CacheArray(runtime.NotCopied):
         found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
         return found if dtype is None else found.astype(dtype, copy=False)
 
+    def _native(self, other: Any = None) -> Any:
+        """What an index and arithmetic use: NumPy or torch, as the device and the other operand want it."""
+        if self.device.startswith("cuda") or type(other).__module__.split(".")[0] == "torch":
+            return self.torch()
+        if self.device == "cpu":
+            return self.numpy()
+        copied = self.copy_to_host()
+        copied.flags.writeable = False  # or what is written into it would be lost without a word
+        return copied
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._native()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.device in runtime.SPIRV_ARCHS:
+            raise ArchError(
+                f"CacheArray: memory on {self.device} cannot be written through an index. Append to the store, or use "
+                "tikv.copy."
+            )
+        self._native()[index] = value._native() if isinstance(value, CacheArray) else value
+
     def __copy__(self) -> CacheArray:
         array = self.view_for("copy.copy of a CacheArray")
         return CacheArray(to_device(read_host(array, self._runtime), self._runtime), self._runtime)
@@ -123,6 +151,61 @@ class CacheArray(runtime.NotCopied):
 
     def __repr__(self) -> str:
         return f"CacheArray({describe(self._array)}, {self.device})"
+
+    __hash__ = object.__hash__  # of the object, as torch's tensors have it, since == compares the elements
+
+    if TYPE_CHECKING:  # they are made below, all alike
+        __add__: Callable[[Any], Any]
+        __radd__: Callable[[Any], Any]
+        __sub__: Callable[[Any], Any]
+        __rsub__: Callable[[Any], Any]
+        __mul__: Callable[[Any], Any]
+        __rmul__: Callable[[Any], Any]
+        __truediv__: Callable[[Any], Any]
+        __rtruediv__: Callable[[Any], Any]
+        __pow__: Callable[[Any], Any]
+        __rpow__: Callable[[Any], Any]
+        __matmul__: Callable[[Any], Any]
+        __rmatmul__: Callable[[Any], Any]
+        __lt__: Callable[[Any], Any]
+        __le__: Callable[[Any], Any]
+        __gt__: Callable[[Any], Any]
+        __ge__: Callable[[Any], Any]
+        __neg__: Callable[[], Any]
+        __abs__: Callable[[], Any]
+
+
+def _operators(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The operator of two operands, with a `CacheArray` at its left, at its right, and changed in place."""
+    function, in_place = getattr(operator, name), getattr(operator, f"i{name}", None)
+
+    def at_left(self: CacheArray, other: Any) -> Any:
+        mine = self._native(other)
+        return function(mine, other._native(mine) if isinstance(other, CacheArray) else other)
+
+    def at_right(self: CacheArray, other: Any) -> Any:
+        return function(other, self._native(other))
+
+    def changed(self: CacheArray, other: Any) -> CacheArray:
+        self[...] = at_left(self, other)
+        return self
+
+    yield f"__{name}__", at_left
+    if in_place is not None:
+        yield f"__r{name}__", at_right
+        yield f"__i{name}__", changed
+
+
+def _operator_of_one(name: str) -> Callable[[CacheArray], Any]:
+    function = getattr(operator, name)
+    return lambda self: function(self._native())
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "eq", "ne", "lt", "le", "gt", "ge"):
+    for _method, _function in _operators(_name):
+        setattr(CacheArray, _method, _function)
+for _name in ("neg", "abs"):
+    setattr(CacheArray, f"__{_name}__", _operator_of_one(_name))
 
 
 def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:

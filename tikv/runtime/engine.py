@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -84,7 +86,7 @@ def _import(engine: Engine, why: str) -> None:
         raise ArchError(f"runtime: {refused}. {engine.remedy}")
     try:
         with _quiet_compilation(engine):
-            module = importlib.import_module(engine.name)
+            module = _import_silently(engine.name)
             for part in ("lang.impl", "lang.ast.ast_transformer_utils", "lang._ndarray"):
                 importlib.import_module(f"{engine.name}.{part}")
     except ImportError as error:
@@ -98,6 +100,27 @@ def _import(engine: Engine, why: str) -> None:
     tell = {"__del__": lambda self: self._tikv_dropped()}
     _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
     _module = module
+
+
+def _import_silently(name: str) -> Any:
+    """Import an engine with its messages of no concern left out: in a notebook it tells where it prints, in red.
+
+    Its native part, which has the switch, is loaded first; that the package imports by its first line, so the package
+    is known for that moment without having been executed.
+    """
+    spec = importlib.util.find_spec(name)
+    if name in sys.modules or spec is None or spec.loader is None:
+        return importlib.import_module(name)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        core = importlib.import_module(f"{name}._lib").core
+        core.set_logging_level("warn")
+        spec.loader.exec_module(module)
+        core.set_logging_level("info")
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
 
 
 def engine_in_use() -> Engine:
