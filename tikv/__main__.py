@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from tikv import runtime
 from tikv.compat.seeds import spec
 from tikv.errors import TikvError
-from tikv.stores import draw
+from tikv.stores import draw, replacing
 from tikv.tools import doctor, table
 
 if TYPE_CHECKING:
@@ -78,10 +78,11 @@ def write_report(archs: tuple[str, ...], path: str) -> int:
     """`tikv doctor --report`."""
     from tikv.tools import report
 
-    target = report.check_target(path)
+    target = replacing.target_of(path, "doctor", suffix="")
     with progress("tikv doctor", report.steps(archs)) as step:
         found = report.report(archs, step=step)
-    report.write(found, target)
+    text = json.dumps(found, indent=1) + "\n"
+    replacing.replace(target, text.encode(), "doctor", suffix="")
     header = ("arch", "check", "operations in each dtype", "benches")
     table.show("tikv doctor: tested here, now", header, report.summary(found))
     print(f"{'what was done until it was stopped' if found['stopped'] else 'all of it'} is in {target}")
@@ -139,19 +140,16 @@ def show_support(arguments: argparse.Namespace) -> int:
     archs = tuple(asked or runtime.ARCHS)
     found: list[doctor.Trial] = []
     stopped = False
-    # Not each dtype means something to each operation, which its trial finds: what is done is the place in the order.
-    places = {place: i for i, place in enumerate(itertools.product(archs, support.OPERATIONS, support.DTYPES), 1)}
-    last = {arch: i for (arch, _, _), i in places.items()}
-    with progress("tikv support", len(places)) as step:
+    with progress("tikv support", len(archs) * support.TRIALS) as step:
 
         def done(trial: doctor.Trial) -> None:
             found.append(trial)
-            place = places.get((trial.arch, trial.operation, trial.dtype), last[trial.arch])
-            step(f"{trial.arch} {trial.operation} {trial.dtype}", place)
+            before = archs.index(trial.arch) * support.TRIALS
+            step(f"{trial.arch} {trial.operation} {trial.dtype}", before + support.over_with(trial))
 
         try:
             doctor.support(archs, done)
-            step("done", len(places))
+            step("done", len(archs) * support.TRIALS)
         except KeyboardInterrupt:
             stopped = True
     if arguments.json:
@@ -271,11 +269,10 @@ def seconds(text: str) -> float:
 
 def svg(text: str) -> str:
     """An argument that is a picture to write; known to be wrong before anything is timed."""
-    if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .svg")
-    if not os.path.isdir(os.path.dirname(text) or "."):
-        raise argparse.ArgumentTypeError(f"{text!r} lies in no folder that is there")
-    return text
+    try:
+        return str(draw.target_of(text, "bench"))
+    except TikvError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

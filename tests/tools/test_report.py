@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tikv import __main__ as cli
-from tikv import errors
 from tikv.tools import bench, doctor, report, support
 
 ROWS = {"machine": "a machine", "rows": [{"case": "one"}, {"case": "two"}]}
@@ -29,7 +28,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(doctor, "check", check)
     monkeypatch.setattr(doctor, "support", trials)
     monkeypatch.setattr(report, "_benched", lambda arch, seconds: answers[arch][2])
-    monkeypatch.setattr(report.runtime, "candidate_archs", lambda: iter(["cpu"]))
+    monkeypatch.setattr(doctor.runtime, "candidate_archs", lambda: iter(["cpu"]))
     return answers
 
 
@@ -81,17 +80,14 @@ def test_steps_grow_to_their_end(machine):
     )
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/report.json", "."])
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(machine, monkeypatch, tmp_path, capsys, path):
+@pytest.mark.parametrize(
+    ("path", "why"), [("no/such/folder/report.json", "there is no folder 'no/such/folder'"), (".", "'.' is no file")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(machine, monkeypatch, tmp_path, capsys, path, why):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "report", lambda *args, **kwargs: pytest.fail("it began"))
     assert cli.main(["doctor", "cpu", "--report", path]) == 1
-    assert repr(path) in capsys.readouterr().err
-
-
-def test_a_disk_that_is_full_is_an_error_of_ours(tmp_path):
-    with pytest.raises(errors.CacheFileError, match="cannot write"):
-        report.write({}, tmp_path / "folder that went" / "report")
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tikv.errors import CacheFileError, OptionError
+from tikv.errors import OptionError
+from tikv.stores import replacing
 
 # class: (property, light, dark). Both columns are opaque or drawn over the panel only.
 COLOURS = {
@@ -458,6 +459,20 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
     return _picture(width, y + 18, title, parts)
 
 
+def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
+    """The picture to write, known to be possible before anything is done for it.
+
+    Raises:
+        OptionError: its name does not end in .svg.
+        CacheFileError: as `replacing.target_of`.
+    """
+    if pathlib.Path(path).suffix != ".svg":
+        raise OptionError(
+            f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Name the file so."
+        )
+    return replacing.target_of(path, operation, ".svg")
+
+
 def save(svg: str, path: str | os.PathLike[str], operation: str) -> None:
     """Write a picture to a file that ends in .svg.
 
@@ -465,15 +480,7 @@ def save(svg: str, path: str | os.PathLike[str], operation: str) -> None:
         OptionError: another ending.
         CacheFileError: the system refuses.
     """
-    target = pathlib.Path(path)
-    if target.suffix != ".svg":
-        raise OptionError(
-            f"{operation}: {str(target)!r} does not end in .svg, the only format drawn. Name the file so."
-        )
-    try:
-        target.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}.") from error
+    replacing.replace(target_of(path, operation), svg.encode(), operation, ".svg")
 
 
 class Drawn:

@@ -29,19 +29,19 @@ _TEMPORARY = re.compile(r"\.tikv-[0-9a-f]{16}\.tmp")  # short: the target's name
 _ABANDONED = 86400  # seconds after which a file is left behind where the file system has no locks
 
 
-def target_of(path: str | os.PathLike[str], operation: str) -> Path:
-    """The file to write, behind a link if `path` is one, known to be possible before anything is read from a device.
+def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX) -> Path:
+    """The file to write, behind a link if `path` is one, known to be possible before anything is done for it.
 
     Raises:
-        CacheFileError: that is no path, its name does not end in .safetensors, its folder is not there, or what is
-            there is no file.
+        CacheFileError: that is no path, its name does not end in `suffix`, its folder is not there, or what is there
+            is no file.
     """
     try:
         target = Path(path)
     except TypeError:
         raise CacheFileError(f"{operation}: {path!r} is no path. Give the name of a file.") from None
-    if target.suffix != SUFFIX:
-        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {SUFFIX}. Name the file so.")
+    if suffix and target.suffix != suffix:
+        raise CacheFileError(f"{operation}: {str(target)!r} does not end in {suffix}. Name the file so.")
     try:
         if target.is_symlink():
             target = Path(os.path.realpath(target))
@@ -57,7 +57,7 @@ def target_of(path: str | os.PathLike[str], operation: str) -> Path:
     return target
 
 
-def replace(path: str | os.PathLike[str], data: bytes, operation: str) -> None:
+def replace(path: str | os.PathLike[str], data: bytes, operation: str, suffix: str = SUFFIX) -> None:
     """Let a file hold these bytes: in one step, or it stays as it was.
 
     A file that was there keeps its mode, and a link stays a link; a new file has the mode that the umask gives. Files
@@ -66,7 +66,7 @@ def replace(path: str | os.PathLike[str], data: bytes, operation: str) -> None:
     Raises:
         CacheFileError: as `target_of`, or the system refuses to write.
     """
-    target = target_of(path, operation)
+    target = target_of(path, operation, suffix)
     try:
         _clear(target.parent)
         _write(target, data)

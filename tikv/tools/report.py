@@ -5,18 +5,13 @@ Each back end does its work in processes of its own, so that a driver that crash
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tikv import runtime
-from tikv.errors import CacheFileError
 from tikv.tools import bench, doctor, support
 
 FORM = 1  # of the file; it grows when a reader of older ones would misread it
@@ -27,21 +22,7 @@ Step = Callable[[str, int], None]
 
 def steps(archs: tuple[str, ...]) -> int:
     """How many steps `report` tells of: a check, the trials and the benches of each back end."""
-    return len(archs) * (1 + len(support.OPERATIONS) * len(support.DTYPES) + len(bench.CASES))
-
-
-def check_target(path: str | os.PathLike[str]) -> Path:
-    """The file to write, known to be possible before minutes are spent.
-
-    Raises:
-        CacheFileError: its folder is not there, or what is there is no file.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise CacheFileError(f"doctor: {str(target)!r} lies in no folder that is there. Make the folder first.")
-    if target.exists() and not target.is_file():
-        raise CacheFileError(f"doctor: {str(target)!r} is no file. Name one that may be written.")
-    return target
+    return len(archs) * (1 + support.TRIALS + len(bench.CASES))
 
 
 def report(
@@ -68,15 +49,13 @@ def report(
             found["checks"].append(vars(check))
             if check.status == "absent":
                 continue
-            places = {place: i for i, place in enumerate(itertools.product(support.OPERATIONS, support.DTYPES), 1)}
 
-            def tried(trial: doctor.Trial, begin: int = begin, places: dict[Any, int] = places) -> None:
+            def tried(trial: doctor.Trial, begin: int = begin) -> None:
                 found["trials"].append(vars(trial))
-                done = places.get((trial.operation, trial.dtype), len(places))
-                step(f"{trial.arch}: {trial.operation} {trial.dtype}", begin + done)
+                step(f"{trial.arch}: {trial.operation} {trial.dtype}", begin + support.over_with(trial))
 
             doctor.support((arch,), tried)
-            step(f"{arch}: benches", begin + 1 + len(places))
+            step(f"{arch}: benches", begin + 1 + support.TRIALS)
             found["benches"].append({"arch": arch, **_benched(arch, seconds)})
         step("done", steps(archs))
     except KeyboardInterrupt:
@@ -95,18 +74,6 @@ def _benched(arch: str, seconds: float) -> dict[str, Any]:
     return found
 
 
-def write(found: dict[str, Any], target: Path) -> None:
-    """Write a report.
-
-    Raises:
-        CacheFileError: the system refuses.
-    """
-    try:
-        target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CacheFileError(f"doctor: cannot write {str(target)!r}: {error}.") from error
-
-
 def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """A row a back end: its check, its trials counted by status, its benches."""
     rows = []
@@ -121,7 +88,6 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def exit_status(found: dict[str, Any]) -> int:
     """0 when what "auto" would take passes its check, and nothing failed."""
-    default = next(iter(runtime.candidate_archs()))
-    broken = any(c["status"] == "FAIL" or (c["arch"] == default and c["status"] != "PASS") for c in found["checks"])
-    broken |= any(trial["status"] == doctor.FAILED for trial in found["trials"])
-    return int(broken or any("error" in told for told in found["benches"]))
+    broken = any(trial["status"] == doctor.FAILED for trial in found["trials"])
+    broken |= any("error" in told for told in found["benches"])
+    return int(broken) or doctor.exit_status([doctor.Check(**check) for check in found["checks"]])

@@ -5,6 +5,7 @@ Prints a line of JSON for each, as it is done, so that a driver that crashes los
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -290,6 +291,18 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
     "PagedKVCacheStore": _paged_store,
     "GraphBuilder": _graph,
 }
+
+
+TRIALS = len(OPERATIONS) * len(DTYPES)  # of a back end, those counted that mean nothing
+_PLACES = {place: i for i, place in enumerate(itertools.product(OPERATIONS, DTYPES), 1)}
+
+
+def over_with(trial: Trial) -> int:
+    """How many of a back end's `TRIALS` are over with this one, which may speak for all.
+
+    Not each dtype means something to each operation, which its trial finds: so the place in the order counts.
+    """
+    return _PLACES.get((trial.operation, trial.dtype), TRIALS)
 
 
 def differs(got: Any, want: Array, tolerance: float | None) -> str:
