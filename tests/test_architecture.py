@@ -21,7 +21,7 @@ FLOORS = [
     ["ops"],
     ["graphs"],
     ["stores"],
-    ["compat", "integrations"],
+    ["compat", "distributed", "integrations"],
     ["tools"],
     ["__main__"],
 ]

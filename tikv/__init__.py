@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _LINE = re.compile(r"^from (\S+) import (\w+) as \2$", re.M)
 _HOMES = {name: home for home, name in _LINE.findall(pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"))}
 # Modules that need torch are left out of a star import.
-_APART = ("compat", "integrations", "torch_ops")
+_APART = ("compat", "distributed", "integrations", "torch_ops")
 
 __all__ = ["__version__", *(name for name in _HOMES if name not in _APART)]
 

@@ -1,6 +1,7 @@
 """The public names, each listed once, here. Type checkers read this file; `__init__.py` loads from it on first use."""
 
 from tikv import compat as compat
+from tikv import distributed as distributed
 from tikv import dtypes as dtypes
 from tikv import errors as errors
 from tikv import integrations as integrations
@@ -16,6 +17,7 @@ from tikv.errors import CacheFileError as CacheFileError
 from tikv.errors import CapacityError as CapacityError
 from tikv.errors import CopyError as CopyError
 from tikv.errors import DTypeError as DTypeError
+from tikv.errors import GroupError as GroupError
 from tikv.errors import OptionError as OptionError
 from tikv.errors import PositionError as PositionError
 from tikv.errors import ShapeError as ShapeError

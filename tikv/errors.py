@@ -36,6 +36,10 @@ class ArchError(TikvError, RuntimeError):
     """A back end, device, driver or library that is missing or does not match."""
 
 
+class GroupError(TikvError, RuntimeError):
+    """A group of processes that is missing or gone, lost one of them, or disagrees on a call."""
+
+
 class StaleRuntimeError(TikvError, RuntimeError):
     """Memory or a compiled object that belongs to a Taichi runtime which no longer exists, or is a parent process's."""
 

@@ -55,10 +55,10 @@ def layer_plan(
     Raises:
         ShapeError, DTypeError, OptionError: the queries do not fit the layer.
     """
-    return _kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring)
+    return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring)
 
 
-def _kept_plan(
+def kept_plan(
     live: runtime.Runtime,
     operation: str,
     arrays: dict[str, ArrayView],
@@ -135,25 +135,25 @@ def extend(
     checks.integer(layer.length + tokens, "length", operation)
     like = arrays[0]
     given = view(like, "q", operation)
-    q = _queries(operation, given, memory, tokens, (token_axis, head_axis))
+    q = queries_of(operation, given, memory, tokens, (token_axis, head_axis))
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
-    new = [_head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
+    new = [head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
     added = terms.views(operation)
     layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
 
     out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
     lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse else None
-    results = [_with_batch(view(out, "out", operation), q.ndim)]
+    results = [with_batch(view(out, "out", operation), q.ndim)]
     if lse is not None:
-        results.append(_with_batch(view(lse, "lse", operation), q.ndim - 1))
+        results.append(with_batch(view(lse, "lse", operation), q.ndim - 1))
     if tokens:
         # K and V of the append lie where the caller has them; attention wants all on the device at once.
         read = [*added.values(), q, *new]
         stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
         call = _Extension(operation, appends, layer, scores, dict(zip(added, stage.arrays, strict=False)))
         staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
-        to = _head_major(staged_out, token_axis, head_axis)
-        to_lse = _head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
+        to = head_major(staged_out, token_axis, head_axis)
+        to_lse = head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
         if layer.ring and layer.length + tokens > layer.slots and tokens > 1:
             call.attend_over_both(staged_q, (k, v), to, to_lse)
             appends.append(operation, layer, k_rows, layout)
@@ -164,16 +164,17 @@ def extend(
     return (out, lse) if return_lse else out
 
 
-def _with_batch(a: ArrayView, ndim: int) -> ArrayView:
+def with_batch(a: ArrayView, ndim: int) -> ArrayView:
+    """An array of so many axes, which may have come without that of the batch."""
     return a if a.ndim == ndim else a.batch_of_one()
 
 
-def _head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
+def head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
     """An array (batch, ., ., ...) as (batch, heads, tokens, ...)."""
     return a.transposed(0, head_axis, token_axis, *range(3, a.ndim))
 
 
-def _queries(operation: str, given: ArrayView, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
+def queries_of(operation: str, given: ArrayView, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
     """The queries as (batch, Hq, T, D), as many as there are new tokens.
 
     Raises:
@@ -183,13 +184,13 @@ def _queries(operation: str, given: ArrayView, memory: LayerMemory, tokens: int,
     checks.on_device([("q", given)], memory.runtime, operation)
     found = given
     if found.ndim == 3 and memory.batch_size == 1:
-        found = _with_batch(found, 4)
+        found = with_batch(found, 4)
     names = "T, Hq, D" if token_axis == 1 else "Hq, T, D"
     checks.rank(
         found, (4,), "q", f"(batch, {names})" + (", or without the batch" * (memory.batch_size == 1)), operation
     )
     checks.extent(found.shape[token_axis], tokens, "the number of tokens of q", operation, f"q: {describe(given)}")
-    return _head_major(found, token_axis, head_axis)
+    return head_major(found, token_axis, head_axis)
 
 
 class _Extension:
@@ -257,7 +258,7 @@ class _Extension:
         """Attention of the queries before token `end` over the new rows before it."""
         layer, arrays = self.layer, {"q": q, **stored, **terms}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
-        plan = _kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0)
+        plan = kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0)
         return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:

@@ -106,6 +106,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         self.sinks = checks.integer(sinks, "sinks", operation)
         self.windows = self._windows(window, operation)
         self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
+        self._counts = self._layers  # what lengths are counted in; a store of a part of the tokens counts all of them
         self._memory = LayerMemory(
             self.runtime,
             self._layers,
@@ -243,10 +244,10 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         operation = "KVCacheStore.advance"
         runtime.require_alive(self.runtime, operation)
         tokens = checks.integer(tokens, "tokens", operation)
-        for layer in self._layers:
+        for layer in self._counts:
             if layer.ring == 0:
                 checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
-        for layer in self._layers:
+        for layer in self._counts:
             layer.grow(tokens)
 
     @whole
@@ -418,14 +419,14 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
                 f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
             )
         target = self.length - n
-        for layer in self._layers:
+        for layer in self._counts:
             if layer.sinks < target < layer.valid_from:
                 raise PositionError(
                     f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {layer.index}: "
                     f"length={layer.length}, window={layer.window}, sinks={layer.sinks}): positions before "
                     f"{layer.valid_from} are overwritten. Drop at most {self.length - layer.valid_from}, or reset()."
                 )
-        for layer in self._layers:
+        for layer in self._counts:
             if layer.length > target:
                 layer.length = target
                 layer.valid_from = min(layer.valid_from, target)
@@ -434,7 +435,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
     def reset(self) -> None:
         """Forget all tokens. The memory stays, with what was in it."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
-        for layer in self._layers:
+        for layer in self._counts:
             layer.length = layer.valid_from = 0
 
     @whole

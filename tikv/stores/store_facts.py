@@ -29,6 +29,7 @@ class StoreFacts(draw.Drawn):
     windows: list[int | None]
     sinks: int
     _layers: list[Layer]
+    _counts: list[Layer]
     _memory: LayerMemory
 
     @property
@@ -40,7 +41,7 @@ class StoreFacts(draw.Drawn):
     @whole
     def length(self) -> int:
         """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
-        return max(layer.length for layer in self._layers)
+        return max(layer.length for layer in self._counts)
 
     @property
     @whole
@@ -65,7 +66,11 @@ class StoreFacts(draw.Drawn):
 
     def layer_length(self, layer: int) -> int:
         """Tokens appended to one layer since `reset`, less those trimmed."""
-        return self._layer(layer, "KVCacheStore.layer_length").length
+        return self._counts[self._layer(layer, "KVCacheStore.layer_length").index].length
+
+    def held(self, layer: int) -> int:
+        """Tokens of a layer that are there to be seen: `layer_length`, or what a sliding layer has not overwritten."""
+        return self._counts[self._layer(layer, "KVCacheStore.held").index].held
 
     def _layer(self, index: int, operation: str) -> Layer:
         live = self.runtime

@@ -1,4 +1,4 @@
-"""Attention states of two sets of keys made one: `merge_states`."""
+"""Attention states of several sets of keys made one: `merge_states` of two, `merge_parts` of any number."""
 
 from __future__ import annotations
 
@@ -109,3 +109,42 @@ def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
 
     names = ("out_a", "out_b", "lse_a", "lse_b", "out", "lse")
     return Plan(live, operation, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None)
+
+
+def merge_parts(operation: str, parts: ArrayView, out: ArrayView, lse: ArrayView) -> None:
+    """Merge states that were gathered from processes: each row's result and, behind it, its log-sum-exp.
+
+    Args:
+        operation: for messages.
+        parts: (number, B, Hq, T, D_v + 1) float32, contiguous.
+        out: (B, Hq, T, D_v), of any float dtype and strides whose last is 1.
+        lse: (B, Hq, T) float32, of any strides.
+    """
+    live = runtime.current()
+    arrays = [parts, out, lse]
+    key = ("merge_parts", *[a.key for a in arrays])
+    plan = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, _merge_parts_plan(live, operation, out.shape))
+    plan.run(arrays)
+
+
+def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...]) -> Plan:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        from tikv.kernels.attention.merge_parts import MergePartsParams, make_merge_parts
+        from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
+
+        parts, to, lse = arrays
+        rows, width = math.prod(shape[:-1]), shape[-1]
+        checks.integer(math.prod(parts.shape), "elements of gathered states", operation, high=2**31 - 1)
+        firsts = [a.offset // a.dtype.itemsize for a in arrays]
+        numbers = MergePartsParams(
+            rows * width, parts.shape[0], rows, *shape[1:3], firsts[0],
+            *to.strides[:3], firsts[1], *lse.strides, firsts[2],
+        )  # fmt: skip
+        kernel = launch.kernel(live, make_merge_parts, live.kernel_style, width, to.dtype.short)
+        factors = AttentionScalars(lse_scale=LOG2E)
+        return [Launch(kernel.bind(rows * width, *arrays, tuple(numbers), tuple(factors)), arrays)]
+
+    names = ("parts", "out", "lse")
+    return Plan(live, operation, names, [False, True, True], bind if math.prod(shape) else None)

@@ -81,6 +81,7 @@ class AttentionPlan(Plan):
         first_valid: int = 0,
         ahead: int = 0,
         lse: Any = None,
+        is_part: bool = False,
     ) -> Any:
         """Attention over arrays of this form.
 
@@ -95,6 +96,7 @@ class AttentionPlan(Plan):
             ahead: tokens between the newest key and the newest query: the last query stands at position
                 ``length - 1 + ahead``. Not with an array of lengths.
             lse: array for the log-sum-exp, float32 of any strides; None for a new one.
+            is_part: `out` is float32, whatever q is: it is merged with others before it is rounded.
         """
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if first_valid:  # made to fit 32 bits together with a length on the host
@@ -106,7 +108,8 @@ class AttentionPlan(Plan):
         if out is not None:
             checks.on_device([("out", to)], live, operation)
             checks.writable(to, "out", operation)
-            checks.same_dtype(arrays["q"], to, "q", "out", operation)
+            if not is_part:
+                checks.same_dtype(arrays["q"], to, "q", "out", operation)
             if to.shape != self.shape:
                 raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)

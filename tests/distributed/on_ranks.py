@@ -1,0 +1,188 @@
+"""What the processes of a group are sent to run, each function on all of them."""
+
+import numpy as np
+import oracle
+from twins import CAPACITY, WRITES, Twins
+
+import tikv
+from tikv.distributed import ShardedKVCacheStore, recv_sequence, send_sequence
+
+FORM = {"num_layers": 2, "num_kv_heads": 6, "head_dim": 8, "capacity": CAPACITY, "dtype": "float32"}
+
+
+def mesh_of(shape):
+    """A device mesh of all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape)
+
+
+def random_operations(rank, world, group, shard, mesh, interleave, changes, queries, kinds, count, seed):
+    """So many random operations on a shared store and on one, compared after each."""
+    layouts = ("token_major",) if kinds == WRITES else ("token_major", "head_major")
+    form = FORM | changes
+    shared = ShardedKVCacheStore(mesh_of(mesh) if mesh else group, shard=shard, interleave=interleave, **form)
+    deal = getattr(shared.local, "deal", None)
+    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts)
+    for n in range(count):
+        try:
+            twins.step(kinds)
+        except BaseException as error:
+            raise AssertionError(f"operation {n} of seed {seed}") from error
+    return twins.one.length
+
+
+def refusals(rank, world, group):
+    """Messages of calls that are refused, in turn."""
+    found = []
+
+    def refused(call):
+        try:
+            call()
+        except tikv.TikvError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("nothing was refused")
+
+    refused(lambda: ShardedKVCacheStore(group, shard="heads", **FORM | {"num_kv_heads": 5}))
+    refused(lambda: ShardedKVCacheStore(group, shard="rows", **FORM))
+    refused(lambda: ShardedKVCacheStore(group, shard=("heads", "tokens"), **FORM))
+    refused(lambda: ShardedKVCacheStore(group, shard="tokens", interleave=0, **FORM))
+    by_heads = ShardedKVCacheStore(group, shard="heads", **FORM)
+    by_tokens = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM)
+    k = np.zeros((3, 6, 8), np.float32)
+    refused(lambda: by_heads.append(0, k, k))
+    refused(lambda: by_heads.attend(0, np.zeros((1, 7, 8), np.float32)))
+    refused(lambda: by_tokens.append(0, k[:, :3], k[:, :3]))
+    refused(lambda: by_tokens.append(0, np.zeros((49, 6, 8), np.float32), np.zeros((49, 6, 8), np.float32)))
+    refused(lambda: by_tokens.extend(0, k, k[:2], k[:2]))
+    refused(lambda: by_tokens.keys(0))
+    refused(lambda: by_tokens.attend(0, k[None, 0], seq_lens=3))
+    refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
+    return [*found, by_tokens.length, hasattr(by_tokens, "tokens"), hasattr(by_heads, "tokens"), hasattr(by_heads, "x")]
+
+
+def disagree(rank, world, group):
+    """What each rank says where their calls differ."""
+    store = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM)
+    k = np.zeros((2 + rank, 6, 8), np.float32)
+    try:
+        store.append(0, k, k)
+    except tikv.TikvError as error:
+        return f"{type(error).__name__}: {error}", store.length
+    return "nothing was refused", store.length
+
+
+def die(rank, world, group):
+    """The last rank ends; what the others' next collective says."""
+    import os
+
+    store = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM)
+    store.append(0, *np.zeros((2, 3, 6, 8), np.float32))
+    if rank == world - 1:
+        os._exit(1)
+    try:
+        store.attend(0, np.zeros((1, 6, 8), np.float32))
+    except tikv.TikvError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def gone(rank, world, group):
+    """A store whose group is destroyed."""
+    import torch.distributed as dist
+
+    group = dist.new_group(list(range(world)))
+    dist.barrier(group)
+    store = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM)
+    store.append(0, *np.zeros((2, 3, 6, 8), np.float32))
+    dist.destroy_process_group(group)
+    found = []
+    for call in (
+        lambda: store.attend(0, np.zeros((1, 6, 8), np.float32)),
+        lambda: ShardedKVCacheStore(group, shard="tokens", **FORM),
+    ):
+        try:
+            call()
+        except tikv.TikvError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+POOL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "num_blocks": 24, "block_size": 4, "dtype": "float16"}
+
+
+def prompts(pool, rng):
+    """Sequences of a pool: two with a prefix in common, one of which was forked, and one that nobody shares with."""
+    ids = [int(i) for i in rng.integers(0, 100, 13)]
+    first = pool.add(ids, "tenant")
+    fill(pool, rng, first, 13)
+    second = pool.add([*ids[:8], 1], "tenant")
+    fill(pool, rng, second, 3)
+    alone = pool.add()
+    fill(pool, rng, alone, 6)
+    fork = pool.fork(first)
+    fill(pool, rng, fork, 1)
+    pool.free(alone)
+    last = pool.add()  # in blocks apart from each other
+    fill(pool, rng, last, 9)
+    return [first, second, fork, last], ids
+
+
+def fill(pool, rng, seq, tokens):
+    dtype = "float32" if pool.dtype.name == "int8" else pool.dtype.numpy
+    for layer in range(pool.num_layers):
+        k, v = rng.standard_normal((2, tokens, 2, 8)).astype(dtype)
+        pool.append(layer, k, v, [seq], cu_seqlens=[0, tokens])
+
+
+def send_and_receive(rank, world, group, changes):
+    """Sequences from rank 0 to rank 1, which compares what came with what it makes itself."""
+    form = POOL | changes
+    model = tikv.PagedKVCacheStore(**form)
+    seqs, ids = prompts(model, np.random.default_rng(7))
+    if rank == 0:
+        send_sequence(model, seqs[0], 1, group)
+        send_sequence(model, seqs[1:], 1, group)
+        return model.num_free_blocks
+    pool = tikv.PagedKVCacheStore(**form | {"num_blocks": 40})
+    pool.add([])
+    apart = pool.add()
+    fill(pool, np.random.default_rng(8), apart, 1)
+    got = [recv_sequence(pool, 0, group)]
+    free = pool.num_free_blocks
+    got += recv_sequence(pool, 0, group)
+    for mine, sent in zip(got, seqs, strict=True):
+        assert pool.length(mine) == model.length(sent)
+        for layer in range(pool.num_layers):
+            for a, b in zip(pool.tokens(layer, mine), model.tokens(layer, sent), strict=True):
+                oracle.assert_same_bits(a.numpy(), b.numpy())
+    # Two blocks of the second and three of the fork came with the first; the fork copied its fourth.
+    assert free - pool.num_free_blocks == 1 + 1 + 3, (free, pool.num_free_blocks)
+    assert pool.length(pool.add(ids, "tenant")) == 12
+    assert pool.length(pool.add(ids)) == 0
+    fill(pool, np.random.default_rng(9), got[2], 5)  # a shared block is copied before it is written into
+    for seq in got:
+        pool.free(seq)
+    return pool.num_free_blocks
+
+
+def refuse_to_receive(rank, world, group):
+    """What both say where the receiver's pool is another, or too small; and that nothing changed there."""
+    found = []
+    for changes in ({"head_dim": 16}, {"num_blocks": 2}):
+        pool = tikv.PagedKVCacheStore(**POOL | (changes if rank else {}))
+        try:
+            if rank == 0:
+                seqs, _ = prompts(pool, np.random.default_rng(7))
+                send_sequence(pool, seqs[0], 1, group)
+            else:
+                recv_sequence(pool, 0, group)
+        except tikv.TikvError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        assert rank == 0 or pool.num_free_blocks == pool.num_blocks
+    try:
+        send_sequence(pool, 0, 2, group) if rank == 0 else recv_sequence(pool, -1, group)
+    except tikv.TikvError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found

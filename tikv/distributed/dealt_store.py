@@ -1,0 +1,316 @@
+"""DealtStore: the tokens of a cache that lie on one rank, with the counts of all of them. It knows of no other process.
+
+A sliding layer's ring here holds the rank's share of the window and up to a block more, so that a block of a prompt can
+be appended before its queries attend: the oldest that they see are still there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tikv import launch
+from tikv.arrays import ArrayView, Views, view, view_all
+from tikv.distributed.deal import Deal, Stretch
+from tikv.errors import OptionError, PositionError
+from tikv.ops import checks
+from tikv.ops.staging import Staging
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.append import ROWS
+from tikv.stores.attend import (
+    AttentionScale,
+    kept_plan,
+    layer_arrays,
+    layer_plan,
+    queries_of,
+    refuse_missing,
+)
+from tikv.stores.contiguous import KVCacheStore
+from tikv.stores.layer import Layer
+from tikv.stores.snapshot import Snapshot
+from tikv.stores.whole import whole
+
+
+class _Form(NamedTuple):
+    """What was found of new rows of one form: their number, and which axes of the arrays are tokens and heads."""
+
+    tokens: int
+    axis: int  # of tokens, in the arrays as they were given
+    token_axis: int  # without the leading axes of layers
+    head_axis: int
+
+
+class DealtStore(KVCacheStore):
+    """A rank's part of a `KVCacheStore` whose tokens are dealt to several.
+
+    What it is given is whole, and so are its counts, `capacity`, `windows` and `sinks`; its memory holds the tokens
+    that lie on this rank. Its attention is over those, and is a part of the whole's.
+
+    Args:
+        deal: which tokens lie here.
+        **form: what `KVCacheStore` takes, of the whole.
+    """
+
+    def __init__(
+        self,
+        deal: Deal,
+        *,
+        num_layers: int,
+        capacity: int,
+        window: int | Sequence[int | None] | None = None,
+        sinks: int = 0,
+        **form: Any,
+    ) -> None:
+        operation = "ShardedKVCacheStore"
+        self.deal = deal
+        self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
+        self.capacity = capacity = checks.integer(capacity, "capacity", operation, low=1)
+        self.sinks = sinks = checks.integer(sinks, "sinks", operation)
+        windows = self._windows(window, operation)
+        own_sinks = deal.count(sinks)
+        behind = deal.interleave - 1  # tokens of a block that come before its first query attends
+        own = [None if w is None else own_sinks + deal.most(w - sinks + behind) for w in windows]
+        super().__init__(
+            num_layers=num_layers,
+            capacity=max(deal.most(capacity), *(w or 1 for w in own)),
+            window=own,
+            sinks=own_sinks,
+            **form,
+        )
+        self.capacity, self.windows, self.sinks = capacity, windows, sinks
+        self._counts = [Layer(i, capacity, w, sinks) for i, w in enumerate(windows)]
+        self._forms: BoundedCache[Any, _Form] = BoundedCache()
+
+    # --- what is written
+
+    @whole
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+        """`KVCacheStore.append` of the whole's new tokens, of which this rank keeps its own."""
+        operation = "ShardedKVCacheStore.append"
+        to = self._layer(layer, operation)
+        rows = view_all((k, v), ROWS, operation)
+        form = self._form_of(operation, [to], rows, layout, False)
+        counts = self._counts[to.index]
+        if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.deal.owns(counts.length):
+            super().append(layer, k, v, layout=layout)
+            counts.grow(1)
+            return
+        self._require_room(operation, [to], form.tokens)
+        self._append_own(operation, [to], rows, layout, form, False)
+
+    @whole
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+        """`KVCacheStore.append_all` of the whole's new tokens, of which this rank keeps its own."""
+        operation = "ShardedKVCacheStore.append_all"
+        self._layer(0, operation)
+        rows = view_all((k, v), ROWS, operation)
+        form = self._form_of(operation, self._layers, rows, layout, True)
+        self._require_room(operation, self._layers, form.tokens)
+        if len({counts.length for counts in self._counts}) == 1:
+            self._append_own(operation, self._layers, rows, layout, form, True)
+            return
+        for i, to in enumerate(self._layers):
+            of_layer = Views([a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in rows])
+            self._append_own(operation, [to], of_layer, layout, form._replace(axis=form.axis - 1), False)
+
+    def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
+        """What new rows are, checked once for each form.
+
+        Raises:
+            As `KVCacheStore.append`, but for the room.
+        """
+        key = (rows.key, layout, stacked, self._memory.version)
+        form = self._forms.get(key)
+        if form is None:
+            found, (token_axis, head_axis) = self._appends.checked(operation, layers, rows, layout, stacked)
+            axis = rows[0].ndim - (3 if token_axis == 1 else 2)
+            form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis, token_axis, head_axis))
+        return form
+
+    def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
+        """All of these layers take so many tokens.
+
+        Raises:
+            CapacityError, PositionError: they do not.
+        """
+        for to in layers:
+            counts = self._counts[to.index]
+            if counts.ring == 0:
+                checks.fits_linear(counts.length, tokens, counts.slots, f"{operation} (layer {counts.index})")
+            checks.integer(counts.length + tokens, "length", operation)
+        if self.runtime.is_cuda:
+            launch.refuse_during_capture(self.runtime, operation)
+
+    def _append_own(
+        self, operation: str, layers: list[Layer], rows: Views, layout: str, form: _Form, stacked: bool
+    ) -> None:
+        """Append those of the rows, which are checked, that lie here, and count all."""
+        length = self._counts[layers[0].index].length
+        for first, end in self.deal.runs(length, length + form.tokens):
+            own = rows
+            if end - first < form.tokens:
+                own = Views([a.part(form.axis, first - length, end - length) for a in rows])
+            if not stacked:
+                self._appends.append(operation, layers[0], own, layout)
+                continue
+            key = (operation, own.key, layout)
+            plan = self._appends.plans.get(key)
+            if plan is None or not plan.in_step():
+                self._appends.append_first(operation, layers, own, layout, key, True)
+            else:
+                plan.append(own)
+        for to in layers:
+            self._counts[to.index].grow(form.tokens)
+
+    # --- what is read
+
+    @whole
+    def attend_own(
+        self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, missing: str
+    ) -> None:
+        """The attention of the newest tokens' queries over this rank's keys.
+
+        Args:
+            operation: for messages.
+            layer: its index.
+            q: (batch, Hq, T, D).
+            parts: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
+            scores: the scale and the soft cap.
+            missing: as in `KVCacheStore.attend`.
+
+        Raises:
+            PositionError: more queries than tokens; or ``missing`` as said.
+        """
+        counts, queries = self._counts[layer], q.shape[2]
+        if 0 < counts.length < queries:
+            raise PositionError(
+                f"{operation}: the length is {counts.length} for {queries} queries, whose tokens count. Use at least "
+                f"{queries}, or 0."
+            )
+        if missing == "raise" and queries > 1:
+            refuse_missing(operation, counts, queries, False)
+        first = counts.length - queries
+        stretches: Iterable[Stretch] = self.deal.stretches(counts, counts.valid_from, first, counts.length)
+        if not counts.length:
+            stretches = [Stretch(first, 0, 0, 0, 0, 0)]
+        self._attend(operation, layer, q, parts, scores, stretches, first)
+
+    def extension(
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
+    ) -> tuple[ArrayView, Views, tuple[int, int]]:
+        """What `extend` was given as q, k and v, checked: q as (batch, Hq, T, D), the rows, and the axes of T and H.
+
+        Raises:
+            As `KVCacheStore.extend`.
+        """
+        found = self._layer(layer, operation)
+        rows = view_all(arrays[1:], ROWS, operation)
+        form = self._form_of(operation, [found], rows, layout, False)
+        self._require_room(operation, [found], form.tokens)
+        axes = form.token_axis, form.head_axis
+        q = queries_of(operation, view(arrays[0], "q", operation), self._memory, form.tokens, axes)
+        layer_plan(self.runtime, operation, layer_arrays(found, q), found, scores)
+        return q, rows, axes
+
+    @whole
+    def extend_own(
+        self,
+        operation: str,
+        layer: int,
+        rows: Views,
+        layout: str,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+    ) -> None:
+        """Append new tokens, which `extension` checked, and attend with their queries over this rank's keys."""
+        to, counts = self._layers[layer], self._counts[layer]
+        form = self._form_of(operation, [to], rows, layout, False)
+        start, end = counts.length, counts.length + form.tokens
+        # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first see.
+        for first, after in self.deal.blocks(start, end) if counts.ring else [(start, end)]:
+            some = Views([a.part(form.axis, first - start, after - start) for a in rows])
+            oldest = counts.valid_from  # before those of the block take its place
+            self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
+            self._attend(operation, layer, q, parts, scores, self.deal.stretches(counts, oldest, first, after), start)
+
+    def _attend(
+        self,
+        operation: str,
+        layer: int,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+        stretches: Iterable[Stretch],
+        start: int,
+    ) -> None:
+        """Attention of each stretch of queries, the first of which stands at position `start`."""
+        found, live = self._layers[layer], self.runtime
+        stage = Staging(live, [q, parts], [False, True])
+        q, parts = stage.arrays
+        width = self.head_dim_v
+        out = parts.restrided((*parts.shape[:3], width), parts.strides)
+        lse = parts.restrided(parts.shape[:3], parts.strides[:3], width)
+        for at in stretches:
+            some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
+            arrays = layer_arrays(found, some)
+            plan = kept_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring)
+            plan.attend(None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True)
+        stage.finish()
+
+    # --- counts
+
+    @whole
+    def trim(self, n: int) -> None:
+        """`KVCacheStore.trim` of the whole's tokens."""
+        super().trim(n)
+        self._follow()
+
+    @whole
+    def reset(self) -> None:
+        """`KVCacheStore.reset`."""
+        super().reset()
+        self._follow()
+
+    @whole
+    def advance(self, tokens: int) -> None:
+        """`KVCacheStore.advance`."""
+        super().advance(tokens)
+        for own, counts in zip(self._layers, self._counts, strict=True):
+            own.grow(self.deal.count(counts.length) - own.length)
+
+    def _follow(self) -> None:
+        """Let the counts of this rank's tokens be those of the whole, which went down."""
+        for own, counts in zip(self._layers, self._counts, strict=True):
+            own.length = min(own.length, self.deal.count(counts.length))
+            own.valid_from = min(own.valid_from, own.length)
+
+    @whole
+    def snapshot(self) -> Any:
+        """`KVCacheStore.snapshot` of this rank's tokens and the whole's counts."""
+        counts = tuple((layer.length, layer.valid_from) for layer in self._counts)
+        return DealtSnapshot(super().snapshot(), self.deal, counts)
+
+    @whole
+    def restore(self, snapshot: Any) -> None:
+        """`KVCacheStore.restore` of a snapshot of this rank's.
+
+        Raises:
+            As `KVCacheStore.restore`; OptionError too: it is one of another rank, or of tokens dealt otherwise.
+        """
+        if not isinstance(snapshot, DealtSnapshot) or snapshot.deal != self.deal:
+            raise OptionError(
+                f"ShardedKVCacheStore.restore: {snapshot!r} is no snapshot of tokens dealt as here ({self.deal}). Give "
+                f"what `snapshot` returned on this rank."
+            )
+        super().restore(snapshot.own)
+        for counts, (length, valid_from) in zip(self._counts, snapshot.whole, strict=True):
+            counts.length, counts.valid_from = length, valid_from
+
+
+class DealtSnapshot(NamedTuple):
+    """A snapshot of a rank's tokens, with the counts of all. Give it to `ShardedKVCacheStore.restore`."""
+
+    own: Snapshot
+    deal: Deal
+    whole: tuple[tuple[int, int], ...]  # length and oldest valid position of each layer

@@ -1,0 +1,118 @@
+"""The processes that share a cache: a process group of torch, and this one's place in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from tikv.errors import GroupError
+
+
+class Ranks:
+    """A process group, and what is asked of it.
+
+    Args:
+        group: a process group of `torch.distributed`, or None for all processes.
+        operation: for messages.
+
+    Attributes:
+        group: as torch has it.
+        rank: of this process within the group.
+        world: how many there are.
+
+    Raises:
+        GroupError: torch.distributed is not installed or not started, the group is gone, or this process is not in it.
+    """
+
+    def __init__(self, group: Any, operation: str) -> None:
+        dist = distributed(operation)
+        if not dist.is_initialized():
+            raise GroupError(
+                f"{operation}: torch.distributed has not been started in this process. Call "
+                f"torch.distributed.init_process_group() first, and start the processes by torchrun."
+            )
+        self.group = dist.group.WORLD if group is None else group
+        with self.understanding(operation):
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise GroupError(
+                f"{operation}: process {dist.get_rank()} is not in the group it was given. Create the store in the "
+                f"processes of the group alone."
+            )
+
+    def gather(self, mine: Any, operation: str) -> Any:
+        """A tensor of each rank, stacked: one collective.
+
+        Raises:
+            GroupError: it failed.
+        """
+        import torch
+
+        dist = torch.distributed
+        found = mine.new_empty((self.world, *mine.shape))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        with self.understanding(operation):
+            dist.get_rank(self.group)  # which knows that a group was destroyed; a collective may not
+            gather(found.view(-1), mine.view(-1), group=self.group)
+        return found
+
+    def gather_objects(self, mine: Any, operation: str) -> list[Any]:
+        """A small object of each rank, in order: slow, for what happens once.
+
+        Raises:
+            GroupError: it failed.
+        """
+        import torch
+
+        found: list[Any] = [None] * self.world
+        with self.understanding(operation):
+            torch.distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def require_agreement(self, operation: str, call: tuple[Any, ...]) -> None:
+        """All ranks make the same call.
+
+        Raises:
+            GroupError: they do not, with what each of them said; on all ranks.
+        """
+        calls = self.gather_objects(call, operation)
+        if any(other != calls[0] for other in calls):
+            said = "; ".join(f"rank {i}: {' '.join(map(str, other))}" for i, other in enumerate(calls))
+            raise GroupError(
+                f"{operation}: the ranks disagree: {said}. Make the same calls on all of them, in one order."
+            )
+
+    @contextlib.contextmanager
+    def understanding(self, operation: str) -> Iterator[None]:
+        """Around what torch.distributed does: its errors are `GroupError` here.
+
+        Raises:
+            GroupError: what was done failed.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError, AttributeError) as error:
+            if isinstance(error, GroupError):
+                raise
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            place = f"rank {self.rank} of {self.world}" if hasattr(self, "world") else "this process"
+            raise GroupError(
+                f"{operation}: {place} lost the others ({reason}). A process of the group has ended, or "
+                f"destroy_process_group() was called: start all of them again."
+            ) from error
+
+
+def distributed(operation: str) -> Any:
+    """The module torch.distributed.
+
+    Raises:
+        GroupError: torch is not installed, or was built without it.
+    """
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise GroupError(f"{operation}: torch is not installed. Install taichi-kv[torch].") from error
+    if not dist.is_available():
+        raise GroupError(f"{operation}: this torch was built without torch.distributed. Install one that has it.")
+    return dist

@@ -1,0 +1,405 @@
+"""ShardedKVCacheStore: a cache that several processes hold together, cut by heads, by tokens, or by both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.distributed.deal import Deal
+from tikv.distributed.dealt_store import DealtStore
+from tikv.distributed.ranks import Ranks
+from tikv.errors import OptionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.merge import merge_parts
+from tikv.ops.attention.options import query_shape
+from tikv.stores.attend import MISSING, AttentionScale, head_major, with_batch
+from tikv.stores.contiguous import KVCacheStore
+
+SHARDS = ("heads", "tokens")
+# What a `KVCacheStore` has that means the same where tokens are dealt.
+COUNTS = ("held", "layer_length", "length", "memory_version", "nbytes", "num_layers", "seq_lens")
+FORM = (
+    "batch_size",
+    "capacity",
+    "dtype",
+    "head_dim",
+    "head_dim_v",
+    "lock",
+    "runtime",
+    "scale_dtype",
+    "sinks",
+    "windows",
+)
+CHANGES = ("advance", "repeat", "reorder", "reset", "restore", "select", "snapshot", "trim")
+ALIKE = frozenset(COUNTS + FORM + CHANGES)
+
+
+class NotSharedError(OptionError, AttributeError):
+    """A method of `KVCacheStore` that a cache cut by tokens does not have."""
+
+
+class ShardedKVCacheStore:
+    """The keys and values of a model's layers, held together by the processes of a group of `torch.distributed`.
+
+    Every process creates it with the sizes of the whole model and makes the same calls in the same order. Cut by heads,
+    a rank holds its share of the KV heads, and k, v, q and results are of these heads: no call speaks to another rank.
+    Cut by tokens, k, v, q and results are whole on every rank; each stores the tokens dealt to it, in blocks of
+    ``interleave``, attends over those, and one all_gather of small tensors merges the parts by their log-sum-exps.
+    A two-dimensional mesh does both.
+
+    Args:
+        group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
+        shard: "heads" or "tokens"; for a mesh of two dimensions a pair with one of each, in the mesh's order.
+        interleave: tokens of a block; position p lies on rank ``p // interleave % world`` of those that share tokens.
+            Smaller ones keep short caches even; prompts are read in pieces of this many queries.
+        **form: what `KVCacheStore` takes, the sizes of the whole model: ``num_kv_heads`` is of all ranks together,
+            ``capacity`` and ``window`` count all tokens.
+
+    Attributes:
+        num_kv_heads: as given.
+        heads: the KV heads of this rank, a range.
+        local: what this rank holds: a `KVCacheStore` of its heads and tokens.
+
+    Raises:
+        GroupError: there is no such group, or torch is not installed.
+        OptionError, ShapeError: an unknown ``shard``, a mesh of other dimensions, heads that do not divide.
+        As `KVCacheStore`.
+
+    All methods of `KVCacheStore` are there with heads cut. With tokens cut these are: `append`, `append_all`,
+    `attend`, `extend`, `trim`, `reset`, `advance`, `reorder`, `select`, `repeat`, `snapshot`, `restore` and the counts.
+    Others are refused, since a rank sees a part of the tokens only: ``local`` has what it sees.
+
+    Exactness: what is stored has the bits that a `KVCacheStore` would store. Attention over tokens that are cut sums in
+        another order: float32, one rounding at the end.
+    Cost: an append is a launch on the rank that the token lies on, and nothing on others. Attention over tokens that
+        are cut sends ``4 * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other.
+    Where ranks disagree on a call a collective waits for the group's timeout, or mixes results. With
+    ``tikv.init(debug=True)`` calls are compared first, and all ranks raise `GroupError`. A rank that dies ends the
+    others' next collective with one, at the latest after that timeout.
+
+    Example:
+        >>> import numpy as np, tempfile, torch.distributed as dist
+        >>> from tikv.distributed import ShardedKVCacheStore
+        >>> file = tempfile.NamedTemporaryFile()
+        >>> dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        >>> form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "capacity": 8, "dtype": "float32"}
+        >>> store = ShardedKVCacheStore(None, shard="tokens", interleave=2, **form)
+        >>> k = np.ones((3, 2, 4), np.float32)
+        >>> store.append(0, k, 2 * k)
+        >>> store.attend(0, np.ones((1, 2, 4), np.float32))[0, 0].tolist(), store.length
+        ([2.0, 2.0, 2.0, 2.0], 3)
+        >>> dist.destroy_process_group()
+    """
+
+    local: KVCacheStore
+
+    def __init__(self, group_or_mesh: Any, *, shard: Any, interleave: int = 64, **form: Any) -> None:
+        operation = "ShardedKVCacheStore"
+        interleave = checks.integer(interleave, "interleave", operation, low=1)
+        groups = _groups(group_or_mesh, shard, operation)
+        self.ranks: dict[str, Ranks] = {name: Ranks(group, operation) for name, group in groups.items()}
+        self.interleave = interleave
+        self.num_kv_heads = checks.integer(form.pop("num_kv_heads", None), "num_kv_heads", operation, low=1)
+        by_heads = self.ranks.get("heads")
+        rank, world = (by_heads.rank, by_heads.world) if by_heads else (0, 1)
+        if self.num_kv_heads % world:
+            raise ShapeError(
+                f"{operation}: num_kv_heads={self.num_kv_heads} do not divide among {world} ranks. Use a number of "
+                f"ranks that divides them, or cut tokens."
+            )
+        share = self.num_kv_heads // world
+        self.heads = range(rank * share, (rank + 1) * share)
+        by_tokens = self.ranks.get("tokens")
+        self._dealt: DealtStore | None = None
+        if by_tokens is None:
+            self.local = KVCacheStore(num_kv_heads=share, **form)
+        else:
+            deal = Deal(by_tokens.rank, by_tokens.world, interleave)
+            self.local = self._dealt = DealtStore(deal, num_kv_heads=share, **form)
+        self._debug = self.local.runtime.debug
+        self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
+
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", **options: Any) -> None:
+        """Append new tokens to one layer: of the rank's own heads, all tokens. See `KVCacheStore.append`.
+
+        Raises:
+            As `KVCacheStore.append`. Nothing is written.
+        """
+        self._agree("ShardedKVCacheStore.append", layer, k, v, layout)
+        self._refuse("append", options)
+        try:
+            self.local.append(layer, k, v, layout=layout, **options)
+        except ShapeError as error:
+            raise self._of_rank(error) from None
+
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", **options: Any) -> None:
+        """Append new tokens to all layers: of the rank's own heads, all tokens. See `KVCacheStore.append_all`.
+
+        Raises:
+            As `KVCacheStore.append_all`. Nothing is written.
+        """
+        self._agree("ShardedKVCacheStore.append_all", k, v, layout)
+        self._refuse("append_all", options)
+        try:
+            self.local.append_all(k, v, layout=layout, **options)
+        except ShapeError as error:
+            raise self._of_rank(error) from None
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        softcap: float | None = None,
+        out: Any = None,
+        missing: str = "raise",
+        **options: Any,
+    ) -> Any:
+        """Attention of the newest tokens' queries over what all ranks hold. See `KVCacheStore.attend`.
+
+        Args:
+            layer: its index.
+            q: (batch, Hq, D) or (batch, Hq, T, D) of the query heads that go with the rank's KV heads.
+            scale, return_lse, softcap, out, missing: as in `KVCacheStore.attend`.
+            **options: the others, where heads alone are cut.
+
+        Returns:
+            As `KVCacheStore.attend`: of the rank's own heads, over all tokens.
+
+        Raises:
+            As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
+        """
+        operation = "ShardedKVCacheStore.attend"
+        self._agree(operation, layer, q, missing, scale, softcap)
+        self._refuse("attend", options)
+        store = self._dealt
+        try:
+            if store is None:
+                return self.local.attend(
+                    layer, q, scale=scale, return_lse=return_lse, softcap=softcap, out=out, missing=missing, **options
+                )
+            found = view(q, "q", operation)
+            scores = AttentionScale.checked(scale, softcap, operation)
+            checks.option(missing, "missing", operation, MISSING)
+            shape = query_shape(found, "q", operation)
+            checks.integer(layer, "layer", operation, high=store.num_layers - 1)
+            with store.lock:
+                result = self._results(operation, q, found, out)
+                parts = self._parts(q, shape.batch, shape.heads, shape.queries)
+                query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
+                store.attend_own(operation, layer, query, view(parts, "parts", operation), scores, missing)
+                to, to_lse = (view(a, "out", operation) for a in result)
+                if found.ndim == 3:
+                    to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))
+                    to_lse = to_lse.restrided((*to_lse.shape, 1), (*to_lse.strides, 0))
+                self._merge(operation, parts, to, to_lse)
+        except ShapeError as error:
+            raise self._of_rank(error) from None
+        return result if return_lse else result[0]
+
+    def extend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attend with new tokens' queries over what all ranks hold and the new tokens, and append those.
+
+        Args:
+            layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
+            q, k, v: the new tokens, all of them, of the rank's own heads.
+            **options: the others, where heads alone are cut.
+
+        Returns:
+            As `KVCacheStore.extend`.
+
+        Raises:
+            As `append` and `attend`. Nothing is written, but where a process is lost on the way.
+
+        Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
+        """
+        operation = "ShardedKVCacheStore.extend"
+        self._agree(operation, layer, q, k, v, layout, scale, softcap)
+        self._refuse("extend", options)
+        store = self._dealt
+        try:
+            if store is None:
+                return self.local.extend(
+                    layer, q, k, v, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, **options
+                )
+            scores = AttentionScale.checked(scale, softcap, operation)
+            with store.lock:
+                query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
+                result = self._results(operation, q, view(q, "q", operation), None)
+                if query.shape[2]:
+                    parts = self._parts(q, *query.shape[:3])
+                    store.extend_own(operation, layer, rows, layout, query, view(parts, "parts", operation), scores)
+                    to, to_lse = (
+                        head_major(with_batch(view(a, "out", operation), n), *axes)
+                        for a, n in zip(result, (4, 3), strict=True)
+                    )
+                    self._merge(operation, parts, to, to_lse)
+        except ShapeError as error:
+            raise self._of_rank(error) from None
+        return result if return_lse else result[0]
+
+    def trim(self, n: int) -> None:
+        """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
+
+        Raises:
+            PositionError: more than `length`, or further back than a ring still holds. Nothing is changed.
+        """
+        self._agree("ShardedKVCacheStore.trim", n)
+        self.local.trim(n)
+
+    def reset(self) -> None:
+        """Forget all tokens. The memory stays, with what was in it."""
+        self._agree("ShardedKVCacheStore.reset")
+        self.local.reset()
+
+    @property
+    def length(self) -> int:
+        """Tokens appended since `reset`, less those trimmed, on all ranks together; no rank asks another."""
+        return self.local.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales on this rank."""
+        return self.local.nbytes
+
+    def held(self, layer: int) -> int:
+        """Tokens of a layer that are there to be seen, on all ranks together."""
+        return self.local.held(layer)
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what is not above: what `KVCacheStore` has, if it means here what it means there.
+        if name.startswith("_") or (not hasattr(KVCacheStore, name) and name not in ALIKE):
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        if self._dealt is not None and name not in ALIKE:
+            raise NotSharedError(
+                f"ShardedKVCacheStore.{name}: a cache cut by tokens does not have it: this rank holds {self._share()}, "
+                f"and nobody all of them. Use `local.{name}` for what is here, or cut heads."
+            )
+        return getattr(self.local, name)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"ShardedKVCacheStore({self._share()}: {self.local!r})"
+
+    # --- what is behind the calls
+
+    def _share(self) -> str:
+        """What of the whole this rank holds, for messages."""
+        found = []
+        if (by := self.ranks.get("heads")) is not None:
+            found.append(
+                f"rank {by.rank} of {by.world}: KV heads {self.heads[0]}..{self.heads[-1]} of {self.num_kv_heads}"
+            )
+        if (by := self.ranks.get("tokens")) is not None:
+            found.append(f"rank {by.rank} of {by.world}: tokens in blocks of {self.interleave}")
+        return ", ".join(found)
+
+    def _of_rank(self, error: ShapeError) -> ShapeError:
+        """A refusal, with what this rank takes."""
+        return ShapeError(
+            f"{error} This is {self._share()}. k, v and q are of the rank's own heads"
+            f"{'' if self._dealt is None else ', with all tokens'}."
+        )
+
+    def _refuse(self, name: str, options: dict[str, Any]) -> None:
+        """Options of `KVCacheStore` that need all tokens in one place.
+
+        Raises:
+            OptionError: there is one, and tokens are cut.
+        """
+        if options and self._dealt is not None and options != {"impl": "auto"}:
+            raise OptionError(
+                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut: it needs all "
+                f"of them on one rank. Leave it out, or cut heads."
+            )
+
+    def _agree(self, operation: str, *call: Any) -> None:
+        """In debug mode, all ranks make this call.
+
+        Raises:
+            GroupError: they do not.
+        """
+        if self._debug:
+            told = tuple(_told(value, operation) for value in call)
+            for ranks in self.ranks.values():
+                ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
+
+    def _results(self, operation: str, q: Any, found: ArrayView, out: Any) -> tuple[Any, Any]:
+        """Arrays for the result and its log-sum-exps, in the shape of q.
+
+        Raises:
+            ShapeError, DTypeError, ArchError: what was given as `out` does not fit.
+        """
+        live, shape = self.local.runtime, (*found.shape[:-1], self.local.head_dim_v)
+        if out is not None:
+            to = view(out, "out", operation)
+            checks.on_device([("out", to)], live, operation)
+            checks.writable(to, "out", operation)
+            checks.same_dtype(found, to, "q", "out", operation)
+            if to.shape != shape:
+                raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
+            checks.disjoint([("q", found, False), ("out", to, True)], operation)
+        else:
+            out = new_like(q, shape, found.dtype, live)
+        return out, new_like(q, found.shape[:-1], dtypes.float32, live)
+
+    def _parts(self, q: Any, *shape: int) -> Any:
+        """A tensor for this rank's part: each row's result, and behind it its log-sum-exp."""
+        import torch
+
+        device = q.device if isinstance(q, torch.Tensor) else "cuda" if self.local.runtime.is_cuda else "cpu"
+        return torch.empty((*shape, self.local.head_dim_v + 1), dtype=torch.float32, device=device)
+
+    def _merge(self, operation: str, parts: Any, out: ArrayView, lse: ArrayView) -> None:
+        """Gather the parts of all ranks and write what they are together."""
+        gathered = self.ranks["tokens"].gather(parts, operation)
+        merge_parts(operation, view(gathered, "parts", operation), out, lse)
+
+
+def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
+    """The process groups that share heads and tokens, by what they share.
+
+    Raises:
+        OptionError: `shard` does not say what each dimension cuts.
+    """
+    names = (shard,) if isinstance(shard, str) else tuple(shard) if isinstance(shard, (tuple, list)) else ()
+    mesh = group_or_mesh if hasattr(group_or_mesh, "mesh") and hasattr(group_or_mesh, "get_group") else None
+    dimensions = 1 if mesh is None else mesh.ndim
+    if not names or any(name not in SHARDS for name in names) or len(set(names)) < len(names):
+        raise OptionError(
+            f"{operation}: shard={shard!r} is unknown. Use 'heads' or 'tokens', or ('heads', 'tokens') in the order "
+            f"of a mesh's dimensions."
+        )
+    if len(names) != dimensions:
+        raise OptionError(
+            f"{operation}: shard={shard!r} names {len(names)} and the {'group' if mesh is None else 'mesh'} has "
+            f"{dimensions} dimension{'s' * (dimensions != 1)}. Name what each dimension cuts."
+        )
+    if mesh is None:
+        return {names[0]: group_or_mesh}
+    return {name: mesh.get_group(i) for i, name in enumerate(names)}
+
+
+def _told(value: Any, operation: str) -> str:
+    """A value of a call as the ranks compare it: an array's form, never its numbers."""
+    if value is None or isinstance(value, (str, int, float, tuple)):
+        return repr(value)
+    found = view(value, "an array", operation)
+    return f"{describe(found)} on {found.device.partition(':')[0]}"
