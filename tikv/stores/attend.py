@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Views, describe, new_like, view, view_all
-from tikv.errors import PositionError
+from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.merge import merge_into
@@ -100,6 +100,58 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
         )
 
 
+def mass_queries_of(return_mass: bool, mass_queries: Any, alibi_slopes: Any, operation: str) -> int | None:
+    """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
+
+    Raises:
+        PositionError: less than one.
+        OptionError: a number, and no mass is wanted; or the mass of scores with slopes.
+    """
+    if return_mass and alibi_slopes is not None:
+        raise OptionError(f"{operation}: return_mass counts no alibi_slopes. Ask for one of the two.")
+    if mass_queries is None:
+        return None if return_mass else 0
+    if not return_mass:
+        raise OptionError(f"{operation}: mass_queries={mass_queries} without return_mass=True. Ask for the mass too.")
+    return checks.integer(mass_queries, "mass_queries", operation, low=1)
+
+
+def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[ArrayView, ArrayView]:
+    """The last `wanted` of (batch, Hq, T, D) queries, None for all, and their log-sum-exps (batch, Hq, T)."""
+    if wanted is None or q.ndim == 3:
+        return q, lse
+    first, tokens = max(0, q.shape[2] - wanted), q.shape[2]
+    return q.part(2, first, tokens), lse.part(2, first, tokens)
+
+
+def results_of(out: Any, lse: Any, mass: Any) -> Any:
+    """What was asked for: the result alone, or with what else is not None."""
+    found = [a for a in (out, lse, mass) if a is not None]
+    return out if len(found) == 1 else tuple(found)
+
+
+def weigh(
+    operation: str, memory: LayerMemory, layer: Layer, q: ArrayView, lse: ArrayView, scores: AttentionScale, like: Any
+) -> Any:
+    """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
+
+    Args:
+        operation: for messages.
+        memory: the layer's.
+        layer: what they attended over, their own tokens included.
+        q: (batch, Hq, D) or (batch, Hq, T, D).
+        lse: the log-sum-exps of their scores.
+        scores: the scale and the soft cap.
+        like: the mass is a new array of its kind.
+    """
+    shape = (memory.batch_size, memory.num_kv_heads, layer.held)
+    mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
+    arrays = layer_arrays(layer, q)
+    plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
+    plan.weigh(arrays, lse, view(mass, "mass", operation), layer.length, layer.valid_from)
+    return mass
+
+
 def extend(
     operation: str,
     appends: Appends,
@@ -109,6 +161,7 @@ def extend(
     scores: AttentionScale,
     return_lse: bool,
     terms: Terms = NO_TERMS,
+    mass_queries: int | None = 0,
 ) -> Any:
     """Attend with new queries over what a layer holds and their own tokens, then append those.
 
@@ -121,6 +174,7 @@ def extend(
         scores: the scale and the soft cap.
         return_lse: whether the log-sum-exps are wanted.
         terms: what is added to the scores.
+        mass_queries: over how many of the last queries the mass is wanted; None for all, 0 for no mass.
 
     Returns:
         As `KVCacheStore.extend`.
@@ -142,7 +196,8 @@ def extend(
     layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
 
     out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
-    lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse else None
+    lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse or mass_queries != 0 else None
+    mass = None
     results = [with_batch(view(out, "out", operation), q.ndim)]
     if lse is not None:
         results.append(with_batch(view(lse, "lse", operation), q.ndim - 1))
@@ -160,8 +215,13 @@ def extend(
         else:
             appends.append(operation, layer, k_rows, layout)
             call.attend_over_layer(staged_q, to, to_lse)
+        if mass_queries != 0 and to_lse is not None:
+            mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
         stage.finish()
-    return (out, lse) if return_lse else out
+    elif mass_queries != 0:
+        shape = (memory.batch_size, memory.num_kv_heads, layer.held)
+        mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
+    return results_of(out, lse if return_lse else None, mass)
 
 
 def with_batch(a: ArrayView, ndim: int) -> ArrayView:

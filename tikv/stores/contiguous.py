@@ -20,7 +20,18 @@ from tikv.ops.attention.options import IMPLEMENTATIONS
 from tikv.ops.attention.terms import Terms
 from tikv.stores import contiguous_files, files
 from tikv.stores.append import NAMES, ROWS, Appends, check_step
-from tikv.stores.attend import MISSING, AttentionScale, extend, layer_arrays, layer_plan, refuse_missing
+from tikv.stores.attend import (
+    MISSING,
+    AttentionScale,
+    extend,
+    last_queries,
+    layer_arrays,
+    layer_plan,
+    mass_queries_of,
+    refuse_missing,
+    results_of,
+    weigh,
+)
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
 from tikv.stores.storage import storage
@@ -296,6 +307,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         missing: str = "raise",
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
@@ -310,12 +323,16 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
                 sequence, instead of `length`; what goes with `append` at ``positions``.
             missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
                 overwritten: "raise", or "ignore" to attend over what is left. One query misses nothing.
+            return_mass: also return the attention mass of the layer's tokens: how much weight the queries gave each.
+            mass_queries: the mass is that of so many of the last queries; None for all.
 
         Returns:
-            As `tikv.decode_attention`.
+            As `tikv.decode_attention`; the mass last, float32 (batch, num_kv_heads, n) in the order of `tokens`, summed
+            over the queries and the query heads of a KV head.
 
         Raises:
             PositionError: more queries than tokens; or ``missing`` as said.
+            OptionError: mass with ``seq_lens``, by which the host does not know what is held.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
 
         Example:
@@ -327,6 +344,11 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
+        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+        if wanted != 0 and seq_lens is not None:
+            raise OptionError(
+                f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
+            )
         terms = Terms(sink_logits, alibi_slopes).views(operation)
         arrays = layer_arrays(found, view(q, "q", operation), terms)
         length, oldest = found.length, found.valid_from
@@ -339,7 +361,13 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         checks.option(impl, "impl", operation, IMPLEMENTATIONS)
         if checks.option(missing, "missing", operation, MISSING) == "raise" and plan.query.queries > 1:
             refuse_missing(operation, found, plan.query.queries, seq_lens is not None)
-        return plan.attend(q, arrays, out, return_lse, impl, length, oldest)
+        if wanted == 0:
+            return plan.attend(q, arrays, out, return_lse, impl, length, oldest)
+        queries = arrays["q"]
+        result, lse = plan.attend(q, arrays, out, True, impl, length, oldest)
+        asking = last_queries(queries, view(lse, "lse", operation), wanted)
+        mass = weigh(operation, self._memory, found, *asking, scores, q)
+        return results_of(result, lse if return_lse else None, mass)
 
     @whole
     def extend(
@@ -355,6 +383,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
 
@@ -370,9 +400,11 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
             scale, softcap, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
+            return_mass, mass_queries: as in `attend`; the mass is of the tokens held in the end.
 
         Returns:
-            A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse.
+            A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
+            with ``return_mass`` the mass as `attend` gives it.
 
         Raises:
             As `append` and `attend`. Nothing is written.
@@ -397,7 +429,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
         terms = Terms(sink_logits, alibi_slopes)
-        return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms)
+        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+        return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)
 
     @whole
     def trim(self, n: int) -> None:

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import CacheArray, describe, new_array, view
+from tikv.arrays import CacheArray, describe, new_array, new_like, view
 from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import Terms
 from tikv.ops.indices import host_integers
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, paged_files
+from tikv.stores.attend import last_queries, mass_queries_of, results_of
 from tikv.stores.block_pool import salt_bytes
 from tikv.stores.device_tables import DeviceTables
 from tikv.stores.layer_pools import LayerPools
@@ -372,6 +374,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         out: Any = None,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
 
@@ -383,10 +387,11 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores.
             impl, softcap, out, sink_logits, alibi_slopes: as in `tikv.paged_decode_attention`.
+            return_mass, mass_queries: as in `KVCacheStore.attend`.
 
         Returns:
             ``out`` or a new array, of q's dtype, (B, Hq, D_v) or (B, Hq, T, D_v); with ``return_lse`` also lse, float32
-            without the last axis.
+            without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by position.
 
         Raises:
             PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
@@ -411,11 +416,22 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         tables, lens = self._on_device.block_tables(self._sequences.version, ids, states, lengths)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
-        call = paged_call(
-            operation, q, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-            softcap=softcap, impl=impl, terms=Terms(sink_logits, alibi_slopes), **scales,
-        )  # fmt: skip
-        return call.attend(q, out=out, return_lse=return_lse)
+        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+
+        def call(queries: Any) -> AttentionCall:
+            return paged_call(
+                operation, queries, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
+                softcap=softcap, impl=impl, terms=Terms(sink_logits, alibi_slopes), **scales,
+            )  # fmt: skip
+
+        if wanted == 0:
+            return call(q).attend(q, out=out, return_lse=return_lse)
+        result, lse = call(q).attend(q, out=out, return_lse=True)
+        shape = (len(ids), self.num_kv_heads, max(lengths, default=0))
+        mass = new_like(q, shape, dtypes.float32, self.runtime, zeroed=True)
+        queries, of_queries = last_queries(rows, view(lse, "lse", operation), wanted)
+        call(queries).weigh(of_queries, view(mass, "mass", operation))
+        return results_of(result, lse if return_lse else None, mass)
 
     @whole
     def extend(
@@ -433,6 +449,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
 
@@ -442,9 +460,11 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             k, v, seqs, cu_seqlens: as in `append`.
             scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
+            return_mass, mass_queries: as in `attend`; the last queries of each sequence.
 
         Returns:
-            A new array of q's kind and dtype, (T, Hq, D_v); with ``return_lse`` also lse. Padding gives 0 and -inf.
+            A new array of q's kind and dtype, (T, Hq, D_v); with ``return_lse`` also lse, and with ``return_mass`` the
+            mass. Padding gives 0 and -inf.
 
         Raises:
             As `append` and `attend`. Nothing is written, and every sequence is as it was.
@@ -463,10 +483,11 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
+        wanted, pools = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation), self._pools.layers[layer]
         seqs = host_integers(seqs, "seqs", operation, self.runtime)
         terms = Terms(sink_logits, alibi_slopes).views(operation)
         call = RaggedAttention(
-            operation, self.form, self._pools.layers[layer], q, scale, window, softcap, return_lse, len(seqs), terms
+            operation, self.form, pools, q, scale, window, softcap, return_lse, len(seqs), terms, wanted
         )
         rows = view(k, "k", operation)
         checks.rank(rows, (3,), "k", "(T, H, D)", operation)

@@ -36,6 +36,7 @@ class RaggedAttention:
         return_lse: whether the log-sum-exps are wanted.
         sequences: how many there are.
         terms: what is added to the scores, by name.
+        mass_queries: over how many of the last queries of a sequence the mass is wanted; None for all, 0 for no mass.
 
     Raises:
         ShapeError, DTypeError, OptionError, PositionError: the queries or an option do not fit.
@@ -53,12 +54,14 @@ class RaggedAttention:
         return_lse: bool,
         sequences: int,
         terms: Mapping[str, ArrayView],
+        mass_queries: int | None = 0,
     ) -> None:
         self.operation = operation
         self.live = current()
         self.given = q
         self.q = view(q, "q", operation)
         self.return_lse = return_lse
+        self.mass_queries = mass_queries
         self._form = form
         self._pools = pools
         self._options: dict[str, Any] = {"layout": form.layout, "scale": scale, "window": window, "softcap": softcap}
@@ -84,23 +87,31 @@ class RaggedAttention:
             ends: the same lengths, on the host.
 
         Returns:
-            (T, Hq, D_v), and with `return_lse` (T, Hq); 0 and -inf behind the last of `cu_seqlens`.
+            (T, Hq, D_v), and with `return_lse` (T, Hq); 0 and -inf behind the last of `cu_seqlens`. With mass
+            (B, H, longest).
         """
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         padded = cu_seqlens[-1] < rows
         shape = (rows, heads, self._form.head_dim_v)
         out = new_like(self.given, shape, self.q.dtype, live, zeroed=padded)
         results = [out]
-        if self.return_lse:
+        if self.return_lse or self.mass_queries != 0:
             results.append(new_like(self.given, shape[:2], dtypes.float32, live))
             if padded:
                 _fill(results[1], -np.inf)
-        views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse"), strict=False)]
+        if self.mass_queries != 0:
+            shape = (len(ends), self._form.num_kv_heads, max(ends, default=0))
+            results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
+        views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
         for first, end in _runs(cu_seqlens):
-            self._attend_run(stage.arrays, first, end, cu_seqlens, tables, lens, ends)
+            self._attend_run(stage.arrays[:3], first, end, cu_seqlens, tables, lens, ends)
+            if self.mass_queries != 0:
+                self._weigh_run(stage.arrays, first, end, cu_seqlens, tables, lens, ends)
         stage.finish()
-        return tuple(results) if self.return_lse else out
+        if not self.return_lse:
+            del results[1:2]
+        return tuple(results) if len(results) > 1 else out
 
     def _attend_run(
         self,
@@ -114,7 +125,7 @@ class RaggedAttention:
     ) -> None:
         """Attention of sequences `first` to `end`, which have as many new tokens each."""
         count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
-        table = tables.restrided((count, tables.shape[1]), tables.strides, first * tables.strides[0])
+        table = tables.part(0, first, end)
         for begin in range(0, tokens, MOST_QUERIES):
             stop = min(tokens, begin + MOST_QUERIES)
             q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
@@ -122,7 +133,25 @@ class RaggedAttention:
             if count > 1:
                 length = lens.restrided((count,), lens.strides, first * lens.strides[0])
             call = self._call(q, table, length, self._terms.part(first, end))
-            call.attend(None, out=out, return_lse=self.return_lse, lse=lse[0] if lse else None)
+            call.attend(None, out=out, return_lse=bool(lse), lse=lse[0] if lse else None)
+
+    def _weigh_run(
+        self,
+        arrays: Sequence[ArrayView],
+        first: int,
+        end: int,
+        cu_seqlens: Sequence[int],
+        tables: ArrayView,
+        lens: ArrayView,
+        ends: Sequence[int],
+    ) -> None:
+        """The mass of what `_attend_run` attended over."""
+        q, _, lse, mass = arrays
+        count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
+        wanted = tokens if self.mass_queries is None else min(tokens, self.mass_queries)
+        q, lse = (_as_sequences(a, cu_seqlens[first], count, tokens, tokens - wanted, wanted) for a in (q, lse))
+        length: Any = ends[first] if count == 1 else lens.part(0, first, end)
+        self._call(q, tables.part(0, first, end), length, NO_TERMS).weigh(lse, mass.part(0, first, end))
 
 
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:

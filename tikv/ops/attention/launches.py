@@ -62,6 +62,8 @@ class Scratch(NamedTuple):
 class AttentionLaunches(Plan):
     """The launches of an `AttentionPlan` for one number of splits, bound at the first run; see `ops.plan`.
 
+    Without an array for the result they are that of the mass alone, by the log-sum-exps that attention left: of the
+    keys in the order of a store's `tokens`; with one it is by slot.
     Parts of splits, and log-sum-exps that nobody asked for, go to memory that all plans of a runtime share.
     """
 
@@ -75,7 +77,8 @@ class AttentionLaunches(Plan):
         options: AttentionOptions,
         shares: Shares,
     ) -> None:
-        written = [name in ("out", "lse", "mass") for name in arrays]
+        self.weighs_only = "out" not in arrays
+        written = [name == "mass" or (name in ("out", "lse") and not self.weighs_only) for name in arrays]
         super().__init__(live, operation, tuple(arrays), written)
         self.lock = live.lock  # whose holder alone uses the scratch memory
         self.query, self.cache, self.options = query, cache, options
@@ -123,7 +126,8 @@ class AttentionLaunches(Plan):
         arrays = dict(zip(self.names, given, strict=True))
         live, cache, memory = self.live, self.cache, self.memory
         assert memory is not None
-        style, split, q, to = live.kernel_style, self.splits > 1, arrays["q"], arrays["out"]
+        style, split, q = live.kernel_style, self.splits > 1, arrays["q"]
+        to = arrays.get("out", q)
         bits = self._word_bits(arrays["k"], arrays["v"], style)
         for name in ("k", "v"):
             checks.addressable(arrays[name], bits // 8, live, name.upper(), self.operation)
@@ -136,6 +140,9 @@ class AttentionLaunches(Plan):
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
         )
+        plain = choices._replace(sink_logits=False, alibi=False)  # what attention leaves has them
+        if self.weighs_only:
+            return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
         cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
         written = [parts, part_lse] if split else [to, lse]
@@ -148,7 +155,6 @@ class AttentionLaunches(Plan):
         items = params.tasks * _threads_of_task(style)
         used = [*cached, *written, *terms]
         found = [Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used)]
-        plain = choices._replace(sink_logits=False, alibi=False)  # what attention leaves has them
         if split:
             items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
             serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
@@ -156,7 +162,7 @@ class AttentionLaunches(Plan):
             merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
             found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
         if self.options.mass:
-            found.append(self._mass_launch(arrays, plain, strides, params._replace(lse_first=_first(lse)), lse))
+            found.append(self._mass_launch(arrays, plain, strides, params, lse))
         return found
 
     def _mass_launch(
@@ -175,6 +181,7 @@ class AttentionLaunches(Plan):
             row_blocks=1,
             heads_per_task=1,
             least_share=0,
+            lse_first=_first(lse),
             keys=keys,
         )
         strides = strides._replace(out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1])
@@ -202,7 +209,7 @@ class AttentionLaunches(Plan):
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
             v_inner=(cache.v.inner[0] // unit, cache.v.inner[1] // unit),
             query=arrays["q"].dtype.short,
-            out="f32" if self.splits > 1 else arrays["out"].dtype.short,
+            out="f32" if self.splits > 1 else arrays.get("out", arrays["q"]).dtype.short,
             width=cache.width,
             width_v=cache.width_v,
             group=group,
@@ -222,7 +229,7 @@ class AttentionLaunches(Plan):
         """Where rows lie: of q, of the result, of K and V in words, of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
-        to, lens, table = arrays["out"], arrays.get("lens"), arrays.get("table")
+        to, lens, table = arrays.get("out", arrays["q"]), arrays.get("lens"), arrays.get("table")
         found: list[int] = [*self.query.strides, _first(arrays["q"])]
         found += [*query_shape(to, "out", self.operation).strides, _first(to)]
         found += self._lse_strides(arrays.get("lse"))
@@ -322,10 +329,11 @@ class AttentionLaunches(Plan):
 
     def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
         """As `_factory`, of the mass."""
+        by_slot = not self.weighs_only
         if style == "cpu":
             from tikv.kernels.attention.mass_cpu import make_mass_cpu
 
-            return make_mass_cpu, (self.shares.workers, True)
+            return make_mass_cpu, (self.shares.workers, by_slot)
         if style == "cuda":
             from tikv.kernels.attention import cuda, mass_cuda
 
@@ -333,10 +341,10 @@ class AttentionLaunches(Plan):
                 # Without V's words there are registers for one block more.
                 shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, choices.masked)._replace(resident=4)
                 single = self.query.queries * choices.group <= choices.rows
-                return mass_cuda.make_mass_lanes, (shape, single, True)
+                return mass_cuda.make_mass_lanes, (shape, single, by_slot)
         from tikv.kernels.attention.mass import make_mass
 
-        return make_mass, (style, True)
+        return make_mass, (style, by_slot)
 
 
 def _first(array: ArrayView | None) -> int:

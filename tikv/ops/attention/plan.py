@@ -22,7 +22,7 @@ from tikv.ops.attention.options import (
     lens_by_head,
     query_shape,
 )
-from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares
+from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
 from tikv.ops.attention.terms import check_terms
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
@@ -133,6 +133,34 @@ class AttentionPlan(Plan):
             launches.attend(arrays, length, first_valid, ahead)
         return tuple(wanted) if len(wanted) > 1 else result
 
+    def weigh(
+        self,
+        arrays: dict[str, ArrayView],
+        lse: ArrayView,
+        mass: ArrayView,
+        length: int = 0,
+        first_valid: int = 0,
+    ) -> None:
+        """The attention mass of the keys: how much weight the queries give each, summed over those of a KV head.
+
+        Args:
+            arrays, length, first_valid: as in `attend`, whose queries these are, or the last of them.
+            lse: the log-sum-exps that it gave for them.
+            mass: (batch, heads, n) float32 zeros, of keys in the order of a store's `tokens`, at most n of a head.
+        """
+        lengths = Lengths(self.cache.capacity) if self.device_only else self._lengths(arrays, length)
+        if self.empty or 0 in mass.shape:
+            return
+        arrays |= {"lse": lse, "mass": mass}
+        workers = choose_workers(self.live, self.query, self.cache, most_keys(self.cache, lengths))
+        shares = Shares(1, workers, mass_splits=choose_mass_splits(self.cache, lengths))
+        key = (*shares, *[a.key for a in arrays.values()])
+        launches = self.by_split.get(key)
+        if launches is None:
+            given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
+            launches = self.by_split.keep(key, AttentionLaunches(*given))
+        launches.attend(arrays, length, first_valid, 0)
+
     def _first_valid(self, value: Any, high: int) -> int:
         """The oldest position that is still there, checked."""
         if self.by_head and value:
@@ -224,3 +252,7 @@ class AttentionCall(NamedTuple):
     ) -> Any:
         """`AttentionPlan.attend` over these arrays."""
         return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, lse=lse)
+
+    def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
+        """`AttentionPlan.weigh` over these arrays."""
+        self.plan.weigh(dict(self.arrays), lse, mass, self.length)
