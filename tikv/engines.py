@@ -31,6 +31,8 @@ class Engine:
     program_of: attrgetter[Any]  # the program of `settings`, or None
     has_graphs: bool  # graphs of kernels that are compiled as one
     has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
+    mps_arch: str | None = None  # the arch on which PyTorch can see its memory, as tensors on MPS
+    word: str = "u32"  # the element type of memory of our own
     core_name: str  # of its C++ module
     context_class: str  # what walks through a kernel's source
     position_method: str  # its method that draws the line of a source that is compiled
@@ -57,6 +59,11 @@ class Engine:
         if _numbers(version) >= _numbers(self.below):
             return f"{self.title} {version} is newer than what this version of tikv was tested with"
         return None
+
+    @property
+    def others(self) -> list[Engine]:
+        """All engines but this one."""
+        return [engine for engine in ALL.values() if engine is not self]
 
     @property
     def is_imported(self) -> bool:
@@ -109,6 +116,19 @@ class Engine:
         """A kernel compiled, or found in the cache on disk, as `program.launch_kernel` takes it."""
         return program.compile_kernel(program.config(), program.get_device_caps(), traced)
 
+    def start_options(self, arch: str) -> dict[str, Any]:
+        """What a start on this arch is told beside what the caller says."""
+        # For a GPU's vendor it is fixed at the start whether a product and a sum may become one rounding. Ours may not.
+        return {"fast_math": False} if arch in ("cuda", "amdgpu") else {}
+
+    def is_on_queue_of_torch(self, program: Any) -> bool:
+        """Whether a program launches kernels on PyTorch's own queue of Metal's."""
+        return False
+
+    def as_torch(self, ndarray: Any) -> Any:
+        """A flat ndarray of `word` as a torch tensor over the same memory, on `mps_arch`."""
+        raise NotImplementedError
+
     def place(self, i: int) -> Any:
         """How a launch context names argument `i`. Entry `j` of a vector is (i, j) for every engine."""
         return (i,)
@@ -159,6 +179,8 @@ class _Quadrants(Engine):
     cache_variable, policy_variable = "QD_OFFLINE_CACHE_FILE_PATH", "QD_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "kernel_compilation_manager/qdcache.lock"
     has_graphs = has_known_ptx = False
+    mps_arch = "metal"
+    word = "i32"  # it shows PyTorch no unsigned integers
     core_name = "_qd_core"
     context_class, position_method = "ASTTransformerFuncContext", "memoized_get_pos_info"
     source_reader = "lang._wrap_inspect"
@@ -171,6 +193,20 @@ class _Quadrants(Engine):
     @property
     def front(self) -> Any:
         return _ProgramOf(self.settings)
+
+    def start_options(self, arch: str) -> dict[str, Any]:
+        options = super().start_options(arch)
+        if arch == self.mps_arch and "torch" in sys.modules and (queue := self.part("interop").get_mps_command_queue()):
+            options["external_metal_command_queue"] = queue
+            options["external_metal_command_queue_is_torch_queue"] = True
+        return options
+
+    def is_on_queue_of_torch(self, program: Any) -> bool:
+        config = program.config()
+        return bool(config.external_metal_command_queue and config.external_metal_command_queue_is_torch_queue)
+
+    def as_torch(self, ndarray: Any) -> Any:
+        return sys.modules["torch"].utils.dlpack.from_dlpack(ndarray.to_dlpack())
 
     def annotations(self, kernel: Any) -> list[Any]:
         return [argument.annotation for argument in kernel.arg_metas]
@@ -200,6 +236,12 @@ class _Quadrants(Engine):
 
 TAICHI, QUADRANTS = _Taichi(), _Quadrants()
 ALL: dict[str, Engine] = {engine.name: engine for engine in (TAICHI, QUADRANTS)}
+
+
+def that_shares_mps() -> Engine:
+    """The engine that lets PyTorch see its memory on MPS."""
+    (found,) = [engine for engine in ALL.values() if engine.mps_arch is not None]
+    return found
 
 
 def version_of(distribution: str) -> str | None:

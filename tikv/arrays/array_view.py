@@ -51,9 +51,9 @@ class ArrayView:
         self.shape = shape
         self.strides = strides
         self.dtype = dtype
-        self.device = device  # "cpu", "cuda:0", "vulkan", "metal"
+        self.device = device  # "cpu", "cuda:0", "vulkan", "metal"; "mps": PyTorch's own memory on Metal
         self.writable = writable
-        self.handle = handle  # Taichi's ndarray, when the memory is one
+        self.handle = handle  # where memory has no address: Taichi's ndarray, or the storage of a tensor on MPS
         self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 where ptr says it all
         self.owner = owner  # keeps the memory alive
         self.span = span_bytes(shape, strides, dtype.itemsize)
@@ -65,6 +65,11 @@ class ArrayView:
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a GPU's kernels see it only after it was copied to memory of ours."""
+        return self.device in ("cpu", "mps")
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import dlpack
+from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import ArrayView, describe
 from tikv.arrays.memory import as_numpy, new_array, read_host, to_device
 from tikv.dtypes import DType
@@ -19,7 +19,8 @@ from tikv.errors import ArchError
 class CacheArray(runtime.NotCopied):
     """Memory of a store, handed out without a copy: an array with a shape, a true dtype and a device.
 
-    `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA; `copy_to_host()` works everywhere and copies.
+    `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA, `torch()` also on Metal with Quadrants;
+    `copy_to_host()` works everywhere and copies.
     An index and arithmetic work as with what it is on its device: views of `numpy()` on CPU, of `torch()` on CUDA; on
     Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor it is one itself.
     `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
@@ -84,16 +85,20 @@ class CacheArray(runtime.NotCopied):
         return as_numpy(array)
 
     def torch(self) -> Any:
-        """The memory as a torch tensor, not a copy, on CPU or CUDA.
+        """The memory as a torch tensor, not a copy: on CPU, CUDA, or MPS where Quadrants runs on Metal.
+
+        A tensor on MPS is gone when the engine is started again.
 
         Raises:
-            ArchError: the memory is on Vulkan or Metal, where torch has no view of it; or torch is not installed.
+            ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch has no view of it; or torch is not
+                installed.
         """
         try:
             import torch
         except ImportError as error:
             raise ArchError("CacheArray.torch: torch is not installed. Install taichi-kv[torch].") from error
-        return torch.from_dlpack(self)
+        array = self.view_for("CacheArray.torch")
+        return mps.as_torch(array, self._runtime) if array.device in runtime.SPIRV_ARCHS else torch.from_dlpack(self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         array = self.view_for("CacheArray.__dlpack__")

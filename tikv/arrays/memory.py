@@ -89,7 +89,8 @@ class Memory:
         if hasattr(self.block, "zero_"):
             self.block.zero_()
         else:
-            self.block.fill(0)
+            with self.runtime.turns:
+                self.block.fill(0)
 
 
 def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
@@ -117,7 +118,8 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
     elif hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        block.from_numpy(words.view(np.uint32))
+        with to.owner.runtime.turns:
+            block.from_numpy(words.view(dtypes.NUMPY_WORDS[str(block.dtype)]))
     else:
         import torch
 
@@ -145,6 +147,8 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
         raw = ctypes.string_at(array.ptr, array.span)
     elif array.device.startswith("cuda"):
         raw = _read_cuda(array)
+    elif array.device == "mps":
+        raw = array.handle.bytes[array.offset : array.offset + array.span].cpu().numpy().tobytes()
     else:
         words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()

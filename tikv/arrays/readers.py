@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, engines, runtime
-from tikv.arrays import dlpack
+from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import (
     ALIGNMENT,
     MAX_FORMS,
@@ -192,6 +192,8 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
         device = _torch_device_name(torch_device, name, operation)
         seen = _torch_forms.keep(form, ArrayView(pointer, tuple(shape), strides, dtype, device))
     check_torch_memory(array, pointer, seen, name, operation)
+    if seen.device == "mps":
+        return mps.view_of(array, seen.dtype)
     return seen if seen.ptr == pointer else seen.at_address(pointer)
 
 
@@ -231,7 +233,9 @@ def _torch_device_name(device: Any, name: str, operation: str) -> str:
         return "cpu"
     if device.type == "cuda":
         return f"cuda:{device.index or 0}"
-    raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a CPU or CUDA tensor.")
+    if device.type == "mps":
+        return "mps"
+    raise ArchError(f"{operation}: {name} is a torch tensor on {device}. Use a tensor on CPU, CUDA or MPS.")
 
 
 def _of_engine(array: Any, name: str, operation: str) -> ArrayView:

@@ -136,8 +136,9 @@ class Graph(runtime.NotCopied):
                 views[name] = view(value, name, operation)
         with self._lock:
             given, stage = views, None
-            if not live.is_cpu and any(a.device == "cpu" for a in views.values()):
+            if not live.is_cpu and any(a.is_staged for a in views.values()):
                 written = [w for w, n in zip(self._written, (*self.arrays, *self.lengths), strict=True) if n in views]
+                checks.on_device(list(views.items()), live, operation)
                 stage = Staging(live, list(views.values()), written)
                 given = dict(zip(views, stage.arrays, strict=True))
             plan, entries = self._plan(operation, views, given, numbers)
@@ -317,7 +318,7 @@ class GraphPlan(Plan):
         if found is not None:
             return found
         if isinstance(like, np.ndarray) or hasattr(like, "new_empty"):
-            if seen.device != own.device:
+            if seen.device not in (own.device, "mps"):
                 array = own.view_for("Graph.run")
                 found = new_like(like, array.shape, array.dtype, self.live)
                 as_numpy(view(found, name, "Graph.run"))[...] = own.copy_to_host()

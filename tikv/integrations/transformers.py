@@ -14,7 +14,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
-from tikv import dtypes, runtime
+from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
@@ -674,10 +674,18 @@ def _share_memory_with(device: Any) -> None:
     Raises:
         ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
     """
-    arch = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
+    engine = engines.that_shares_mps() if device.type == "mps" else None
+    arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
     if arch is None:
-        raise ArchError(f"{OPERATION}: the model is on {device}. Move it to CPU or CUDA, whose memory can be shared.")
-    live = runtime.current() if runtime.is_started() else runtime.init(arch)
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory can be shared."
+        )
+    live = runtime.current() if runtime.is_started() else runtime.init(arch, engine.name if engine else "auto")
+    if engine not in (None, live.engine):
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}, whose memory {live.engine.title} cannot share. Call "
+            f"tikv.init({arch!r}, engine={engine.name!r}) in another process ({engine.remedy[:-1]}), or move the model."
+        )
     if live.arch != arch:
         raise ArchError(
             f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "

@@ -130,7 +130,8 @@ class FreshBound(Bound):
         live = self.kernel.runtime
         if live.dropped.fresh:
             live.give_back()
-        live.program.launch_kernel(self.kernel.compiled, _filled_context(self))
+        with live.turns:
+            live.program.launch_kernel(self.kernel.compiled, _filled_context(self))
 
 
 class PublicBound(Bound):
@@ -154,7 +155,7 @@ class PublicBound(Bound):
                 values.append(_retyped(value.handle, word))
             else:
                 values.append(_flat_array(value, word, self.iterations if i == 0 else None))
-        with kernel.runtime.lock, kernel.runtime.compiling(kernel.fast_math):
+        with kernel.runtime.lock, kernel.runtime.compiling(kernel.fast_math), kernel.runtime.turns:
             kernel.function(*values)
 
 

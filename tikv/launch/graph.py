@@ -48,6 +48,7 @@ class TaichiGraph:
                     self._values[name] = argument
             builder._graph_builder.dispatch(kernel.traced, given)
         self._compiled = builder.compile()
+        self._runtime = launches[0][0].runtime
 
     def set_array(self, i: int, array: ArrayView) -> None:
         """Let the ndarray of that number, counted in the order they were given in, be that of `array`."""
@@ -61,7 +62,8 @@ class TaichiGraph:
 
     def launch(self) -> None:
         """Run all launches in their order; returns before the device is done."""
-        self._compiled.run(self._values)
+        with self._runtime.turns:
+            self._compiled.run(self._values)
 
     def release(self, which: Sequence[int]) -> None:
         """Let go of these ndarrays, which would otherwise be kept alive; set them again to launch."""

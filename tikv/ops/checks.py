@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected
+from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected, mps
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 
 MAX_POSITION = 2**63 - 1
@@ -140,7 +140,9 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
     """
     for name, array in arrays:
         device = array.device
-        if device != "cpu" and device.partition(":")[0] != live.arch:
+        if device == "mps":
+            mps.refuse_unless_shared(array, live, name, operation)
+        elif device != "cpu" and device.partition(":")[0] != live.arch:
             raise ArchError(
                 f"{operation}: {name} lies on {device} and {live.engine.title} runs on {live.arch}. "
                 f"Call tikv.init({device.partition(':')[0]!r}) first, or move the array."

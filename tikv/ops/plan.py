@@ -137,7 +137,7 @@ class Plan:
             return
         pointers = arrays.pointers if type(arrays) is Views else tuple([a.ptr for a in arrays])
         if self.launches is None:
-            if not self.live.is_cpu and any(a.device == "cpu" for a in arrays):
+            if not self.live.is_cpu and any(a.is_staged for a in arrays):
                 self._run_staged(arrays, entries)
                 return
             with self.live.lock:  # threads that come first together bind once

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, as_numpy, describe, to_device, view
+from tikv.arrays import ArrayView, describe, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 
@@ -129,12 +127,9 @@ class NormRope:
         found = self._in_runtime.get(live.epoch)
         if found is None:
             arrays = self._views(operation)
-            if not live.is_cpu:
-                arrays = {
-                    n: to_device(np.ascontiguousarray(as_numpy(a)), live) if a.device == "cpu" else a
-                    for n, a in arrays.items()
-                }
             checks.on_device(list(arrays.items()), live, operation)
+            if not live.is_cpu:
+                arrays = {n: to_device(read_host(a, live), live) if a.is_staged else a for n, a in arrays.items()}
             form = (self.mode, self.eps, self.rope_dim, *[(n, a.key) for n, a in arrays.items()])
             self._in_runtime.clear()
             found = self._in_runtime[live.epoch] = (form, arrays)

@@ -24,6 +24,7 @@ from tikv.runtime.engine import engine_in_use as engine_in_use
 from tikv.runtime.engine import engine_report as engine_report
 from tikv.runtime.engine import is_stale_ndarray as is_stale_ndarray
 from tikv.runtime.start import Runtime as Runtime
+from tikv.runtime.start import Turns as Turns
 from tikv.runtime.start import before_synchronize as before_synchronize
 from tikv.runtime.start import current as current
 from tikv.runtime.start import init as init

@@ -199,7 +199,7 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
     """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
     ti = load()
-    made = ti.ndarray(ti.u32, (count,))
+    made = ti.ndarray(getattr(ti, _engine.word), (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
         made.__class__ = _kept_ndarray
@@ -249,10 +249,9 @@ def front() -> Any:
 def start(arch: str, options: Mapping[str, Any]) -> None:
     """Start a program on this arch and no other, quietly; whatever ran before ends."""
     ti = load()
-    # A session of a GPU's vendor fixes at its start whether a product and a sum may become one rounding. Ours may not.
-    exact = {"fast_math": False} if arch in ("cuda", "amdgpu") else {}
+    own = {**_engine.start_options(arch), "log_level": ti.WARN}
     with contextlib.redirect_stdout(io.StringIO()):
-        ti.init(arch=getattr(ti, arch), **(exact | {"log_level": ti.WARN, **options, "enable_fallback": False}))
+        ti.init(arch=getattr(ti, arch), **{**own, **options, "enable_fallback": False})
     _engine.settings.materialize()  # else the first kernel must be compiled by this thread
 
 
@@ -264,7 +263,7 @@ def require_arch(arch: str) -> None:
     """
     engine = engine_in_use()
     if arch not in engine.archs:
-        (other,) = [other for other in engines.ALL.values() if arch in other.archs]
+        (other,) = [other for other in engine.others if arch in other.archs]
         raise ArchError(
             f"init: {engine.title} has no arch {arch}, {other.title} has. "
             f"Use engine={other.name!r} in another process. {other.remedy}"

@@ -56,6 +56,19 @@ def _why_forked() -> str:
     )
 
 
+class Turns:
+    """Whose turn it is where another library works on the same memory; here nobody's."""
+
+    def __enter__(self) -> None:
+        """What the other was given before comes before what follows."""
+
+    def __exit__(self, *_: object) -> None:
+        """What was launched comes before whatever the other is given next."""
+
+    def settle(self) -> None:
+        """Wait until the other has done all that it was given."""
+
+
 class Runtime(NotCopied):
     """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs of it."""
 
@@ -83,6 +96,7 @@ class Runtime(NotCopied):
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self.dropped = Dropped()
+        self.turns: Turns = Turns()  # each launch waits for its own
         self.lock = threading.RLock()
         _made.add(self)
 
@@ -125,6 +139,7 @@ class Runtime(NotCopied):
     def _synchronize(self) -> None:
         for wait in before_synchronize:
             wait()
+        self.turns.settle()
         self.program.synchronize()
 
     def _release(self, arr: Any) -> None:

@@ -53,7 +53,7 @@ def layer_plan(
     """The plan of attention over a layer for queries of this form, checked once.
 
     Raises:
-        ShapeError, DTypeError, OptionError: the queries do not fit the layer.
+        ArchError, ShapeError, DTypeError, OptionError: the queries do not fit the layer.
     """
     return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring)
 
@@ -71,6 +71,7 @@ def kept_plan(
     key = plan_key(operation, arrays, (*scores, span, sinks, ring))
     plan = live.plans.get(key)
     if plan is None:
+        checks.on_device([("q", arrays["q"])], live, operation)
         k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False)
         cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring)

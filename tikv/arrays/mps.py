@@ -1,0 +1,146 @@
+"""torch tensors on MPS, which lie in Metal's memory, beside kernels on Metal.
+
+An engine with an `mps_arch` lets PyTorch see memory of ours as a tensor on MPS. None takes a buffer that PyTorch made.
+So a store's memory is PyTorch's too, and a tensor of PyTorch's own is copied into memory of ours before a launch, and
+back behind it if it is written: by PyTorch, on the device. Nothing goes through the host, and nothing waits where
+kernels are launched on PyTorch's own queue.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from tikv import dtypes, engines, runtime
+from tikv.arrays.array_view import ArrayView
+from tikv.arrays.memory import Memory
+from tikv.dtypes import DType
+from tikv.errors import ArchError
+
+KEPT_BYTES = 1 << 26  # of blocks that wait for the next call
+
+
+class MpsStorage:
+    """The storage of tensors on MPS, as its bytes; what an `ArrayView` of one has as its handle.
+
+    There is one object of a storage at a time, so views of it are known by the object. An address on MPS is that of a
+    Metal buffer's object, and says nothing of what lies next to it.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        torch = sys.modules["torch"]
+        self.bytes = tensor.detach().new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+_storages: weakref.WeakValueDictionary[int, MpsStorage] = weakref.WeakValueDictionary()
+
+
+def view_of(tensor: Any, dtype: DType) -> ArrayView:
+    """A tensor on MPS as a view that keeps it alive."""
+    address = tensor.untyped_storage().data_ptr()
+    storage = _storages.get(address)
+    if storage is None:
+        storage = _storages.setdefault(address, MpsStorage(tensor))
+    first = tensor.storage_offset() * dtype.itemsize
+    return ArrayView(
+        0, tuple(tensor.shape), tensor.stride(), dtype, "mps", handle=storage, offset=first, owner=(storage, tensor)
+    )
+
+
+def refuse_unless_shared(array: ArrayView, live: runtime.Runtime, name: str, operation: str) -> None:
+    """Kernels can be given a tensor on MPS.
+
+    Raises:
+        ArchError: the engine, or the arch that it runs on, has no part in PyTorch's memory.
+    """
+    if live.engine.mps_arch == live.arch:
+        return
+    if live.engine.mps_arch is None:
+        other = engines.that_shares_mps()
+        why = f"{live.engine.title} cannot share memory with PyTorch, {other.title} can"
+        way = f"tikv.init({other.mps_arch!r}, engine={other.name!r}) in another process ({other.remedy[:-1]})"
+    else:
+        why = f"{live.engine.title} runs on {live.arch}"
+        way = f"tikv.init({live.engine.mps_arch!r}) before the first operation"
+    raise ArchError(
+        f"{operation}: {name} is a torch tensor on mps, and {why}. Call {way}, or pass {name}.cpu(), which waits for "
+        f"the GPU and copies {array.nbytes:,} bytes each time; what is written has to go back the same way."
+    )
+
+
+class _Block:
+    """Memory of ours that PyTorch sees as bytes."""
+
+    def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
+        self.memory = Memory(nbytes, live)
+        live.program.synchronize()  # zeros that the engine writes into new memory could come behind PyTorch's copy
+        self.bytes = live.engine.as_torch(self.memory.handle).view(sys.modules["torch"].uint8)
+
+
+class MpsTurns(runtime.Turns):
+    """PyTorch and the kernels of one runtime, in the order in which they were called; and blocks to copy tensors into.
+
+    On one queue what is committed first runs first. The engine commits each launch. PyTorch gathers work before it
+    commits, so it is told to before each launch. On two queues each waits for the other.
+    """
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        torch: Any = sys.modules["torch"]
+        self._mps = torch.mps
+        self._program = live.program
+        self._live = live
+        self._event = torch.mps.Event() if live.engine.is_on_queue_of_torch(live.program) else None
+        self._free: list[_Block] = []
+
+    def __enter__(self) -> None:
+        if self._event is not None:
+            self._event.record()  # which commits
+        else:
+            self._mps.synchronize()
+
+    def __exit__(self, *_: object) -> None:
+        if self._event is None:
+            self._program.synchronize()
+
+    def settle(self) -> None:
+        """Wait until PyTorch has done all that it was given."""
+        self._mps.synchronize()
+
+    def borrow(self, nbytes: int) -> _Block:
+        """A block of at least so many bytes."""
+        fitting = [block for block in self._free if nbytes <= block.memory.nbytes <= 4 * nbytes]
+        if not fitting:
+            return _Block(nbytes, self._live)
+        found = min(fitting, key=lambda block: block.memory.nbytes)
+        self._free.remove(found)
+        return found
+
+    def give_back(self, block: _Block) -> None:
+        """Keep a block for calls to come, where not too much is kept already."""
+        if sum(each.memory.nbytes for each in self._free) + block.memory.nbytes <= KEPT_BYTES:
+            self._free.append(block)
+
+
+def turns_of(live: runtime.Runtime) -> MpsTurns:
+    """Those of a runtime; from the first call on, every launch waits for its turn."""
+    with live.lock:
+        if not isinstance(live.turns, MpsTurns):
+            live.turns = MpsTurns(live)
+        return live.turns
+
+
+def as_torch(array: ArrayView, live: runtime.Runtime) -> Any:
+    """Memory of ours as a torch tensor on MPS, not a copy; it is gone when the runtime ends.
+
+    Raises:
+        ArchError: the engine cannot show its memory.
+    """
+    if live.engine.mps_arch != live.arch:
+        raise ArchError(
+            f"CacheArray.torch: torch has no view of memory of {live.engine.title}'s on {live.arch}. "
+            f"Use copy_to_host(), which waits for the device and copies {array.nbytes:,} bytes."
+        )
+    turns_of(live)
+    words = live.engine.as_torch(array.handle).view(dtypes.to_torch(array.dtype.name))
+    return words.as_strided(array.shape, array.strides, array.offset // array.dtype.itemsize)
