@@ -110,7 +110,8 @@ def make_attend_cpu(workers, parts, c):
     every = LEAST_ITERATIONS if workers > 1 else 1
 
     @ti.func
-    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides: ti.template(), params: ti.template(),
+                   scalars: ti.template()):  # fmt: skip
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
             worker = i // every

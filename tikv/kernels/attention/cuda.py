@@ -112,7 +112,8 @@ def make_attend_lanes(shape, parts, c):
     attend_task = make_attend_task(Exchange(shape, c), parts, c)
 
     @ti.func
-    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides: ti.template(), params: ti.template(),
+                   scalars: ti.template()):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         for i in range(ti.static(arrays[0]).shape[0]):
             attend_task(i % BLOCK, i // BLOCK, arrays, terms, strides, params, scalars)

@@ -81,7 +81,8 @@ def make_attend_block(style, kind, parts, c):
     attend_task = make_attend_task(style, kind, parts, c)
 
     @ti.func
-    def attend_all(arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+    def attend_all(arrays: ti.template(), terms: ti.template(), strides: ti.template(), params: ti.template(),
+                   scalars: ti.template()):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         if ti.static(style == "spirv"):
             for i in range(SPIRV_THREADS):
