@@ -594,6 +594,46 @@ def visible_positions(
     return fixed + [p for p in rest if p >= first_valid]
 
 
+def tree_mask(parents: Sequence[int] | Array) -> Array:
+    """Which of the new tokens each sees, (T, T): itself and its ancestors; `parents[t]` comes before t, or is -1.
+
+    Example:
+        >>> tree_mask([-1, 0, 0]).astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
+    found = np.eye(len(parents), dtype=bool)
+    for t, parent in enumerate(parents):
+        if parent >= 0:
+            found[t] |= found[parent]
+    return found
+
+
+def visible_in_tree(
+    length: int, query: int, mask: Array, *, window: int | None = None, sinks: int = 0
+) -> tuple[list[int], list[int]]:
+    """(tokens that a query sees, the positions they count as), in a sequence of `length` whose last T are a tree.
+
+    A new token stands as deep as it sees new tokens, itself not counted, and for a query no later than the query.
+
+    Args:
+        length: tokens of the sequence, the new ones included.
+        query: which of the new tokens asks.
+        mask: (T, T), which of the new tokens each sees.
+        window, sinks: as in `visible_positions`.
+
+    Example:
+        >>> visible_in_tree(5, 2, tree_mask([-1, 0, 0]))
+        ([0, 1, 2, 4], [0, 1, 2, 3])
+    """
+    first = length - len(mask)
+    depths = np.maximum(mask.sum(axis=1) - 1, 0)
+    own = first + int(depths[query])
+    tokens = list(range(first)) + [first + int(t) for t in np.flatnonzero(mask[query])]
+    positions = [p if p < first else min(own, first + int(depths[p - first])) for p in tokens]
+    seen = [i for i, p in enumerate(positions) if window is None or p < sinks or p > own - (window - sinks)]
+    return [tokens[i] for i in seen], [positions[i] for i in seen]
+
+
 def attention(
     q: Array,
     keys: Array,

@@ -164,6 +164,8 @@ def attend_with_terms(values):
     q, caches = values((1, 4, 2, 32), F32), [values((1, 2, 6, 32), F32) for _ in "kv"]
     terms = {"sink_logits": values((4,), F32), "alibi_slopes": values((4,), F32)}
     yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, **terms)
+    for tree in ({"parents": [[-1, 0]]}, {"mask": np.eye(2, dtype=bool)[None]}, {"mask": np.uint8([[[1], [2]]])}):
+        yield "decode_attention", [tikv.decode_attention(q, *caches, 6, **terms, **tree)]
 
 
 GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

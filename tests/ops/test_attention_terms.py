@@ -1,4 +1,4 @@
-"""What is added to the scores of attention, against the float64 oracle: sink logits and ALiBi's slopes."""
+"""Sink logits, ALiBi's slopes, and masks and trees of new tokens, against the float64 oracle; paths that are kept."""
 
 import itertools
 
@@ -171,6 +171,166 @@ def test_a_graph_takes_terms(rng):
     g.decode_attention("q", "k", "v", 9, sink_logits="s", alibi_slopes="a")
     found = g.compile().run({"q": q, "k": k, "v": v, "s": terms["sink_logits"], "a": terms["alibi_slopes"]})
     np.testing.assert_array_equal(found["out"], tikv.decode_attention(q, k, v, 9, **terms))
+
+
+def tree_of(rng, tokens, chain=0.5):
+    """Parents of a random tree; with a chain, of many that follow one another."""
+    return [t - 1 if rng.random() < chain else int(rng.integers(-1, t)) if t else -1 for t in range(tokens)]
+
+
+def check_tree(case, got, masks, terms, **window):
+    """The result of a case whose new tokens see each other by `masks`."""
+    out, lse = np.zeros((*case.q.shape[:3], case.v_real.shape[-1])), np.zeros(case.q.shape[:3])
+    for b, h, t in itertools.product(*map(range, case.q.shape[:3])):
+        at, positions = reference.visible_in_tree(case.lens[b], t, masks[b], **window)
+        own = case.lens[b] - case.q.shape[2] + max(int(masks[b][t].sum()) - 1, 0)
+        keys, values = (a[b, h // case.group, at] for a in (case.k_real, case.v_real))
+        added = terms.of(b, h, positions, own) if terms else {}
+        out[b, h, t], lse[b, h, t] = reference.attention(case.q[b, h, t], keys, values, scale=0.25, **added)
+    assert_close(got, (out, lse), "float32")
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "form", "window", "splits"),
+    [
+        ("linear", "float32", "parents", {"window": 12, "sinks": 3}, 2),
+        ("linear", "float32", "mask", {"window": 12, "sinks": 3}, 2),
+        ("NHD", "int8", "bits", {}, None),
+    ],
+)
+def test_masks_and_trees(arch, rng, place, dtype, form, window, splits):
+    """More than a word of new tokens, and a window that cuts long branches; any mask, and one that sees nothing new."""
+    tokens = 37
+    form_of = {"dtype": dtype, "queries": tokens, "lens": (90, tokens, tokens + 2)}
+    pages = Pages(rng, layout=place, **form_of) if place == "NHD" else None
+    case = pages.case if pages else Case(rng, **form_of, capacity=90, sinks=window.get("sinks", 0))
+    terms = Terms(rng, case, slopes="head") if window else None
+    parents = np.array([tree_of(rng, tokens, 0.8) for _ in case.lens], np.int32)
+    masks = np.stack([reference.tree_mask(p) for p in parents])
+    if form == "mask":
+        masks[0] = rng.random((tokens, tokens)) < 0.5
+        masks[0, 5] = False
+    given = {
+        "parents": {"parents": oracle.place(parents, arch)},
+        "mask": {"mask": oracle.to_torch(masks, arch) if arch == "cuda" else masks},
+        "bits": {"mask": np.packbits(masks, axis=-1, bitorder="little")},
+    }[form]
+    if form == "bits" and arch == "cuda":
+        given["mask"] = oracle.to_torch(given["mask"], arch)
+    got = (pages or case).run(arch, num_splits=splits, **given, **window, **(terms.given(arch) if terms else {}))
+    check_tree(case, got, masks, terms, **window)
+
+
+@pytest.mark.archs("cpu", "cuda")
+@pytest.mark.parametrize("window", [None, pytest.param(12, marks=pytest.mark.full)])
+def test_a_tree_extends_a_store_and_its_path_is_committed(arch, rng, window):
+    """The next token sees what it would have seen had only the path been appended; the memory has those bits."""
+    form = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "capacity": 64, "dtype": "float32"}
+    store, plain = (tikv.KVCacheStore(**form, window=window, sinks=2 if window else 0) for _ in range(2))
+    rows = lambda n: [rng.standard_normal((n, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]  # noqa: E731
+    place = lambda arrays: [oracle.place(np.ascontiguousarray(a), arch) for a in arrays]  # noqa: E731
+    start = rows(4)
+    parents = tree_of(rng, 6)
+    tree = oracle.place(np.array([parents], np.int32), arch)
+    path = [t for t in range(6) if reference.tree_mask(parents)[5, t]]
+    for layer in range(2):
+        draft = rows(6)
+        for s in (store, plain):
+            s.extend(layer, *place(start))
+        out = oracle.to_numpy(store.extend(layer, *place(draft), parents=tree))
+        kept = [a[path] for a in draft]
+        want = oracle.to_numpy(plain.extend(layer, *place(kept)))
+        np.testing.assert_allclose(out[path], want, atol=1e-5)
+        again = store.attend(
+            layer, oracle.place(np.ascontiguousarray(draft[0].swapaxes(0, 1)[None]), arch), parents=tree
+        )
+        np.testing.assert_allclose(oracle.to_numpy(again)[0].swapaxes(0, 1), out, atol=1e-5)
+    store.commit(path)
+    assert store.length == plain.length
+    for layer in range(2):
+        for a, b in zip(store.tokens(layer), plain.tokens(layer), strict=True):
+            assert oracle.to_numpy(a).tobytes() == oracle.to_numpy(b).tobytes()
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_a_tree_that_wraps_a_ring_attends_over_what_was_held_and_what_is_new(arch, rng):
+    """`extend` reads both apart; each query sees the sinks, its window by depth, and its ancestors."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, capacity=8, dtype="float32", window=8, sinks=2)
+    rows = lambda n: [rng.standard_normal((n, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]  # noqa: E731
+    (q0, k0, v0), (q, k, v) = rows(11), rows(6)
+    parents = [-1, 0, 1, 0, 2, 4]
+    mask = reference.tree_mask(parents)
+    store.extend(0, *(oracle.place(a, arch) for a in (q0, k0, v0)))
+    tree = oracle.place(np.array([parents], np.int32), arch)
+    out = oracle.to_numpy(store.extend(0, *(oracle.place(a, arch) for a in (q, k, v)), parents=tree))
+    keys, values = (np.concatenate(a).astype(np.float64) for a in ((k0, k), (v0, v)))
+    for t, h in itertools.product(range(6), range(4)):
+        at, _ = reference.visible_in_tree(17, t, mask, window=8, sinks=2)
+        want, _ = reference.attention(q[t, h], keys[at, h // 2], values[at, h // 2], scale=0.25)
+        np.testing.assert_allclose(out[t, h], want, atol=1e-5)
+    before = [oracle.to_numpy(a).tobytes() for a in store.tokens(0)]
+    with pytest.raises(tikv.PositionError, match="slides"):
+        store.commit([0, 1, 2])
+    store.commit(range(6))
+    assert [oracle.to_numpy(a).tobytes() for a in store.tokens(0)] == before
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "says"),
+    [
+        ({"mask": np.ones((1, 3, 2), bool)}, tikv.ShapeError, r"\(B, T, T\) = \(1, 3, 3\)"),
+        ({"mask": np.ones((1, 3, 2), np.uint8)}, tikv.ShapeError, r"ceil\(T / 8\)\) = \(1, 3, 1\)"),
+        ({"mask": np.ones((1, 3, 3), np.float32)}, tikv.DTypeError, "float32; it is bool"),
+        ({"parents": [[-1, 1, 0]]}, tikv.PositionError, r"parents\[0, 1\]=1"),
+        ({"parents": [[0, 0, 0]]}, tikv.PositionError, r"parents\[0, 0\]=0"),
+        ({"parents": [[-2, 0, 0]]}, tikv.PositionError, r"parents\[0, 0\]=-2"),
+        ({"parents": [[-1, 0]]}, tikv.ShapeError, r"\(B, T\) = \(1, 3\)"),
+        ({"parents": [[-1, 0, 0]], "mask": np.ones((1, 3, 3), bool)}, tikv.OptionError, "one of them"),
+        ({"parents": [[-1, 0, 0]], "causal": False}, tikv.OptionError, "causal"),
+        ({"parents": [[-1, 0, 0]], "return_mass": True}, tikv.OptionError, "return_mass"),
+        ({"parents": [[-1, 0, 0]], "ring": True, "window": 2}, tikv.CapacityError, "3 new tokens"),
+    ],
+)
+def test_trees_that_are_none_are_refused(tree, error, says):
+    tikv.init(arch="cpu")
+    k, v = np.zeros((2, 1, 2, 9, 8), np.float32)
+    q, out = np.zeros((1, 4, 3, 8), np.float32), np.full((1, 4, 3, 8), 7, np.float32)
+    with pytest.raises(error, match=says):
+        tikv.decode_attention(q, k, v, 9, out=out, **tree)
+    assert (out == 7).all()
+    if len(tree) == 1:
+        store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=9, dtype="float32")
+        with pytest.raises(error, match=says):
+            store.extend(0, *(np.zeros((3, n, 8), np.float32) for n in (4, 2, 2)), **tree)
+        assert store.length == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "drafted", "error", "says"),
+    [
+        ([[0, 2, 1]], None, tikv.PositionError, r"path\[0, 2\]=1"),
+        ([[0, 3]], None, tikv.PositionError, r"path\[0, 1\]=3"),
+        ([[-1, 0]], None, tikv.PositionError, r"path\[0, 0\]=-1"),
+        ([[0], [1]], None, tikv.ShapeError, r"\(1, n\)"),
+        ([[0.5]], None, tikv.ShapeError, "integers"),
+        ([0], 6, tikv.PositionError, "drafted=6"),
+    ],
+)
+def test_paths_that_are_none_are_refused(path, drafted, error, says):
+    tikv.init(arch="cpu")
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=9, dtype="float32")
+    for n in (2, 3):
+        rows = np.arange(2 * n, dtype=np.float32).reshape(n, 1, 2)
+        store.append(0, rows, rows)
+    before = [a.numpy().tobytes() for a in store.tokens(0)]
+    with pytest.raises(error, match=says):
+        store.commit(path, drafted)
+    assert [a.numpy().tobytes() for a in store.tokens(0)] == before
+    store.trim(1)
+    with pytest.raises(tikv.PositionError, match="Say how many"):
+        store.commit([0])
+    store.commit([1], drafted=2)
+    assert store.tokens(0)[0].numpy().ravel().tolist() == [0, 1, 2, 3, 2, 3]
 
 
 @pytest.mark.parametrize(

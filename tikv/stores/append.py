@@ -101,6 +101,7 @@ class AppendPlan(Plan):
         after = length + self.tokens
         for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
             layer.length = after
+            layer.newest = self.tokens
             if layer.ring and after - layer.ring > layer.valid_from:
                 layer.valid_from = after - layer.ring
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Views, describe, new_like, view, view_all
-from tikv.errors import OptionError, PositionError
+from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, plan_key, real
 from tikv.ops.attention.plan import AttentionPlan
-from tikv.ops.attention.terms import NO_TERMS, Terms
+from tikv.ops.attention.terms import NO_TERMS, Terms, check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.layer import Layer, LayerMemory
@@ -101,15 +101,16 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
         )
 
 
-def mass_queries_of(return_mass: bool, mass_queries: Any, alibi_slopes: Any, operation: str) -> int | None:
+def mass_queries_of(return_mass: bool, mass_queries: Any, terms: Terms, operation: str) -> int | None:
     """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
 
     Raises:
         PositionError: less than one.
-        OptionError: a number, and no mass is wanted; or the mass of scores with slopes.
+        OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree.
     """
-    if return_mass and alibi_slopes is not None:
-        raise OptionError(f"{operation}: return_mass counts no alibi_slopes. Ask for one of the two.")
+    uncounted = [name for name, array in terms._asdict().items() if array is not None and name != "sink_logits"]
+    if return_mass and uncounted:
+        raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
     if mass_queries is None:
         return None if return_mass else 0
     if not return_mass:
@@ -195,6 +196,10 @@ def extend(
     new = [head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
     added = terms.views(operation)
     layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
+    if tree_of(added) and tokens > MOST_QUERIES:
+        raise ShapeError(f"{operation}: a mask or a tree of {tokens} tokens. Use at most {MOST_QUERIES} at a time.")
+    if "parents" in added:
+        check_parents(operation, added["parents"], live)
 
     out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
     lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse or mass_queries != 0 else None

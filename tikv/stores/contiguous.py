@@ -18,6 +18,7 @@ from tikv.errors import CapacityError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS
 from tikv.ops.attention.terms import Terms
+from tikv.ops.indices import index_array
 from tikv.stores import contiguous_files, files
 from tikv.stores.append import NAMES, ROWS, Appends, check_step
 from tikv.stores.attend import (
@@ -32,6 +33,7 @@ from tikv.stores.attend import (
     results_of,
     weigh,
 )
+from tikv.stores.commit import Drafts
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
 from tikv.stores.storage import storage
@@ -39,7 +41,7 @@ from tikv.stores.store_facts import StoreFacts
 from tikv.stores.whole import whole
 
 
-class KVCacheStore(StoreFacts, runtime.DeepCopied):
+class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -309,6 +311,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         alibi_slopes: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
@@ -318,7 +322,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         Args:
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D), float32, float16 or bfloat16; num_kv_heads divides Hq.
-            scale, return_lse, impl, softcap, out, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
+            scale, return_lse, impl, softcap, out, sink_logits, alibi_slopes, mask, parents: as in
+                `tikv.decode_attention`.
             seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
                 sequence, instead of `length`; what goes with `append` at ``positions``.
             missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
@@ -344,12 +349,13 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
-        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+        given = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
+        wanted = mass_queries_of(return_mass, mass_queries, given, operation)
         if wanted != 0 and seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
             )
-        terms = Terms(sink_logits, alibi_slopes).views(operation)
+        terms = given.views(operation)
         arrays = layer_arrays(found, view(q, "q", operation), terms)
         length, oldest = found.length, found.valid_from
         if seq_lens is not None:
@@ -385,6 +391,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         alibi_slopes: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
     ) -> Any:
         """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
 
@@ -397,7 +405,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
                 float32, float16 or bfloat16. num_kv_heads divides Hq.
             k, v: the T new tokens, as in `append`, in the same layout.
             layout: "token_major" or "head_major".
-            scale, softcap, sink_logits, alibi_slopes: as in `tikv.decode_attention`.
+            scale, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.decode_attention`; a mask or a tree of
+                at most 256 tokens.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
             return_mass, mass_queries: as in `attend`; the mass is of the tokens held in the end.
@@ -428,8 +437,8 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         operation = "KVCacheStore.extend"
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
-        terms = Terms(sink_logits, alibi_slopes)
-        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+        terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
         return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)
 
     @whole
@@ -461,7 +470,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
                 )
         for layer in self._counts:
             if layer.length > target:
-                layer.length = target
+                layer.length, layer.newest = target, 0
                 layer.valid_from = min(layer.valid_from, target)
 
     @whole
@@ -469,7 +478,7 @@ class KVCacheStore(StoreFacts, runtime.DeepCopied):
         """Forget all tokens. The memory stays, with what was in it."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         for layer in self._counts:
-            layer.length = layer.valid_from = 0
+            layer.length = layer.valid_from = layer.newest = 0
 
     @whole
     def reorder(self, index: Any) -> None:

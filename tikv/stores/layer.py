@@ -31,6 +31,7 @@ class Layer:
         self.ring = 0 if window is None else window - self.sinks
         self.length = 0  # tokens appended since reset, less those trimmed
         self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
+        self.newest = 0  # of those tokens, how many the last append brought
         self.k: ArrayView
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
@@ -69,6 +70,7 @@ class Layer:
     def grow(self, tokens: int) -> None:
         """Count that many more tokens."""
         self.length += tokens
+        self.newest = tokens
         if self.ring and self.length - self.ring > self.valid_from:
             self.valid_from = self.length - self.ring
 

@@ -20,7 +20,7 @@ from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import Terms
-from tikv.ops.indices import host_integers
+from tikv.ops.indices import host_integers, index_array
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, paged_files
@@ -376,6 +376,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         alibi_slopes: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
     ) -> Any:
         """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
 
@@ -386,7 +388,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             scale: of the scores; None for 1 / sqrt(D).
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores.
-            impl, softcap, out, sink_logits, alibi_slopes: as in `tikv.paged_decode_attention`.
+            impl, softcap, out, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
             return_mass, mass_queries: as in `KVCacheStore.attend`.
 
         Returns:
@@ -416,12 +418,13 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         tables, lens = self._on_device.block_tables(self._sequences.version, ids, states, lengths)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
-        wanted = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation)
+        terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
 
         def call(queries: Any) -> AttentionCall:
             return paged_call(
                 operation, queries, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-                softcap=softcap, impl=impl, terms=Terms(sink_logits, alibi_slopes), **scales,
+                softcap=softcap, impl=impl, terms=terms, **scales,
             )  # fmt: skip
 
         if wanted == 0:
@@ -483,9 +486,10 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
-        wanted, pools = mass_queries_of(return_mass, mass_queries, alibi_slopes, operation), self._pools.layers[layer]
+        added, pools = Terms(sink_logits, alibi_slopes), self._pools.layers[layer]
+        wanted = mass_queries_of(return_mass, mass_queries, added, operation)
         seqs = host_integers(seqs, "seqs", operation, self.runtime)
-        terms = Terms(sink_logits, alibi_slopes).views(operation)
+        terms = added.views(operation)
         call = RaggedAttention(
             operation, self.form, pools, q, scale, window, softcap, return_lse, len(seqs), terms, wanted
         )

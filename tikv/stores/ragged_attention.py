@@ -18,7 +18,7 @@ from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
-from tikv.ops.attention.terms import NO_TERMS, Terms, check_terms
+from tikv.ops.attention.terms import NO_TERMS, Terms, check_scores
 from tikv.ops.staging import Staging
 from tikv.runtime import current
 from tikv.stores.pool_form import PoolForm
@@ -68,7 +68,7 @@ class RaggedAttention:
         self._options |= dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
         checks.on_device([("q", self.q)], self.live, operation)
-        check_terms(operation, terms, sequences, self.q.shape[1], False, self.live)
+        check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         no_blocks = to_device(np.full((1, 1), -1, np.int32), self.live)
         self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0, NO_TERMS)
         stage = Staging(self.live, list(terms.values()), [False] * len(terms))

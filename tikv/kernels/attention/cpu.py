@@ -18,6 +18,7 @@ from tikv.kernels.attention.parameters import (
     SCALARS,
     STRIDES,
     TERMS,
+    N,
     P,
     S,
     X,
@@ -26,11 +27,12 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_slope_of, make_start_state
-from tikv.kernels.attention.visible import make_query_bounds
+from tikv.kernels.attention.tree import make_place_of
+from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
 
-LISTS = 6  # rows of numbers of a chunk's keys that a worker has beside its heads' state
+LISTS = 7  # rows of numbers of a chunk's keys that a worker has beside its heads' state
 PREFETCH_TOKENS, PREFETCH_PAGES = 1, 2  # whose heads lie side by side, and are loaded ahead together; 0: nothing is
 LINE = LINE_BYTES // 4  # floats of a cache line
 MAX_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
@@ -62,11 +64,12 @@ class WorkerMemory(NamedTuple):
     indices: int = 3
     k_scales: int = 4
     v_scales: int = 5
-    queries: int = 6
-    acc: int = 7
-    scores: int = 8
-    maxima: int = 9
-    sums: int = 10
+    tree_indices: int = 6  # as they count for a query of a tree
+    queries: int = 7
+    acc: int = 8
+    scores: int = 9
+    maxima: int = 10
+    sums: int = 11
 
 
 M = WorkerMemory()
@@ -85,7 +88,7 @@ def make_worker_memory(rows, c):
         maxima = scores + heads * rows * ROW
         sums = maxima + heads * rows
         return ti.Vector([lists, lists + ROW, lists + 2 * ROW, lists + 3 * ROW, lists + 4 * ROW, lists + 5 * ROW,
-                          queries, acc, scores, maxima, sums])  # fmt: skip
+                          lists + 6 * ROW, queries, acc, scores, maxima, sums])  # fmt: skip
 
     return worker_memory
 
@@ -129,10 +132,10 @@ def make_attend_cpu(workers, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS,
-                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
+                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES,
+                          params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
-        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
 
     return attend_with_terms if c.terms else attend
 
@@ -244,7 +247,8 @@ def make_softmax(keys, row_loops, rows, uid, c):
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
-    query_bounds, slope_of, DV = make_query_bounds(c), make_slope_of(c), c.width_v
+    query_bounds, place_of, slope_of = make_query_bounds(c), make_place_of(c), make_slope_of(c)
+    DV = c.width_v
 
     @ti.func
     def softmax(heads, n, visible, task, memory, k_scale: ti.template(), v_scale: ti.template(), work: ti.template(),
@@ -260,11 +264,22 @@ def make_softmax(keys, row_loops, rows, uid, c):
                 z = h * rows + g
                 scores = memory[M.scores] + z * ROW
                 r = ti.min(task[T.row] + g, params[P.queries] * c.group - 1)
-                bounds = query_bounds(r // c.group, visible, params)
+                bounds = query_bounds(place_of(task[T.sequence], r // c.group, terms, params), visible, params)
+                indices = memory[M.indices]
+                if ti.static(c.tree):
+                    _sinks, _slopes, tree, numbers = ti.static(terms)
+                    new = visible[V.count] - params[P.queries] + params[P.ahead]
+                    if ti.bit_cast(work[indices + n - 1], ti.i32) >= new:
+                        first = numbers[N.tree_first] + task[T.sequence] * params[P.queries] * numbers[N.tree_words]
+                        row_loops.tree_indices(work, tree, indices, memory[M.tree_indices], n,
+                                               first + r // c.group * numbers[N.tree_words], first,
+                                               numbers[N.tree_words], params[P.queries], new, bounds[1], bounds[2],
+                                               bounds[3], uid)  # fmt: skip
+                        indices = memory[M.tree_indices]
                 slope = slope_of(task[T.sequence], task[T.head] + h, r, terms) * ti.f32(LOG2E)
                 high = row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap],
-                                        memory[M.k_scales], memory[M.indices], bounds[0], bounds[1], bounds[2],
-                                        bounds[3], slope, uid)  # fmt: skip
+                                        memory[M.k_scales], indices, bounds[0], bounds[1], bounds[2], bounds[3],
+                                        slope, uid)  # fmt: skip
                 if ti.static(c.masked):
                     masked += row_loops.count_masked(work, scores, n, uid)
                 low = work[memory[M.maxima] + z]

@@ -7,9 +7,10 @@ memory of the workers; the last argument of each tells kernels apart that differ
 from typing import Any, NamedTuple
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.parameters import FLOATS, LOWEST, MASKED, array_types
+from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, MASKED, array_types
 from tikv.kernels.attention.softmax import exp2, make_logit
 from tikv.kernels.attention.terms import make_bias
+from tikv.kernels.attention.tree import index_in_tree
 from tikv.kernels.attention.visible import make_in_bounds
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
 from tikv.runtime import ti
@@ -48,6 +49,7 @@ class RowLoops(NamedTuple):
 
     load_query: Any
     clear: Any
+    tree_indices: Any
     logits: Any
     weights: Any
     count_masked: Any
@@ -190,7 +192,7 @@ def make_add_values(careful, c):
 
 def make_row_loops(c):
     """The `RowLoops` of one set of choices."""
-    return RowLoops(*make_start_loops(c), *make_softmax_loops(c), *make_accumulator_loops(c))
+    return RowLoops(*make_start_loops(c), make_tree_indices(), *make_softmax_loops(c), *make_accumulator_loops(c))
 
 
 def make_start_loops(c):
@@ -210,6 +212,21 @@ def make_start_loops(c):
             work[at + d] = 0.0
 
     return load_query, clear
+
+
+def make_tree_indices():
+    """tree_indices(...): the indices that listed keys count as for a query of a tree."""
+
+    @ti.real_func
+    def tree_indices(work: FLOATS, tree: BITS, indices: ti.i32, to: ti.i32, n: ti.i32, row: ti.i32, first: ti.i32,
+                     words: ti.i32, tokens: ti.i32, new: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32,
+                     number: ti.i32):  # fmt: skip
+        for j in range(n):
+            index = ti.bit_cast(work[indices + j], ti.i32)
+            found = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
+            work[to + j] = ti.bit_cast(found, ti.f32)
+
+    return tree_indices
 
 
 def make_softmax_loops(c):

@@ -28,6 +28,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_slope_of, make_start_state
+from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_decode, make_load, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle, shuffle_xor
@@ -125,10 +126,10 @@ def make_attend_lanes(shape, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS,
-                          numbers: TERMS):  # fmt: skip
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
+                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
         arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
 
     return attend_with_terms if c.terms else attend
 
@@ -189,7 +190,7 @@ def make_attend_task(x, parts, c):
             v_factor = [ti.f32(1.0) for _ in range(own_keys)]
             counts = [1 for _ in range(own_keys)]
             high = logits(here, query, my_key, slope, m, scores, v_factor, counts, visible, task, table, k_scale,
-                          v_scale, strides, params, scalars)  # fmt: skip
+                          v_scale, terms, strides, params, scalars)  # fmt: skip
             if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(high > m + ti.f32(LAG), ti.i32)) != 0:
                 rescale(high, m, l, acc)
             # What does not count may be infinite: the last key's V again, or that of another sequence's page.
@@ -326,13 +327,14 @@ def make_logits(x, c):
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
     query_bounds, bias = make_query_bounds(c), make_bias(c)
+    place_of, index_of = make_place_of(c), make_index_of(c)
     K = x.shared_keys
     own_keys = x.keys // K
 
     @ti.func
     def logits(here, query, my_key, slope, m, scores: ti.template(), v_factor: ti.template(), counts: ti.template(),
-               visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides, params,
-               scalars):  # fmt: skip
+               visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(),
+               terms: ti.template(), strides, params, scalars):  # fmt: skip
         k_factor = [ti.f32(1.0) for _ in range(own_keys)]
         for o in ti.static(range(own_keys)):
             index = here + (o * K + my_key) * x.groups
@@ -342,7 +344,11 @@ def make_logits(x, c):
                 k_factor[o] = scale_value(k_scale[strides[S.k_scale_first] + at])
                 v_factor[o] = scale_value(v_scale[strides[S.v_scale_first] + at])
             if ti.static(c.masked):
-                if not is_visible(query, index, visible, params):
+                place, counts_as = place_of(task[T.sequence], query, terms, params), index
+                if ti.static(c.tree):
+                    bounds = query_bounds(place, visible, params)
+                    counts_as = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
+                if not is_visible(place, counts_as, visible, params):
                     counts[o] = 0
         high = m
         for o in ti.static(range(own_keys)):
@@ -350,8 +356,9 @@ def make_logits(x, c):
             if ti.static(c.softcap):
                 found = logit_of(found, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
             if ti.static(c.alibi):
-                bounds = query_bounds(query, visible, params)
+                bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
                 index = here + (o * K + my_key) * x.groups
+                index = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
                 found = found + bias(slope, index, bounds[1], bounds[2], bounds[3])
             scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
             high = ti.max(high, scores[o * K])

@@ -39,11 +39,12 @@ class Choices(NamedTuple):
     table_by_head: bool = False  # a row of the table for each, whose pages hold that head alone
     sink_logits: bool = False  # one more logit a query head, in the denominator only
     alibi: bool = False  # slopes of the distance between key and query
+    tree: bool = False  # which of the new tokens a query sees stands in an array
 
     @property
     def terms(self) -> bool:
         """Whether the kernels take arrays of terms: see `terms`."""
-        return self.sink_logits or self.alibi
+        return self.sink_logits or self.alibi or self.tree
 
     @property
     def unit(self) -> int:
@@ -134,6 +135,8 @@ class AttentionTerms(NamedTuple):
     slope_sequence: int = 0
     slope_head: int = 0
     slope_first: int = 0
+    tree_first: int = 0
+    tree_words: int = 0  # of a new token
 
 
 # The place of each number in its vector: strides[S.k_head], params[P.splits], scalars[X.softcap].

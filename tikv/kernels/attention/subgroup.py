@@ -28,6 +28,7 @@ from tikv.kernels.attention.parameters import (
 from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_slope_of, make_start_state
+from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
 from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group_operations
@@ -72,9 +73,9 @@ def shape_of(kind, c):
 def make_attend_block(style, kind, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on Vulkan, Metal and CUDA.
 
-    On CUDA the extent of q is tasks * `BLOCK`. With terms, sink_logits and slopes come before the vectors and their
-    numbers last. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the other choices as in
-    `cpu.make_attend_cpu`.
+    On CUDA the extent of q is tasks * `BLOCK`. With terms, sink_logits, slopes and the words of a tree come before the
+    vectors, and their numbers last. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the other
+    choices as in `cpu.make_attend_cpu`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
     group_position = make_group_operations(kind).position
@@ -105,10 +106,10 @@ def make_attend_block(style, kind, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS,
-                          numbers: TERMS):  # fmt: skip
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
+                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
         arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-        attend_all(arrays, (sink_logits, slopes, numbers), strides, params, scalars)
+        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
 
     return attend_with_terms if c.terms else attend
 
@@ -266,6 +267,7 @@ def make_group_logits(shape, kind, c):
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     query_bounds, slope_of, bias = make_query_bounds(c), make_slope_of(c), make_bias(c)
+    place_of, index_of = make_place_of(c), make_index_of(c)
     R = c.rows
 
     @ti.func
@@ -277,14 +279,16 @@ def make_group_logits(shape, kind, c):
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
-            if ti.static(c.alibi):
-                r = ti.min(task[T.row] + g, rows - 1)
-                bounds = query_bounds(r // c.group, visible, params)
+            r, counts_as = ti.min(task[T.row] + g, rows - 1), index
+            place = place_of(task[T.sequence], r // c.group, terms, params)
+            if ti.static(c.alibi or c.tree):
+                bounds = query_bounds(place, visible, params)
+                counts_as = index_of(task[T.sequence], r // c.group, index, bounds, visible, terms, params)
                 slope = slope_of(task[T.sequence], task[T.head], r, terms) * ti.f32(LOG2E)
-                logit += bias(slope, index, bounds[1], bounds[2], bounds[3])
+                logit += bias(slope, counts_as, bounds[1], bounds[2], bounds[3])
             logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
             if ti.static(c.masked):
-                sees = is_visible(ti.min(task[T.row] + g, rows - 1) // c.group, index, visible, params)
+                sees = is_visible(place, counts_as, visible, params)
                 logits[g] = ti.select(sees, logits[g], ti.f32(MASKED))
             top[g] = group_max(ti.select(logits[g] > ti.f32(LOWEST), logits[g], ti.f32(MASKED)))
         if position[G.rank] == 0:

@@ -1,7 +1,7 @@
 """What counts in a softmax beside q.k: a sink logit of each query head, and ALiBi's slopes of the distance.
 
-`terms` are the arrays of both and the vector `AttentionTerms`. A kernel reads the arrays that its choices name; where
-they name none it does not take them, and `terms` is empty.
+`terms` are the arrays of both, the words of a `tree`, and the vector `AttentionTerms`. A kernel reads the arrays that
+its choices name; where they name none it does not take them, and `terms` is empty.
 """
 
 from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, N
@@ -18,7 +18,7 @@ def make_start_state(c):
     def start_state(h, r, split, terms: ti.template()):
         m, l = ti.f32(MASKED), ti.f32(0.0)
         if ti.static(c.sink_logits):
-            sink_logits, _, numbers = ti.static(terms)
+            sink_logits, _slopes, _tree, numbers = ti.static(terms)
             at = numbers[N.sink_first] + (h * c.group + r % c.group) * numbers[N.sink_head]
             m = ti.select(split == 0, ti.max(sink_logits[at] * ti.f32(LOG2E), ti.f32(MASKED)), ti.f32(MASKED))
             l = ti.select(m > ti.f32(LOWEST), ti.f32(1.0), ti.f32(0.0))
@@ -34,7 +34,7 @@ def make_slope_of(c):
     def slope_of(b, h, r, terms: ti.template()):
         found = ti.f32(0.0)
         if ti.static(c.alibi):
-            _, slopes, numbers = ti.static(terms)
+            _sinks, slopes, _tree, numbers = ti.static(terms)
             head = h * c.group + r % c.group
             found = slopes[numbers[N.slope_first] + b * numbers[N.slope_sequence] + head * numbers[N.slope_head]]
         return found

@@ -49,6 +49,8 @@ def decode_attention(
     impl: str = "auto",
     sink_logits: Any = None,
     alibi_slopes: Any = None,
+    mask: Any = None,
+    parents: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
 
@@ -84,6 +86,12 @@ def decode_attention(
             value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
         alibi_slopes: (Hq,) or (B, Hq) float32: scores, after a soft cap, get ``slope * (key position - query
             position)`` more. Not with ``return_mass``.
+        mask: (B, T, T) bool, or uint8 (B, T, ceil(T / 8)) of packed bits, the lowest first: which of the T new tokens
+            each query sees, in place of those up to its own; all see what was there before. NumPy or torch.
+        parents: (B, T) int32 or int64, a tree of new tokens: the parent of each among them, -1 for what was there
+            before. A query sees its ancestors and itself.
+            With either, a query stands as deep as it sees new tokens: windows and slopes count depth, not slots. Not
+            with ``return_mass``.
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
@@ -91,7 +99,8 @@ def decode_attention(
         those of a head of no keys do.
 
     Raises:
-        PositionError: a length on the host is negative or shorter than T. One that only the device knows is bounded.
+        PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
+            token. Those that only the device knows are bounded.
         CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 
@@ -112,7 +121,7 @@ def decode_attention(
     call = contiguous_call(
         "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
-        return_mass=return_mass, terms=Terms(sink_logits, alibi_slopes),
+        return_mass=return_mass, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse, impl=impl, first_valid=first_valid or 0)
 

@@ -22,7 +22,7 @@ from tikv.ops.attention.options import (
     table_by_head,
 )
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
-from tikv.ops.attention.terms import Terms, term_numbers
+from tikv.ops.attention.terms import term_numbers, tree_launch, tree_of, tree_words
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 
 LEAST_SCRATCH = 1 << 16  # bytes
@@ -55,6 +55,7 @@ class Scratch(NamedTuple):
 
     parts: int  # of splits, from 0 on
     lse: int  # of the result, where nobody asked for it
+    tree: int  # words of the new tokens, where they are a tree
     work: int  # of the workers of a CPU
     nbytes: int
 
@@ -88,7 +89,9 @@ class AttentionLaunches(Plan):
         checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         part_bytes = parts * cache.width_v * 4
         own_lse = part_bytes + parts * 4
-        work = -(-(own_lse + (0 if "lse" in arrays else self.rows) * 4) // ALIGNMENT) * ALIGNMENT
+        tree = own_lse + (0 if "lse" in arrays else self.rows) * 4
+        in_tree = query.batch * query.queries * tree_words(query.queries) if tree_of(arrays) else 0
+        work = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
         nbytes = work
         self.heads_per_task, self.keys_per_pass, self.prefetch, self.work_floats = 1, 0, 0, 0
         if live.is_cpu:
@@ -99,7 +102,7 @@ class AttentionLaunches(Plan):
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
             nbytes += shares.workers * self.work_floats * 4
-        self.scratch = Scratch(part_bytes, own_lse, work, nbytes)
+        self.scratch = Scratch(part_bytes, own_lse, tree, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
         self.first_valid = 0  # that the launches have
 
@@ -140,7 +143,7 @@ class AttentionLaunches(Plan):
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
         )
-        plain = choices._replace(sink_logits=False, alibi=False)  # what attention leaves has them
+        plain = choices._replace(sink_logits=False, alibi=False, tree=False)  # what attention leaves has them
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -148,13 +151,19 @@ class AttentionLaunches(Plan):
         written = [parts, part_lse] if split else [to, lse]
         if style == "cpu":
             written.append(memory.array((1,), dtypes.float32, self.scratch.work))
-        terms = [arrays.get(name, q) for name in Terms._fields] if choices.terms else []
-        term_vector = [term_numbers(arrays)] if choices.terms else []
+        found: list[Launch] = []
+        terms, term_vector = [], []
+        if choices.terms:
+            tree = memory.array((1,), dtypes.float32, self.scratch.tree) if choices.tree else None
+            if tree is not None:
+                found.append(tree_launch(live, arrays, tree))
+            terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
+            term_vector = [term_numbers(arrays, tree, self.query.queries)]
         factory, own_choices = self._factory(style, bits, choices)
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
         used = [*cached, *written, *terms]
-        found = [Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used)]
+        found.append(Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used))
         if split:
             items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
             serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
@@ -215,7 +224,7 @@ class AttentionLaunches(Plan):
             group=group,
             rows=rows_of_task(query.queries, group),
             causal=options.causal,
-            masked=options.causal and query.queries > 1,
+            masked=options.causal and (query.queries > 1 or bool(tree_of(arrays))),
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
@@ -223,6 +232,7 @@ class AttentionLaunches(Plan):
             table_by_head=table_by_head(arrays),
             sink_logits="sink_logits" in arrays,
             alibi="alibi_slopes" in arrays,
+            tree=bool(tree_of(arrays)),
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: int) -> Any:

@@ -48,6 +48,8 @@ def paged_decode_attention(
     impl: str = "auto",
     sink_logits: Any = None,
     alibi_slopes: Any = None,
+    mask: Any = None,
+    parents: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
 
@@ -64,7 +66,7 @@ def paged_decode_attention(
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
         k_scale, v_scale: (N, bs, H), of int8 pools; a number or (H,) each, of pools of 8-bit floats; of no other.
-        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes: as in
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents: as in
             `decode_attention`.
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
@@ -89,7 +91,7 @@ def paged_decode_attention(
     call = paged_call(
         "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
         window=window, k_scale=k_scale, v_scale=v_scale, causal=causal, softcap=softcap, num_splits=num_splits,
-        lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes),
+        lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse)
 

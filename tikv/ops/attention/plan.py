@@ -23,7 +23,7 @@ from tikv.ops.attention.options import (
     query_shape,
 )
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
-from tikv.ops.attention.terms import check_terms
+from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
@@ -54,7 +54,7 @@ class AttentionPlan(Plan):
         self.options = options
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
-        check_terms(operation, arrays, batch, self.query.heads, options.mass, live)
+        check_terms(operation, arrays, self.query, cache, options, live)
         self.cache = cache._replace(
             k=cache.k._replace(array=cache.k.array.without_owner()),
             v=cache.v._replace(array=cache.v.array.without_owner()),
@@ -99,6 +99,8 @@ class AttentionPlan(Plan):
             is_part: `out` is float32, whatever q is: it is merged with others before it is rounded.
         """
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
+        if "parents" in arrays:
+            check_parents(operation, arrays["parents"], live)
         if first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
             first_valid = self._first_valid(first_valid, high)

@@ -1,26 +1,44 @@
-"""What a caller adds to the scores beside q.k: sink logits and ALiBi's slopes, and their checks."""
+"""What a caller adds to the scores beside q.k, and which of the new tokens queries see; and the checks of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tikv import dtypes, runtime
+import numpy as np
+
+from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, view
-from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
+from tikv.ops.indices import host_indices
+from tikv.ops.plan import Launch
 
 
 class Terms(NamedTuple):
-    """The arrays as a caller gave them; None for those that it did not."""
+    """The arrays as a caller gave them, parents by `index_array`; None for those that it did not."""
 
     sink_logits: Any = None
     alibi_slopes: Any = None
+    mask: Any = None
+    parents: Any = None
 
     def views(self, operation: str) -> dict[str, ArrayView]:
-        """A view of each array that was given, by its name."""
-        given = zip(self._fields, self, strict=True)
-        return {name: view(array, name, operation) for name, array in given if array is not None}
+        """A view of each array that was given, by its name; "mask_bits" is a mask of 8 keys a byte."""
+        found = {}
+        for name, array in zip(self._fields, self, strict=True):
+            if array is None or name in ("mask", "parents"):
+                continue
+            found[name] = view(array, name, operation)
+        if self.mask is not None and self.parents is not None:
+            raise OptionError(f"{operation}: mask and parents say the same in two ways. Pass one of them.")
+        if self.parents is not None:
+            found["parents"] = view(self.parents, "parents", operation)
+        if self.mask is not None:
+            name, array = _bytes_of(self.mask, operation)
+            found[name] = view(array, "mask", operation)
+        return found
 
     def part(self, first: int, end: int) -> Terms:
         """The terms, which are views, of sequences `first` to `end`."""
@@ -29,15 +47,77 @@ class Terms(NamedTuple):
 
 
 NO_TERMS = Terms()
+TREES = ("mask", "mask_bits", "parents")  # names of arrays that say which of the new tokens a query sees
+NAMES = ("sink_logits", "alibi_slopes", *TREES)
+
+
+def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
+    """("mask" or "mask_bits", the same memory as int8): of bool or uint8, which no other array here is.
+
+    Raises:
+        DTypeError: it is neither.
+    """
+    name = str(getattr(mask, "dtype", type(mask).__name__)).removeprefix("torch.")
+    if name not in ("bool", "uint8") or not hasattr(mask, "view"):
+        raise DTypeError(
+            f"{operation}: mask is {name}; it is bool (B, T, T), or uint8 (B, T, ceil(T / 8)) of packed bits, of NumPy "
+            f"or torch."
+        )
+    is_torch = type(mask).__module__.startswith("torch")
+    int8 = dtypes.to_torch("int8") if is_torch else np.int8
+    return ("mask" if name == "bool" else "mask_bits"), mask.view(int8)
+
+
+def tree_of(arrays: Mapping[str, ArrayView]) -> str:
+    """The name of the array that says which of the new tokens a query sees; empty where there is none."""
+    return next((name for name in TREES if name in arrays), "")
 
 
 def check_terms(
-    operation: str, arrays: Mapping[str, ArrayView], batch: int, heads: int, mass: bool, live: runtime.Runtime
+    operation: str,
+    arrays: Mapping[str, ArrayView],
+    query: QueryShape,
+    cache: CacheLayout,
+    options: AttentionOptions,
+    live: runtime.Runtime,
 ) -> None:
-    """The terms among the arrays fit so many sequences and query heads.
+    """The terms among the arrays fit the queries, the cache and the other options.
 
     Raises:
-        ShapeError, DTypeError, ArchError, OptionError: one does not.
+        ShapeError, DTypeError, ArchError, OptionError, CapacityError: one does not.
+    """
+    batch, tokens = query.batch, query.queries
+    check_scores(operation, arrays, batch, query.heads, live)
+    if options.mass and (given := [name for name in NAMES[1:] if name in arrays]):
+        raise OptionError(f"{operation}: return_mass counts no {given[0]}. Ask for one of the two.")
+    name = tree_of(arrays)
+    if not name:
+        return
+    a = arrays[name]
+    checks.on_device([("parents" if name == "parents" else "mask", a)], live, operation)
+    if name == "parents":
+        checks.indices(a, "parents", operation)
+    shape = {"mask": (batch, tokens, tokens), "mask_bits": (batch, tokens, -(-tokens // 8)), "parents": (batch, tokens)}
+    if a.shape != shape[name]:
+        axes = {"mask": "(B, T, T)", "mask_bits": "(B, T, ceil(T / 8))", "parents": "(B, T)"}[name]
+        shown = name.removesuffix("_bits")
+        raise ShapeError(f"{operation}: {shown} is {describe(a)} where {axes} = {shape[name]} is needed.")
+    if not options.causal:
+        raise OptionError(f"{operation}: a {name.removesuffix('_bits')} says what queries see, and causal=False too.")
+    if cache.place == "ring" and tokens > cache.ring:
+        raise CapacityError(
+            f"{operation}: {tokens} new tokens are more than the {cache.ring} slots that go round, so that some of the "
+            f"tree are overwritten. Use at most {cache.ring} new tokens."
+        )
+
+
+def check_scores(
+    operation: str, arrays: Mapping[str, ArrayView], batch: int, heads: int, live: runtime.Runtime
+) -> None:
+    """What is added to the scores fits so many sequences and query heads.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: it does not.
     """
     fitting: dict[str, tuple[str, list[tuple[int, ...]]]] = {
         "sink_logits": ("(Hq,)", [(heads,)]),
@@ -50,22 +130,67 @@ def check_terms(
         checks.on_device([(name, a)], live, operation)
         if a.dtype is not dtypes.float32:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; it is float32.")
-        if mass and name == "alibi_slopes":
-            raise OptionError(f"{operation}: return_mass counts no alibi_slopes. Ask for one of the two.")
         if a.shape not in shapes:
             needed = " or ".join(map(str, shapes))
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {axes} = {needed} is needed.")
 
 
-def term_numbers(arrays: dict[str, ArrayView]) -> tuple[int, ...]:
+def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> None:
+    """Each parent that the host knows comes before its token; -1 is the prefix.
+
+    Raises:
+        PositionError: one does not.
+    """
+    known = host_indices(parents, live)
+    if known is None:
+        return
+    wrong = (known >= np.arange(known.shape[1])) | (known < -1)
+    if wrong.any():
+        b, t = (int(n) for n in np.argwhere(wrong)[0])
+        raise PositionError(
+            f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is no token before token {t}. Use one from -1, "
+            f"the prefix, to {t - 1}."
+        )
+
+
+def tree_words(tokens: int) -> int:
+    """Words of a new token: its depth, and a bit for each new token."""
+    return 1 + -(-tokens // 32)
+
+
+def term_numbers(arrays: Mapping[str, ArrayView], tree: ArrayView | None, tokens: int) -> Any:
     """Where the terms lie, as `AttentionTerms`."""
     from tikv.kernels.attention.parameters import AttentionTerms
 
     sinks, slopes = arrays.get("sink_logits"), arrays.get("alibi_slopes")
-    found = AttentionTerms()
+    found: Any = AttentionTerms()
     if sinks is not None:
         found = found._replace(sink_head=sinks.strides[0], sink_first=sinks.offset // 4)
     if slopes is not None:
         sequence = slopes.strides[0] if slopes.ndim == 2 else 0
         found = found._replace(slope_sequence=sequence, slope_head=slopes.strides[-1], slope_first=slopes.offset // 4)
-    return tuple(found)
+    if tree is not None:
+        found = found._replace(tree_first=tree.offset // 4, tree_words=tree_words(tokens))
+    return found
+
+
+def tree_launch(live: runtime.Runtime, arrays: Mapping[str, ArrayView], words: ArrayView) -> Launch:
+    """The launch that writes the words of a tree."""
+    from tikv.kernels.attention.tree import TreeParams, make_tree
+
+    name = tree_of(arrays)
+    source = arrays[name]
+    batch, tokens = source.shape[:2]
+    form = source.dtype.itemsize * 8 if name == "parents" else name.removeprefix("mask_")
+    numbers = TreeParams(
+        rows=batch * tokens,
+        tokens=tokens,
+        words=tree_words(tokens),
+        to=words.offset // 4,
+        source=source.offset // source.dtype.itemsize,
+        source_sequence=source.strides[0],
+        source_token=source.strides[1],
+        source_key=source.strides[2] if source.ndim == 3 else 0,
+    )
+    kernel = launch.kernel(live, make_tree, live.kernel_style, form)
+    return Launch(kernel.bind(numbers.rows, source, words, numbers), [source, words])

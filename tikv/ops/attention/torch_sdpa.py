@@ -9,7 +9,7 @@ from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.errors import ArchError
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.terms import NAMES
 
 if TYPE_CHECKING:
     from tikv.ops.attention.plan import AttentionPlan
@@ -28,7 +28,7 @@ def why_not_torch(
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
     if lens_by_head(arrays):
         return "KV heads have lengths of their own"
-    if given := [name for name in Terms._fields if name in arrays]:
+    if given := [name for name in NAMES if name in arrays]:
         return f"torch has no {given[0]}"
     if q.dtype is not k.dtype:
         return f"q is {q.dtype.name} and the cache {k.dtype.name}; torch wants one dtype"

@@ -1,0 +1,140 @@
+"""Keeping the accepted path of drafted tokens: its rows move together in place, the others are forgotten."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import to_device
+from tikv.errors import PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.compact import bind_in_place
+from tikv.ops.indices import index_array
+from tikv.ops.layouts import Rows
+from tikv.runtime import require_alive
+from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.whole import StoreLock, whole
+
+
+class Drafts:
+    """The part of `KVCacheStore` that keeps the accepted path of drafted tokens."""
+
+    runtime: runtime.Runtime
+    lock: StoreLock
+    _memory: LayerMemory
+
+    @whole
+    def commit(self, path: Any, drafted: int | None = None) -> None:
+        """Keep a path of the newest tokens of every layer and drop the others: those of a tree that were accepted.
+
+        Args:
+            path: (batch, n) ascending indices among the drafted tokens, on the host; or (n,) when batch is 1.
+            drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
+
+        Raises:
+            PositionError: an index falls, repeats or leaves the draft; layers of different lengths; a sliding layer
+                whose drafted tokens have overwritten older ones, unless all are kept. Nothing is changed.
+            ShapeError: the path is no list of integers for each sequence, all of one length.
+
+        Exactness: the bits of a store that had only the path appended.
+        Cost: one launch; on layers of different windows one for each stretch of equal ones. A path of the first
+            drafted tokens takes none.
+
+        Example:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=4, dtype="float32")
+            >>> draft = np.arange(4, dtype=np.float32).reshape(4, 1, 1)
+            >>> store.append(0, draft, draft)
+            >>> store.commit([0, 2])
+            >>> store.length, store.tokens(0)[0].numpy().ravel().tolist()
+            (2, [0.0, 2.0])
+        """
+        operation = "KVCacheStore.commit"
+        require_alive(self.runtime, operation)
+        memory = self._memory
+        drafted = _drafted(operation, memory.layers, drafted)
+        kept = _path(operation, path, memory.batch_size, drafted)
+        for layer in memory.layers:
+            if layer.ring and layer.length > layer.slots and kept.shape[1] < drafted:
+                raise PositionError(
+                    f"{operation}: layer {layer.index} slides (window={layer.window}), and its {drafted} drafted "
+                    f"tokens took the slots of older ones, which queries after a shorter path see. Keep all of them, "
+                    f"or restore a snapshot and append the path."
+                )
+        if (kept != np.arange(kept.shape[1])).any():
+            for together in _launches(memory):
+                _move(operation, memory, together, kept, drafted)
+        for layer in memory.layers:
+            layer.length -= drafted - kept.shape[1]
+            layer.newest = kept.shape[1]
+
+
+def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:
+    """How many of the newest tokens were drafted, the same for all layers.
+
+    Raises:
+        PositionError: there are not so many, or nobody said how many.
+    """
+    first = layers[0]
+    for layer in layers:
+        if (layer.length, layer.newest) != (first.length, first.newest):
+            raise PositionError(
+                f"{operation}: layer {layer.index} has {layer.length} tokens, the last {layer.newest} of one call, and "
+                f"layer {first.index} has {first.length} and {first.newest}. Append the draft to all layers first."
+            )
+    if drafted is None:
+        if first.newest == 0:
+            raise PositionError(f"{operation}: nothing was appended since the last trim. Say how many: drafted=.")
+        return first.newest
+    return checks.integer(drafted, "drafted", operation, low=0, high=first.length)
+
+
+def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any, Any]:
+    """The path as (B, n) int32.
+
+    Raises:
+        ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
+    """
+    host = index_array(path)
+    host = np.asarray(host.tolist() if hasattr(host, "tolist") else host)
+    if host.ndim == 1 and batch == 1:
+        host = host[None]
+    if host.ndim != 2 or len(host) != batch or (host.size and host.dtype.kind not in "iu"):
+        alone = " or (n,)" if batch == 1 else ""
+        raise ShapeError(f"{operation}: path has shape {host.shape} where integers (B, n) = ({batch}, n){alone} are.")
+    wrong = (host < 0) | (host >= drafted) | (np.diff(host, axis=1, prepend=-1) <= 0)
+    if wrong.any():
+        b, i = (int(n) for n in np.argwhere(wrong)[0])
+        raise PositionError(
+            f"{operation}: path[{b}, {i}]={int(host[b, i])} does not ascend within the {drafted} drafted tokens. Use "
+            f"ascending indices below {drafted}."
+        )
+    return host.astype(np.int32)
+
+
+def _launches(memory: LayerMemory) -> list[list[Layer]]:
+    """Neighbours in memory that one stride leads through."""
+    return [list(group) for block in memory.blocks for _, group in itertools.groupby(block, lambda x: x.slots)]
+
+
+def _move(
+    operation: str, memory: LayerMemory, layers: Sequence[Layer], kept: np.ndarray[Any, Any], drafted: int
+) -> None:
+    """Move the kept rows of these layers to the front of the draft, in one launch."""
+    first = layers[0]
+    groups = len(layers) * memory.batch_size
+    start = first.length - drafted
+    rows, widths = [], []
+    for a in first.arrays:
+        width = a.shape[3] if a.ndim == 4 else 1
+        whole_block = a.restrided((groups, *a.shape[1:]), a.strides)  # the layers follow each other
+        sequence, head, token = a.strides[:3]
+        rows.append(Rows(whole_block, sequence=sequence, token=token, head=head, first=start * token))
+        widths.append(width)
+    index = to_device(np.tile(kept, (len(layers), 1)), memory.runtime)
+    shape = (groups, memory.num_kv_heads, drafted)
+    bind_in_place(memory.runtime, operation, rows, widths, shape, index).bound.launch()
