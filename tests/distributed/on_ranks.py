@@ -57,7 +57,7 @@ def refusals(rank, world, group):
     refused(lambda: by_tokens.append(0, np.zeros((49, 6, 8), np.float32), np.zeros((49, 6, 8), np.float32)))
     refused(lambda: by_tokens.extend(0, k, k[:2], k[:2]))
     refused(lambda: by_tokens.keys(0))
-    refused(lambda: by_tokens.attend(0, k[None, 0], seq_lens=3))
+    refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True))
     refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
     return [*found, by_tokens.length, hasattr(by_tokens, "tokens"), hasattr(by_heads, "tokens"), hasattr(by_heads, "x")]
 
@@ -186,3 +186,38 @@ def refuse_to_receive(rank, world, group):
     except tikv.TikvError as error:
         found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def at_positions(rank, world, group):
+    """A decode loop whose positions and lengths lie in arrays, against one store."""
+    rng = np.random.default_rng(5)
+    form = FORM | {"window": [None, 2 + 4 * world], "sinks": 2, "batch_size": 2}
+    one = tikv.KVCacheStore(**form)
+    shared = ShardedKVCacheStore(group, shard="tokens", interleave=2, **form)
+    for store in (one, shared):
+        store.append(0, *np.zeros((2, 2, 3, 6, 8), np.float32))
+        store.append(1, *np.zeros((2, 2, 3, 6, 8), np.float32))
+    positions = shared.positions_on_device()
+    lens = np.array([3, 3])
+    for step in range(20):
+        lens += 1
+        k, v, q = (
+            rng.standard_normal((2, 2, 1, 6, 8)),
+            rng.standard_normal((2, 2, 1, 6, 8)),
+            rng.standard_normal((2, 6, 8)),
+        )
+        for layer in (0, 1):
+            one.append(layer, k[layer].astype("f"), v[layer].astype("f"))
+            shared.append(layer, k[layer].astype("f"), v[layer].astype("f"), positions=positions)
+        for layer in (0, 1):
+            want = one.attend(layer, q.astype("f"))
+            got = shared.attend(layer, q.astype("f"), seq_lens=lens)
+            np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6, err_msg=f"step {step}, layer {layer}")
+        positions.numpy()[:] += 1
+    shared.advance(20)
+    np.testing.assert_allclose(shared.attend(1, q.astype("f")), want, rtol=2e-6, atol=2e-6)
+    uneven = ShardedKVCacheStore(group, shard="tokens", interleave=2, **FORM | {"window": 3})
+    try:
+        uneven.attend(0, np.zeros((1, 6, 8), np.float32), seq_lens=np.array([3]))
+    except tikv.OptionError as error:
+        return str(error)

@@ -45,6 +45,10 @@ def test_two_thousand_operations(three):
     three.run(on_ranks.random_operations, "tokens", None, 4, changes, "float32", OPERATIONS, 2000, 4)
 
 
+def test_positions_in_arrays(two):
+    assert "is no multiple of 2 ranks x interleave=2" in two.run(on_ranks.at_positions)[0]
+
+
 def test_what_is_refused(two):
     first, second = two.run(on_ranks.refusals)
     wanted = [

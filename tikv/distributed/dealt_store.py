@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tikv import launch
-from tikv.arrays import ArrayView, Views, view, view_all
+from tikv import dtypes, launch
+from tikv.arrays import ArrayView, Views, new_array, view, view_all
 from tikv.distributed.deal import Deal, Stretch
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
+from tikv.ops.deal import deal
 from tikv.ops.staging import Staging
 from tikv.runtime.cache import BoundedCache
-from tikv.stores.append import ROWS
+from tikv.stores.append import NAMES, ROWS
 from tikv.stores.attend import (
     AttentionScale,
     kept_plan,
@@ -80,6 +81,7 @@ class DealtStore(KVCacheStore):
         self.capacity, self.windows, self.sinks = capacity, windows, sinks
         self._counts = [Layer(i, capacity, w, sinks) for i, w in enumerate(windows)]
         self._forms: BoundedCache[Any, _Form] = BoundedCache()
+        self._device_counts: BoundedCache[Any, ArrayView] = BoundedCache()
 
     # --- what is written
 
@@ -88,6 +90,11 @@ class DealtStore(KVCacheStore):
         """`KVCacheStore.append` of the whole's new tokens, of which this rank keeps its own."""
         operation = "ShardedKVCacheStore.append"
         to = self._layer(layer, operation)
+        if positions is not None:
+            with self.lock:
+                own = self._own_positions(operation, [to], (k, v, positions), layout, False)
+                self._appends.append_at(operation, [to], own, layout, False)
+            return
         rows = view_all((k, v), ROWS, operation)
         form = self._form_of(operation, [to], rows, layout, False)
         counts = self._counts[to.index]
@@ -103,6 +110,10 @@ class DealtStore(KVCacheStore):
         """`KVCacheStore.append_all` of the whole's new tokens, of which this rank keeps its own."""
         operation = "ShardedKVCacheStore.append_all"
         self._layer(0, operation)
+        if positions is not None:
+            own = self._own_positions(operation, self._layers, (k, v, positions), layout, True)
+            self._appends.append_at(operation, self._layers, own, layout, True)
+            return
         rows = view_all((k, v), ROWS, operation)
         form = self._form_of(operation, self._layers, rows, layout, True)
         self._require_room(operation, self._layers, form.tokens)
@@ -126,6 +137,34 @@ class DealtStore(KVCacheStore):
             axis = rows[0].ndim - (3 if token_axis == 1 else 2)
             form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis, token_axis, head_axis))
         return form
+
+    def _own_positions(
+        self, operation: str, layers: list[Layer], arrays: tuple[Any, Any, Any], layout: str, stacked: bool
+    ) -> Views:
+        """New rows of one token, and where they go among this rank's: -1, which is skipped, where they do not.
+
+        Raises:
+            OptionError: there are several tokens, which may lie on several ranks.
+            As `KVCacheStore.append`.
+        """
+        k, v, positions = view_all(arrays, NAMES, operation)
+        form = self._form_of(operation, layers, Views([k, v]), layout, stacked)
+        if form.tokens != 1:
+            raise OptionError(
+                f"{operation}: {form.tokens} tokens at positions that the device knows, and tokens are cut: nobody on "
+                f"the host knows which lie here. Append one token at a time, or without positions."
+            )
+        out = self._on_device("positions")
+        deal(self.runtime, operation, positions, out, self.deal, False)
+        return Views([k, v, out])
+
+    def _on_device(self, name: str) -> ArrayView:
+        """(batch,) int32 on the device for what is computed of positions there; the same for all calls."""
+        found = self._device_counts.get((name, self.batch_size))
+        if found is None:
+            made = new_array((self.batch_size,), dtypes.int32, self.runtime)
+            found = self._device_counts.keep((name, self.batch_size), made)
+        return found
 
     def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
         """All of these layers take so many tokens.
@@ -195,6 +234,43 @@ class DealtStore(KVCacheStore):
             stretches = [Stretch(first, 0, 0, 0, 0, 0)]
         self._attend(operation, layer, q, parts, scores, stretches, first)
 
+    @whole
+    def attend_own_at(
+        self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, seq_lens: ArrayView
+    ) -> None:
+        """`attend_own` of one query a sequence, whose lengths are where the launch reads them.
+
+        Raises:
+            OptionError: several queries; or a window whose share of a rank depends on where it begins.
+        """
+        counts, found = self._counts[layer], self._layers[layer]
+        around = self.deal.world * self.deal.interleave
+        if q.shape[2] != 1:
+            raise OptionError(
+                f"{operation}: {q.shape[2]} queries with seq_lens on the device, and tokens are cut. Attend with one "
+                f"query a sequence, or without seq_lens."
+            )
+        if counts.ring % around:
+            raise OptionError(
+                f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is no multiple "
+                f"of {self.deal.world} ranks x interleave={self.deal.interleave}: with seq_lens on the device nobody "
+                f"on the host knows how many of them lie here. Use a window of such a multiple and the sinks."
+            )
+        lens = self._on_device("lens")
+        deal(self.runtime, operation, seq_lens, lens, self.deal, True)
+        arrays = {**layer_arrays(found, q), "lens": lens}
+        span = counts.ring // self.deal.world
+        plan = kept_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring)
+        out, lse = self._out_and_lse(parts)
+        oldest = self.deal.count(counts.trimmed_to)
+        plan.attend(None, arrays, out, True, "taichi", 0, oldest, lse=lse, is_part=True)
+
+    def _out_and_lse(self, parts: ArrayView) -> tuple[ArrayView, ArrayView]:
+        """Where parts have their results, and where their log-sum-exps."""
+        width = self.head_dim_v
+        out = parts.restrided((*parts.shape[:3], width), parts.strides)
+        return out, parts.restrided(parts.shape[:3], parts.strides[:3], width)
+
     def extension(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
     ) -> tuple[ArrayView, Views, tuple[int, int]]:
@@ -248,9 +324,7 @@ class DealtStore(KVCacheStore):
         found, live = self._layers[layer], self.runtime
         stage = Staging(live, [q, parts], [False, True])
         q, parts = stage.arrays
-        width = self.head_dim_v
-        out = parts.restrided((*parts.shape[:3], width), parts.strides)
-        lse = parts.restrided(parts.shape[:3], parts.strides[:3], width)
+        out, lse = self._out_and_lse(parts)
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some)

@@ -31,7 +31,7 @@ FORM = (
     "sinks",
     "windows",
 )
-CHANGES = ("advance", "repeat", "reorder", "reset", "restore", "select", "snapshot", "trim")
+CHANGES = ("advance", "positions_on_device", "repeat", "reorder", "reset", "restore", "select", "snapshot", "trim")
 ALIKE = frozenset(COUNTS + FORM + CHANGES)
 
 
@@ -67,8 +67,8 @@ class ShardedKVCacheStore:
         As `KVCacheStore`.
 
     All methods of `KVCacheStore` are there with heads cut. With tokens cut these are: `append`, `append_all`,
-    `attend`, `extend`, `trim`, `reset`, `advance`, `reorder`, `select`, `repeat`, `snapshot`, `restore` and the counts.
-    Others are refused, since a rank sees a part of the tokens only: ``local`` has what it sees.
+    `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`, `snapshot`,
+    `restore` and the counts. Others are refused, since a rank sees a part of the tokens only: ``local`` has what it sees.
 
     Exactness: what is stored has the bits that a `KVCacheStore` would store. Attention over tokens that are cut sums in
         another order: float32, one rounding at the end.
@@ -120,29 +120,29 @@ class ShardedKVCacheStore:
         self._debug = self.local.runtime.debug
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
-    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", **options: Any) -> None:
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to one layer: of the rank's own heads, all tokens. See `KVCacheStore.append`.
+
+        With tokens cut, ``positions`` go with one token a sequence.
 
         Raises:
             As `KVCacheStore.append`. Nothing is written.
         """
         self._agree("ShardedKVCacheStore.append", layer, k, v, layout)
-        self._refuse("append", options)
         try:
-            self.local.append(layer, k, v, layout=layout, **options)
+            self.local.append(layer, k, v, layout=layout, positions=positions)
         except ShapeError as error:
             raise self._of_rank(error) from None
 
-    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", **options: Any) -> None:
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to all layers: of the rank's own heads, all tokens. See `KVCacheStore.append_all`.
 
         Raises:
             As `KVCacheStore.append_all`. Nothing is written.
         """
         self._agree("ShardedKVCacheStore.append_all", k, v, layout)
-        self._refuse("append_all", options)
         try:
-            self.local.append_all(k, v, layout=layout, **options)
+            self.local.append_all(k, v, layout=layout, positions=positions)
         except ShapeError as error:
             raise self._of_rank(error) from None
 
@@ -156,6 +156,7 @@ class ShardedKVCacheStore:
         softcap: float | None = None,
         out: Any = None,
         missing: str = "raise",
+        seq_lens: Any = None,
         **options: Any,
     ) -> Any:
         """Attention of the newest tokens' queries over what all ranks hold. See `KVCacheStore.attend`.
@@ -163,7 +164,9 @@ class ShardedKVCacheStore:
         Args:
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D) of the query heads that go with the rank's KV heads.
-            scale, return_lse, softcap, out, missing: as in `KVCacheStore.attend`.
+            scale, return_lse, softcap, out, missing, seq_lens: as in `KVCacheStore.attend`. With tokens cut,
+                ``seq_lens`` go with one query a sequence, and with windows that are, but for the sinks, a multiple of
+                the ranks times ``interleave``.
             **options: the others, where heads alone are cut.
 
         Returns:
@@ -178,9 +181,8 @@ class ShardedKVCacheStore:
         store = self._dealt
         try:
             if store is None:
-                return self.local.attend(
-                    layer, q, scale=scale, return_lse=return_lse, softcap=softcap, out=out, missing=missing, **options
-                )
+                asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
+                return self.local.attend(layer, q, seq_lens=seq_lens, **asked, **options)
             found = view(q, "q", operation)
             scores = AttentionScale.checked(scale, softcap, operation)
             checks.option(missing, "missing", operation, MISSING)
@@ -190,7 +192,11 @@ class ShardedKVCacheStore:
                 result = self._results(operation, q, found, out)
                 parts = self._parts(q, shape.batch, shape.heads, shape.queries)
                 query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
-                store.attend_own(operation, layer, query, view(parts, "parts", operation), scores, missing)
+                part = view(parts, "parts", operation)
+                if seq_lens is None:
+                    store.attend_own(operation, layer, query, part, scores, missing)
+                else:
+                    store.attend_own_at(operation, layer, query, part, scores, view(seq_lens, "seq_lens", operation))
                 to, to_lse = (view(a, "out", operation) for a in result)
                 if found.ndim == 3:
                     to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))

@@ -1,0 +1,56 @@
+"""Positions in device memory as one rank of several counts them, where tokens are dealt in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView
+from tikv.ops import checks
+from tikv.ops.plan import Launch, Plan
+
+
+def deal(
+    live: runtime.Runtime,
+    operation: str,
+    positions: ArrayView,
+    out: ArrayView,
+    dealt: tuple[int, int, int],
+    counts: bool,
+) -> None:
+    """Of each position this rank's tokens before it (`counts`), or which of its tokens it is, -1 for none; one launch.
+
+    Args:
+        live: the runtime.
+        operation: for messages.
+        positions: (B,) int32 or int64.
+        out: (B,) int32.
+        dealt: rank, number of ranks, tokens of a block.
+        counts: which of the two.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: `positions` are none, or others than `out`.
+    """
+    key = ("deal", positions.key, out.key, dealt, counts)
+    plan: Any = live.plans.get(key)
+    if plan is None:
+        checks.on_device([("positions", positions)], live, operation)
+        checks.indices(positions, "positions", operation)
+        checks.rank(positions, (1,), "positions", "(batch,)", operation)
+        checks.extent(positions.shape[0], out.shape[0], "the number of positions", operation, "one a sequence")
+        plan = live.plans.keep(key, _plan(live, operation, dealt, counts))
+    plan.run([positions, out])
+
+
+def _plan(live: runtime.Runtime, operation: str, dealt: tuple[int, int, int], counts: bool) -> Plan:
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        from tikv.kernels.deal import DealParams, make_deal
+
+        positions, out = arrays
+        firsts = positions.offset // positions.dtype.itemsize, out.offset // 4
+        numbers = DealParams(positions.shape[0], positions.strides[0], *firsts, *dealt)
+        kernel = launch.kernel(live, make_deal, live.kernel_style, positions.dtype.itemsize * 8, counts)
+        return [Launch(kernel.bind(positions.shape[0], *arrays, tuple(numbers)), arrays)]
+
+    return Plan(live, operation, ("positions", "out"), (False, True), bind)
