@@ -205,7 +205,14 @@ class DealtStore(KVCacheStore):
 
     @whole
     def attend_own(
-        self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, missing: str
+        self,
+        operation: str,
+        layer: int,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+        missing: str,
+        seq_lens: Any = None,
     ) -> None:
         """The attention of the newest tokens' queries over this rank's keys.
 
@@ -215,11 +222,15 @@ class DealtStore(KVCacheStore):
             q: (batch, Hq, T, D).
             parts: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
             scores: the scale and the soft cap.
-            missing: as in `KVCacheStore.attend`.
+            missing, seq_lens: as in `KVCacheStore.attend`.
 
         Raises:
             PositionError: more queries than tokens; or ``missing`` as said.
+            OptionError: `seq_lens` with several queries, or with a window whose share of a rank they decide.
         """
+        if seq_lens is not None:
+            self._attend_at(operation, layer, q, parts, scores, view(seq_lens, "seq_lens", operation))
+            return
         counts, queries = self._counts[layer], q.shape[2]
         if 0 < counts.length < queries:
             raise PositionError(
@@ -234,15 +245,10 @@ class DealtStore(KVCacheStore):
             stretches = [Stretch(first, 0, 0, 0, 0, 0)]
         self._attend(operation, layer, q, parts, scores, stretches, first)
 
-    @whole
-    def attend_own_at(
+    def _attend_at(
         self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, seq_lens: ArrayView
     ) -> None:
-        """`attend_own` of one query a sequence, whose lengths are where the launch reads them.
-
-        Raises:
-            OptionError: several queries; or a window whose share of a rank depends on where it begins.
-        """
+        """`attend_own` of one query a sequence, whose lengths are where the launch reads them."""
         counts, found = self._counts[layer], self._layers[layer]
         around = self.deal.world * self.deal.interleave
         if q.shape[2] != 1:

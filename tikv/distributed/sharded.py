@@ -68,7 +68,7 @@ class ShardedKVCacheStore:
 
     All methods of `KVCacheStore` are there with heads cut. With tokens cut these are: `append`, `append_all`,
     `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`, `snapshot`,
-    `restore` and the counts. Others are refused, since a rank sees a part of the tokens only: ``local`` has what it sees.
+    `restore` and the counts. Others are refused, since a rank sees a part of the tokens: ``local`` has what it sees.
 
     Exactness: what is stored has the bits that a `KVCacheStore` would store. Attention over tokens that are cut sums in
         another order: float32, one rounding at the end.
@@ -192,11 +192,7 @@ class ShardedKVCacheStore:
                 result = self._results(operation, q, found, out)
                 parts = self._parts(q, shape.batch, shape.heads, shape.queries)
                 query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
-                part = view(parts, "parts", operation)
-                if seq_lens is None:
-                    store.attend_own(operation, layer, query, part, scores, missing)
-                else:
-                    store.attend_own_at(operation, layer, query, part, scores, view(seq_lens, "seq_lens", operation))
+                store.attend_own(operation, layer, query, view(parts, "parts", operation), scores, missing, seq_lens)
                 to, to_lse = (view(a, "out", operation) for a in result)
                 if found.ndim == 3:
                     to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))
