@@ -31,6 +31,7 @@ class Engine:
     program_of: attrgetter[Any]  # the program of `settings`, or None
     has_graphs: bool  # graphs of kernels that are compiled as one
     has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
+    has_bitcode: bool  # whether its CUDA kernels may call functions of LLVM bitcode
     mps_arch: str | None = None  # the arch on which PyTorch can see its memory, as tensors on MPS
     word: str = "u32"  # the element type of memory of our own
     core_name: str  # of its C++ module
@@ -140,6 +141,12 @@ class Engine:
         found: int | None = ctypes.c_void_p.from_address(id(function) + object.__basicsize__).value
         return found or 0
 
+    def bitcode(self, path: str) -> Any:
+        """The functions of a file of LLVM bitcode, which CUDA kernels call with local variables."""
+        import importlib
+
+        return importlib.import_module(f"{self.name}.lang.source_builder").SourceBuilder.from_file(path)
+
     def over_subgroup(self, reduction: str) -> Any:
         """A function for kernels: over a subgroup, its "add", "min" or "max"; each thread has the result."""
         return getattr(self.part("lang.simt.subgroup"), f"reduce_{reduction}")
@@ -152,7 +159,7 @@ class _Taichi(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_TAICHI_HEADER_PRINT": "0", "TI_SKIP_VERSION_CHECK": "ON"}
     cache_variable, policy_variable = "TI_OFFLINE_CACHE_FILE_PATH", "TI_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "ticache.lock"
-    has_graphs = has_known_ptx = True
+    has_graphs = has_known_ptx = has_bitcode = True
     core_name = "_ti_core"
     context_class, position_method = "ASTTransformerContext", "get_pos_info"
     source_reader = "lang.kernel_impl"
@@ -178,7 +185,7 @@ class _Quadrants(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_QUADRANTS_HEADER_PRINT": "0"}
     cache_variable, policy_variable = "QD_OFFLINE_CACHE_FILE_PATH", "QD_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "kernel_compilation_manager/qdcache.lock"
-    has_graphs = has_known_ptx = False
+    has_graphs = has_known_ptx = has_bitcode = False
     mps_arch = "metal"
     word = "i32"  # it shows PyTorch no unsigned integers
     core_name = "_qd_core"

@@ -97,3 +97,20 @@ def multiprocessors(live: runtime.Runtime) -> int:
     """
     assert live.is_cuda, "only a CUDA device is asked for its multiprocessors"
     return driver.multiprocessors()
+
+
+def why_no_tensor_cores(live: runtime.Runtime) -> str:
+    """Why kernels of a runtime have no tensor cores; empty where they have."""
+    if not live.is_cuda:
+        return f"they are NVIDIA's, and this is {live.arch}"
+    if not live.engine.has_bitcode:
+        return f"{live.engine.title} takes no bitcode"
+    try:
+        generation = driver.generation()
+    except ArchError as error:
+        return str(error)
+    if generation < 8:
+        return f"the GPU is of compute capability {generation}, and they need 8"
+    from tikv.kernels.attention import tensor_cores
+
+    return "" if tensor_cores.BITCODE.is_file() else f"{tensor_cores.BITCODE} is missing"

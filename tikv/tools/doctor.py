@@ -74,6 +74,7 @@ def info() -> dict[str, Any]:
         "launcher": launch.launcher_report(live)
         if live is not None
         else {"launcher": "none yet", "why": f"{engine['title']} has not started"},
+        "tensor_cores": (launch.why_no_tensor_cores(live) or "in use") if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
 

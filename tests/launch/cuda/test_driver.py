@@ -92,7 +92,7 @@ class Library:
 @pytest.fixture
 def asked(monkeypatch):
     """How many multiprocessors a library says there are; without cuda-bindings."""
-    driver.multiprocessors.cache_clear()
+    driver._attribute.cache_clear()
 
     def no_binding():
         raise tikv.ArchError("cuda-bindings cannot be imported")
@@ -104,7 +104,7 @@ def asked(monkeypatch):
         return driver.multiprocessors()
 
     yield ask
-    driver.multiprocessors.cache_clear()
+    driver._attribute.cache_clear()
 
 
 def test_the_drivers_library_tells_the_multiprocessors(asked):

@@ -188,3 +188,63 @@ def test_elements_of_words_that_may_have_changed_are_left(between):
 )
 def test_halves_that_may_not_be_joined_are_left(text):
     assert peepholes.whole_words(text) == text
+
+
+PAIR = """{
+\tmov.u32 \t%r1, %tid.x;
+\tadd.s32 \t%r2, %r1, 1;
+\tmul.wide.s32 \t%rd1, %r1, 8;
+\tmul.wide.s32 \t%rd2, %r2, 8;
+MEET\tld.param.u64 \t%rd3, [arguments+8];
+\tadd.s64 \t%rd4, %rd3, %rd1;
+\tld.global.v2.b32 \t{%half0, %half1}, [%rd4+0];
+\tmov.b32 \t%r3, %half0;
+\tmov.b32 \t%r4, %half1;
+BETWEEN\tadd.s64 \t%rd5, %rd3, %rd2;
+\tld.global.v2.b32 \t{%half0, %half1}, [%rd5+0];
+\tmov.b32 \t%r5, %half0;
+\tmov.b32 \t%r6, %half1;
+}"""
+
+
+@pytest.mark.parametrize("meet", ["", "$L__BB0_1:\n"], ids=["", "indices from before paths meet"])
+def test_words_side_by_side_are_read_as_one(meet):
+    text = peepholes.pairs(PAIR.replace("MEET", meet).replace("BETWEEN", ""))
+    assert "\tadd.s64 \t%rd5, %rd4, 8;" in text
+    assert text.count("ld.global") == 1
+    assert "ld.global.v4.b32 \t{%quad0, %quad1, %quad2, %quad3}, [%rd4+0];\n\tmov.b32 \t%half0, %quad0;" in text
+    assert "\tmov.b32 \t%half0, %quad2;\n\tmov.b32 \t%half1, %quad3;\n\tmov.b32 \t%r5, %half0;" in text
+    assert ".reg .b32 \t%quad<4>;" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("BETWEEN", "\tst.global.u32 \t[%rd4+8], %r7;\n"),
+        ("BETWEEN", "\tbar.sync \t0;\n"),
+        ("BETWEEN", "$L__BB0_1:\n"),
+        ("BETWEEN", "\t@%p1 bra \t$L__BB0_4;\n"),
+        ("%r1, 1;", "%r1, 2;"),
+        ("%r1, 1;", "%r1, -1;"),
+        ("%r1, 1;", "%r9, 1;"),
+        ("%rd2, %r2, 8;", "%rd2, %r2, 4;"),
+        ("%rd5, %rd3, %rd2", "%rd5, %rd8, %rd2"),
+        ("%rd1, %r1, 8;\n", "%rd1, %r1, 8;\n\tmov.u32 \t%r1, %r8;\n"),
+    ],
+    ids=["store", "barrier", "label", "branch", "further on", "before", "other index", "other size", "other array",
+         "index moved on"],
+)  # fmt: skip
+def test_words_that_may_not_be_read_as_one_are_left(old, new):
+    text = peepholes.pairs(PAIR.replace(old, new).replace("MEET", "").replace("BETWEEN", ""))
+    assert text.count("ld.global.v2") == 2
+
+
+def test_of_three_words_in_a_row_the_first_two_are_one():
+    third = PAIR.replace("BETWEEN", "").replace("MEET", "\tmul.wide.s32 \t%rd6, %r7, 8;\n")
+    third = third.replace("{\n", "{\n\tadd.s32 \t%r7, %r2, 1;\n", 1)
+    third = (
+        third.removesuffix("}") + "\tadd.s64 \t%rd7, %rd3, %rd6;\n\tld.global.v2.b32 \t{%half0, %half1}, [%rd7+0];\n}"
+    )
+    text = peepholes.pairs(third)
+    assert (text.count("ld.global.v4"), text.count("ld.global.v2")) == (1, 1)
+    assert "\tadd.s64 \t%rd7, %rd4, 16;" in text

@@ -120,7 +120,8 @@ def make_weigh(x, c):
         v_factor = [ti.f32(1.0) for _ in range(own_keys)]
         counts = [1 for _ in range(own_keys)]
         query = ti.min(task[T.row] + mine, params[P.queries] * c.group - 1) // c.group
-        logits(here, query, my_key, ti.f32(0.0), scores, v_factor, counts, visible, task, table, k_scale, k_scale,
+        zero = ti.f32(0.0)
+        logits(here, query, my_key, zero, zero, scores, v_factor, counts, visible, task, table, k_scale, k_scale,
                strides, params, scalars)  # fmt: skip
         for o in ti.static(range(own_keys)):
             if sees > 0 and scores[o * K] > ti.f32(LOWEST):

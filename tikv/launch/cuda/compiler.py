@@ -70,9 +70,9 @@ def kernels_folder() -> pathlib.Path:
 
 @functools.cache
 def _sources(directory: pathlib.Path) -> str:
-    """A digest of every Python file in a folder and below it: its path from there, and its bytes."""
+    """A digest of every file of Python or bitcode in a folder and below it: its path from there, and its bytes."""
     digest = hashlib.sha256()
-    for path in sorted(directory.rglob("*.py")):
+    for path in sorted(p for p in directory.rglob("*") if p.suffix in (".py", ".bc")):
         digest.update(path.relative_to(directory).as_posix().encode() + b"\n" + path.read_bytes() + b"\n")
     return digest.hexdigest()
 

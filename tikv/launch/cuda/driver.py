@@ -14,7 +14,7 @@ from typing import Any
 
 from tikv.errors import ArchError
 
-MULTIPROCESSOR_COUNT = 16  # in the driver's CUdevice_attribute
+MULTIPROCESSOR_COUNT, CAPABILITY_MAJOR = 16, 75  # in the driver's CUdevice_attribute
 _lock = threading.Lock()
 _given: contextvars.ContextVar[int | None] = contextvars.ContextVar("tikv_stream", default=None)
 
@@ -87,13 +87,27 @@ class Device:
         return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
 
 
-@functools.cache
 def multiprocessors() -> int:
-    """How many multiprocessors CUDA device 0 has, by the driver's own library: cuda-bindings need not be installed.
+    """How many multiprocessors CUDA device 0 has.
 
     Raises:
         ArchError: there is no driver, or it does not say.
     """
+    return _attribute(MULTIPROCESSOR_COUNT, "how many multiprocessors device 0 has")
+
+
+def generation() -> int:
+    """The compute capability of CUDA device 0, without what stands behind the point.
+
+    Raises:
+        ArchError: there is no driver, or it does not say.
+    """
+    return _attribute(CAPABILITY_MAJOR, "the compute capability of device 0")
+
+
+@functools.cache
+def _attribute(which: int, what: str) -> int:
+    """A number of device 0 by the driver's own library: cuda-bindings need not be installed."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     found, number = ctypes.c_int(), ctypes.c_int()
     try:
@@ -105,11 +119,11 @@ def multiprocessors() -> int:
     status = (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(found), 0)
-        or cuda.cuDeviceGetAttribute(ctypes.byref(number), MULTIPROCESSOR_COUNT, found)
+        or cuda.cuDeviceGetAttribute(ctypes.byref(number), which, found)
     )
     if status:
         raise ArchError(
-            f"launch: the CUDA driver does not say how many multiprocessors device 0 has (error {status}). "
+            f"launch: the CUDA driver does not say {what} (error {status}). "
             f"Run `python -m tikv doctor` to see what it says, and update it."
         )
     return number.value

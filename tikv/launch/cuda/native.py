@@ -61,9 +61,9 @@ def load_native(kernel: Kernel) -> Native:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
         text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
         resident = getattr(kernel.factory, "resident", None)
-        patched = ptx.patch(
-            text, size, device.overlaps, not kernel.fast_math, resident(*kernel.choices) if resident else None
-        )
+        blocks = resident(*kernel.choices) if resident else None
+        pairs = getattr(kernel.factory, "pairs", False)
+        patched = ptx.patch(text, size, device.overlaps, not kernel.fast_math, blocks, pairs)
         function = device.load(patched.text, patched.entry)
         found = _natives[key] = Native(function, patched.block, offsets, size)
     return found

@@ -6,6 +6,8 @@ A rewrite that does not recognise what it looks for leaves the text as it is.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from typing import NamedTuple
 
 from tikv.launch.cuda.ptx_text import ARGUMENTS, REGISTER, statements
 
@@ -164,3 +166,111 @@ def quarters(body: str) -> str:
             shifted[shift[1]] = shift[2], int(shift[3]) // 16
     text = "\n".join(lines)
     return text.replace("{\n", "{\n\t.reg .b16 \t%quarter<4>;\n", 1) if changed else text
+
+
+_ADD = re.compile(r"\tadd\.s32 \t(%r\d+), (%r\d+), (-?\d+);$")
+_SCALE = re.compile(r"\tmul\.wide\.s32 \t(%rd\d+), (%r\d+), (\d+);$")
+_SUM = re.compile(r"\tadd\.s64 \t(%rd\d+), (%rd\d+), (%rd\d+);$")
+_POINTER = re.compile(rf"\tld\.param\.u64 \t(%rd\d+), \[({ARGUMENTS}\+\d+)\];$")
+_WORD = re.compile(r"\tld\.global\.v2\.b32 \t\{%half0, %half1\}, \[(%rd\d+)\+0\];$")
+_JOINS = re.compile(r"^\$?\w+:")  # another path may come in here
+_NOT_OVER = re.compile(r"^\$?\w+:|^\t(st|bar|bra|@|membar|fence|atom|red|call|ret)")
+
+
+class _Place(NamedTuple):
+    """An address as another register and bytes behind it."""
+
+    base: str
+    behind: int
+
+
+def pairs(body: str) -> str:
+    """Read two 64-bit words that lie side by side as one of 128 bits, after `whole_words`.
+
+    For kernels that say so: of the words which they address by one register and constants, the first lies at a multiple
+    of 16 bytes. Such addresses become that register's and a constant, which the load itself adds; sums of 32-bit
+    indices do not wrap. What it is worth: benches/ops/bench_attention.py, float16 with 4 and 8 query heads a KV head.
+    """
+    lines = body.split("\n")
+    places = _fold_addresses(lines)
+    least: dict[str, int] = {}
+    for place in places.values():
+        least[place.base] = min(place.behind, least.get(place.base, 0))
+    joined = False
+    for i, line in enumerate(lines):
+        first = _WORD.match(line)
+        if first is None or first[1] not in places:
+            continue
+        place = places[first[1]]
+        if (place.behind - least[place.base]) % 16:
+            continue
+        j = _next_word(lines, i, place, places)
+        if j is not None:
+            both = f"\tld.global.v4.b32 \t{{%quad0, %quad1, %quad2, %quad3}}, [{first[1]}+0];"
+            lines[i] = f"{both}\n\tmov.b32 \t%half0, %quad0;\n\tmov.b32 \t%half1, %quad1;"
+            lines[j] = "\tmov.b32 \t%half0, %quad2;\n\tmov.b32 \t%half1, %quad3;"
+            joined = True
+    text = "\n".join(lines)
+    return text.replace("{\n", "{\n\t.reg .b32 \t%quad<4>;\n", 1) if joined else text
+
+
+def _next_word(lines: list[str], i: int, place: _Place, places: dict[str, _Place]) -> int | None:
+    """The next line that reads a word, if that is the one behind the word of line i and nothing comes between."""
+    for j in range(i + 1, len(lines)):
+        if _NOT_OVER.match(lines[j]):
+            return None
+        second = _WORD.match(lines[j])
+        if second:
+            return j if places.get(second[1]) == _Place(place.base, place.behind + 8) else None
+    return None
+
+
+def _fold_addresses(lines: list[str]) -> dict[str, _Place]:
+    """Rewrite each address whose index differs by a constant from one before it; where each of them is.
+
+    A register that is set in one line has one value; of others the value may be another behind each line that sets one,
+    and where paths meet.
+    """
+    count = Counter(register for line in lines for register in _set_by(line))
+    places: dict[str, _Place] = {}
+    steps: dict[str, tuple[str, int]] = {}  # of indices: another one, and how far behind it
+    scaled: dict[str, tuple[str, int, int]] = {}  # an index, its value by when it was set, and the bytes it counts
+    pointers: dict[str, str] = {}  # which argument
+    known: dict[tuple[str, str, int, int], tuple[str, int]] = {}  # by array, root of the index: address and step
+    when = 0
+    for i, line in enumerate(lines):
+        if _JOINS.match(line):
+            when, known = when + 1, {}
+            continue
+        to = _set_by(line)
+        if any(count[register] > 1 for register in to):
+            when += 1
+            continue
+        if (found := _ADD.match(line)) and count[found[2]] == 1:
+            steps[found[1]] = found[2], int(found[3])
+        elif found := _POINTER.match(line):
+            pointers[found[1]] = found[2]
+        elif found := _SCALE.match(line):
+            scaled[found[1]] = found[2], when if count[found[2]] > 1 else 0, int(found[3])
+        elif found := _SUM.match(line):
+            array, index = (found[2], found[3]) if found[3] in scaled else (found[3], found[2])
+            if index not in scaled or count[array] > 1:
+                continue
+            (root, value, size), step = scaled[index], 0
+            while root in steps:
+                root, more = steps[root]
+                step += more
+            address, first = known.setdefault((pointers.get(array, array), root, value, size), (found[1], step))
+            if address != found[1]:
+                lines[i] = f"\tadd.s64 \t{found[1]}, {address}, {(step - first) * size};"
+            places[found[1]] = _Place(address, (step - first) * size)
+    return places
+
+
+def _set_by(line: str) -> list[str]:
+    """The registers that an instruction sets; those that a store or a jump names, which does no harm."""
+    parts = line.split(None, 1)
+    if len(parts) < 2 or parts[0].startswith((".", "//")):
+        return []
+    operands = parts[1]
+    return re.findall(r"%\w+", operands[: operands.index("}")] if operands[0] == "{" else operands.split(",")[0])

@@ -37,12 +37,17 @@ _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
 
 
 def patch(
-    ptx: str, argument_bytes: int, overlap: bool = False, strict: bool = False, resident: int | None = None
+    ptx: str,
+    argument_bytes: int,
+    overlap: bool = False,
+    strict: bool = False,
+    resident: int | None = None,
+    pairs: bool = False,
 ) -> Patched:
     """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
 
     With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay. `resident` is how
-    many blocks a multiprocessor shall hold at once, for which the assembler spares registers.
+    many blocks a multiprocessor shall hold at once, for which the assembler spares registers. `pairs`: see `peepholes`.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
     once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
@@ -65,6 +70,8 @@ def patch(
         raise Unpatchable("no fixed block")
     body = _by_value(_struct(main), main.group(3), bound, argument_bytes)
     body = peepholes.quarters(peepholes.whole_words(body))
+    if pairs:
+        body = peepholes.pairs(body)
     if resident is not None:
         body = peepholes.resident_blocks(body, resident)
     if strict:

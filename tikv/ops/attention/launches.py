@@ -131,7 +131,7 @@ class AttentionLaunches(Plan):
         assert memory is not None
         style, split, q = live.kernel_style, self.splits > 1, arrays["q"]
         to = arrays.get("out", q)
-        bits = self._word_bits(arrays["k"], arrays["v"], style)
+        bits = word_bits(arrays["k"], arrays["v"], cache, style)
         for name in ("k", "v"):
             checks.addressable(arrays[name], bits // 8, live, name.upper(), self.operation)
         choices = self._choices(arrays, bits)
@@ -143,7 +143,9 @@ class AttentionLaunches(Plan):
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
         )
-        plain = choices._replace(sink_logits=False, alibi=False, tree=False)  # what attention leaves has them
+        rows = rows_of_task(self.query.queries, choices.group)
+        # What attention leaves has the terms.
+        plain = choices._replace(sink_logits=False, alibi=False, tree=False, rows=rows)
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -222,7 +224,7 @@ class AttentionLaunches(Plan):
             width=cache.width,
             width_v=cache.width_v,
             group=group,
-            rows=rows_of_task(query.queries, group),
+            rows=rows_of_task(query.queries, group, cache.tile),
             causal=options.causal,
             masked=options.causal and (query.queries > 1 or bool(tree_of(arrays))),
             softcap=options.softcap is not None,
@@ -265,7 +267,7 @@ class AttentionLaunches(Plan):
 
         cache, query, options = self.cache, self.query, self.options
         rows = query.heads // cache.heads * query.queries
-        row_blocks = -(-rows // rows_of_task(query.queries, query.heads // cache.heads))
+        row_blocks = -(-rows // rows_of_task(query.queries, query.heads // cache.heads, cache.tile))
         return AttentionParams(
             tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
             splits=self.splits,
@@ -302,22 +304,6 @@ class AttentionLaunches(Plan):
             )
         )
 
-    def _word_bits(self, k: ArrayView, v: ArrayView, style: str) -> int:
-        """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
-        itemsize, cache = k.dtype.itemsize, self.cache
-        if style == "cpu":
-            return itemsize * 8
-        widest = 0
-        if style == "cuda":
-            from tikv.kernels.attention import cuda
-
-            widest = cuda.MAX_WIDTH
-        common = 8 if max(cache.width, cache.width_v) <= widest and not cache.v.inner[0] else 4
-        for rows, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
-            jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
-            common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
-        return max(itemsize, common & -common) * 8
-
     def _factory(self, style: str, bits: int, choices: Any) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
@@ -325,8 +311,10 @@ class AttentionLaunches(Plan):
 
             return make_attend_cpu, (self.shares.workers,)
         if style == "cuda":
-            from tikv.kernels.attention import cuda
+            from tikv.kernels.attention import cuda, tensor_cores
 
+            if self.cache.tile is not None:
+                return tensor_cores.make_attend_tensor, (self.cache.tile,)
             if bits == cuda.WORD_BITS:
                 width = max(self.cache.width, self.cache.width_v)
                 return cuda.make_attend_lanes, (cuda.shape_of(width, choices.unit, choices.rows, choices.masked),)
@@ -355,6 +343,29 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.mass import make_mass
 
         return make_mass, (style, by_slot)
+
+
+def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> int:
+    """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
+    itemsize = k.dtype.itemsize
+    if style == "cpu":
+        return itemsize * 8
+    widest = 0
+    if style == "cuda":
+        from tikv.kernels.attention import cuda
+
+        widest = cuda.MAX_WIDTH
+    common = 8 if max(cache.width, cache.width_v) <= widest and not cache.v.inner[0] else 4
+    return max(itemsize, row_bytes(k, v, cache, common)) * 8
+
+
+def row_bytes(k: ArrayView, v: ArrayView, cache: CacheLayout, most: int) -> int:
+    """The most bytes, a power of two up to `most`, at a multiple of which every row of K and V, or piece, starts."""
+    common, itemsize = most, k.dtype.itemsize
+    for rows, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
+        jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
+        common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
+    return common & -common
 
 
 def _first(array: ArrayView | None) -> int:

@@ -36,6 +36,7 @@ class CacheLayout(NamedTuple):
     ring: int = 0
     scales: tuple[ArrayView, ...] = ()
     scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # sequence, block, token, head
+    tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
 
 
 class AttentionOptions(NamedTuple):

@@ -23,6 +23,7 @@ from tikv.ops.attention.options import (
     query_shape,
 )
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
+from tikv.ops.attention.tensor_cores import choose_tile
 from tikv.ops.attention.terms import check_parents, check_terms
 from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
 from tikv.ops.indices import host_indices, values_known
@@ -59,6 +60,7 @@ class AttentionPlan(Plan):
             k=cache.k._replace(array=cache.k.array.without_owner()),
             v=cache.v._replace(array=cache.v.array.without_owner()),
             scales=tuple(a.without_owner() for a in cache.scales),
+            tile=choose_tile(live, arrays, self.query, cache),
         )
         self.shape = (*q.shape[:-1], cache.width_v)
         self.lse_shape = q.shape[:-1]

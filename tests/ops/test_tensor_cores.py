@@ -1,0 +1,358 @@
+"""Attention by CUDA's tensor cores, against the float64 oracle; and what they leave to the other kernels.
+
+Weights are rounded to the dtype of K and V before they meet V, beside the rounding of the result.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import types
+
+import numpy as np
+import oracle
+import pytest
+from ops.test_attention import Case, Pages
+
+import tikv
+from tikv import dtypes, engines, launch, runtime
+from tikv.launch.cuda import compiler, driver
+from tikv.ops.attention import options, tensor_cores
+from tikv.ops.attention.splits import choose_splits, rows_of_task
+from tikv.ops.layouts import Rows
+
+on_cuda = pytest.mark.archs("cuda")
+TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the result, relative to its largest number
+
+
+@pytest.fixture
+def tiles(monkeypatch, request):
+    """The tiles that plans of this test got."""
+    found = []
+    choose = tensor_cores.choose_tile
+
+    def choose_and_tell(*arguments):
+        found.append(choose(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
+    runtime.current().plans.clear()
+    yield found
+    assert found, "no plan was made"
+    assert all(tile is not None for tile in found), "the tensor cores were not used"
+
+
+def check(case, got, want, tolerance=1.0):
+    (out, lse), (want_out, want_lse) = got, want
+    seen = np.isfinite(want_lse)
+    np.testing.assert_array_equal(out[~seen], 0)
+    np.testing.assert_array_equal(lse[~seen], want_lse[~seen])
+    assert np.isfinite(out).all()
+    error = np.abs(out - want_out).max() / max(1.0, np.abs(want_out).max())
+    assert error <= tolerance * TOLERANCE[case.query_dtype], f"out: {error:.2e}"
+    error = np.abs(lse[seen] - want_lse[seen]).max(initial=0) / max(1.0, np.abs(want_lse[seen]).max(initial=0))
+    assert error <= 2e-5, f"lse: {error:.2e}"
+
+
+def make(rng, place="linear", *, dtype="float16", width=128, group=4, page=16, **options):
+    """A `Case` or `Pages` whose queries are of the dtype of K and V."""
+    options = {"dtype": dtype, "query_dtype": dtype, "width": width, "group": group, **options}
+    if place in ("NHD", "HND", "VLLM"):
+        options.pop("capacity", None)
+        pages = Pages(rng, layout=place, page=page, **options)
+        return pages.case, pages
+    case = Case(rng, **options)
+    return case, case
+
+
+def attend(rng, arch, place="linear", seen=None, asked=None, tolerance=1.0, **options):
+    """Compare with the oracle: `asked` goes to the call, `seen` to both."""
+    case, cache = make(rng, place, **options)
+    got = cache.run(arch, **(seen or {}), **(asked or {}))
+    check(case, got, case.expected(**(seen or {})), tolerance)
+
+
+LENS = (300, 1, 0, 64, 17)
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [1, 2, 5, 8, 12, 16, 20])
+def test_groups(arch, rng, tiles, group):
+    attend(rng, arch, group=group, capacity=300, lens=LENS)
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD", "HND"])
+@pytest.mark.parametrize("queries", [None, 3, 40])
+def test_storages_and_queries(arch, rng, tiles, place, dtype, queries):
+    """Where a KV head has 4, 12 and 160 query rows: a warp has one tile of rows, or two, or a block has eight."""
+    if place == "ring":
+        lens = (98, 99, 100, 777, 41)
+        ring = {"ring": 99, "sinks": 3, "capacity": 99}
+        case, _ = make(rng, dtype=dtype, queries=queries, lens=lens, **ring)
+        check(case, case.run(arch), case.expected(window=99))
+        return
+    lens = LENS if queries is None else (300, 0, 64, 41)
+    for window in (None, 37):
+        attend(rng, arch, place, {"window": window}, dtype=dtype, queries=queries, lens=lens, capacity=300)
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("width", "width_v"), [(64, 64), (96, 96), (64, 128), (128, 64), (160, 96), (192, 128), (256, 256), (224, 224)]
+)
+@pytest.mark.parametrize("queries", [None, 9])
+def test_widths(arch, rng, tiles, width, width_v, queries):
+    attend(rng, arch, width=width, width_v=width_v, queries=queries, lens=(130, 20), capacity=130)
+
+
+@on_cuda
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 48, 64])
+def test_page_sizes(arch, rng, tiles, page):
+    """Pages of 16 tokens and more are looked up once for 16 keys, which begin where a window does not."""
+    for window in (None, 5, 70):
+        attend(rng, arch, "NHD", {"window": window}, page=page, width=64, lens=(200, 64, 0, 33))
+
+
+@on_cuda
+def test_pages_of_vllm_have_keys_in_pieces_and_values_by_column(arch, rng):
+    """Which the other kernels read."""
+    attend(rng, arch, "VLLM", width=64, lens=(70, 5))
+
+
+@on_cuda
+@pytest.mark.parametrize("splits", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_splits(arch, rng, tiles, place, splits):
+    for queries in (None, 33):
+        lens = (700, 33, 0, 699)
+        asked = {"num_splits": splits}
+        attend(rng, arch, place, {"window": 300}, asked, lens=lens, capacity=700, queries=queries, width=64)
+
+
+@on_cuda
+def test_options_of_the_softmax(arch, rng, tiles):
+    attend(rng, arch, seen={"scale": 0.4}, lens=(40, 11))
+    attend(rng, arch, seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
+    attend(rng, arch, seen={"causal": False}, queries=3, lens=(40, 11))
+    case, _ = make(rng, lens=(40, 0))
+    out, lse = case.run(arch, lse_base2=True)
+    check(case, (out, lse * np.log(2)), case.expected())
+
+
+@on_cuda
+def test_sinks_of_a_linear_cache(arch, rng, tiles):
+    for queries in (None, 6):
+        case, _ = make(rng, capacity=200, lens=(200, 90, 6), sinks=20, queries=queries)
+        check(case, case.run(arch, window=31, sinks=20), case.expected(window=31))
+
+
+@on_cuda
+def test_kv_heads_of_different_lengths(arch, rng, tiles):
+    case, _ = make(rng, capacity=300, lens=(300, 300))
+    lens = np.array([[300, 17], [0, 64]])
+    got = case.run(arch, lens=lens)
+    for b in range(2):
+        for h in range(2):
+            one, _ = make(rng, capacity=300, heads=1, lens=(int(lens[b, h]),))
+            one.q = case.q[b : b + 1, h * 4 : h * 4 + 4]
+            one.k_real, one.v_real = case.k_real[b : b + 1, h : h + 1], case.v_real[b : b + 1, h : h + 1]
+            check(case, [a[b : b + 1, h * 4 : h * 4 + 4] for a in got], one.expected())
+
+
+@on_cuda
+@pytest.mark.parametrize("queries", [None, 9])
+def test_the_mass_of_what_the_tensor_cores_attend_to(arch, rng, tiles, queries):
+    """Its kernel has other tasks."""
+    case, _ = make(rng, lens=(40, 11), queries=queries)
+    arrays = [oracle.place(a, arch) for a in (case.q, case.k, case.v)]
+    lens = oracle.place(np.array(case.lens, np.int32), arch)
+    out, lse, mass = map(oracle.to_numpy, tikv.decode_attention(*arrays, lens, return_lse=True, return_mass=True))
+    check(case, (out.astype(np.float64), lse.astype(np.float64)), case.expected())
+    np.testing.assert_allclose(mass.sum(-1), 4 * (queries or 1), rtol=1e-3)
+
+
+@on_cuda
+def test_what_is_left_to_the_other_kernels(arch, rng):
+    """Sink logits, and heads of a width that no product has."""
+    case, _ = make(rng, lens=(40, 11))
+    arrays = [oracle.place(a, arch) for a in (case.q, case.k, case.v)]
+    lens = oracle.place(np.array(case.lens, np.int32), arch)
+    sinks = oracle.place(np.full(8, -1e4, np.float32), arch)
+    out, lse = map(oracle.to_numpy, tikv.decode_attention(*arrays, lens, return_lse=True, sink_logits=sinks))
+    check(case, (out.astype(np.float64), lse.astype(np.float64)), case.expected())
+    attend(rng, arch, width=80, lens=(40, 11))
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+@pytest.mark.parametrize("spoiled", [-1, -10])
+def test_what_a_query_does_not_see_may_be_nan(arch, rng, tiles, place, spoiled):
+    """Of two queries, one sees the newest token, the other one more behind the window: each is NaN to the other."""
+    case, cache = make(rng, place, queries=2, lens=(40, 23), spoiled=spoiled)
+    got, want, query = cache.run(arch, window=9), case.expected(window=9), 0 if spoiled == -1 else 1
+    check(case, [a[:, :, query] for a in got], [a[:, :, query] for a in want])
+
+
+@on_cuda
+def test_an_infinity_that_is_seen_stays_one(arch, rng, tiles):
+    cache = make(rng, "NHD", lens=(8, 13))[1]
+    for b, length in enumerate((8, 13)):
+        cache.v[cache.table[b, 0], length - 1, :, 3] = np.inf
+    out = cache.run(arch)[0]
+    assert (out[..., 3] == np.inf).all()
+    assert np.isfinite(np.delete(out, 3, axis=-1)).all()
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, tiles, place):
+    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
+    case, cache = make(rng, place, **({"guard": 3} if place == "linear" else {}), lens=(40, 40, 40))
+    lens, case.lens = (2**31 - 1, -5, 41), (40, 0, 40)
+    if place == "NHD":
+        cache.table = cache.table[:, :3].copy()
+        cache.table[0, 2], cache.table[2, 2] = len(cache.k), -(2**31)
+        case.lens = (32, 0, 32)
+    check(case, cache.run(arch, lens=lens), case.expected())
+
+
+@on_cuda
+@pytest.mark.parametrize("steep", [1.0, 4.0, 40.0])
+def test_maxima_that_grow_along_a_sequence(arch, rng, tiles, steep):
+    case, _ = make(rng, width=64, lens=(700,), capacity=700)
+    case.k[...] = case.k + (steep * np.linspace(-1, 1, 700))[:, None].astype(np.float16)
+    case.k_real, case.q = case.k.astype(np.float64), np.abs(case.q)
+    check(case, case.run(arch, num_splits=1), case.expected(), tolerance=2)
+
+
+@on_cuda
+def test_views_that_start_inside_an_array_and_queries_with_strides(arch, rng, tiles):
+    case, _ = make(rng, guard=4, lens=(40, 3))
+    q = oracle.to_torch(np.repeat(case.q, 2, axis=1), arch)[:, ::2]
+    k, v = (oracle.to_torch(a, arch) for a in (case.k, case.v))
+    lens = oracle.to_torch(np.array([40, 3], np.int32), arch)
+    got = tikv.decode_attention(q, k, v, lens, return_lse=True)
+    check(case, [oracle.to_numpy(a).astype(np.float64) for a in got], case.expected())
+
+
+@on_cuda
+def test_the_longest_kernel_is_one_function(arch, rng, tiles):
+    options = {"window": 60, "softcap": 5.0}
+    attend(rng, arch, "NHD", options, dtype="bfloat16", width=256, lens=(150, 9), queries=4, tolerance=2)
+    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+
+
+# --- without a GPU
+
+
+def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queries=1, ptr=0, inner=0, terms=()):
+    """Arrays of a call, its queries and its cache, of which only the form is looked at."""
+    dtype, q_dtype = dtypes.parse(dtype, "test"), dtypes.parse(q_dtype or dtype, "test")
+    k, v = (types.SimpleNamespace(dtype=dtype, ptr=ptr, offset=0) for _ in range(2))
+    cache = options.CacheLayout(
+        Rows(k, head=width, token=width), Rows(v, head=width_v or width, token=width_v or width, inner=(inner, inner)),
+        2, width, width_v or width, "linear", 40,
+    )  # fmt: skip
+    query = options.QueryShape(1, 2 * group, queries, width, (0, 0, 0))
+    arrays = {"q": types.SimpleNamespace(dtype=q_dtype), "k": k, "v": v, **dict.fromkeys(terms)}
+    return arrays, query, cache
+
+
+CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI, kernel_style="cuda")
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """A driver that tells of a GPU with tensor cores."""
+    monkeypatch.setattr(driver, "generation", lambda: 8)
+    monkeypatch.setattr(driver, "multiprocessors", lambda: 132)
+    return monkeypatch
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, ""),
+        ({"dtype": "bfloat16", "group": 1}, ""),
+        ({"width": 256, "width_v": 64}, ""),
+        ({"dtype": "float32"}, "K and V are float32"),
+        ({"dtype": "int8", "q_dtype": "float16"}, "K and V are int8"),
+        ({"q_dtype": "float32"}, "q is float32"),
+        ({"q_dtype": "bfloat16"}, "q is bfloat16"),
+        ({"width": 80}, "80 and 80 wide"),
+        ({"width": 32}, "32 and 32 wide"),
+        ({"width": 288}, "288 and 288 wide"),
+        ({"width_v": 40}, "128 and 40 wide"),
+        ({"ptr": 8}, "not every row begins at a multiple of 16 bytes"),
+        ({"inner": 1}, "rows lie in pieces"),
+        ({"terms": ["sink_logits", "alibi_slopes"]}, "sink_logits and alibi_slopes are given"),
+    ],
+)
+def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):
+    arrays, _, cache = given(**options)
+    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    assert why in found
+    assert bool(why) == bool(found)
+    assert (tensor_cores.choose_tile(CUDA, *given(**options)) is None) == bool(why)
+
+
+@pytest.mark.archs("cpu")
+def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch, ampere):
+    assert launch.why_no_tensor_cores(CUDA) == ""
+    assert "is cpu" in tikv.info()["tensor_cores"]
+    quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
+    assert "Quadrants takes no bitcode" in launch.why_no_tensor_cores(quadrants)
+    ampere.setattr(driver, "generation", lambda: 7)
+    assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
+    assert tensor_cores.choose_tile(CUDA, *given()) is None
+    ampere.setattr(driver, "generation", lambda: 9)
+    from tikv.kernels.attention import tensor_cores as kernels
+
+    ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
+    assert launch.why_no_tensor_cores(CUDA) == "/nowhere.bc is missing"
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("batch", "keys", "group", "splits"),
+    [(32, 8192, 8, 1), (1, 32768, 4, 32), (128, 1024, 4, 1), (20, 8192, 4, 2), (56, 8192, 4, 4), (16, 300, 4, 1)],
+)
+def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, group, splits):
+    arrays, query, cache = given(group=group)
+    cache = cache._replace(heads=8, tile=tensor_cores.choose_tile(CUDA, arrays, query, cache))
+    query = query._replace(batch=batch, heads=8 * group)
+    assert choose_splits(CUDA, query, cache, keys) == splits
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("queries", "group", "width", "rows"),
+    [(1, 4, 128, 4), (1, 8, 128, 8), (1, 12, 128, 12), (1, 20, 128, 10), (1, 12, 256, 6), (2, 4, 128, 8),
+     (3, 4, 128, 16), (9, 4, 128, 64), (2, 8, 256, 8), (3, 8, 256, 32)],
+)  # fmt: skip
+def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
+    tile = tensor_cores.choose_tile(CUDA, *given(group=group, queries=queries, width=width))
+    assert rows_of_task(queries, group, tile) == rows
+
+
+@pytest.mark.archs("cpu")
+def test_the_bitcode_is_what_its_source_says(arch, tmp_path):
+    from tikv.kernels.attention.tensor_cores import BITCODE, SOURCE
+
+    assembler = shutil.which("llvm-as-14")
+    if assembler is None:
+        pytest.skip("needs llvm-as-14, whose bitcode it is")
+    subprocess.run([assembler, SOURCE.name, "-o", str(tmp_path / "made.bc")], check=True, cwd=SOURCE.parent)
+    assert (tmp_path / "made.bc").read_bytes() == BITCODE.read_bytes()
+
+
+@pytest.mark.archs("cpu")
+def test_the_name_of_compiled_kernels_depends_on_the_bitcode(arch, tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for n, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "kernel.py").write_text("same")
+        (folder / "kernel.bc").write_bytes(bytes([n]))
+    assert compiler._sources(folders[0]) != compiler._sources(folders[1])

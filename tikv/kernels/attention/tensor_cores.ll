@@ -1,0 +1,138 @@
+; What tensor cores do for kernels of attention: functions on 32-bit registers, which LLVM inlines.
+;
+; `a`, `b` and `c` are the fragments of mma.sync.m16n8k16 as PTX defines them, halves in pairs. Pointers are to local
+; variables of a kernel, the only ones that Taichi hands out. Assembled, also after every change of this file, by
+;
+;     llvm-as-14 tensor_cores.ll -o tensor_cores.bc
+
+target triple = "nvptx64-nvidia-cuda"
+
+; c += a b
+define void @multiply_f16(float* %p0, float* %p1, float* %p2, float* %p3, i32* %pa0, i32* %pa1, i32* %pa2, i32* %pa3, i32* %pb0, i32* %pb1) alwaysinline convergent {
+  %c0 = load float, float* %p0
+  %c1 = load float, float* %p1
+  %c2 = load float, float* %p2
+  %c3 = load float, float* %p3
+  %a0 = load i32, i32* %pa0
+  %a1 = load i32, i32* %pa1
+  %a2 = load i32, i32* %pa2
+  %a3 = load i32, i32* %pa3
+  %b0 = load i32, i32* %pb0
+  %b1 = load i32, i32* %pb1
+  %d = call { float, float, float, float } asm "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"(i32 %a0, i32 %a1, i32 %a2, i32 %a3, i32 %b0, i32 %b1, float %c0, float %c1, float %c2, float %c3) convergent
+  %d0 = extractvalue { float, float, float, float } %d, 0
+  %d1 = extractvalue { float, float, float, float } %d, 1
+  %d2 = extractvalue { float, float, float, float } %d, 2
+  %d3 = extractvalue { float, float, float, float } %d, 3
+  store float %d0, float* %p0
+  store float %d1, float* %p1
+  store float %d2, float* %p2
+  store float %d3, float* %p3
+  ret void
+}
+
+; c += a b, a from pairs of columns of the rows 2n, 2n + 1, 2n + 8 and 2n + 9 that it has as its columns
+define void @multiply_rows_f16(float* %p0, float* %p1, float* %p2, float* %p3, i32* %pa0, i32* %pa1, i32* %pa2, i32* %pa3, i32* %pb0, i32* %pb1) alwaysinline convergent {
+  %c0 = load float, float* %p0
+  %c1 = load float, float* %p1
+  %c2 = load float, float* %p2
+  %c3 = load float, float* %p3
+  %v0 = load i32, i32* %pa0
+  %v1 = load i32, i32* %pa1
+  %v2 = load i32, i32* %pa2
+  %v3 = load i32, i32* %pa3
+  %b0 = load i32, i32* %pb0
+  %b1 = load i32, i32* %pb1
+  %a0 = call i32 asm "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r"(i32 %v0, i32 %v1)
+  %a1 = call i32 asm "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"(i32 %v0, i32 %v1)
+  %a2 = call i32 asm "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r"(i32 %v2, i32 %v3)
+  %a3 = call i32 asm "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"(i32 %v2, i32 %v3)
+  %d = call { float, float, float, float } asm "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"(i32 %a0, i32 %a1, i32 %a2, i32 %a3, i32 %b0, i32 %b1, float %c0, float %c1, float %c2, float %c3) convergent
+  %d0 = extractvalue { float, float, float, float } %d, 0
+  %d1 = extractvalue { float, float, float, float } %d, 1
+  %d2 = extractvalue { float, float, float, float } %d, 2
+  %d3 = extractvalue { float, float, float, float } %d, 3
+  store float %d0, float* %p0
+  store float %d1, float* %p1
+  store float %d2, float* %p2
+  store float %d3, float* %p3
+  ret void
+}
+
+; two floats, rounded to the nearest, as halves of a register
+define void @pack_f16(i32* %r, float* %plow, float* %phigh) alwaysinline {
+  %low = load float, float* %plow
+  %high = load float, float* %phigh
+  %x = call i32 asm "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f"(float %high, float %low)
+  store i32 %x, i32* %r
+  ret void
+}
+
+; c += a b
+define void @multiply_bf16(float* %p0, float* %p1, float* %p2, float* %p3, i32* %pa0, i32* %pa1, i32* %pa2, i32* %pa3, i32* %pb0, i32* %pb1) alwaysinline convergent {
+  %c0 = load float, float* %p0
+  %c1 = load float, float* %p1
+  %c2 = load float, float* %p2
+  %c3 = load float, float* %p3
+  %a0 = load i32, i32* %pa0
+  %a1 = load i32, i32* %pa1
+  %a2 = load i32, i32* %pa2
+  %a3 = load i32, i32* %pa3
+  %b0 = load i32, i32* %pb0
+  %b1 = load i32, i32* %pb1
+  %d = call { float, float, float, float } asm "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"(i32 %a0, i32 %a1, i32 %a2, i32 %a3, i32 %b0, i32 %b1, float %c0, float %c1, float %c2, float %c3) convergent
+  %d0 = extractvalue { float, float, float, float } %d, 0
+  %d1 = extractvalue { float, float, float, float } %d, 1
+  %d2 = extractvalue { float, float, float, float } %d, 2
+  %d3 = extractvalue { float, float, float, float } %d, 3
+  store float %d0, float* %p0
+  store float %d1, float* %p1
+  store float %d2, float* %p2
+  store float %d3, float* %p3
+  ret void
+}
+
+; c += a b, a from pairs of columns of the rows 2n, 2n + 1, 2n + 8 and 2n + 9 that it has as its columns
+define void @multiply_rows_bf16(float* %p0, float* %p1, float* %p2, float* %p3, i32* %pa0, i32* %pa1, i32* %pa2, i32* %pa3, i32* %pb0, i32* %pb1) alwaysinline convergent {
+  %c0 = load float, float* %p0
+  %c1 = load float, float* %p1
+  %c2 = load float, float* %p2
+  %c3 = load float, float* %p3
+  %v0 = load i32, i32* %pa0
+  %v1 = load i32, i32* %pa1
+  %v2 = load i32, i32* %pa2
+  %v3 = load i32, i32* %pa3
+  %b0 = load i32, i32* %pb0
+  %b1 = load i32, i32* %pb1
+  %a0 = call i32 asm "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r"(i32 %v0, i32 %v1)
+  %a1 = call i32 asm "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"(i32 %v0, i32 %v1)
+  %a2 = call i32 asm "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r"(i32 %v2, i32 %v3)
+  %a3 = call i32 asm "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"(i32 %v2, i32 %v3)
+  %d = call { float, float, float, float } asm "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"(i32 %a0, i32 %a1, i32 %a2, i32 %a3, i32 %b0, i32 %b1, float %c0, float %c1, float %c2, float %c3) convergent
+  %d0 = extractvalue { float, float, float, float } %d, 0
+  %d1 = extractvalue { float, float, float, float } %d, 1
+  %d2 = extractvalue { float, float, float, float } %d, 2
+  %d3 = extractvalue { float, float, float, float } %d, 3
+  store float %d0, float* %p0
+  store float %d1, float* %p1
+  store float %d2, float* %p2
+  store float %d3, float* %p3
+  ret void
+}
+
+; two floats, rounded to the nearest, as halves of a register
+define void @pack_bf16(i32* %r, float* %plow, float* %phigh) alwaysinline {
+  %low = load float, float* %plow
+  %high = load float, float* %phigh
+  %x = call i32 asm "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f"(float %high, float %low)
+  store i32 %x, i32* %r
+  ret void
+}
+
+; 2 ** x, within 2 ** -22 of it relatively; subnormals are 0
+define void @exp2(float* %r, float* %px) alwaysinline {
+  %x = load float, float* %px
+  %y = call float asm "ex2.approx.ftz.f32 $0, $1;", "=f,f"(float %x)
+  store float %y, float* %r
+  ret void
+}

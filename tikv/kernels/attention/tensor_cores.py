@@ -1,0 +1,604 @@
+"""Attention by the tensor cores of CUDA, for float16 and bfloat16: S^T = K Q^T and O^T = V^T P^T, all in registers.
+
+A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync.m16n8k16`: the order of a head's
+columns is free in both products, so each lane takes whole words. The scores come out transposed, which is nearly what
+the second product takes in: their exponentials are rounded to halves, and 8 x 8 of them at a time are turned by two
+shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
+merge once at the end; where there are many query rows they share out these, and read the same keys from the cache of
+their multiprocessor.
+
+`tensor_cores.ll` has the instructions that Taichi does not know.
+"""
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.softmax import make_logit, make_store_lse
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
+from tikv.kernels.codec import SIZE, WORD, make_store
+from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
+from tikv.runtime import engine_in_use, ti
+
+SOURCE = pathlib.Path(__file__).with_name("tensor_cores.ll")
+BITCODE = SOURCE.with_suffix(".bc")  # llvm-as-14 tensor_cores.ll -o tensor_cores.bc
+WORD_BITS = 64
+ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
+CODES = ("f16", "bf16")  # of K, V and q
+WIDTHS = range(64, 257, 32)  # of K and V
+KEYS = 16  # of a product
+ROWS = 8  # of a product
+WARPS = BLOCK // 32
+LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
+KEY_DISTANCES = [16, 8, 4]  # of lanes that have other keys of the same rows
+FAR = 1 << 30  # beyond every index of a key
+ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
+INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}  # the exponent of infinities and NaNs
+
+
+class Tile(NamedTuple):
+    """How the warps of a block share the work."""
+
+    row_tiles: int  # of `ROWS` query rows, that each warp computes
+    share_rows: bool  # the warps share out the rows; else the keys
+    resident: int  # blocks that a multiprocessor holds at once; what registers a thread may use follows
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a task."""
+        return ROWS * self.row_tiles * (WARPS if self.share_rows else 1)
+
+
+def tile_of(width: int, rows: int) -> Tile:
+    """The tile for heads of a width and so many query rows of a KV head."""
+    if rows <= ROWS:
+        return Tile(1, False, 4 if width <= 64 else 3 if width <= 128 else 2)
+    if width > 128:
+        return Tile(1, rows > 2 * ROWS, 2)
+    return Tile(2, rows > 4 * ROWS, 3 if width <= 64 else 2)
+
+
+class Limits(NamedTuple):
+    """Entries of what `make_limits` returns: of the keys' indices, for the rows of a warp."""
+
+    begin: int = 0  # of the first tile; may lie before the task's first key
+    end: int = 1  # behind the last key that some row sees
+    low: int = 2  # every row sees the task's keys above it
+    high: int = 3  # up to this one
+
+
+L = Limits()
+
+
+@functools.cache
+def instructions():
+    """The functions of `tensor_cores.ll`, to be called in kernels."""
+    return engine_in_use().bitcode(str(BITCODE))
+
+
+def make_attend_tensor(tile, parts, c):
+    """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
+
+    K and V in words of 64 bits, four halves of one of `CODES`, and q of the same; rows in one piece that begin at
+    multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices as in `cpu.make_attend_cpu`.
+    """
+    Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
+    attend_task = make_attend_task(tile, parts, c)
+
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(block_dim=BLOCK)
+        for i in range(q.shape[0]):
+            arrays = ti.static((q, k, v, lens, table, out, lse))
+            attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
+
+    return attend
+
+
+make_attend_tensor.fast_math = True
+make_attend_tensor.resident = lambda tile, parts, c: tile.resident
+make_attend_tensor.pairs = (
+    True  # words of K and V that lie side by side may be read as one: see `launch.cuda.peepholes`
+)
+
+
+def make_attend_task(x, parts, c):
+    """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
+    exp2 = instructions().exp2
+    decode_task = make_decode_task("cuda", KEYS * (1 if x.share_rows else WARPS), c)
+    limits, load_queries = make_limits(x, c), make_load_queries(x, c)
+    look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
+    load_keys, load_values = make_load_keys(c), make_load_values(c)
+    scores, mask, clear = make_scores(x, c), make_mask(x, c), make_clear(c)
+    rescale, add_values = make_rescale(x, c), make_add_values(x, c)
+    finish = (make_store_rows if x.share_rows else make_merge_warps)(x, parts, c)
+    G, NK, NV = x.row_tiles, c.width // KEYS, c.width_v // KEYS
+    STEP = KEYS if x.share_rows else KEYS * WARPS
+    EARLY = max(c.width, c.width_v) <= 128  # where there are registers for it
+
+    @ti.func
+    def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
+        q, k, v, lens, table, out, lse = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        lane, warp = thread % 32, thread // 32
+        row, ahead = task[T.row], warp * KEYS
+        if ti.static(x.share_rows):
+            row, ahead = task[T.row] + warp * ti.static(ROWS * G), 0
+        seen = limits(row, visible, task, params)
+        qf = [ti.u32(0) for _ in range(2 * NK * G)]
+        load_queries(row, lane, task, q, qf, strides, params)
+        m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: what is masked weighs nothing from the start
+        l = [ti.f32(0.0) for _ in range(2 * G)]
+        acc = [ti.f32(0.0) for _ in range(4 * NV * G)]
+        sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
+        kf = [ti.u32(0) for _ in range(4 * NK)]
+        vf = [ti.u32(0) for _ in range(4 * NV)]
+        k_at = [0 for _ in range(2)]
+        v_at = [0 for _ in range(4)]
+        counts = [0 for _ in range(6)]  # whether a lane's two keys count, and its four rows of V
+        at = seen[L.begin] + ahead
+        block = look_up(at, seen, visible, task, table, strides, params)
+        coming = look_up(at + STEP, seen, visible, task, table, strides, params)
+        if ti.static(EARLY):
+            if seen[L.begin] < seen[L.end]:
+                find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
+                load_keys(lane, k_at, k, kf)
+        for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
+            # What is read next is always under way: V during the first product, the next keys during the second.
+            if ti.static(not EARLY):
+                find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
+                load_keys(lane, k_at, k, kf)
+            whole = find_values(at, block, lane, seen, visible, task, table, v_at, counts, strides, params)
+            load_values(lane, v_at, v, vf)
+            p = [ti.f32(0.0) for _ in range(4 * G)]
+            scores(kf, qf, p, scalars)
+            if ti.static(EARLY):
+                find_keys(at + STEP, coming, lane, seen, visible, task, table, k_at, strides, params)
+                load_keys(lane, k_at, k, kf)
+            block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
+            if whole == 0:
+                mask(at, row, lane, counts, p, visible, params)
+                clear(counts, vf)
+            grown = 0
+            for r in ti.static(range(2 * G)):
+                top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
+                grown = ti.select(top > m[r] + ti.f32(LAG), 1, grown)
+            if ti.simt.warp.any_nonzero(ti.u32(ALL), grown) != 0:
+                rescale(p, m, l, acc, sums)
+            for i in ti.static(range(4 * G)):
+                below, weight = p[i] - m[ti.static(i // 4 * 2 + i % 2)], ti.f32(0.0)
+                exp2(weight, below)
+                p[i] = weight
+            for r in ti.static(range(2 * G)):
+                l[r] += p[ti.static(r // 2 * 4 + r % 2)] + p[ti.static(r // 2 * 4 + r % 2 + 2)]
+            add_values(lane, p, vf, acc, sums)
+            at = at + STEP
+        for r in ti.static(range(2 * G)):
+            l[r] = butterfly_sum(l[r], KEY_DISTANCES)
+        finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
+
+    return attend_task
+
+
+def has_whole_tiles(c) -> bool:
+    """Whether the keys of a tile lie in one page, which is then looked up once."""
+    return c.place == "table" and c.page % KEYS == 0 and not c.sinks
+
+
+def make_limits(x, c):
+    """limits(row, visible, task, params) -> the vector `Limits` of the rows of a warp, of which `row` is the first."""
+    query_bounds = make_query_bounds(c)
+
+    @ti.func
+    def limits(row, visible, task, params):
+        begin, end, low, high = task[T.begin], task[T.end], -FAR, FAR
+        rows = params[P.queries] * c.group
+        if ti.static(c.masked):
+            first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
+            last = query_bounds((ti.min(row + ti.static(ROWS * x.row_tiles), rows) - 1) // c.group, visible, params)
+            low, high, newest = last[0], first[1], last[1]
+            if ti.static(c.sinks):
+                low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
+            else:
+                begin = ti.max(begin, (ti.max(first[0], -1) + 1) // KEYS * KEYS)
+            end = ti.min(end, newest + 1)
+        if ti.static(x.share_rows):
+            if row >= rows:
+                end = begin
+        if ti.static(has_whole_tiles(c)):
+            begin = begin - ((visible[V.first] + begin) & (KEYS - 1))
+        return ti.Vector([begin, end, low, high])
+
+    return limits
+
+
+def make_load_queries(x, c):
+    """load_queries(row, lane, task, q, qf, ...): a lane's fragments of Q^T, two for each tile and 16 columns."""
+    query_row = make_query_row(c)
+    NK = c.width // KEYS
+
+    @ti.func
+    def load_queries(row, lane, task, q: ti.template(), qf: ti.template(), strides, params):
+        for g in ti.static(range(x.row_tiles)):
+            r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
+            at = query_row(task[T.sequence], task[T.head], r, strides, params) + (lane & 3) * 8
+            for n in ti.static(range(2 * NK)):
+                column = at + ti.static(n // 4 * 32 + n % 4 * 2)
+                low, high = ti.cast(q[column], ti.u32), ti.cast(q[column + 1], ti.u32)
+                qf[ti.static(g * 2 * NK) + n] = low | (high << ti.u32(16))
+
+    return load_queries
+
+
+def make_look_up(c):
+    """look_up(at, seen, ...) -> the block of the pool that the tile at an index lies in; -1 for none of the pool's."""
+    unsigned = WORD[c.table_bits or 32]
+
+    @ti.func
+    def look_up(at, seen, visible, task, table: ti.template(), strides, params):
+        found = -1
+        if ti.static(has_whole_tiles(c)):
+            if seen[L.begin] < seen[L.end]:
+                p = position_of_tile(at, seen, visible)
+                page = ti.cast(ti.cast(p, ti.u32) // ti.u32(c.page), ti.i32)
+                first = strides[S.table_first] + task[T.sequence] * strides[S.table_sequence]
+                if ti.static(c.table_by_head):
+                    first = first + task[T.head] * params[P.table_head]
+                block = table[first + page * strides[S.table_block]]
+                if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
+                    found = ti.cast(block, ti.i32)
+        return found
+
+    return look_up
+
+
+@ti.func
+def position_of_tile(at, seen, visible):
+    """The position of a tile's first key; behind the last tile, of that one."""
+    return ti.min(visible[V.first] + at, (visible[V.first] + seen[L.end] - 1) & ~(KEYS - 1))
+
+
+def make_slot_behind(c):
+    """slot_behind(at, behind, block, ...) -> the slot of a key of a tile; -1 for one of no page.
+
+    Keys behind the last are the last one, or others of its page.
+    """
+    locate = make_locate(c)
+
+    @ti.func
+    def slot_behind(at, behind, block, seen, visible, task, table: ti.template(), strides, params):
+        slot = -1
+        if ti.static(has_whole_tiles(c)):
+            inside = ti.cast(ti.cast(position_of_tile(at, seen, visible), ti.u32) % ti.u32(c.page), ti.i32)
+            slot = ti.select(block < 0, -1, block * c.page + inside + behind)
+        else:
+            index = ti.min(at + behind, seen[L.end] - 1)
+            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        return slot
+
+    return slot_behind
+
+
+def make_find_keys(c):
+    """find_keys(at, block, lane, seen, ..., k_at, ...): where the lane's two rows of K begin."""
+    slot_behind, (k_offset, _, _) = make_slot_behind(c), make_slot_offsets(c)
+
+    @ti.func
+    def find_keys(at, block, lane, seen, visible, task, table: ti.template(), k_at: ti.template(), strides, params):
+        for i in ti.static(range(2)):
+            behind = (lane >> 2) + ti.static(i * 8)
+            slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
+            k_at[i] = task[T.k_first] + k_offset(ti.max(slot, 0), strides)
+
+    return find_keys
+
+
+def make_find_values(c):
+    """find_values(at, block, lane, seen, ..., v_at, counts, ...) -> 1 if every row sees every key of the tile.
+
+    Fills in where the lane's four rows of V begin, and which of its two keys and of these are the task's.
+    """
+    slot_behind, (_, v_offset, _) = make_slot_behind(c), make_slot_offsets(c)
+
+    @ti.func
+    def find_values(at, block, lane, seen, visible, task, table: ti.template(), v_at: ti.template(),
+                    counts: ti.template(), strides, params):  # fmt: skip
+        whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
+        if ti.static(c.masked):
+            whole = whole * ti.cast(at > seen[L.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[L.high], ti.i32)
+        missing = 0
+        for i in ti.static(range(6)):
+            # Of K the keys 0 and 8 behind the lane's own, of V those that the second product pairs.
+            behind = (lane >> 2) + ti.static(i * 8)
+            if ti.static(i >= 2):
+                behind = (lane & 3) * 2 + ti.static((i - 2) % 2 + (i - 2) // 2 * 8)
+            counts[i] = ti.cast(at + behind >= task[T.begin], ti.i32) * ti.cast(at + behind < seen[L.end], ti.i32)
+            if ti.static(i >= 2 or c.place == "table"):
+                slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
+                if ti.static(c.place == "table"):
+                    missing = ti.select(slot < 0, 1, missing)
+                    counts[i] = ti.select(slot < 0, 0, counts[i])
+                if ti.static(i >= 2):
+                    v_at[ti.static(i - 2)] = task[T.v_first] + v_offset(ti.max(slot, 0), strides)
+        if ti.static(c.place == "table"):
+            if ti.static(not has_whole_tiles(c)):
+                missing = ti.simt.warp.any_nonzero(ti.u32(ALL), missing)
+            whole = ti.select(missing != 0, 0, whole)
+        return whole
+
+    return find_values
+
+
+def make_load_keys(c):
+    """load_keys(lane, k_at, k, kf): start to read a lane's words of a tile's keys, two side by side of every eight."""
+    NK = c.width // KEYS
+
+    @ti.func
+    def load_keys(lane, k_at: ti.template(), k: ti.template(), kf: ti.template()):
+        for i in ti.static(range(2)):
+            first = k_at[i] + (lane & 3) * 2
+            for n in ti.static(range(NK)):
+                word = k[first + ti.static(n // 2 * 8 + n % 2)]
+                kf[ti.static(2 * NK * i + 2 * n)] = ti.cast(word, ti.u32)
+                kf[ti.static(2 * NK * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
+
+    return load_keys
+
+
+def make_load_values(c):
+    """load_values(lane, v_at, v, vf): the same of its values, two side by side of every 16, or one of the last 8."""
+    NV = c.width_v // KEYS
+    pairs = NV // 4 * 2  # words that have a neighbour
+
+    @ti.func
+    def load_values(lane, v_at: ti.template(), v: ti.template(), vf: ti.template()):
+        for i in ti.static(range(4)):
+            first = v_at[i] + (lane >> 2) * 2
+            for n in ti.static(range(NV // 2)):
+                at = first + ti.static(n // 2 * 16 + n % 2)
+                if ti.static(n >= pairs):
+                    at = v_at[i] + (lane >> 2) + ti.static(n // 2 * 16)
+                word = v[at]
+                vf[ti.static(NV * i + 2 * n)] = ti.cast(word, ti.u32)
+                vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
+
+    return load_values
+
+
+def make_scores(x, c):
+    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
+    multiply, logit_of = getattr(instructions(), f"multiply_{c.cache}"), make_logit(c)
+    NK = c.width // KEYS
+
+    @ti.func
+    def scores(kf: ti.template(), qf: ti.template(), p: ti.template(), scalars):
+        for g in ti.static(range(x.row_tiles)):
+            s = [ti.f32(0.0) for _ in range(8)]  # two sums, so that no product waits for the one before
+            for n in ti.static(range(NK)):
+                o, a, b = ti.static(n % 2 * 4, 2 * n, 2 * NK * g + 2 * n)
+                multiply(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)], kf[a],
+                         kf[ti.static(2 * NK + a)], kf[ti.static(a + 1)], kf[ti.static(2 * NK + a + 1)], qf[b],
+                         qf[ti.static(b + 1)])  # fmt: skip
+            for i in ti.static(range(4)):
+                found = s[i] + s[ti.static(i + 4)]
+                p[ti.static(4 * g + i)] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
+
+    return scores
+
+
+def make_mask(x, c):
+    """mask(at, row, lane, counts, p, ...): `MASKED` in the place of the logits of what a row does not see."""
+    query_bounds, in_bounds = make_query_bounds(c), make_in_bounds(c)
+
+    @ti.func
+    def mask(at, row, lane, counts: ti.template(), p: ti.template(), visible, params):
+        for r in ti.static(range(2 * x.row_tiles)):
+            behind = (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
+            t = ti.min(row + behind, params[P.queries] * c.group - 1) // c.group
+            for i in ti.static(range(2)):
+                found = counts[i]
+                if ti.static(c.masked):
+                    bounds = query_bounds(t, visible, params)
+                    index = at + (lane >> 2) + ti.static(i * 8)
+                    found = found * in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3])
+                n = ti.static(r // 2 * 4 + i * 2 + r % 2)
+                p[n] = ti.select(found != 0, p[n], ti.f32(MASKED))
+
+    return mask
+
+
+def make_clear(c):
+    """clear(counts, vf): zeros for what has no weight and may be infinite: rows of V that nobody sees.
+
+    Where rows of a task see different keys, the infinities and NaNs of all that lie in a tile with such keys.
+    """
+    INF, NV = INFINITE[c.cache], c.width_v // KEYS
+
+    @ti.func
+    def clear(counts: ti.template(), vf: ti.template()):
+        for i in ti.static(range(4)):
+            for n in ti.static(range(NV)):
+                y = vf[ti.static(i * NV + n)]
+                if ti.static(c.masked):
+                    y = ti.select((y & ti.u32(INF)) == ti.u32(INF), y & ti.u32(0xFFFF0000), y)
+                    y = ti.select((y & ti.u32(INF << 16)) == ti.u32(INF << 16), y & ti.u32(0xFFFF), y)
+                else:
+                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
+                vf[ti.static(i * NV + n)] = y
+
+    return clear
+
+
+def make_rescale(x, c):
+    """rescale(p, m, l, acc, sums): sums and results fade to the new maxima of their rows."""
+    exp2 = instructions().exp2
+    NV = c.width_v // KEYS
+
+    @ti.func
+    def rescale(p: ti.template(), m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template()):
+        for r in ti.static(range(2 * x.row_tiles)):
+            i = ti.static(r // 2 * 4 + r % 2)  # of the row's first key; two further on is the other
+            top = butterfly_max(ti.max(m[r], ti.max(p[i], p[ti.static(i + 2)])), KEY_DISTANCES)
+            below, fade = m[r] - top, ti.f32(0.0)
+            exp2(fade, below)
+            m[r] = top
+            l[r] *= fade
+            for e in ti.static(range(2)):
+                sums[ti.static(i + 2 * e)] *= fade
+                for t in ti.static(range(NV)):
+                    acc[ti.static((r // 2 * NV + t) * 4 + r % 2 + 2 * e)] *= fade
+
+    return rescale
+
+
+def make_add_values(x, c):
+    """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`."""
+    ext = instructions()
+    multiply, multiply_rows = getattr(ext, f"multiply_{c.cache}"), getattr(ext, f"multiply_rows_{c.cache}")
+    pack = getattr(ext, f"pack_{c.cache}")
+    NV = c.width_v // KEYS
+
+    @ti.func
+    def turned(y, lane):
+        """The 8 x 8 halves that the warp holds, transposed."""
+        source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
+        bits = ti.bit_cast(y, ti.i32)
+        low = ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), bits, source), ti.u32)
+        high = ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), bits, source + 4), ti.u32)
+        return ((low >> shift) & ti.u32(0xFFFF)) | ((high >> shift) << ti.u32(16))
+
+    @ti.func
+    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
+        ones = ti.u32(ONES[c.cache])
+        for g in ti.static(range(x.row_tiles)):
+            b = [ti.u32(0) for _ in range(2)]
+            for i in ti.static(range(2)):
+                word = ti.u32(0)
+                pack(word, p[ti.static(4 * g + 2 * i)], p[ti.static(4 * g + 2 * i + 1)])
+                b[i] = turned(word, lane)
+            o = ti.static(4 * g)
+            multiply(sums[o], sums[ti.static(o + 1)], sums[ti.static(o + 2)], sums[ti.static(o + 3)], ones, ones, ones,
+                     ones, b[0], b[1])  # fmt: skip
+            for t in ti.static(range(NV)):
+                a = ti.static((g * NV + t) * 4)
+                multiply_rows(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)], vf[t],
+                              vf[ti.static(NV + t)], vf[ti.static(2 * NV + t)], vf[ti.static(3 * NV + t)], b[0],
+                              b[1])  # fmt: skip
+
+    return add_values
+
+
+def make_column_of(c):
+    """column_of(t, lane) -> the first of the two columns of the result that a lane has in fragment t of O^T."""
+    pairs = c.width_v // (4 * KEYS) * 2  # as in `make_load_values`
+
+    @ti.func
+    def column_of(t: ti.template(), lane):
+        n = ti.static(t // 2)
+        column = ti.static(n // 2 * 64 + n % 2 * 4 + t % 2 * 2) + (lane >> 2) * 8
+        if ti.static(n >= pairs):
+            column = ti.static(n // 2 * 64 + t % 2 * 2) + (lane >> 2) * 4
+        return column
+
+    return column_of
+
+
+def make_store_rows(x, parts, c):
+    """finish(...) where warps share out the rows: each lane stores its columns of two rows a tile."""
+    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    store, column_of = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_column_of(c)
+    pack = None if parts else getattr(instructions(), f"pack_{c.out}")
+    NV = c.width_v // KEYS
+
+    @ti.func
+    def store_rows(thread, row, task, m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template(),
+                   out: ti.template(), lse: ti.template(), strides, params, scalars):  # fmt: skip
+        lane = thread % 32
+        for r in ti.static(range(2 * x.row_tiles)):
+            i = ti.static(r // 2 * 4 + r % 2)
+            at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
+            if at_row < params[P.queries] * c.group:
+                at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
+                inverse = ti.f32(0.0)
+                if sums[i] > ti.f32(0.0):
+                    inverse = ti.f32(1.0) / sums[i]
+                for t in ti.static(range(NV)):
+                    a = ti.static((r // 2 * NV + t) * 4 + r % 2)
+                    to = at + column_of(t, lane)
+                    y, z = acc[a] * inverse, acc[ti.static(a + 2)] * inverse
+                    if ti.static(parts):
+                        store(out, to, ti.Vector([y]), ti.f32(1.0))
+                        store(out, to + 1, ti.Vector([z]), ti.f32(1.0))
+                    else:
+                        both = ti.u32(0)
+                        pack(both, y, z)
+                        out[to] = ti.cast(both, ti.u16)
+                        out[to + 1] = ti.cast(both >> ti.u32(16), ti.u16)
+                if lane < 4:
+                    store_lse(lse, lse_at, m[r], l[r], scalars)
+
+    return store_rows
+
+
+def make_merge_warps(x, parts, c):
+    """finish(...) where warps share out the keys: their results in shared memory, then the task's rows."""
+    exp2 = instructions().exp2
+    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    store, column_of = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_column_of(c)
+    DV, NV = c.width_v, c.width_v // KEYS
+
+    @ti.func
+    def merge_warps(thread, row, task, m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template(),
+                    out: ti.template(), lse: ti.template(), strides, params, scalars):  # fmt: skip
+        results = ti.simt.block.SharedArray((ROWS * WARPS * DV,), ti.f32)
+        tops = ti.simt.block.SharedArray((ROWS * WARPS,), ti.f32)
+        totals = ti.simt.block.SharedArray((ROWS * WARPS,), ti.f32)
+        weights = ti.simt.block.SharedArray((ROWS * WARPS,), ti.f32)
+        lane, warp = thread % 32, thread // 32
+        for g in ti.static(range(x.row_tiles)):
+            ti.simt.block.sync()
+            for e in ti.static(range(2)):
+                if lane < 4:
+                    tops[(lane * 2 + e) * WARPS + warp] = m[ti.static(2 * g + e)]
+            ti.simt.block.sync()
+            for e in ti.static(range(2)):
+                r = (lane & 3) * 2 + e  # of this tile of rows
+                top = m[ti.static(2 * g + e)]
+                for w in ti.static(range(WARPS)):
+                    top = ti.max(top, tops[r * WARPS + w])
+                below, fade = m[ti.static(2 * g + e)] - top, ti.f32(0.0)
+                exp2(fade, below)
+                if lane < 4:
+                    totals[r * WARPS + warp] = l[ti.static(2 * g + e)] * fade
+                    weights[r * WARPS + warp] = sums[ti.static(4 * g + e)] * fade
+                for t in ti.static(range(NV)):
+                    for u in ti.static(range(2)):
+                        y = acc[ti.static((g * NV + t) * 4 + e + 2 * u)] * fade
+                        results[(r * WARPS + warp) * DV + column_of(t, lane) + u] = y
+            ti.simt.block.sync()
+            first = row + ti.static(g * ROWS)
+            for n in range(ti.min(ti.static(min(ROWS, c.rows - g * ROWS)), params[P.queries] * c.group - first)):
+                at, lse_at = output_offsets(task[T.kv_head], first + n, task[T.split], strides, params)
+                total, weight, top = ti.f32(0.0), ti.f32(0.0), ti.f32(LOWEST)
+                for w in ti.static(range(WARPS)):
+                    total += totals[n * WARPS + w]
+                    weight += weights[n * WARPS + w]
+                    top = ti.max(top, tops[n * WARPS + w])
+                inverse = ti.f32(0.0)
+                if weight > ti.f32(0.0):
+                    inverse = ti.f32(1.0) / weight
+                for u in ti.static(range(-(-DV // BLOCK))):
+                    d = u * BLOCK + thread
+                    if d < DV:
+                        y = ti.f32(0.0)
+                        for w in ti.static(range(WARPS)):
+                            y += results[(n * WARPS + w) * DV + d]
+                        store(out, at + d, ti.Vector([y * inverse]), ti.f32(1.0))
+                if thread == 0:
+                    store_lse(lse, lse_at, top, total, scalars)
+
+    return merge_warps
