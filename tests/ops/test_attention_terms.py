@@ -221,6 +221,56 @@ def test_masks_and_trees(arch, rng, place, dtype, form, window, splits):
     check_tree(case, got, masks, terms, **window)
 
 
+@pytest.mark.parametrize(
+    ("place", "dtype", "width"),
+    [("linear", "float16", 48), ("NHD", "int8", 48), pytest.param("linear", "float16", 576, marks=pytest.mark.full)],
+)
+def test_values_that_are_the_first_columns_of_the_keys(arch, rng, place, dtype, width):
+    """Latent attention: all query heads over one head of keys."""
+    form = {
+        "dtype": dtype,
+        "heads": 1,
+        "group": 8,
+        "width": width,
+        "width_v": 32 if width == 48 else 512,
+        "lens": (30, 5),
+    }
+    pages = Pages(rng, layout=place, **form) if place != "linear" else None
+    case = pages.case if pages else Case(rng, **form)
+    case.v_real = case.k_real[..., : form["width_v"]]
+    of = pages or case
+    of.v = None
+    place = lambda a: None if a is None else oracle.place(a, arch)  # noqa: E731
+    options = {"head_dim_v": form["width_v"], "return_lse": True}
+    if of.k_scale is not None:
+        options["k_scale"] = place(of.k_scale)
+    lens = place(np.array(case.lens, np.int32))
+    if pages:
+        tables = place(pages.table)
+        got = tikv.paged_decode_attention(
+            place(case.q), place(of.k), None, tables, lens, layout=pages.layout, **options
+        )
+    else:
+        got = tikv.decode_attention(place(case.q), place(of.k), None, lens, **options)
+    assert_close([oracle.to_numpy(a).astype(np.float64) for a in got], case.expected(), "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"head_dim_v": 9}, "head_dim_v=9 is beyond"),
+        ({}, "Say how many columns"),
+        ({"v": np.zeros((1, 1, 4, 8), np.float32), "head_dim_v": 4}, "Leave head_dim_v out"),
+    ],
+)
+def test_values_that_the_keys_do_not_have_are_refused(change, says):
+    tikv.init(arch="cpu")
+    q, k = np.zeros((1, 2, 8), np.float32), np.zeros((1, 1, 4, 8), np.float32)
+    change = dict(change)
+    with pytest.raises(tikv.ShapeError, match=says):
+        tikv.decode_attention(q, k, change.pop("v", None), 3, **change)
+
+
 @pytest.mark.archs("cpu", "cuda")
 @pytest.mark.parametrize("window", [None, pytest.param(12, marks=pytest.mark.full)])
 def test_a_tree_extends_a_store_and_its_path_is_committed(arch, rng, window):

@@ -17,6 +17,7 @@ from tikv.ops.attention.options import (
     plan_key,
     real,
     scales_of,
+    values_of,
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
@@ -51,6 +52,7 @@ def decode_attention(
     alibi_slopes: Any = None,
     mask: Any = None,
     parents: Any = None,
+    head_dim_v: int | None = None,
 ) -> Any:
     """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
 
@@ -92,6 +94,8 @@ def decode_attention(
             before. A query sees its ancestors and itself.
             With either, a query stands as deep as it sees new tokens: windows and slopes count depth, not slots. Not
             with ``return_mass``.
+        head_dim_v: with ``v_cache=None``, values are the first so many columns of the keys (latent attention), and an
+            8-bit cache has ``k_scale`` alone.
 
     Returns:
         ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
@@ -127,6 +131,7 @@ def decode_attention(
         "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
         return_mass=return_mass, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
+        head_dim_v=head_dim_v,
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse, impl=impl, first_valid=first_valid or 0)
 
@@ -150,16 +155,20 @@ def contiguous_call(
     return_mass: bool = False,
     lse_base2: bool = False,
     terms: Terms = NO_TERMS,
+    head_dim_v: int | None = None,
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
-    k, v = view(k_cache, "k_cache", operation), view(v_cache, "v_cache", operation)
+    k = view(k_cache, "k_cache", operation)
+    v = values_of(k, v_cache, head_dim_v, "v_cache", operation)
     arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
     else:
         seq_lens = index_array(seq_lens)  # a view does not keep an array alive
         arrays["lens"] = view(seq_lens, "seq_lens", operation)
+    if v_cache is None and v_scale is None:
+        v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
     if terms is not NO_TERMS:

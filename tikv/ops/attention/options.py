@@ -191,6 +191,29 @@ def check_table(
         )
 
 
+def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
+    """The values: an array's, or where there is none the first `head_dim_v` columns of the keys.
+
+    Raises:
+        ShapeError: neither is given, or both differ; or the keys have fewer columns.
+    """
+    if head_dim_v is not None:
+        head_dim_v = checks.integer(head_dim_v, "head_dim_v", operation, low=1)
+    if v is not None:
+        found = view(v, name, operation)
+        if head_dim_v not in (None, found.shape[-1]):
+            raise ShapeError(
+                f"{operation}: {name} is {describe(found)} and head_dim_v={head_dim_v}. Leave head_dim_v out, or pass "
+                f"{name}=None for values that are the first columns of the keys."
+            )
+        return found
+    if head_dim_v is None:
+        raise ShapeError(f"{operation}: {name} is None. Say how many columns of the keys are the values: head_dim_v=.")
+    if not k.shape or head_dim_v > k.shape[-1]:
+        raise ShapeError(f"{operation}: head_dim_v={head_dim_v} is beyond the columns of the keys, {describe(k)}.")
+    return k.restrided((*k.shape[:-1], head_dim_v), k.strides)
+
+
 def window_or_none(window: Any, operation: str) -> int | None:
     """A window of at least one token, or None."""
     return None if window is None else checks.integer(window, "window", operation, low=1)

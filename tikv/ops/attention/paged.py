@@ -18,6 +18,7 @@ from tikv.ops.attention.options import (
     real,
     scales_of,
     table_by_head,
+    values_of,
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
@@ -50,6 +51,7 @@ def paged_decode_attention(
     alibi_slopes: Any = None,
     mask: Any = None,
     parents: Any = None,
+    head_dim_v: int | None = None,
 ) -> Any:
     """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
 
@@ -66,8 +68,8 @@ def paged_decode_attention(
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
         k_scale, v_scale: (N, bs, H), of int8 pools; a number or (H,) each, of pools of 8-bit floats; of no other.
-        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents: as in
-            `decode_attention`.
+        scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents,
+            head_dim_v: as in `decode_attention`; the last not in layout "VLLM".
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
     Returns:
@@ -92,6 +94,7 @@ def paged_decode_attention(
         "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
         window=window, k_scale=k_scale, v_scale=v_scale, causal=causal, softcap=softcap, num_splits=num_splits,
         lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
+        head_dim_v=head_dim_v,
     )  # fmt: skip
     return call.attend(q, out=out, return_lse=return_lse)
 
@@ -115,11 +118,15 @@ def paged_call(
     lse_base2: bool = False,
     impl: str = "auto",
     terms: Terms = NO_TERMS,
+    head_dim_v: int | None = None,
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
-    k, v = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation)
+    k = view(k_pool, "k_pool", operation)
+    if v_pool is None and layout == "VLLM":
+        raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
+    v = values_of(k, v_pool, head_dim_v, "v_pool", operation)
     table = view(block_tables, "block_tables", operation)
     arrays, length = {"q": view(q, "q", operation), "k": k, "v": v, "table": table}, 0
     if isinstance(context_lens, INTEGERS):
@@ -127,6 +134,8 @@ def paged_call(
     else:
         context_lens = index_array(context_lens)
         arrays["lens"] = view(context_lens, "context_lens", operation)
+    if v_pool is None and v_scale is None:
+        v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
     if terms is not NO_TERMS:
