@@ -19,6 +19,7 @@ from tikv.errors import CacheFileError, CapacityError, OptionError
 from tikv.ops import checks
 from tikv.stores import files, tensor_file
 from tikv.stores.contiguous import KVCacheStore
+from tikv.stores.kept import require_uncompacted
 
 SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
 
@@ -64,6 +65,7 @@ def save_prompt_cache(
     classes: list[str] = []
     numbers: dict[str, int] = {}  # of the layers, by the names of either form
     for i, (state, arrays) in enumerate(cache.host_layers()):
+        require_uncompacted([state], operation, "A prompt cache has no place for positions: save() the store.")
         if state.ring and state.valid_from > max(0, state.length - state.ring):
             raise OptionError(
                 f"{operation}: layer {i} was trimmed after its window had wrapped, which is not offered. Fill it first."

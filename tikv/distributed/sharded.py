@@ -279,7 +279,7 @@ class ShardedKVCacheStore:
         """Bytes of keys, values and scales on this rank."""
         return self.local.nbytes
 
-    def held(self, layer: int) -> int:
+    def held(self, layer: int) -> Any:
         """Tokens of a layer that are there to be seen, on all ranks together."""
         return self.local.held(layer)
 

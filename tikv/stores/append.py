@@ -242,6 +242,80 @@ class AppendPlan(Plan):
         return self._table
 
 
+class UnevenAppendPlan(AppendPlan):
+    """An append to one layer whose heads hold different numbers of tokens: each head's rows go behind its own last."""
+
+    def __init__(
+        self, memory: LayerMemory, operation: str, layer: Layer, rows: Sequence[ArrayView], axes: tuple[int, int]
+    ) -> None:
+        super().__init__(memory, operation, [layer], rows, axes, None, False)
+        self.counted = False  # by a number that the host puts in: the launch reads the lengths of heads
+
+    def append(self, rows: Views) -> None:
+        """Write rows behind the tokens of each head, and count them.
+
+        Raises:
+            As `AppendPlan.append`.
+        """
+        layer = self.layers[0]
+        if layer.length + self.tokens > self.room:
+            checks.fits_linear(layer.length, self.tokens, self.room, self.operation)
+        self.run(rows)
+        assert layer.head_lengths is not None
+        layer.head_lengths.grow(self.tokens)
+        layer.length += self.tokens
+        layer.newest = self.tokens
+
+    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+        """A launch; one a sequence where one stride does not lead through all heads of the batch."""
+        layer, heads = self.layers[0], self.heads
+        assert layer.head_lengths is not None
+        strides = [form[1] for form in self._forms]
+        even = self.batch == 1 or all(s[1] == heads * s[1 + self.head_axis] for s in strides)
+        groups = heads * (self.batch if even else 1)
+        keep = max(0, self.tokens - layer.ring) if layer.ring else 0
+        params: dict[str, Any] = {
+            "dst_limit": layer.slots,
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+            "keep": keep,
+            "index_group": 1,
+        }
+        found = []
+        for b in range(1 if even else self.batch):
+            first = b * heads
+            scaled: dict[str, Any] = {}
+            if layer.scales:
+                scaled = {"scales": layer.scales, "scale": self.scale_dtype, "scale_group": layer.slots}
+                scaled |= {"scale_step": 1, "k_scale": first * layer.slots, "v_scale": first * layer.slots}
+            src = [
+                Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
+                for a, s in zip(given, strides, strict=False)
+            ]
+            dst = [
+                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w)
+                for a, w in zip((layer.k, layer.v), self.widths, strict=True)
+            ]
+            index = layer.head_lengths.array.restrided((groups,), (1,), first)
+            found.append(
+                bind_copy(
+                    self.live,
+                    self.operation,
+                    src=src,
+                    dst=dst,
+                    widths=self.widths,
+                    heads=1,
+                    tokens=self.tokens,
+                    groups=groups,
+                    dst_place=Placement("ragged"),
+                    index=index,
+                    **params,
+                    **scaled,
+                )
+            )
+        return found
+
+
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
     """New K and V share no element with what they are appended to.
 
@@ -285,6 +359,7 @@ class Appends:
         launch.refuse_during_capture(self.memory.runtime, operation)
         even = self._lie_evenly(rows)
         together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
+        together = together and all(layer.head_lengths is None for layer in layers)
         mixed = together and len({(layer.slots, layer.ring) for layer in layers}) > 1
         if mixed and layers[0].length + tokens >= 2**31:
             together = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
@@ -293,7 +368,9 @@ class Appends:
         plans = []
         for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
             found = None if even else self.plans.get((key, i))  # which no plan for all layers makes needless
-            if found is None:
+            if found is None and part[0].head_lengths is not None:
+                found = UnevenAppendPlan(self.memory, operation, part[0], source, axes)
+            elif found is None:
                 found = AppendPlan(self.memory, operation, part, source, axes, None, mixed)
                 if not even:
                     self.plans.keep((key, i), found)

@@ -21,6 +21,7 @@ from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms, check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
+from tikv.stores.kept import most_held
 from tikv.stores.layer import Layer, LayerMemory
 
 MISSING = ("raise", "ignore")
@@ -92,10 +93,11 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
             f"knows whether {queries} queries see tokens that newer ones overwrote. Use missing='ignore', or one query."
         )
     wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
-    if layer.ring and wanted < layer.valid_from and layer.sinks < layer.valid_from:
+    held_from = layer.valid_from if layer.head_lengths is None else layer.length - layer.ring
+    if layer.ring and wanted < held_from and layer.sinks < held_from:
         raise PositionError(
             f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
-            f"{wanted} on, and layer {layer.index} holds them from {layer.valid_from} on (window={layer.window}, "
+            f"{wanted} on, and layer {layer.index} holds them from {held_from} on (window={layer.window}, "
             f"sinks={layer.sinks}): newer ones took their slots. Use extend(), which attends before it appends, or "
             f"missing='ignore' to attend over what is left."
         )
@@ -146,11 +148,13 @@ def weigh(
         scores: the scale and the soft cap.
         like: the mass is a new array of its kind.
     """
-    shape = (memory.batch_size, memory.num_kv_heads, layer.held)
+    length, arrays = layer.length, layer_arrays(layer, q)
+    if layer.head_lengths is not None:
+        arrays["lens"], length = layer.head_lengths.array, 0
+    shape = (memory.batch_size, memory.num_kv_heads, most_held(layer))
     mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
-    arrays = layer_arrays(layer, q)
     plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
-    plan.weigh(arrays, lse, view(mass, "mass", operation), layer.length, layer.valid_from)
+    plan.weigh(arrays, lse, view(mass, "mass", operation), length, layer.valid_from)
     return mass
 
 
@@ -215,7 +219,10 @@ def extend(
         staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
         to = head_major(staged_out, token_axis, head_axis)
         to_lse = head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
-        if layer.ring and layer.length + tokens > layer.slots and tokens > 1:
+        wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
+        if wraps and layer.head_lengths is not None:
+            call.token_by_token(appends, staged_q, (k, v), to, to_lse)
+        elif wraps:
             call.attend_over_both(staged_q, (k, v), to, to_lse)
             appends.append(operation, layer, k_rows, layout)
         else:
@@ -225,7 +232,7 @@ def extend(
             mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
         stage.finish()
     elif mass_queries != 0:
-        shape = (memory.batch_size, memory.num_kv_heads, layer.held)
+        shape = (memory.batch_size, memory.num_kv_heads, most_held(layer))
         mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
     return results_of(out, lse if return_lse else None, mass)
 
@@ -286,6 +293,21 @@ class _Extension:
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             self._over_layer(some, self.terms, behind + end, 0, to, to_lse, lse is not None)
 
+    def token_by_token(
+        self,
+        appends: Appends,
+        q: ArrayView,
+        new: tuple[ArrayView, ArrayView],
+        out: ArrayView,
+        lse: ArrayView | None,
+    ) -> None:
+        """Append each token and attend with it, where the ring of each head overwrites another token with it."""
+        for t in range(q.shape[2]):
+            k, v, some, to = (a.part(2, t, t + 1) for a in (*new, q, out))
+            appends.append(self.operation, self.layer, Views([k, v]), "head_major")
+            to_lse = None if lse is None else lse.part(2, t, t + 1)
+            self._over_layer(some, self.terms, self.layer.length, 0, to, to_lse, lse is not None)
+
     def attend_over_both(
         self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
     ) -> None:
@@ -308,6 +330,8 @@ class _Extension:
         """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
         layer = self.layer
         arrays = layer_arrays(layer, q, terms)
+        if layer.head_lengths is not None:
+            arrays["lens"], length = layer.head_lengths.shifted(length - layer.length), 0
         plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
         return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse=lse)
 

@@ -36,8 +36,9 @@ class Drafts:
             drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
 
         Raises:
-            PositionError: an index falls, repeats or leaves the draft; layers of different lengths; a sliding layer
-                whose drafted tokens have overwritten older ones, unless all are kept. Nothing is changed.
+            PositionError: an index falls, repeats or leaves the draft; layers of different lengths, or a layer whose
+                heads `compact` left with different ones; a sliding layer whose drafted tokens have overwritten older
+                ones, unless all are kept. Nothing is changed.
             ShapeError: the path is no list of integers for each sequence, all of one length.
 
         Exactness: the bits of a store that had only the path appended.
@@ -59,6 +60,13 @@ class Drafts:
         drafted = _drafted(operation, memory.layers, drafted)
         kept = _path(operation, path, memory.batch_size, drafted)
         for layer in memory.layers:
+            left = layer.kept
+            if left is not None and (layer.head_lengths is not None or layer.length - drafted < left.tokens):
+                raise PositionError(
+                    f"{operation}: layer {layer.index} was compacted, and its heads differ in length or the {drafted} "
+                    f"drafted tokens were not appended since. compact() with what stays does the same, and reset() "
+                    f"starts anew."
+                )
             if layer.ring and layer.length > layer.slots and kept.shape[1] < drafted:
                 raise PositionError(
                     f"{operation}: layer {layer.index} slides (window={layer.window}), and its {drafted} drafted "

@@ -14,7 +14,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import CacheArray, read_host, to_device, view, view_all
-from tikv.errors import CapacityError, OptionError, PositionError, ShapeError
+from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS
 from tikv.ops.attention.terms import Terms
@@ -34,14 +34,16 @@ from tikv.stores.attend import (
     weigh,
 )
 from tikv.stores.commit import Drafts
+from tikv.stores.compaction import tokens_by_head
+from tikv.stores.kept import Kept, require_uncompacted
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
 from tikv.stores.storage import storage
-from tikv.stores.store_facts import StoreFacts
+from tikv.stores.store_changes import StoreChanges
 from tikv.stores.whole import whole
 
 
-class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
+class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
     """Keys and values of a model's layers, appended token by token or prompt by prompt.
 
     Args:
@@ -177,6 +179,7 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         to = self._layer(layer, operation)
         if positions is not None:
             with self.lock:
+                require_uncompacted([to], operation, "Append without positions.")
                 self._appends.append_at(operation, [to], view_all((k, v, positions), NAMES, operation), layout, False)
             return
         rows = view_all((k, v), ROWS, operation)
@@ -207,6 +210,7 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         operation = "KVCacheStore.append_all"
         self._layer(0, operation)
         if positions is not None:
+            require_uncompacted(self._layers, operation, "Append without positions.")
             given = view_all((k, v, positions), NAMES, operation)
             self._appends.append_at(operation, self._layers, given, layout, True)
             return
@@ -241,6 +245,7 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         """
         operation = "KVCacheStore.positions_on_device"
         runtime.require_alive(self.runtime, operation)
+        require_uncompacted(self._layers, operation, "Append without positions.")
         lens = self._lens(operation, "Append without positions, or reset().")
         return CacheArray(to_device(lens, self.runtime), self.runtime)
 
@@ -257,6 +262,7 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         operation = "KVCacheStore.advance"
         runtime.require_alive(self.runtime, operation)
         tokens = checks.integer(tokens, "tokens", operation)
+        require_uncompacted(self._counts, operation, "Append without positions.")
         for layer in self._counts:
             if layer.ring == 0:
                 checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
@@ -270,7 +276,9 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         Raises:
             CapacityError, PositionError: they do not.
         """
-        return check_step([self._layers[i] for i in layers], tokens, operation)
+        chosen = [self._layers[i] for i in layers]
+        require_uncompacted(chosen, operation, "Call append() and attend().")
+        return check_step(chosen, tokens, operation)
 
     @whole
     def count_step(self, layers: Sequence[int], tokens: int) -> None:
@@ -287,12 +295,16 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
     def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
         """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
 
-        ``n`` is `length`, or for a sliding layer its sinks and the newest tokens behind them. int8 comes as float32.
+        ``n`` is what the layer holds: `length`, or for a sliding layer its sinks and the newest tokens behind them, or
+        what `compact` left. Zeros stand behind the last of a head that holds fewer than others. int8 comes as float32.
 
         Cost: one launch, each row read and written once.
         """
         operation = "KVCacheStore.tokens"
-        return self._memory.tokens(operation, self._layer(layer, operation))
+        found = self._layer(layer, operation)
+        if found.head_lengths is not None:
+            return tokens_by_head(operation, self._memory, found)
+        return self._memory.tokens(operation, found)
 
     @whole
     def attend(
@@ -358,7 +370,10 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         terms = given.views(operation)
         arrays = layer_arrays(found, view(q, "q", operation), terms)
         length, oldest = found.length, found.valid_from
+        if found.head_lengths is not None and seq_lens is None:
+            arrays["lens"], length = found.head_lengths.array, 0
         if seq_lens is not None:
+            require_uncompacted([found], operation, "Leave seq_lens out.")
             arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], self.runtime, operation)
             length, oldest = 0, found.trimmed_to
@@ -442,93 +457,6 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
         return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)
 
     @whole
-    def trim(self, n: int) -> None:
-        """Drop the ``n`` newest tokens of every layer.
-
-        A ring that has wrapped gives back as many tokens as it still holds; the older ones are overwritten and do not
-        return, so afterwards it holds fewer than its window until it is filled again.
-
-        Raises:
-            PositionError: more than `length`, or further back than a ring still holds. Nothing is changed.
-
-        Cost: none on the device.
-        """
-        operation = "KVCacheStore.trim"
-        runtime.require_alive(self.runtime, operation)
-        n = checks.integer(n, "n", operation)
-        if n > self.length:
-            raise PositionError(
-                f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
-            )
-        target = self.length - n
-        for layer in self._counts:
-            if layer.sinks < target < layer.valid_from:
-                raise PositionError(
-                    f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {layer.index}: "
-                    f"length={layer.length}, window={layer.window}, sinks={layer.sinks}): positions before "
-                    f"{layer.valid_from} are overwritten. Drop at most {self.length - layer.valid_from}, or reset()."
-                )
-        for layer in self._counts:
-            if layer.length > target:
-                layer.length, layer.newest = target, 0
-                layer.valid_from = min(layer.valid_from, target)
-
-    @whole
-    def reset(self) -> None:
-        """Forget all tokens. The memory stays, with what was in it."""
-        runtime.require_alive(self.runtime, "KVCacheStore.reset")
-        for layer in self._counts:
-            layer.length = layer.valid_from = layer.newest = 0
-
-    @whole
-    def reorder(self, index: Any) -> None:
-        """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
-
-        Args:
-            index: (batch_size,) integers in [0, batch_size).
-
-        Raises:
-            ShapeError, PositionError: the index has another length or leaves the batch.
-
-        Cost: the filled slots of the sequences that change, read and written twice.
-        """
-        operation = "KVCacheStore.reorder"
-        runtime.require_alive(self.runtime, operation)
-        self._memory.reorder(operation, index)
-
-    @whole
-    def select(self, index: Any) -> None:
-        """Keep these sequences, in this order; the batch becomes as long as the index.
-
-        Args:
-            index: integers in [0, batch_size).
-
-        Raises:
-            ShapeError, PositionError: the index is empty or leaves the batch.
-            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
-
-        Cost: the filled slots kept, read and written twice; memory is allocated anew, and arrays handed out before keep
-        the old.
-        """
-        operation = "KVCacheStore.select"
-        runtime.require_alive(self.runtime, operation)
-        self._memory.select(self._memory.sequences_of(operation, index))
-
-    @whole
-    def repeat(self, n: int) -> None:
-        """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
-
-        Raises:
-            PositionError: ``n`` is less than one.
-            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
-
-        Cost: as `select`.
-        """
-        n = checks.integer(n, "n", "KVCacheStore.repeat", low=1)
-        runtime.require_alive(self.runtime, "KVCacheStore.repeat")
-        self._memory.select(np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
-
-    @whole
     def snapshot(self) -> Snapshot:
         """Copy what the store holds, to return to it with `restore`; on the device, filled slots only."""
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
@@ -592,8 +520,9 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
             "sinks": self.sinks,
             "scale_dtype": self.scale_dtype.name,
         }
-        counts = [[layer.length, layer.valid_from] for layer in self._layers]
-        files.write(path, contiguous_files.KIND, tensors, {"form": form, "counts": counts}, operation)
+        facts = {"form": form, "counts": [[layer.length, layer.valid_from] for layer in self._layers]}
+        contiguous_files.add_kept(self._layers, tensors, facts)
+        files.write(path, contiguous_files.KIND, tensors, facts, operation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
@@ -606,10 +535,10 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
             DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
-        form, counts, arrays = contiguous_files.read(path, operation)
+        form, counts, kept, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
             store = cls(**form)
-            store.take_over(counts, arrays, operation)
+            store.take_over(counts, arrays, operation, kept)
         return store
 
     @whole
@@ -623,11 +552,17 @@ class KVCacheStore(Drafts, StoreFacts, runtime.DeepCopied):
 
     @whole
     def take_over(
-        self, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[np.ndarray[Any, Any]]], operation: str
+        self,
+        counts: Sequence[Sequence[int]],
+        arrays: Sequence[Sequence[np.ndarray[Any, Any]]],
+        operation: str,
+        kept: Sequence[Kept | None] | None = None,
     ) -> None:
         """Take over what `host_layers` gave: (length, oldest valid position) and filled slots of each layer.
+
+        Of a layer that was compacted also what it kept.
 
         Raises:
             ShapeError: an array is not of this store's form. Nothing is changed.
         """
-        take_over(operation, self._memory, counts, arrays)
+        take_over(operation, self._memory, counts, arrays, kept)

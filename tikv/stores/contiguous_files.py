@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tikv.stores import files
+from tikv.stores.kept import Kept
 from tikv.stores.layer import Layer
 from tikv.stores.tensor_file import Entry
 
 KIND = "KVCacheStore"
+KEPT_ARRAYS = ("numbers", "positions")  # int64, of a layer that was compacted
 
 
 def read(
     path: str | os.PathLike[str], operation: str
-) -> tuple[dict[str, Any], list[list[int]], list[list[np.ndarray[Any, Any]]]]:
-    """The arguments of a saved store, (length, oldest valid position) and the filled slots of each layer.
+) -> tuple[dict[str, Any], list[list[int]], list[Kept | None], list[list[np.ndarray[Any, Any]]]]:
+    """The arguments of a saved store; of each layer (length, oldest valid position), what it kept, and filled slots.
 
     Raises:
         CacheFileError: the file is missing, damaged, another, or contradicts itself.
@@ -27,7 +30,45 @@ def read(
     form = facts["form"]
     names = [name for name, _, _ in files.storage(form)]
     files.require_memory(path, _nbytes(form), operation)
-    return form, facts["counts"], [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(form["num_layers"])]
+    kept = [_kept(i, numbers, tensors) for i, numbers in enumerate(_kept_facts(facts, form))]
+    return (
+        form,
+        facts["counts"],
+        kept,
+        [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(form["num_layers"])],
+    )
+
+
+def add_kept(layers: Sequence[Layer], tensors: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Add what compactions left of these layers to what a file will have; nothing where there were none."""
+    if all(layer.kept is None for layer in layers):
+        return
+    facts["kept"] = []
+    for layer in layers:
+        kept = layer.kept
+        facts["kept"].append(None if kept is None else [kept.tokens, kept.end, kept.next_position])
+        if kept is not None:
+            for name in KEPT_ARRAYS:
+                tensors[f"layers.{layer.index}.{name}"] = getattr(kept, name)
+
+
+def _kept_facts(facts: dict[str, Any], form: dict[str, Any]) -> list[Any]:
+    """Of each layer None, or [tokens kept, tokens appended until then, the position that came next]."""
+    return files.listed(facts.get("kept", [None] * form["num_layers"]), "kept", form["num_layers"])
+
+
+def _kept(index: int, numbers: list[int] | None, tensors: dict[str, np.ndarray[Any, Any]]) -> Kept | None:
+    """What a layer kept.
+
+    Raises:
+        ValueError: it could not have.
+    """
+    if numbers is None:
+        return None
+    found, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in KEPT_ARRAYS)
+    kept = Kept((found >= 0).sum(axis=-1), found, positions, *numbers[1:])
+    kept.require_sound()
+    return kept
 
 
 def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
@@ -38,15 +79,24 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
     files.integer(form["capacity"], "capacity", low=1)
     arrays = files.storage(form)
     layers = _layers(form)
-    for layer, numbers in zip(layers, files.listed(facts["counts"], "counts", count), strict=True):
+    left = _kept_facts(facts, form)
+    for layer, numbers, kept in zip(layers, files.listed(facts["counts"], "counts", count), left, strict=True):
         length, valid_from = (files.integer(n, "a count") for n in files.listed(numbers, "counts of a layer", 2))
         layer.length, layer.valid_from = length, valid_from
-        if valid_from > length or layer.held > layer.slots or (not layer.ring and length > layer.slots):
+        fits = layer.held <= layer.slots or kept is not None  # whose heads may have wrapped each by itself
+        if valid_from > length or not fits or (not layer.ring and length > layer.slots):
             raise ValueError(
                 f"layer {layer.index} has {length} tokens in {layer.slots} slots, the oldest is {valid_from}"
             )
         for name, width, dtype in arrays:
             files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, layer.filled, *width), dtype)
+        if kept is not None:
+            tokens, _, _ = (files.integer(n, "a count") for n in files.listed(kept, "what a layer kept", 3))
+            if tokens > length:
+                raise ValueError(f"layer {layer.index} kept {tokens} tokens, and has {length}")
+            for name in KEPT_ARRAYS:
+                entry = np.dtype(np.int64)
+                files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, tokens), entry)
 
 
 def _layers(form: dict[str, Any]) -> list[Layer]:

@@ -14,6 +14,7 @@ from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
+from tikv.stores.kept import HeadLengths, Kept, lengths_of
 from tikv.stores.storage import BLOCK_BYTES
 from tikv.stores.whole import StoreLock
 
@@ -29,9 +30,11 @@ class Layer:
         self.sinks = sinks if window is not None else 0
         self.slots = capacity if window is None else window
         self.ring = 0 if window is None else window - self.sinks
-        self.length = 0  # tokens appended since reset, less those trimmed
+        self.length = 0  # tokens appended since reset, less those trimmed; after a compaction see `kept`
         self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
         self.newest = 0  # of those tokens, how many the last append brought
+        self.kept: Kept | None = None  # what the last compaction left, if there was one
+        self.head_lengths: HeadLengths | None = None  # where it left heads of different lengths
         self.k: ArrayView
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
@@ -42,6 +45,16 @@ class Layer:
         """Tokens that can be read: the sinks and what the ring still has."""
         fixed = min(self.length, self.sinks)
         return fixed + max(0, self.length - max(self.valid_from, self.sinks))
+
+    @property
+    def end(self) -> int:
+        """Tokens appended since reset, less those trimmed, whatever compactions dropped."""
+        return self.length if self.kept is None else self.kept.end + self.length - self.kept.tokens
+
+    @property
+    def next_position(self) -> int:
+        """Of the next token: `end`, unless keys were rotated to other positions."""
+        return self.length if self.kept is None else self.kept.next_position + self.length - self.kept.tokens
 
     @property
     def filled(self) -> int:
@@ -67,8 +80,32 @@ class Layer:
         """The slot of a position."""
         return reduced_position(position, self.sinks, self.ring)
 
+    def refuse_trim(self, operation: str, n: int, length: int) -> None:
+        """The layer can go back when a store of so many tokens drops `n` of them.
+
+        Raises:
+            PositionError: tokens behind those were dropped, or their slots taken.
+        """
+        drop = self.end - (length - n)
+        if drop <= 0:
+            return
+        if self.kept is not None and self.end - drop < self.kept.first_whole:
+            first = self.kept.first_whole
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens: a compaction dropped number {first - 1} of layer {self.index}, "
+                f"which would be among those that stay. Drop at most {length - first}, or reset()."
+            )
+        wrapped = self.head_lengths is not None and self.ring > 0 and self.length > self.slots
+        if wrapped or self.sinks < self.length - drop < self.valid_from:
+            oldest = self.end if wrapped else self.end - self.length + self.valid_from
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {self.index}: "
+                f"length={self.end}, window={self.window}, sinks={self.sinks}): positions before {oldest} are "
+                f"overwritten. Drop at most {length - oldest}, or reset()."
+            )
+
     def grow(self, tokens: int) -> None:
-        """Count that many more tokens."""
+        """Count that many more tokens, of a layer whose heads have one length."""
         self.length += tokens
         self.newest = tokens
         if self.ring and self.length - self.ring > self.valid_from:
@@ -192,9 +229,37 @@ class LayerMemory:
                 layer.k_scale, layer.v_scale = (m.array(shape, self.scale_dtype, offset) for m in scales)
             first += rows[layer.index]
 
+    @property
+    def read_dtype(self) -> DType:
+        """What `tokens` gives: the stored dtype, or float32 for int8."""
+        return dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+
+    def recount(self, layer: Layer, length: int, kept: Kept | None, valid_from: int = 0) -> None:
+        """Let a layer be one that holds so much, whatever it held before."""
+        was_even = layer.head_lengths is None
+        layer.length, layer.valid_from, layer.kept, layer.head_lengths = length, valid_from, kept, None
+        layer.newest = 0
+        if kept is not None and not kept.even:
+            layer.head_lengths = HeadLengths(self.runtime, lengths_of(layer))
+        if not (was_even and layer.head_lengths is None):
+            self.plans.clear()  # appends to heads of one length and of several are launched otherwise
+
+    def trim(self, layer: Layer, target: int) -> None:
+        """Drop the newest tokens of a layer, down to so many appended ones; `Layer.refuse_trim` was asked."""
+        drop = layer.end - target
+        if drop <= 0:
+            return
+        kept, length = layer.kept, layer.length - drop
+        if kept is None or length >= kept.tokens:
+            layer.length, layer.valid_from, layer.newest = length, min(layer.valid_from, length), 0
+            if layer.head_lengths is not None:
+                layer.head_lengths.grow(-drop)
+        else:
+            self.recount(layer, length, kept.trimmed(kept.tokens - length), min(layer.valid_from, length))
+
     def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
         """What a layer holds from a position on, in temporal order, as a copy: K and V; int8 comes as float32."""
-        dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+        dtype = self.read_dtype
         fixed = max(0, min(layer.length, layer.sinks) - first)
         start = max(layer.valid_from, layer.sinks, first)
         held = fixed + max(0, layer.length - start)
@@ -285,6 +350,7 @@ class LayerMemory:
             )
         if (chosen != np.arange(self.batch_size)).any():
             self.write_filled(self.copy_filled(chosen))
+            self._follow(chosen)
 
     def select(self, sequences: np.ndarray[Any, Any]) -> None:
         """Keep these sequences, in this order, in new memory.
@@ -295,6 +361,15 @@ class LayerMemory:
         taken = self.copy_filled(sequences)
         self.allocate(len(sequences))
         self.write_filled(taken)
+        self._follow(sequences)
+
+    def _follow(self, sequences: np.ndarray[Any, Any]) -> None:
+        """What compactions left of each sequence goes with it."""
+        for layer in self.layers:
+            if layer.kept is not None:
+                kept = layer.kept.of_sequences(sequences)
+                length = layer.length - layer.kept.tokens + kept.tokens
+                self.recount(layer, length, kept, min(layer.valid_from, length))
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
         """A user's list of sequences as int32.

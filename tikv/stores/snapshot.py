@@ -13,6 +13,7 @@ from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.stores.files import LAYER_ARRAYS
 
 if TYPE_CHECKING:
+    from tikv.stores.kept import Kept
     from tikv.stores.layer import LayerMemory
 
 
@@ -29,6 +30,7 @@ class Snapshot(runtime.NotCopied):
         self.batch_size = memory.batch_size
         self.windows = [(layer.window, layer.sinks) for layer in memory.layers]
         self.counts = [(layer.length, layer.valid_from, layer.filled) for layer in memory.layers]
+        self.kept = [layer.kept for layer in memory.layers]
         self.arrays = memory.copy_filled()
 
     def __copy__(self) -> Snapshot:
@@ -63,8 +65,8 @@ class Snapshot(runtime.NotCopied):
                 )
         if self.batch_size != memory.batch_size:
             memory.allocate(self.batch_size)
-        for layer, (length, valid_from, _) in zip(memory.layers, self.counts, strict=True):
-            layer.length, layer.valid_from = length, valid_from
+        for layer, (length, valid_from, _), kept in zip(memory.layers, self.counts, self.kept, strict=True):
+            memory.recount(layer, length, kept, valid_from)
         memory.write_filled(self.arrays)
 
     def __repr__(self) -> str:
@@ -87,26 +89,32 @@ def take_over(
     memory: LayerMemory,
     counts: Sequence[Sequence[int]],
     arrays: Sequence[Sequence[np.ndarray[Any, Any]]],
+    kept: Sequence[Kept | None] | None = None,
 ) -> None:
     """Let the layers hold host copies of filled slots, with (length, oldest valid position) of each.
+
+    What compactions left of them comes with `kept`, None for a layer without.
 
     Raises:
         ShapeError: an array is not of these layers' form, or a count that they cannot have. Nothing is changed.
     """
     layers = memory.layers
+    left = kept or [None] * len(layers)
     before = [(layer.length, layer.valid_from) for layer in layers]
     try:
-        for layer, (length, valid_from), found in zip(layers, counts, arrays, strict=True):
+        for layer, (length, valid_from), found, one in zip(layers, counts, arrays, left, strict=True):
             layer.length, layer.valid_from = int(length), int(valid_from)
-            _check_layer(operation, layer, found)
+            _check_layer(operation, layer, found, one is not None and not one.even)
     except (ShapeError, TypeError, ValueError):
         for layer, (length, valid_from) in zip(layers, before, strict=True):
             layer.length, layer.valid_from = length, valid_from
         raise
+    for layer, one in zip(layers, left, strict=True):
+        memory.recount(layer, layer.length, one, layer.valid_from)
     memory.write_filled([[to_device(np.ascontiguousarray(a), memory.runtime) for a in found] for found in arrays])
 
 
-def _check_layer(operation: str, layer: Any, found: Sequence[np.ndarray[Any, Any]]) -> None:
+def _check_layer(operation: str, layer: Any, found: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:
     mine: ArrayView
     for name, mine, given in zip(LAYER_ARRAYS, layer.arrays, found, strict=False):
         wanted = (*mine.shape[:2], layer.filled, *mine.shape[3:])
@@ -119,7 +127,8 @@ def _check_layer(operation: str, layer: Any, found: Sequence[np.ndarray[Any, Any
         raise ShapeError(f"{operation}: layer {layer.index} has {len(found)} arrays of {len(layer.arrays)}.")
     if layer.ring == 0 and layer.length > layer.slots:
         raise ShapeError(f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots.")
-    if not 0 <= layer.valid_from <= layer.length or layer.held > layer.slots:
+    fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of their own lengths wrap by them
+    if not 0 <= layer.valid_from <= layer.length or not fits:
         raise ShapeError(
             f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, the oldest is "
             f"{layer.valid_from}."

@@ -12,6 +12,7 @@ from tikv.dtypes import DType
 from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
 from tikv.stores import draw
+from tikv.stores.kept import held_rows
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import size_in_words
 from tikv.stores.whole import StoreLock, whole
@@ -41,7 +42,7 @@ class StoreFacts(draw.Drawn):
     @whole
     def length(self) -> int:
         """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
-        return max(layer.length for layer in self._counts)
+        return max(layer.end for layer in self._counts)
 
     @property
     @whole
@@ -66,11 +67,32 @@ class StoreFacts(draw.Drawn):
 
     def layer_length(self, layer: int) -> int:
         """Tokens appended to one layer since `reset`, less those trimmed."""
-        return self._counts[self._layer(layer, "KVCacheStore.layer_length").index].length
+        return self._counts[self._layer(layer, "KVCacheStore.layer_length").index].end
 
-    def held(self, layer: int) -> int:
-        """Tokens of a layer that are there to be seen: `layer_length`, or what a sliding layer has not overwritten."""
-        return self._counts[self._layer(layer, "KVCacheStore.held").index].held
+    @whole
+    def held(self, layer: int) -> int | np.ndarray[Any, Any]:
+        """Tokens that a layer holds: `length`, less what a window or `compact` let go.
+
+        Returns:
+            A number; or (batch, H) int32, where a compaction left heads of different lengths.
+        """
+        found = self._counts[self._layer(layer, "KVCacheStore.held").index]
+        if found.head_lengths is None:
+            return found.held
+        return held_rows(found).counts.astype(np.int32)
+
+    @whole
+    def positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """(batch, H, held) int64 on the host: the position of each token held, in the order of `tokens`.
+
+        -1 stands behind the last of a head that holds fewer than others.
+        """
+        found = held_rows(self._counts[self._layer(layer, "KVCacheStore.positions").index]).positions
+        return np.array(np.broadcast_to(found, (self.batch_size, self.num_kv_heads, found.shape[-1])), np.int64)
+
+    def next_position(self, layer: int) -> int:
+        """The position of the layer's next token: `layer_length`, unless keys were rotated to other positions."""
+        return self._counts[self._layer(layer, "KVCacheStore.next_position").index].next_position
 
     def _layer(self, index: int, operation: str) -> Layer:
         live = self.runtime
