@@ -12,6 +12,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array, write_host
+from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.sequences import AppendStep, SequenceState
 
 
@@ -23,6 +24,7 @@ class DeviceTables:
         self._memory: dict[str, ArrayView] = {}
         self._slots: tuple[AppendStep, ArrayView] | None = None  # the last ones, and the step they belong to
         self._tables: tuple[Any, ArrayView, ArrayView] | None = None  # the last ones, and what they depend on
+        self._of_heads: dict[int, tuple[Any, ArrayView, ArrayView, np.ndarray[Any, Any]]] = {}  # the same by layer
 
     def upload(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
         """A host array on the device, in the memory that the last one of this name and shape had."""
@@ -54,3 +56,17 @@ class DeviceTables:
             self._tables = None  # while their memory is written
             kept = self._tables = (key, self.upload("tables", table), self.upload("lengths", lens))
         return kept[1], kept[2]
+
+    def head_tables(
+        self, layer: int, sequences: HeadSequences, ids: tuple[int, ...], states: Sequence[SequenceState]
+    ) -> tuple[ArrayView, ArrayView, np.ndarray[Any, Any]]:
+        """(B, H, most blocks) block tables of a layer padded with -1, (B, H) lengths, and these on the host."""
+        of_layer = sequences.layers[layer]
+        key = (ids, of_layer.version, tuple(state.lengths[layer] for state in states))
+        kept = self._of_heads.get(layer)
+        if kept is None or kept[0] != key:
+            table, lens = sequences.tables(layer, states)
+            self._of_heads.pop(layer, None)  # while their memory is written
+            names = f"tables of heads {layer}", f"lengths of heads {layer}"
+            kept = self._of_heads[layer] = key, self.upload(names[0], table), self.upload(names[1], lens), lens
+        return kept[1:]

@@ -337,7 +337,7 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
 class Table:
     """One sequence's row of a page table: its number, tokens and blocks; no blocks while it is swapped out."""
 
-    seq: int
+    seq: int | str
     length: int
     blocks: Sequence[int]
     swapped: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import CacheArray, describe, new_array, new_like, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
 from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
@@ -27,15 +27,17 @@ from tikv.stores import files, paged_files
 from tikv.stores.attend import last_queries, mass_queries_of, results_of
 from tikv.stores.block_pool import salt_bytes
 from tikv.stores.device_tables import DeviceTables
+from tikv.stores.head_rows import HeadAppend, refuse_per_head
+from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
-from tikv.stores.pool_facts import PoolFacts
+from tikv.stores.pool_changes import PoolChanges
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.ragged_attention import RaggedAttention
-from tikv.stores.sequences import AppendStep, Sequences
+from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.whole import StoreLock, whole
 
 
-class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
+class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
@@ -53,6 +55,10 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             (N, H, D, bs).
         head_dim_v: width of a head of V.
         scale_dtype: of the int8 scales (N, bs, H), float16 or float32.
+        per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
+            sequence has a block table, so that `compact` can drop other tokens of each. Each layer has ``num_blocks``
+            of its own. Such a store shares no blocks, by prefix or `fork`, does not swap or save, and has no
+            `write_qkv`.
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
@@ -92,6 +98,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         layout: str = "NHD",
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
+        per_head: bool = False,
     ) -> None:
         operation = "PagedKVCacheStore"
         self.runtime = runtime.current()
@@ -107,10 +114,13 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             dtype=dtype,
             scale_dtype=scale_dtype,
             layout=layout,
+            per_head=per_head,
         )
         self._pools = LayerPools(self.form, self.num_layers, self.runtime)
-        self._sequences = Sequences(self.num_layers, self.form.num_blocks, self.form.block_size)
+        sizes = self.num_layers, self.form.num_blocks, self.form.block_size
+        self._sequences = HeadSequences(*sizes, self.form.num_kv_heads) if per_head else Sequences(*sizes)
         self._appends: BoundedCache[Any, paged.WriteSlotsPlan] = BoundedCache()
+        self._head_appends: BoundedCache[Any, HeadAppend] = BoundedCache()
         self._on_device = DeviceTables(self.runtime)
         self.lock = StoreLock()
 
@@ -146,97 +156,13 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             [4, 0, 0]
         """
         operation = "PagedKVCacheStore.add"
+        if token_ids is not None:
+            refuse_per_head(self.form, operation, "blocks of single heads are not found by token_ids")
         runtime.require_alive(self.runtime, operation)
         ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
         return self._sequences.add(ids, salt_bytes(salt, operation))
-
-    @whole
-    def fork(self, seq: int) -> int:
-        """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
-
-        It may go another way: of the ``token_ids`` that `add` was given, it keeps those of the full blocks that every
-        layer holds, and what it appends later is not found by `add`.
-
-        Returns:
-            The number of the new sequence.
-
-        Raises:
-            PositionError: ``seq`` is none, or is swapped out.
-
-        Cost: none on the device now; later one block in all layers for each shared block that is written into.
-        """
-        return self._sequences.fork(self._state(seq, "PagedKVCacheStore.fork"))
-
-    @whole
-    def truncate(self, seq: int, n: int) -> None:
-        """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
-
-        Raises:
-            PositionError: ``seq`` is none or is swapped out, or holds fewer than ``n``. Nothing is changed.
-
-        Cost: none on the device.
-        """
-        operation = "PagedKVCacheStore.truncate"
-        state = self._state(seq, operation)
-        n = checks.integer(n, "n", operation)
-        if n > state.length:
-            raise PositionError(
-                f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
-                f"Keep at most {state.length}."
-            )
-        self._sequences.truncate(state, n)
-
-    @whole
-    def free(self, seq: int) -> None:
-        """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
-
-        Raises:
-            PositionError: ``seq`` is none.
-
-        Cost: none on the device.
-        """
-        self._state(seq, "PagedKVCacheStore.free", swapped=True)
-        self._sequences.free(seq)
-
-    @whole
-    def swap_out(self, seq: int) -> None:
-        """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
-
-        Until then it has a `length` and can be freed, and nothing else.
-
-        Raises:
-            PositionError: ``seq`` is none, or is swapped out already.
-
-        Cost: its blocks in all layers are read once; waits for the device.
-        """
-        operation = "PagedKVCacheStore.swap_out"
-        state = self._state(seq, operation)
-        self._sequences.swap_out(state, self._pools.read_blocks(state.blocks))
-
-    @whole
-    def swap_in(self, seq: int) -> None:
-        """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
-
-        Raises:
-            CapacityError: too few blocks are free.
-            PositionError: ``seq`` is none, or is not swapped out.
-            Whatever is raised, the sequence stays swapped out and the blocks taken for it are free again.
-
-        Cost: the blocks that are not shared are written once in all layers.
-        """
-        operation = "PagedKVCacheStore.swap_in"
-        state = self._state(seq, operation, swapped=True)
-        if state.swapped is None:
-            raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
-        shared, fresh = self._sequences.blocks_to_swap_in(state, operation)
-        try:
-            self._pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
-        except BaseException:
-            self._sequences.blocks.release(shared + fresh)
-            raise
-        self._sequences.swap_in(state, shared, fresh)
 
     @whole
     def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
@@ -268,6 +194,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         checks.rank(k_view, (3,), "k", "(T, H, D)", operation)
         pools = self._pools.layers[layer]
         key = (layer, k_view.key, v_view.key)
+        if self.form.per_head:
+            return self._append_heads(operation, layer, (k_view, v_view), seqs, cu_seqlens, key)
         plan = self._appends.get(key)
         if plan is None:
             index = new_array(k_view.shape[:1], dtypes.int32, self.runtime)
@@ -277,6 +205,30 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
             plan.run([k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *pools[2:]])
+        except BaseException as error:
+            self._sequences.undo(step, refused=isinstance(error, TikvError))
+            raise
+        self._sequences.commit(layer, step)
+        return step
+
+    def _append_heads(
+        self,
+        operation: str,
+        layer: int,
+        rows: tuple[ArrayView, ArrayView],
+        seqs: Sequence[int],
+        cu_seqlens: Any,
+        key: tuple[Any, ...],
+    ) -> AppendStep:
+        """`_append` by a slot for each token and head."""
+        pools = self._pools.layers[layer]
+        write = self._head_appends.get(key)
+        if write is None:
+            write = self._head_appends.keep(key, HeadAppend(self.runtime, operation, self.form, rows, pools))
+        step = self._begin(operation, layer, seqs, cu_seqlens, rows[0].shape[0])
+        try:
+            step.slots = write.ordered(step.slots)
+            write.run(rows, pools, self._on_device.slots(step))
         except BaseException as error:
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
@@ -317,6 +269,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         Cost: one launch.
         """
         operation = "PagedKVCacheStore.write_qkv"
+        refuse_per_head(self.form, operation, "the fused write has one slot for all heads of a token")
         layer = self._layer(layer, operation)
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
@@ -408,14 +361,21 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         states = [self._state(seq, operation) for seq in ids]
         rows = view(q, "q", operation)
         lengths = tuple(state.lengths[layer] for state in states)
-        if rows.ndim == 4:
+        if isinstance(self._sequences, HeadSequences):
+            queries, distances = (
+                rows.shape[2] if rows.ndim == 4 else 1,
+                {"window": window, "alibi_slopes": alibi_slopes},
+            )
+            for seq, state in zip(ids, states, strict=True):
+                self._sequences.check_queries(operation, layer, seq, state, queries, distances)
+        elif rows.ndim == 4:
             for seq, length in zip(ids, lengths, strict=True):
                 if 0 < length < rows.shape[2]:
                     raise PositionError(
                         f"{operation}: {rows.shape[2]} queries of sequence {seq}, which has {length} tokens in layer "
                         f"{layer}. The queries are the last tokens: append theirs first, or pass fewer."
                     )
-        tables, lens = self._on_device.block_tables(self._sequences.version, ids, states, lengths)
+        tables, lens, most = self._tables(layer, ids, states)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
@@ -430,10 +390,10 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         if wanted == 0:
             return call(q).attend(q, out=out, return_lse=return_lse)
         result, lse = call(q).attend(q, out=out, return_lse=True)
-        shape = (len(ids), self.num_kv_heads, max(lengths, default=0))
+        shape = (len(ids), self.num_kv_heads, int(np.max(most, initial=0)))
         mass = new_like(q, shape, dtypes.float32, self.runtime, zeroed=True)
-        queries, of_queries = last_queries(rows, view(lse, "lse", operation), wanted)
-        call(queries).weigh(of_queries, view(mass, "mass", operation))
+        asking, their_lse = last_queries(rows, view(lse, "lse", operation), wanted)
+        call(asking).weigh(their_lse, view(mass, "mass", operation))
         return results_of(result, lse if return_lse else None, mass)
 
     @whole
@@ -496,19 +456,31 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         rows = view(k, "k", operation)
         checks.rank(rows, (3,), "k", "(T, H, D)", operation)
         checks.extent(call.q.shape[0], rows.shape[0], "the number of rows of q", operation, f"k: {describe(rows)}")
+        if isinstance(self._sequences, HeadSequences):
+            distances = {"window": window, "alibi_slopes": alibi_slopes}
+            for seq in seqs:
+                self._sequences.check_queries(operation, layer, seq, self._state(seq, operation), 1, distances)
         step = self._append(operation, layer, k, v, seqs, cu_seqlens)
-        states, ends = step.states, tuple(state.lengths[layer] for state in step.states)
         try:
-            tables, lens = self._on_device.block_tables(self._sequences.version, step.ids, states, ends)
-            return call.attend(step.cu_seqlens, tables, lens, ends)
+            return call.attend(step.cu_seqlens, *self._tables(layer, step.ids, step.states))
         except BaseException:
-            for state, start in zip(states, step.starts, strict=True):
-                state.lengths[layer] = start
+            self._sequences.revoke(layer, step)
             raise
+
+    def _tables(
+        self, layer: int, ids: tuple[int, ...], states: Sequence[SequenceState]
+    ) -> tuple[ArrayView, ArrayView, np.ndarray[Any, Any]]:
+        """Block tables and lengths of sequences on the device, and the lengths on the host."""
+        if isinstance(self._sequences, HeadSequences):
+            return self._on_device.head_tables(layer, self._sequences, ids, states)
+        lengths = tuple(state.lengths[layer] for state in states)
+        return *self._on_device.block_tables(self._sequences.version, ids, states, lengths), np.array(lengths, np.int64)
 
     @whole
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
         """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v). int8 comes as float32.
+
+        With ``per_head`` the length is what the head with most tokens holds, and zeros follow those of the others.
 
         Raises:
             PositionError: ``seq`` is none, or is swapped out.
@@ -518,6 +490,8 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         operation = "PagedKVCacheStore.tokens"
         layer = self._layer(layer, operation)
         state = self._state(seq, operation)
+        if isinstance(self._sequences, HeadSequences):
+            return self._tokens_of_heads(layer, self._sequences.of_heads(layer, state))
         length = state.lengths[layer]
         dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
         pools = self._pools.layers[layer]
@@ -528,6 +502,20 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             if length:
                 scale = pools[2 + stream] if self.dtype is dtypes.int8 else None
                 paged.gather_paged(pools[stream], table, length, layout=self.layout, scale=scale, out=out)
+            found.append(CacheArray(out, self.runtime))
+        return found[0], found[1]
+
+    def _tokens_of_heads(self, layer: int, heads: Sequence[SequenceState]) -> tuple[CacheArray, CacheArray]:
+        """`tokens` of a sequence whose heads have blocks of their own."""
+        dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+        pools, most, found = self._pools.layers[layer], max(head.lengths[0] for head in heads), []
+        for stream, width in enumerate((self.head_dim, self.head_dim_v)):
+            out = new_array((most, len(heads), width), dtype, self.runtime, zeroed=True)
+            scale = pools[2 + stream] if self.dtype is dtypes.int8 else None
+            for h, head in enumerate(heads):
+                if n := head.lengths[0]:
+                    to, table = out.part(1, h, h + 1).part(0, 0, n), np.array(head.blocks, np.int32)
+                    paged.gather_paged(pools[stream], table, n, layout=self.layout, scale=scale, out=to)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
@@ -563,6 +551,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
             (3, 2)
         """
         operation = "PagedKVCacheStore.save"
+        refuse_per_head(self.form, operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
         ids = self.sequences if seqs is None else host_integers(seqs, "seqs", operation, self.runtime)
@@ -620,6 +609,7 @@ class PagedKVCacheStore(PoolFacts, runtime.DeepCopied):
         Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
+        refuse_per_head(self.form, operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         own = self._sequences, self._pools, operation, share_prefixes, salt_bytes(salt, operation)
         return paged_files.add(path, paged_files.read(path, operation), *own)

@@ -9,9 +9,10 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import CacheArray
 from tikv.dtypes import DType
-from tikv.errors import DTypeError
+from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.stores import draw
+from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.sequences import Sequences, SequenceState
@@ -84,8 +85,8 @@ class PoolFacts(draw.Drawn):
     @property
     @whole
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
-        return self._sequences.blocks.num_free
+        """Blocks that no sequence holds; with ``per_head``, in the layer that has fewest."""
+        return self._sequences.num_free
 
     @property
     @whole
@@ -105,9 +106,42 @@ class PoolFacts(draw.Drawn):
         return self._state(seq, operation, swapped=True).lengths[self._layer(layer, operation)]
 
     @whole
-    def block_table(self, seq: int) -> np.ndarray[Any, Any]:
-        """(blocks,) int32: the blocks of a sequence in order, a copy on the host."""
-        return np.array(self._state(seq, "PagedKVCacheStore.block_table").blocks, np.int32)
+    def block_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, Any]:
+        """(blocks,) int32: the blocks of a sequence in order, a copy on the host.
+
+        With ``per_head`` (H, most blocks), those of each head in a layer, padded with -1; that needs ``layer``.
+        """
+        operation = "PagedKVCacheStore.block_table"
+        state = self._state(seq, operation)
+        if not isinstance(self._sequences, HeadSequences):
+            return np.array(state.blocks, np.int32)
+        if layer is None:
+            raise OptionError(f"{operation}: with per_head=True each layer has its own blocks. Say which layer.")
+        tables, _ = self._sequences.tables(self._layer(layer, operation), [state])
+        found: np.ndarray[Any, Any] = tables[0]
+        return found
+
+    @whole
+    def held(self, layer: int, seq: int) -> Any:
+        """Tokens of a sequence that one layer can read: an int; with ``per_head`` (H,) int32, of each head."""
+        operation = "PagedKVCacheStore.held"
+        layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
+        if isinstance(self._sequences, HeadSequences):
+            return self._sequences.held(layer, state)
+        return state.lengths[layer]
+
+    @whole
+    def positions(self, layer: int, seq: int) -> np.ndarray[Any, Any]:
+        """(H, most that a head holds) int64: the true position of each token held, in order; -1 pads shorter heads."""
+        operation = "PagedKVCacheStore.positions"
+        layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
+        if not isinstance(self._sequences, HeadSequences):
+            return np.tile(np.arange(state.lengths[layer]), (self.num_kv_heads, 1))
+        heads = self._sequences.positions(layer, state)
+        found = np.full((len(heads), max(map(len, heads))), -1, np.int64)
+        for row, head in zip(found, heads, strict=True):
+            row[: len(head)] = head
+        return found
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys where it lies, in the store's layout; not a copy."""
@@ -142,14 +176,19 @@ class PoolFacts(draw.Drawn):
 
     @whole
     def _picture(self) -> str:
-        sequences = self._sequences
-        rows = [
-            draw.Table(seq, state.length, state.blocks, state.swapped is not None)
-            for seq, state in sequences.states.items()
-        ]
-        return draw.table(
-            repr(self), self.block_size, self.num_blocks, self.num_free_blocks, sequences.blocks.holders, rows
-        )
+        sequences, holders = self._sequences, self._sequences.blocks.holders
+        if isinstance(sequences, HeadSequences):
+            of_first, holders = sequences.layers[0], sequences.layers[0].blocks.holders
+            rows = [
+                draw.Table(f"{n // sequences.heads}, head {n % sequences.heads}", head.length, head.blocks)
+                for n, head in of_first.states.items()
+            ]
+        else:
+            rows = [
+                draw.Table(seq, state.length, state.blocks, state.swapped is not None)
+                for seq, state in sequences.states.items()
+            ]
+        return draw.table(repr(self), self.block_size, self.num_blocks, self.num_free_blocks, holders, rows)
 
     def __len__(self) -> int:
         """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
@@ -160,9 +199,10 @@ class PoolFacts(draw.Drawn):
         width = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}|{self.head_dim_v}"
         used = self.num_blocks - self.num_free_blocks
         swapped = sum(state.swapped is not None for state in self._sequences.states.values())
+        gone = f" ({swapped} swapped out)" if swapped else ""
         return (
             f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
-            f"{self.layout}, {len(self)} sequences{f' ({swapped} swapped out)' if swapped else ''}, "
+            f"{self.layout}{', per head' * self.form.per_head}, {len(self)} sequences{gone}, "
             f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

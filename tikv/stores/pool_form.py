@@ -9,7 +9,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
-from tikv.errors import CapacityError, ShapeError
+from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
 from tikv.stores.storage import BLOCK_BYTES, storage
@@ -34,6 +34,7 @@ class PoolForm:
     dtype: DType
     scale_dtype: DType | None  # of int8 pools
     layout: str
+    per_head: bool = False  # a block holds tokens of one head
 
     @classmethod
     def checked(
@@ -49,6 +50,7 @@ class PoolForm:
         dtype: Any,
         scale_dtype: Any,
         layout: str,
+        per_head: bool = False,
     ) -> PoolForm:
         """The form that a user's arguments mean.
 
@@ -66,7 +68,13 @@ class PoolForm:
             stored,
             scales,
             checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
+            bool(per_head),
         )
+        if form.per_head and form.layout == "VLLM":
+            raise OptionError(
+                f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
+                f"Use NHD or HND with per_head=True."
+            )
         chunk = CHUNK_BYTES // stored.itemsize
         if "X" in POOL_LAYOUTS[form.layout][0] and form.head_dim % chunk:
             raise ShapeError(
@@ -76,15 +84,20 @@ class PoolForm:
         if form.bytes_of_layer > form.limit(live):
             raise CapacityError(
                 f"{operation}: a layer needs {form.bytes_of_layer} bytes in one piece of memory "
-                f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.num_kv_heads} heads); "
+                f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
                 f"{live.arch} addresses {form.limit(live)}. Use fewer blocks, or several stores."
             )
         return form
 
     @property
+    def block_heads(self) -> int:
+        """Heads that a block holds."""
+        return 1 if self.per_head else self.num_kv_heads
+
+    @property
     def bytes_of_layer(self) -> int:
         """Bytes of the larger of a layer's two pools."""
-        rows = self.num_blocks * self.block_size * self.num_kv_heads
+        rows = self.num_blocks * self.block_size * self.block_heads
         return rows * max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
 
     def limit(self, live: runtime.Runtime) -> int:
@@ -94,16 +107,16 @@ class PoolForm:
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of K's (0) or V's (1) pool of that many blocks."""
         width, chunk = (self.head_dim, self.head_dim_v)[stream], CHUNK_BYTES // self.dtype.itemsize
-        extent = {"N": num_blocks, "S": self.block_size, "H": self.num_kv_heads, "D": width, "C": width // chunk}
+        extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
 
     def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
         """The shape of an int8 pool's scales."""
-        return num_blocks, self.block_size, self.num_kv_heads
+        return num_blocks, self.block_size, self.block_heads
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
-        slots = (self.block_size, self.num_kv_heads)
+        slots = (self.block_size, self.block_heads)
         found: dict[str, tuple[tuple[int, ...], DType]] = {
             "k": ((*slots, self.head_dim), self.dtype),
             "v": ((*slots, self.head_dim_v), self.dtype),

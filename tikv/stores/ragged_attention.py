@@ -23,6 +23,8 @@ from tikv.ops.staging import Staging
 from tikv.runtime import current
 from tikv.stores.pool_form import PoolForm
 
+Host = np.ndarray[Any, Any]
+
 
 class RaggedAttention:
     """Queries (T, Hq, D) of several sequences' new tokens, checked against a layer's pools before anything is written.
@@ -69,7 +71,7 @@ class RaggedAttention:
         checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
         checks.on_device([("q", self.q)], self.live, operation)
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
-        no_blocks = to_device(np.full((1, 1), -1, np.int32), self.live)
+        no_blocks = to_device(np.full((1, form.num_kv_heads, 1) if form.per_head else (1, 1), -1, np.int32), self.live)
         self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0, NO_TERMS)
         stage = Staging(self.live, list(terms.values()), [False] * len(terms))
         self._terms = Terms(**dict(zip(terms, stage.arrays, strict=True)))
@@ -78,12 +80,12 @@ class RaggedAttention:
         k_pool, v_pool = self._pools[:2]
         return paged_call(self.operation, q, k_pool, v_pool, table, lens, terms=terms, **self._options)
 
-    def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Sequence[int]) -> Any:
+    def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
 
         Args:
             cu_seqlens: which rows belong to which sequence.
-            tables, lens: (B, blocks) and (B,), on the device.
+            tables, lens: (B, blocks) and (B,), on the device; or (B, H, blocks) and (B, H).
             ends: the same lengths, on the host.
 
         Returns:
@@ -100,7 +102,7 @@ class RaggedAttention:
             if padded:
                 _fill(results[1], -np.inf)
         if self.mass_queries != 0:
-            shape = (len(ends), self._form.num_kv_heads, max(ends, default=0))
+            shape = (len(ends), self._form.num_kv_heads, int(np.max(ends, initial=0)))
             results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
@@ -121,7 +123,7 @@ class RaggedAttention:
         cu_seqlens: Sequence[int],
         tables: ArrayView,
         lens: ArrayView,
-        ends: Sequence[int],
+        ends: Host,
     ) -> None:
         """Attention of sequences `first` to `end`, which have as many new tokens each."""
         count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
@@ -129,9 +131,7 @@ class RaggedAttention:
         for begin in range(0, tokens, MOST_QUERIES):
             stop = min(tokens, begin + MOST_QUERIES)
             q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
-            length: Any = ends[first] - tokens + stop
-            if count > 1:
-                length = lens.restrided((count,), lens.strides, first * lens.strides[0])
+            length = self._lengths(lens.part(0, first, end), ends[first:end], tokens - stop)
             call = self._call(q, table, length, self._terms.part(first, end))
             call.attend(None, out=out, return_lse=bool(lse), lse=lse[0] if lse else None)
 
@@ -143,15 +143,21 @@ class RaggedAttention:
         cu_seqlens: Sequence[int],
         tables: ArrayView,
         lens: ArrayView,
-        ends: Sequence[int],
+        ends: Host,
     ) -> None:
         """The mass of what `_attend_run` attended over."""
         q, _, lse, mass = arrays
         count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
         wanted = tokens if self.mass_queries is None else min(tokens, self.mass_queries)
         q, lse = (_as_sequences(a, cu_seqlens[first], count, tokens, tokens - wanted, wanted) for a in (q, lse))
-        length: Any = ends[first] if count == 1 else lens.part(0, first, end)
+        length = self._lengths(lens.part(0, first, end), ends[first:end], 0)
         self._call(q, tables.part(0, first, end), length, NO_TERMS).weigh(lse, mass.part(0, first, end))
+
+    def _lengths(self, lens: ArrayView, ends: Host, less: int) -> Any:
+        """Lengths of some sequences, less some newest tokens, which only one sequence has."""
+        if ends.size == 1:
+            return int(ends.item()) - less
+        return lens if less == 0 else to_device((ends - less).astype(np.int32), self.live)
 
 
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:

@@ -73,6 +73,11 @@ class Sequences:
         self.version = 0
         self._step: AppendStep | None = None  # the last one that was committed, which other layers repeat
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds."""
+        return self.blocks.num_free
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-tokens // self.block_size)
@@ -306,6 +311,11 @@ class Sequences:
             state.lengths[layer] = start + step.cu_seqlens[i + 1] - step.cu_seqlens[i]
             if state.registered < len(state.digests):
                 self.register(state)
+
+    def revoke(self, layer: int, step: AppendStep) -> None:
+        """Count the tokens of a step no more in one layer; their blocks stay for those that come instead."""
+        for state, start in zip(step.states, step.starts, strict=True):
+            state.lengths[layer] = start
 
 
 def _positions(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:

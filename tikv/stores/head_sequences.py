@@ -1,0 +1,221 @@
+"""The sequences of a per-head paged store: a block table for each layer, sequence and KV head.
+
+A block holds tokens of one head of one layer, and each layer deals out blocks of its own. To `Sequences` of one layer a
+head of a sequence is a sequence: here they are put together. As there, bookkeeping on the host alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tikv.errors import OptionError, PositionError
+from tikv.stores.sequences import AppendStep, Sequences, SequenceState
+
+Host = np.ndarray[Any, Any]
+
+
+@dataclass
+class HeadState(SequenceState):
+    """What is known of one sequence. `lengths` count tokens that came, whatever a head still holds of them."""
+
+    seq: int = 0
+    since: list[int] = field(default_factory=list)  # of each layer: tokens behind its newest compaction, or all
+    kept: list[list[Host] | None] = field(default_factory=list)  # of each layer: positions that each head held then
+
+
+@dataclass
+class HeadStep(AppendStep):
+    """Where the new rows of one layer go: `slots` has one for each token and head."""
+
+    layer: int = 0
+    rows: AppendStep | None = None  # the step of the layer's `Sequences`
+
+
+class HeadSequences(Sequences):
+    """`Sequences` whose heads hold different tokens.
+
+    Attributes:
+        layers: of each layer the `Sequences` of its heads; head h of sequence n is their number n * heads + h.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, heads: int) -> None:
+        super().__init__(num_layers, num_blocks, block_size)
+        self.heads = heads
+        self.layers = [Sequences(1, num_blocks, block_size) for _ in range(num_layers)]
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks of the layer that has fewest."""
+        return min(layer.num_free for layer in self.layers)
+
+    def of_heads(self, layer: int, state: SequenceState) -> list[SequenceState]:
+        """The states of a sequence's heads in one layer."""
+        assert isinstance(state, HeadState)
+        first = state.seq * self.heads
+        return [self.layers[layer].states[first + h] for h in range(self.heads)]
+
+    def held(self, layer: int, state: SequenceState) -> Host:
+        """(H,) int32: tokens that each head holds."""
+        return np.array([head.lengths[0] for head in self.of_heads(layer, state)], np.int32)
+
+    def positions(self, layer: int, state: SequenceState) -> list[Host]:
+        """Of each head the true positions of what it holds, ascending, int64."""
+        assert isinstance(state, HeadState)
+        length, kept = state.lengths[layer], state.kept[layer]
+        if kept is None:
+            return [np.arange(length)] * self.heads
+        newer = np.arange(length - state.since[layer], length)
+        return [np.concatenate([head, newer]) for head in kept]
+
+    def tables(self, layer: int, states: Sequence[SequenceState]) -> tuple[Host, Host]:
+        """(B, H, most blocks) block tables padded with -1, and (B, H) what heads hold, int32."""
+        heads = [self.of_heads(layer, state) for state in states]
+        most = max([1, *(len(head.blocks) for of_one in heads for head in of_one)])
+        table, lens = (
+            np.full((len(states), self.heads, most), -1, np.int32),
+            np.zeros((len(states), self.heads), np.int32),
+        )
+        for b, of_one in enumerate(heads):
+            for h, head in enumerate(of_one):
+                table[b, h, : len(head.blocks)] = head.blocks
+                lens[b, h] = head.lengths[0]
+        return table, lens
+
+    def check_queries(
+        self, operation: str, layer: int, seq: int, state: SequenceState, queries: int, distances: Mapping[str, Any]
+    ) -> None:
+        """Several queries are those of the newest tokens, which every head holds; distances need all tokens.
+
+        Args:
+            operation, layer, seq, state: what is attended over, and by which call.
+            queries: of the sequence.
+            distances: options by name that count how far a key is from its query; None for those that were not given.
+
+        Raises:
+            PositionError: a head does not hold the queries' tokens.
+            OptionError: a distance in a sequence that was compacted.
+        """
+        assert isinstance(state, HeadState)
+        for name, value in distances.items():
+            if value is not None and state.kept[layer] is not None:
+                raise OptionError(
+                    f"{operation}: {name} for sequence {seq}, whose layer {layer} was compacted: attention counts the "
+                    f"tokens that are left, not how far they stood apart. Leave {name} out."
+                )
+        if queries > 1 and queries > state.since[layer] and state.lengths[layer]:
+            raise PositionError(
+                f"{operation}: {queries} queries of sequence {seq}, of whose newest tokens in layer {layer} every head "
+                f"holds {state.since[layer]}. The queries are the last tokens: append theirs first, or pass fewer."
+            )
+
+    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """A new sequence without tokens."""
+        for layer in self.layers:
+            for _ in range(self.heads):
+                layer.add([], b"")
+        zeros = [0] * self.num_layers
+        state = HeadState([], zeros, seq=self.next, since=list(zeros), kept=[None] * self.num_layers)
+        return self._insert(state)
+
+    def truncate(self, state: SequenceState, n: int) -> None:
+        """Keep the tokens before position `n` in every layer; `check_truncate` says whether that can be."""
+        assert isinstance(state, HeadState)
+        for i, layer in enumerate(self.layers):
+            dropped = max(0, state.lengths[i] - n)
+            for head in self.of_heads(i, state):
+                layer.truncate(head, head.lengths[0] - dropped)
+            state.lengths[i] -= dropped
+            state.since[i] -= dropped
+        self._changed()
+
+    def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
+        """No token is given back to a head that has dropped it, and none missed.
+
+        Raises:
+            PositionError: tokens before a compaction are to go.
+        """
+        assert isinstance(state, HeadState)
+        for i, (length, since, kept) in enumerate(zip(state.lengths, state.since, state.kept, strict=True)):
+            if kept is not None and n < length - since:
+                raise PositionError(
+                    f"{operation}: sequence {seq} cannot keep {n} tokens: layer {i} was compacted when it had "
+                    f"{length - since}. Keep at least so many."
+                )
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence that is there, and give back its blocks."""
+        del self.states[seq]
+        for layer in self.layers:
+            for h in range(self.heads):
+                layer.free(seq * self.heads + h)
+        self._changed()
+
+    def begin(
+        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+    ) -> AppendStep:
+        """As `Sequences.begin`; blocks are taken for each head that needs one."""
+        states = self.distinct(ids, operation, "Append its tokens in one piece.")
+        heads, counts = self.heads, np.diff(cu_seqlens)
+        of_heads = tuple(seq * heads + h for seq in ids for h in range(heads))
+        bounds = np.concatenate([[0], np.cumsum(np.repeat(counts, heads))]).tolist()
+        inner = self.layers[layer].begin(operation, 0, of_heads, tuple(bounds), rows * heads)
+        slots = np.full(rows * heads, -1, np.int32)
+        for first, end in itertools.pairwise(cu_seqlens):  # the rows of a head there, of a token here
+            some = inner.slots[first * heads : end * heads]
+            slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
+        starts = [state.lengths[layer] for state in states]
+        return HeadStep(ids, cu_seqlens, states, starts, np.zeros(rows, np.int32), slots, layer=layer, rows=inner)
+
+    def undo(self, step: AppendStep, *, refused: bool) -> None:
+        """As `Sequences.undo`."""
+        assert isinstance(step, HeadStep)
+        assert step.rows is not None
+        self.layers[step.layer].undo(step.rows, refused=refused)
+
+    def commit(self, layer: int, step: AppendStep) -> None:
+        """As `Sequences.commit`."""
+        assert isinstance(step, HeadStep)
+        assert step.rows is not None
+        self.layers[layer].commit(0, step.rows)
+        for state, count in zip(step.states, np.diff(step.cu_seqlens).tolist(), strict=True):
+            assert isinstance(state, HeadState)
+            state.lengths[layer] += count
+            state.since[layer] += count
+
+    def revoke(self, layer: int, step: AppendStep) -> None:
+        """As `Sequences.revoke`."""
+        assert isinstance(step, HeadStep)
+        assert step.rows is not None
+        self.layers[layer].revoke(0, step.rows)
+        for state, start in zip(step.states, step.starts, strict=True):
+            assert isinstance(state, HeadState)
+            state.since[layer] -= state.lengths[layer] - start
+            state.lengths[layer] = start
+
+    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host]) -> tuple[Host, Host]:
+        """The slots of the rows that a compaction moves, and where they go, of all heads."""
+        src: list[Host] = []
+        dst: list[Host] = []
+        size = self.block_size
+        for head, index in zip(self.of_heads(layer, state), keep, strict=True):
+            place = np.arange(len(index))
+            at = index != place
+            blocks = np.array(head.blocks, np.int64)
+            for found, some in ((src, index[at]), (dst, place[at])):
+                found.append(blocks[some // size] * size + some % size)
+        return np.concatenate(src), np.concatenate(dst)
+
+    def compact(self, layer: int, state: SequenceState, keep: Sequence[Host]) -> None:
+        """Count what each head has kept, whose rows were moved; blocks behind it are free."""
+        assert isinstance(state, HeadState)
+        positions = self.positions(layer, state)
+        state.kept[layer] = [of_head[index] for of_head, index in zip(positions, keep, strict=True)]
+        state.since[layer] = 0
+        for head, index in zip(self.of_heads(layer, state), keep, strict=True):
+            self.layers[layer].truncate(head, len(index))
+        self._changed()
