@@ -1,5 +1,7 @@
 """What the processes of a group are sent to run, each function on all of them."""
 
+import os
+
 import numpy as np
 import oracle
 from twins import CAPACITY, WRITES, Twins
@@ -75,8 +77,6 @@ def disagree(rank, world, group):
 
 def die(rank, world, group):
     """The last rank ends; what the others' next collective says."""
-    import os
-
     store = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM)
     store.append(0, *np.zeros((2, 3, 6, 8), np.float32))
     if rank == world - 1:
@@ -221,3 +221,50 @@ def at_positions(rank, world, group):
         uneven.attend(0, np.zeros((1, 6, 8), np.float32), seq_lens=np.array([3]))
     except tikv.OptionError as error:
         return str(error)
+
+
+def save_and_load(rank, world, group, folder):
+    """A cache saved by three ranks that share tokens, loaded by three that share heads and by two that share tokens."""
+    import torch.distributed as dist
+
+    form = FORM | {"window": [9, None], "sinks": 2}
+    pair = dist.new_group([0, 1])
+    shared = ShardedKVCacheStore(group, shard="tokens", interleave=4, **form)
+    twins = Twins(shared, form, np.random.default_rng(11), deal=shared.local.deal)
+    found = []
+    for _ in range(2):
+        for _ in range(12):
+            twins.step(WRITES)
+        shared.save(f"{folder}/cache.json")
+        dist.barrier()
+        found.append(len(os.listdir(folder)))
+        loaded = ShardedKVCacheStore.load(f"{folder}/cache.json", group, shard="heads")
+        twins.beside(loaded).check()
+        if rank < 2:
+            loaded = ShardedKVCacheStore.load(f"{folder}/cache.json", pair, shard="tokens", interleave=3)
+            twins.beside(loaded).reread_all()
+        dist.barrier()
+    loaded = ShardedKVCacheStore.load(f"{folder}/cache.json", group, shard="tokens", interleave=5)
+    twins = twins.beside(loaded)
+    for _ in range(8):
+        twins.step(WRITES)
+    loaded.save(f"{folder}/cache.json")
+    dist.barrier()
+    files = sorted(name for name in os.listdir(folder) if name != "cache.json")
+    dist.barrier()
+    if rank == 0:
+        os.replace(f"{folder}/{files[0]}", f"{folder}/{files[1]}")
+    dist.barrier()
+    messages = []
+    for call in (
+        lambda: ShardedKVCacheStore.load(f"{folder}/cache.json", group, shard="heads"),
+        lambda: ShardedKVCacheStore.load(f"{folder}/{files[1]}", group, shard="heads"),
+        lambda: loaded.save(f"{folder}/cache.txt"),
+        lambda: loaded.save(f"{folder}/{'nowhere' * (rank == 1)}/cache.json"),
+    ):
+        try:
+            call()
+        except tikv.CacheFileError as error:
+            messages.append(str(error))
+        dist.barrier()
+    return found, messages

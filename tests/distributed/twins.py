@@ -225,3 +225,23 @@ class Twins:
             self.write(layer, held)
         else:
             self.write(layer, one.layer_length(layer))
+
+    def beside(self, shared):
+        """The same one store beside another shared store, which must hold the same."""
+        found = object.__new__(Twins)
+        vars(found).update(vars(self))
+        found.shared, found.heads = shared, shared.heads
+        found.deal = getattr(shared.local, "deal", None) or Deal(0, 1, 1)
+        found.memory = [[np.array(a) for a in arrays] for arrays in found.arrays()]
+        return found
+
+    def reread_all(self):
+        """All that is held, compared."""
+        assert self.shared.length == self.one.length
+        for layer in range(self.one.num_layers):
+            self.reread(layer)
+
+    def check(self):
+        """The same, and attention over it."""
+        self.reread_all()
+        self.attend()

@@ -340,6 +340,17 @@ class DealtStore(KVCacheStore):
 
     # --- counts
 
+    @property
+    def counts(self) -> list[Layer]:
+        """The counts of the whole's layers."""
+        return self._counts
+
+    def take_counts(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Let the whole have these lengths and oldest valid positions; those of this rank's tokens."""
+        for layer, (length, valid_from) in zip(self._counts, counts, strict=True):
+            layer.length, layer.valid_from = length, valid_from
+        return [(self.deal.count(length), self.deal.count(valid_from)) for length, valid_from in counts]
+
     @whole
     def trim(self, n: int) -> None:
         """`KVCacheStore.trim` of the whole's tokens."""

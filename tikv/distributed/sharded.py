@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
 from typing import Any
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.distributed import saved
 from tikv.distributed.deal import Deal
 from tikv.distributed.dealt_store import DealtStore
 from tikv.distributed.ranks import Ranks
-from tikv.errors import OptionError, ShapeError
+from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.options import query_shape
+from tikv.stores import files, replacing
 from tikv.stores.attend import MISSING, AttentionScale, head_major, with_batch
 from tikv.stores.contiguous import KVCacheStore
+from tikv.stores.layer import Layer
 
 SHARDS = ("heads", "tokens")
 # What a `KVCacheStore` has that means the same where tokens are dealt.
@@ -68,7 +74,8 @@ class ShardedKVCacheStore:
 
     All methods of `KVCacheStore` are there with heads cut. With tokens cut these are: `append`, `append_all`,
     `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`, `snapshot`,
-    `restore` and the counts. Others are refused, since a rank sees a part of the tokens: ``local`` has what it sees.
+    `restore`, `save`, `load` and the counts. Others are refused, since a rank sees a part of the tokens: ``local`` has
+    what it sees.
 
     Exactness: what is stored has the bits that a `KVCacheStore` would store. Attention over tokens that are cut sums in
         another order: float32, one rounding at the end.
@@ -269,6 +276,71 @@ class ShardedKVCacheStore:
         self._agree("ShardedKVCacheStore.reset")
         self.local.reset()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save what is held: a file a rank, and an index that names them, written last.
+
+        Args:
+            path: of the index, which ends in ``.json``; the files lie beside it, so all ranks see that folder. Those of
+                the save that the index named before are removed.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses, on any rank; on all of them. An old save stays.
+            GroupError: a process is gone.
+
+        Exactness: every bit. Cost: each rank's tokens, once to the host and once to the disk; three small collectives.
+        """
+        operation = "ShardedKVCacheStore.save"
+        target, failed = Path(""), ""
+        groups = list(self.ranks.values())
+        place = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
+        count = math.prod(ranks.world for ranks in groups)
+        save = self._of_all(saved.new_save(), operation)[0]
+        try:
+            target = replacing.target_of(path, operation, saved.SUFFIX)
+            with self.local.lock:
+                own = self.local.host_layers()
+                whole = [layer for layer, _ in own] if self._dealt is None else self._dealt.counts
+                name = saved.file_name(target, place, count, save)
+                saved.write_share(target.parent / name, self._shared(), self._form(), whole, own, save)
+        except CacheFileError as error:
+            failed = str(error)
+        self._raise_all(failed, operation)
+        if place == 0:
+            try:
+                saved.write_index(target, [saved.file_name(target, i, count, save) for i in range(count)], save)
+            except CacheFileError as error:
+                failed = str(error)
+        self._raise_all(failed, operation)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], group_or_mesh: Any, *, shard: Any, interleave: int = 64
+    ) -> ShardedKVCacheStore:
+        """A new store with the form, counts and contents of a saved one, cut as these processes want it.
+
+        Args:
+            path: of the index that `save` wrote, with as many ranks and whichever cut it was.
+            group_or_mesh, shard, interleave: as of the class.
+
+        Raises:
+            CacheFileError: the index or a file is missing, damaged, or not one that `save` wrote.
+            GroupError: a process is gone, or could not load it.
+            As the class.
+
+        Cost: every rank reads every file.
+        """
+        operation = "ShardedKVCacheStore.load"
+        found = saved.Saved(Path(path), operation)
+        with files.understanding(path, operation):
+            store = cls(group_or_mesh, shard=shard, interleave=interleave, **found.form)
+            failed = ""
+            try:
+                store._take_over(found, operation)
+            except CacheFileError as error:
+                failed = str(error)
+        store._raise_all(failed, operation)
+        return store
+
     @property
     def length(self) -> int:
         """Tokens appended since `reset`, less those trimmed, on all ranks together; no rank asks another."""
@@ -301,6 +373,52 @@ class ShardedKVCacheStore:
         return f"ShardedKVCacheStore({self._share()}: {self.local!r})"
 
     # --- what is behind the calls
+
+    def _shared(self) -> saved.Share:
+        """What of the whole this rank has."""
+        deal = Deal(0, 1, 1) if self._dealt is None else self._dealt.deal
+        return saved.Share(self.heads.start, self.heads.stop, deal)
+
+    def _form(self) -> dict[str, Any]:
+        """The arguments that make the whole, as JSON has them."""
+        names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
+        form = {name: getattr(self.local, name) for name in names}
+        dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "scale_dtype")}
+        return {**form, **dtypes_, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
+
+    def _take_over(self, found: saved.Saved, operation: str) -> None:
+        """Hold this rank's part of a saved cache."""
+        local, counts = self.local, found.counts
+        own = counts if self._dealt is None else self._dealt.take_counts(counts)
+        layers = [Layer(i, 0, None, 0) for i in range(local.num_layers)]
+        for layer, (mine, _), (length, valid_from) in zip(layers, local.host_layers(), own, strict=True):
+            layer.slots, layer.sinks, layer.ring = mine.slots, mine.sinks, mine.ring
+            layer.length, layer.valid_from = length, valid_from
+        whole = [Layer(i, local.capacity, w, local.sinks) for i, w in enumerate(local.windows)]
+        for layer, (length, valid_from) in zip(whole, counts, strict=True):
+            layer.length, layer.valid_from = length, valid_from
+        local.take_over(own, found.slots_for(self._shared(), whole, layers, local.batch_size), operation)
+
+    def _strides(self) -> list[int]:
+        """How many ranks lie between two of each group, counted through all processes."""
+        worlds = [ranks.world for ranks in self.ranks.values()]
+        return [math.prod(worlds[i + 1 :]) for i in range(len(worlds))]
+
+    def _of_all(self, mine: Any, operation: str) -> list[Any]:
+        """A small object of each process, the last group's ranks next to each other."""
+        found = [mine]
+        for ranks in reversed(self.ranks.values()):
+            found = [each for part in ranks.gather_objects(found, operation) for each in part]
+        return found
+
+    def _raise_all(self, failed: str, operation: str) -> None:
+        """Raise on all processes what failed on one.
+
+        Raises:
+            CacheFileError: it did.
+        """
+        if failures := [each for each in self._of_all(failed, operation) if each]:
+            raise CacheFileError(failed or f"{operation}: another process failed: {failures[0]}")
 
     def _share(self) -> str:
         """What of the whole this rank holds, for messages."""

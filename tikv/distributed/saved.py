@@ -1,0 +1,225 @@
+"""A shared cache in files: one a rank, and an index that names them. Any number of ranks loads it, however it is cut.
+
+A rank's file has the rows of its heads and tokens in the order of their positions, which follow from how they were
+dealt and what the whole held. The index is written last, so that a save that was killed leaves the old one whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv.distributed.deal import Deal
+from tikv.errors import CacheFileError
+from tikv.stores import files, replacing, tensor_file
+from tikv.stores.layer import Layer
+from tikv.stores.tensor_file import Entry
+
+KIND = "ShardedKVCacheStore"
+SUFFIX = ".json"
+MOST_FILES = 1 << 16
+Arrays = list[np.ndarray[Any, Any]]
+
+
+class Share(NamedTuple):
+    """What of the whole a rank has: KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
+
+    first_head: int
+    end_head: int
+    deal: Deal
+
+    def positions(self, layer: Layer) -> list[int]:
+        """The positions of this rank's tokens that a layer of the whole, by its counts, still has."""
+        found = [p for p in range(min(layer.sinks, layer.length)) if self.deal.owns(p)]
+        start = max(layer.sinks, layer.valid_from) if layer.ring else 0
+        for first, end in self.deal.runs(start, layer.length):
+            found += range(first, end)
+        return found
+
+
+def file_name(path: Path, number: int, count: int, save: str) -> str:
+    """The name of a rank's file beside the index."""
+    return f"{path.stem}-{save}-{number + 1}-of-{count}{replacing.SUFFIX}"
+
+
+def new_save() -> str:
+    """A word that tells the files of one save from those of another."""
+    return secrets.token_hex(4)
+
+
+def write_share(
+    path: Path,
+    share: Share,
+    form: dict[str, Any],
+    whole: Sequence[Layer],
+    own: Sequence[tuple[Layer, Arrays]],
+    save: str,
+) -> None:
+    """Write a rank's file.
+
+    Args:
+        path: of the file.
+        share: what this rank has.
+        form: the arguments of the whole.
+        whole: its counts.
+        own: this rank's layers and host copies of their filled slots.
+        save: the word of this save.
+
+    Raises:
+        CacheFileError: the system refuses.
+    """
+    tensors = {}
+    for counts, (layer, arrays) in zip(whole, own, strict=True):
+        slots = [layer.slot_of(share.deal.count(p)) for p in share.positions(counts)]
+        for name, a in zip(files.LAYER_ARRAYS, arrays, strict=False):
+            tensors[f"layers.{counts.index}.{name}"] = a[:, :, slots]
+    facts = {
+        "save": save,
+        "form": form,
+        "counts": [[layer.length, layer.valid_from] for layer in whole],
+        "heads": [share.first_head, share.end_head],
+        "deal": list(share.deal),
+    }
+    files.write(path, KIND, tensors, facts, "ShardedKVCacheStore.save")
+
+
+def write_index(path: Path, names: Sequence[str], save: str) -> None:
+    """Write the index, in one step, and remove the files of the one that was there.
+
+    Raises:
+        CacheFileError: the system refuses.
+    """
+    operation = "ShardedKVCacheStore.save"
+    before: list[str] = []
+    with contextlib.suppress(CacheFileError):
+        before = read_index(path, operation)[0] if path.exists() else []
+    text = json.dumps({"tikv": KIND, "version": files.VERSION, "save": save, "files": list(names)}, indent=1)
+    replacing.replace(path, text.encode(), operation, SUFFIX)
+    for name in {*before} - {*names}:
+        with contextlib.suppress(OSError):
+            os.remove(path.parent / name)
+
+
+def read_index(path: Path, operation: str) -> tuple[list[str], str]:
+    """The names of the files of a save, and its word.
+
+    Raises:
+        CacheFileError: there is no such index, or it is damaged or another's.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
+        if found["tikv"] != KIND or found["version"] != files.VERSION:
+            raise ValueError(f"it is of {files.words(found['tikv'])}, version {files.words(found['version'])}")
+        names = files.listed(found["files"], "files")
+        if not names or len(names) > MOST_FILES or any(type(n) is not str or Path(n).name != n for n in names):
+            raise ValueError("its files are none")
+        return names, str(found["save"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CacheFileError(
+            f"{operation}: {str(path)!r} is no index of a shared cache ({files.words(error)}). Give the .json that "
+            f"ShardedKVCacheStore.save wrote."
+        ) from error
+
+
+class Saved:
+    """A saved cache: its form and counts, and its files, each read when rows of it are wanted.
+
+    Raises:
+        CacheFileError: a file is missing, damaged, of another save, or contradicts itself or the others.
+    """
+
+    def __init__(self, path: Path, operation: str) -> None:
+        self.operation = operation
+        names, self.save = read_index(path, operation)
+        self.paths = [path.parent / name for name in names]
+        facts = self._facts(self.paths[0])
+        self.form: dict[str, Any] = facts["form"]
+        self.counts: list[list[int]] = facts["counts"]
+
+    def _facts(self, path: Path, tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+        found, facts = files.read(path, KIND, self.operation, _check)
+        if facts["save"] != self.save:
+            raise CacheFileError(f"{self.operation}: {str(path)!r} is of another save. Save the cache again.")
+        if tensors is not None:
+            tensors.update(found)
+        return facts
+
+    def slots_for(self, share: Share, whole: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
+        """The filled slots of a rank's layers, from whichever files have their rows.
+
+        Args:
+            share: what the rank has.
+            whole: the counts of the saved cache.
+            own: the rank's layers, with their counts.
+            batch: sequences.
+
+        Raises:
+            CacheFileError: a file cannot be read, or a row is in none of them.
+        """
+        kinds = files.storage(self.form)
+        heads = share.end_head - share.first_head
+        found = [[np.zeros((batch, heads, x.filled, *width), dtype) for _, width, dtype in kinds] for x in own]
+        places = [{p: own[x.index].slot_of(share.deal.count(p)) for p in share.positions(x)} for x in whole]
+        missing = heads * sum(map(len, places))
+        for path in self.paths:
+            tensors: dict[str, Any] = {}
+            facts = self._facts(path, tensors)
+            if (facts["form"], facts["counts"]) != (self.form, self.counts):
+                raise CacheFileError(f"{self.operation}: {str(path)!r} contradicts the other files. Save again.")
+            first, end = facts["heads"]
+            theirs = Share(first, end, Deal(*facts["deal"]))
+            first, end = max(first, share.first_head), min(end, share.end_head)
+            if first >= end:
+                continue
+            for counts, place, arrays in zip(whole, places, found, strict=True):
+                rows = [(i, place[p]) for i, p in enumerate(theirs.positions(counts)) if p in place]
+                if not rows:
+                    continue
+                src, dst = map(list, zip(*rows, strict=True))
+                for (name, _, _), to in zip(kinds, arrays, strict=True):
+                    a = tensors[f"layers.{counts.index}.{name}"]
+                    to[:, first - share.first_head : end - share.first_head, dst] = a[
+                        :, first - theirs.first_head : end - theirs.first_head, src
+                    ]
+                missing -= (end - first) * len(rows)
+        if missing:
+            raise CacheFileError(f"{self.operation}: the files lack {missing} rows. Save the cache again.")
+        return found
+
+
+def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
+    form = facts["form"]
+    count = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
+    heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
+    capacity, sinks = files.integer(form["capacity"], "capacity", low=1), files.integer(form["sinks"], "sinks")
+    rank, world, interleave = (files.integer(n, "deal") for n in files.listed(facts["deal"], "deal", 3))
+    first, end = (files.integer(n, "a head", high=heads) for n in files.listed(facts["heads"], "heads", 2))
+    if rank >= world or interleave < 1 or first >= end:
+        raise ValueError(f"rank {rank} of {world} with heads {first} to {end} has nothing")
+    share = Share(first, end, Deal(rank, world, interleave))
+    windows = files.listed(form["window"], "window", count)
+    for i, (window, numbers) in enumerate(zip(windows, files.listed(facts["counts"], "counts", count), strict=True)):
+        if window is not None:
+            files.integer(window, "window", low=sinks + 1, high=capacity)
+        layer = Layer(i, capacity, window, sinks)
+        layer.length, layer.valid_from = (
+            files.integer(n, "a count") for n in files.listed(numbers, "counts of a layer", 2)
+        )
+        if (
+            layer.valid_from > layer.length
+            or layer.held > layer.slots
+            or (not layer.ring and layer.length > layer.slots)
+        ):
+            raise ValueError(f"layer {i} has {layer.length} tokens in {layer.slots} slots")
+        for name, width, dtype in files.storage(form):
+            shape = (batch, end - first, len(share.positions(layer)), *width)
+            files.require_entry(entries, f"layers.{i}.{name}", shape, dtype)
