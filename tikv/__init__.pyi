@@ -46,6 +46,8 @@ from tikv.ops.ragged import KVCacheAppendDescriptor as KVCacheAppendDescriptor
 from tikv.ops.ragged import KVCacheAppendPlan as KVCacheAppendPlan
 from tikv.ops.ragged import append_ragged as append_ragged
 from tikv.ops.rope import NormRope as NormRope
+from tikv.ops.rotate import Rope as Rope
+from tikv.ops.rotate import rotate as rotate
 from tikv.ops.write_qkv import norm_rope as norm_rope
 from tikv.ops.write_qkv import write_qkv as write_qkv
 from tikv.runtime import init as init

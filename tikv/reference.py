@@ -407,6 +407,39 @@ def norm_rope(
     return turned
 
 
+def rotate(
+    rows: Array,
+    moved_by: Array,
+    inv_freq: Sequence[float] | Array,
+    *,
+    interleaved: bool = False,
+    dtype: Any = np.float32,
+) -> Array:
+    """Rows turned from the position they were rotated for to another, in the arithmetic of `dtype`.
+
+    Args:
+        rows: (..., D).
+        moved_by: (...) differences of positions; a row that stays is not touched.
+        inv_freq: (D_r / 2,) angles of one position.
+        interleaved: pairs are (2i, 2i + 1) rather than (i, i + D_r / 2).
+
+    Returns:
+        Like `rows`, of `dtype`.
+
+    Example:
+        >>> rotate(np.array([[1.0, 0.0]]), np.array([1]), [np.pi / 2], dtype=np.float64).round(3).tolist()
+        [[0.0, 1.0]]
+    """
+    angle = np.multiply.outer(np.asarray(moved_by, np.float64).ravel(), np.asarray(inv_freq, np.float64))
+    mode, width = "interleaved" if interleaved else "half", rows.shape[-1]
+    flat = rows.reshape(-1, 1, width)
+    cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+    rope_dim = 2 * angle.shape[1]
+    turned = norm_rope(flat, range(len(flat)), mode=mode, cos=cos, sin=sin, rope_dim=rope_dim, dtype=dtype)
+    found: Array = np.where(np.ravel(moved_by)[:, None, None] == 0, flat.astype(dtype), turned).reshape(rows.shape)
+    return found
+
+
 def split_qkv(qkv: Array, num_q_heads: int, num_kv_heads: int) -> tuple[Array, Array, Array]:
     """(T, Hq, D), (T, H, D) and (T, H, D) of rows [Q heads | K heads | V heads].
 

@@ -31,6 +31,12 @@ def copies(values):
         cache = values((2, 3, 40, width), dtype)
         tikv.compact(cache, np.arange(40) % np.array([[[2]], [[3]]]) == 1 + np.zeros((1, 3, 1)))
         yield "compact", [cache]
+        k = values((2, 3, 5, width), dtype)
+        tikv.rotate(k, np.arange(5), np.arange(5) // 2, tikv.Rope([1.0, 0.1], interleaved=width == 40))
+        yield "rotate", [k]
+    q, scale = values((2, 3, 5, 8), I8), np.full((2, 3, 5), 0.5, F16)
+    tikv.rotate(q, np.arange(5), np.arange(5) // 2, tikv.Rope([1.0, 0.1, 0.01]), scale=scale)
+    yield "rotate", [q, scale]
 
 
 def stores(values):

@@ -255,3 +255,35 @@ def test_refused_calls_change_nothing(arch, rng):
         with pytest.raises(tikv.PositionError, match="layer 0 was compacted"):
             call()
     model.check()
+
+
+@pytest.mark.archs("cpu")
+def test_keys_are_turned_to_their_new_index(arch, rng):
+    freq = [1.0, 0.3, 0.1, 0.01]
+    for dtype in ("float32", "int8"):
+        store = tikv.KVCacheStore(
+            num_layers=2, num_kv_heads=HEADS, head_dim=WIDTH, capacity=16, dtype=dtype, window=[6, None], sinks=1
+        )
+        rows = oracle.numbers(rng, (2, 9, HEADS, WIDTH), np.float32)
+        store.append_all(rows, rows)
+        keep = np.array([[[0, 2, 5], [1, 3, 4]]])
+        want = []
+        for layer in range(2):
+            positions, k = store.positions(layer), oracle.to_numpy(store.tokens(layer)[0])
+            kept = reference.compact(k, keep)[:, :, :3]
+            moved_by = np.arange(3) - reference.compact(positions[..., None], keep)[:, :, :3, 0]
+            turned = reference.rotate(kept, moved_by, freq)
+            if dtype == "int8":
+                stays = moved_by == 0
+                turned = np.where(stays[..., None], kept, reference.dequantize(*reference.quantize(turned)))
+            want.append(turned)
+        store.compact_all([keep, keep], rope=tikv.Rope(freq))
+        for layer in range(2):
+            oracle.assert_same_bits(store.tokens(layer)[0], want[layer])
+            assert store.positions(layer).tolist() == [[[0, 1, 2]] * HEADS]
+            assert (store.length, store.next_position(layer), store.held(layer)) == (9, 3, 3)
+        store.append_all(rows[:, :1], rows[:, :1])
+        assert store.positions(1)[0, 0].tolist() == [0, 1, 2, 3]
+        assert (store.length, store.next_position(0)) == (10, 4)
+        with pytest.raises(tikv.ShapeError, match=r"^KVCacheStore.compact: the rotation of 10 elements is wider"):
+            store.compact(0, [[[0]] * HEADS], rope=tikv.Rope([1.0] * 5))

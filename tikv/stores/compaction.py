@@ -13,6 +13,7 @@ from tikv.ops.compact import bind_in_place
 from tikv.ops.kept import Rows as KeptRows
 from tikv.ops.kept import counts_of, host_kept_indices
 from tikv.ops.layouts import Placement, Rows
+from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.ops.row_copy import bind_copy
 from tikv.stores.kept import Host, Kept, held_rows
 from tikv.stores.layer import Layer, LayerMemory
@@ -26,7 +27,9 @@ class _Choice(NamedTuple):
     kept: Kept
 
 
-def compact_layers(operation: str, memory: LayerMemory, layers: Sequence[Layer], keeps: Sequence[Any]) -> None:
+def compact_layers(
+    operation: str, memory: LayerMemory, layers: Sequence[Layer], keeps: Sequence[Any], rope: Rope | None
+) -> None:
     """Keep some of the tokens that layers hold, drop the others, and close the gaps.
 
     Args:
@@ -34,10 +37,13 @@ def compact_layers(operation: str, memory: LayerMemory, layers: Sequence[Layer],
         memory: of the layers.
         layers: of the memory, in order.
         keeps: for each what a caller keeps, as `KVCacheStore.compact`.
+        rope: by which keys are turned to their new index; None to leave them.
 
     Raises:
-        PositionError, ShapeError, DTypeError: one of them is refused. Nothing is written.
+        PositionError, ShapeError, DTypeError, OptionError: one of them is refused. Nothing is written.
     """
+    if rope is not None:
+        check_keys(layers[0].k, layers[0].k_scale, rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
@@ -46,7 +52,23 @@ def compact_layers(operation: str, memory: LayerMemory, layers: Sequence[Layer],
             for layer, choice in block:
                 _move_through_copy(operation, memory, layer, choice.slots)
     for layer, choice in zip(layers, choices, strict=True):
-        memory.recount(layer, choice.kept.tokens, choice.kept)
+        kept = choice.kept
+        if rope is not None:
+            kept = _turn(operation, memory, layer, kept, rope)
+        memory.recount(layer, kept.tokens, kept)
+
+
+def _turn(operation: str, memory: LayerMemory, layer: Layer, kept: Kept, rope: Rope) -> Kept:
+    """Turn the keys that were kept, which lie in front, to positions from 0 on."""
+    index = np.where(kept.positions < 0, -1, np.arange(kept.tokens))
+    if kept.tokens:
+        k, scale = (
+            None if a is None else a.restrided((*a.shape[:2], kept.tokens, *a.shape[3:]), a.strides)
+            for a in (layer.k, layer.k_scale)
+        )
+        assert k is not None
+        rotate_rows(memory.runtime, operation, k, scale, kept.positions, index, rope)
+    return kept._replace(positions=index, next_position=kept.tokens)
 
 
 def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Choice:

@@ -9,6 +9,7 @@ import numpy as np
 from tikv import runtime
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
+from tikv.ops.rotate import Rope
 from tikv.stores.compaction import compact_layers, split_by_layer
 from tikv.stores.store_facts import StoreFacts
 from tikv.stores.whole import whole
@@ -18,7 +19,7 @@ class StoreChanges(StoreFacts):
     """The part of `KVCacheStore` that drops tokens, and repeats, drops or reorders sequences."""
 
     @whole
-    def compact(self, layer: int, keep: Any) -> None:
+    def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that a layer holds, for each head its own, and drop the others; in place.
 
         The next token still stands at `length`: `positions` says where those kept stand, `held` how many there are.
@@ -30,12 +31,14 @@ class StoreChanges(StoreFacts):
             keep: indices into the order of `tokens`, ascending: (batch, H, n), or (batch, n) for all heads; or a bool
                 mask (batch, H, held) or (batch, held), which may keep a different number for each head. On the host or
                 the device.
+            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
+                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
 
         Raises:
             PositionError: an index falls, repeats or is not held. Nothing is written.
-            ShapeError, DTypeError: another shape or dtype.
+            ShapeError, DTypeError, OptionError: another shape or dtype; keys that ``rope`` does not turn.
 
-        Exactness: rows and int8 scales keep their bits.
+        Exactness: rows and int8 scales keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
         Cost: the rows that move, read and written once, in one launch; of a sliding layer that has wrapped twice, in
             two for each array. What is kept is read and checked by the host. Memory stays as it is: make the store
             smaller, or take fewer tokens, to have less. Where heads keep different numbers, an append is a launch more.
@@ -52,7 +55,7 @@ class StoreChanges(StoreFacts):
         """
         operation = "KVCacheStore.compact"
         self._require_own_tokens(operation)
-        compact_layers(operation, self._memory, [self._layer(layer, operation)], [keep])
+        compact_layers(operation, self._memory, [self._layer(layer, operation)], [keep], rope)
 
     def _require_own_tokens(self, operation: str) -> None:
         """All tokens that are counted lie here.
@@ -64,11 +67,12 @@ class StoreChanges(StoreFacts):
             raise OptionError(f"{operation}: the tokens are dealt to several processes. Shard by heads instead.")
 
     @whole
-    def compact_all(self, keep: Any) -> None:
+    def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
         """`compact` of every layer, in one launch where layers keep as many tokens and lie in one block.
 
         Args:
             keep: an entry for each layer, as `compact` takes it.
+            rope: as in `compact`; a launch more for each layer.
 
         Raises:
             As `compact`. Nothing is written to any layer.
@@ -76,7 +80,8 @@ class StoreChanges(StoreFacts):
         operation = "KVCacheStore.compact_all"
         self._layer(0, operation)
         self._require_own_tokens(operation)
-        compact_layers(operation, self._memory, self._layers, split_by_layer(keep, self.num_layers, operation))
+        keeps = split_by_layer(keep, self.num_layers, operation)
+        compact_layers(operation, self._memory, self._layers, keeps, rope)
 
     @whole
     def trim(self, n: int) -> None:

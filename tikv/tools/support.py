@@ -17,7 +17,7 @@ import numpy as np
 from tikv import arrays, dtypes, reference, runtime
 from tikv.errors import ArchError, DTypeError
 from tikv.graphs.builder import GraphBuilder
-from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, write_qkv
+from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.paged import PagedKVCacheStore
 from tikv.tools.doctor import FAILED, REFUSED, TESTED, Trial
@@ -98,6 +98,27 @@ def _compact(bench: Bench, src: str, stored: str) -> Trials:
         for b, n in enumerate(mask.sum(axis=1)):
             kept[b, :, n:] = out[b, :, n:]
         yield to, kept, None
+
+
+def _rotate(bench: Bench, src: str, stored: str) -> Trials:
+    if src != stored and stored != "int8":
+        return
+    rows, freq = bench.rows(src, 2, 3, 9, 16), [1.0, 0.1, 0.01]
+    before, after = np.arange(9) * 5, np.arange(9)
+    if stored == "int8":
+        q, scale = reference.quantize(rows)
+        turned = reference.rotate(reference.dequantize(q, scale), np.broadcast_to(after - before, (2, 3, 9)), freq)
+        want = reference.quantize(turned)
+        for a, b in zip(want, (q, scale), strict=True):
+            a[:, :, 0] = b[:, :, 0]  # which stays where it is
+        got = bench.on_device(q), bench.on_device(scale)
+        rotate.rotate(got[0], before, after, rotate.Rope(freq), scale=got[1])
+        yield got[0], want[0], None
+        yield got[1], want[1], None
+        return
+    want_rows = reference.rotate(rows, np.broadcast_to(after - before, (2, 3, 9)), freq)
+    got_rows = rotate.rotate(bench.on_device(rows), before, after, rotate.Rope(freq))
+    yield got_rows, reference.encode(want_rows, rows.dtype), None
 
 
 def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
@@ -276,6 +297,7 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
     "copy_kv": _copy_kv,
     "linearize": _linearize,
     "compact": _compact,
+    "rotate": _rotate,
     "append_ragged": _append_ragged,
     "write_slots": _write_slots,
     "gather_paged": _gather_paged,

@@ -1,0 +1,91 @@
+"""`rotate`: the same bits as the reference on every back end, and the keys that float64 finds at the new position."""
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+from tikv import reference
+
+BF16 = ml_dtypes.bfloat16
+SHAPE = (2, 2, 9)
+
+
+def places(rng):
+    """Positions before and after; one row is none, one stays where it is."""
+    before = np.sort(rng.integers(0, 5000, SHAPE))
+    after = np.broadcast_to(np.arange(SHAPE[2]), SHAPE).copy()
+    before[0, 0, 3], after[1, 1, 2] = -1, before[1, 1, 2]
+    return before, after
+
+
+def moved_by(before, after):
+    return np.where((before < 0) | (after < 0), 0, after - before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "rope_dim", "interleaved"),
+    [(np.float32, 8, 8, False), (np.float16, 20, 12, False), (BF16, 6, 2, True), (np.float16, 16, 16, True)],
+    ids=["f32", "f16-partial", "bf16-interleaved", "f16-interleaved"],
+)
+def test_bits(arch, rng, dtype, width, rope_dim, interleaved):
+    before, after = places(rng)
+    freq = 1e4 ** -(np.arange(rope_dim // 2) / (rope_dim // 2))
+    rows = oracle.numbers(rng, (*SHAPE, width), dtype)
+    want = reference.rotate(rows, moved_by(before, after), freq, interleaved=interleaved)
+    guarded = oracle.Guarded(rng, rows)
+    k = oracle.place(guarded.array, arch)
+    assert tikv.rotate(k, before, after, tikv.Rope(freq, interleaved=interleaved)) is k
+    oracle.assert_same_bits(k, reference.encode(want, np.dtype(dtype)))
+    guarded.check()
+
+
+@pytest.mark.parametrize("scale_dtype", [np.float32, np.float16], ids=["f32", "f16"])
+def test_int8_gets_a_new_scale(arch, rng, scale_dtype):
+    before, after = places(rng)
+    freq = [1.0, 0.3, 0.01]
+    q, scale = reference.quantize(oracle.numbers(rng, (*SHAPE, 10), np.float32), scale_dtype)
+    turned = reference.rotate(reference.dequantize(q, scale), moved_by(before, after), freq)
+    want = reference.quantize(turned, scale_dtype)
+    for a, b in zip(want, (q, scale), strict=True):
+        a[moved_by(before, after) == 0] = b[moved_by(before, after) == 0]
+    k, scales = oracle.place(q, arch), oracle.place(scale, arch)
+    tikv.rotate(k, before, after, tikv.Rope(freq), scale=scales)
+    oracle.assert_same_bits(scales, want[1])
+    oracle.assert_same_bits(k, want[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["f32", "f16"])
+def test_keys_are_those_of_the_new_position(arch, rng, dtype):
+    """A key rotated for its position and moved is the key rotated for the new one, but for its first rounding."""
+    freq = 1e6 ** -(np.arange(4) / 4)
+    plain = rng.standard_normal((*SHAPE, 8))
+    before, after = np.sort(rng.integers(0, 100_000, SHAPE)), rng.integers(0, 100_000, SHAPE)
+    first, want = (reference.rotate(plain, p, freq, dtype=np.float64) for p in (before, after))
+    k = oracle.place(first.astype(dtype), arch)
+    tikv.rotate(k, before, after, tikv.Rope(freq))
+    largest = np.abs(want).max()
+    np.testing.assert_allclose(oracle.to_numpy(k).astype(np.float64), want, atol=2 * np.finfo(dtype).eps * largest)
+
+
+@pytest.mark.archs("cpu")
+def test_refused_calls_change_nothing(arch, rng):
+    rows = oracle.numbers(rng, (*SHAPE, 8), np.float16)
+    k, rope, at = rows.copy(), tikv.Rope([1.0, 0.1]), np.arange(9)
+    for given, options, error, match in (
+        ((k, at, at[:8], rope), {}, tikv.ShapeError, r"to_positions is i64\[8\] where \(9,\), \(2, 9\)"),
+        ((k, at, at, tikv.Rope([1.0] * 5)), {}, tikv.ShapeError, "the rotation of 10 elements is wider than k"),
+        ((k, at, at.astype(np.float32), rope), {}, tikv.DTypeError, "to_positions is f32"),
+        ((k, at, at + 2**40, rope), {}, tikv.PositionError, "positions, more than 4194304 apart"),
+        ((k, at, at, [1.0]), {}, tikv.OptionError, "Pass a tikv.Rope"),
+        ((k.view(np.int8), at, at, rope), {}, tikv.DTypeError, "int8 needs scale"),
+        ((k, at, at, rope), {"scale": np.ones(SHAPE, np.float16)}, tikv.DTypeError, "nothing else has one"),
+        ((k[0], at, at, rope), {}, tikv.ShapeError, "must be"),
+    ):
+        with pytest.raises(error, match=f"^rotate: .*{match}"):
+            tikv.rotate(*given, **options)
+    for freq, error in (([], tikv.ShapeError), ([[1.0]], tikv.ShapeError), ([np.nan], tikv.OptionError)):
+        with pytest.raises(error, match=r"^Rope: inv_freq"):
+            tikv.Rope(freq)
+    oracle.assert_same_bits(k, rows)

@@ -1,0 +1,261 @@
+"""`rotate`: keys moved to other positions, and `Rope`, the rotation that gave them those they have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ArrayView, as_numpy, describe, read_host, to_device, view
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.indices import index_array
+from tikv.ops.layouts import Rows
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
+
+Host = np.ndarray[Any, Any]
+MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """The rotation of a model's keys: pair ``i`` of a row at position ``p`` was turned by ``p * inv_freq[i]``.
+
+    Args:
+        inv_freq: (D_r / 2,) numbers, as the model has them after any scaling of its own. D_r elements of a row are
+            rotated, those behind are not.
+        interleaved: pairs are (2i, 2i + 1) rather than (i, i + D_r / 2).
+
+    Raises:
+        ShapeError, OptionError: no list of finite numbers.
+
+    Example:
+        >>> import tikv
+        >>> tikv.Rope([1.0, 0.01]).rope_dim
+        4
+    """
+
+    inv_freq: Any
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.inv_freq
+        if hasattr(given, "detach"):
+            given = given.detach().cpu().to(float).numpy() if hasattr(given, "cpu") else given
+        try:
+            found = np.array(given, np.float64)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"Rope: inv_freq is no list of numbers: {error}. Pass (D_r / 2,) of them.") from error
+        if found.ndim != 1 or found.size == 0:
+            raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, a number for a pair.")
+        if not np.isfinite(found).all():
+            raise OptionError("Rope: inv_freq has numbers that are not finite. Pass the model's frequencies.")
+        object.__setattr__(self, "inv_freq", found)
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a row that are rotated."""
+        return 2 * int(self.inv_freq.size)
+
+
+def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale: Any = None) -> Any:
+    """Turn keys from the position they were rotated for to another, in place, in one launch.
+
+    Args:
+        k: (B, H, S, D) float32, float16, bfloat16, or int8 with ``scale``; any strides with a contiguous last axis.
+        from_positions, to_positions: (B, H, S), (B, S) or (S,) int32 or int64. A row of which one is negative stays as
+            it is, and so does one that stays where it is.
+        rope: the model's rotation.
+        scale: (B, H, S) float16 or float32, of int8 keys: written too.
+
+    Returns:
+        ``k``.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: the arrays do not agree; the rotation is wider than the head.
+        PositionError: positions that lie more than 4,194,304 apart.
+
+    Exactness: cosines and sines of the difference of positions are found in float64 and rounded to float32; products
+        and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is
+        multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale.
+    Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, which makes a
+        table of a row for each difference.
+    Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
+
+    Example:
+        >>> import numpy as np, tikv
+        >>> k = np.array([[[[1.0, 0.0]]]], np.float32)
+        >>> tikv.rotate(k, [3], [1], tikv.Rope([0.5])).round(3).tolist()
+        [[[[0.54, -0.841]]]]
+    """
+    operation = "rotate"
+    live = runtime.current()
+    rows = view(k, "k", operation)
+    checks.on_device([("k", rows)], live, operation)
+    checks.rank(rows, (4,), "k", "(B, H, S, D)", operation)
+    checks.writable(rows, "k", operation)
+    scales = None
+    if scale is not None:
+        scales = view(scale, "scale", operation)
+        checks.on_device([("scale", scales)], live, operation)
+        checks.writable(scales, "scale", operation)
+    check_keys(rows, scales, rope, operation)
+    places = [
+        _positions(values, name, rows.shape, live, operation)
+        for name, values in (("from_positions", from_positions), ("to_positions", to_positions))
+    ]
+    rotate_rows(live, operation, rows, scales, places[0], places[1], rope)
+    return k
+
+
+def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str) -> None:
+    """Keys can be rotated so.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: they cannot.
+    """
+    if not isinstance(rope, Rope):
+        raise OptionError(f"{operation}: rope is {rope!r}. Pass a tikv.Rope.")
+    if k.dtype not in (*dtypes.QUANTIZABLE, dtypes.int8):
+        raise DTypeError(
+            f"{operation}: k is {describe(k)}. Keys that are rotated are float32, float16, bfloat16 or int8."
+        )
+    if rope.rope_dim > k.shape[-1]:
+        raise ShapeError(f"{operation}: the rotation of {rope.rope_dim} elements is wider than k, {describe(k)}.")
+    if (k.dtype is dtypes.int8) != (scale is not None):
+        raise DTypeError(f"{operation}: k is {describe(k)}; int8 needs scale, and nothing else has one.")
+    if scale is not None and (scale.shape != k.shape[:3] or scale.dtype not in dtypes.SCALES):
+        raise ShapeError(f"{operation}: scale is {describe(scale)} where float16 or float32 {k.shape[:3]} is needed.")
+
+
+def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runtime, operation: str) -> Host:
+    """Positions on the host, (B, H, S).
+
+    Raises:
+        ShapeError, DTypeError: they are none.
+    """
+    array = index_array(values)  # a view does not keep it alive
+    found = view(array, name, operation)
+    checks.indices(found, name, operation)
+    batch, heads, rows = shape[:3]
+    if found.shape not in ((rows,), (batch, rows), (batch, heads, rows)):
+        raise ShapeError(
+            f"{operation}: {name} is {describe(found)} where ({rows},), ({batch}, {rows}) or ({batch}, {heads}, {rows})"
+            f" is needed, a position for each row."
+        )
+    host = as_numpy(found) if found.device == "cpu" else read_host(found, live)
+    if host.ndim == 2:
+        host = host[:, None]
+    return np.broadcast_to(host, (batch, heads, rows)).astype(np.int64)
+
+
+class Angles(NamedTuple):
+    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables (angles, D_r / 2)."""
+
+    rows: Host
+    cos: Host
+    sin: Host
+
+
+def angles_of(rope: Rope, before: Host, after: Host, operation: str) -> Angles:
+    """By what rows are turned that go from some positions to others.
+
+    Raises:
+        PositionError: the differences are too many.
+    """
+    moved = (before >= 0) & (after >= 0) & (before != after)
+    difference = np.where(moved, after - before, 0)
+    least, largest = int(difference.min(initial=0)), int(difference.max(initial=0))
+    if largest - least >= MOST_ANGLES:
+        raise PositionError(
+            f"{operation}: rows move by {least} to {largest} positions, more than {MOST_ANGLES} apart. "
+            f"Make several calls."
+        )
+    seen = np.zeros(largest - least + 1, bool)
+    seen[(difference - least)[moved]] = True
+    row_of = np.cumsum(seen) - 1
+    index = np.where(moved, row_of[difference - least], -1).astype(np.int32)
+    angle = (np.nonzero(seen)[0] + least)[:, None] * rope.inv_freq
+    return Angles(index, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
+
+
+def rotate_rows(
+    live: runtime.Runtime,
+    operation: str,
+    k: ArrayView,
+    scale: ArrayView | None,
+    before: Host,
+    after: Host,
+    rope: Rope,
+) -> None:
+    """Turn the rows of k (B, H, S, D), which were checked, from positions to others, (B, H, S) each."""
+    angles = angles_of(rope, before, after, operation)
+    if angles.cos.size == 0:
+        return
+    tables = [to_device(np.ascontiguousarray(a).reshape(-1), live) for a in angles]
+    names = ("k", "scale") if scale is not None else ("k",)
+    arrays = (k, scale) if scale is not None else (k,)
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        return [_bind(live, operation, arrays, tables, rope)]
+
+    Plan(live, operation, names, (True,) * len(names), bind).run(arrays)
+    live.synchronize()  # the tables are this call's own
+
+
+def _bind(
+    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], tables: Sequence[ArrayView], rope: Rope
+) -> Launch:
+    """Bind the rotation of k, and of its scales."""
+    from tikv.kernels import lanes as lane_kernels
+    from tikv.kernels import rotate as kernels
+    from tikv.kernels.codec import Codec
+    from tikv.kernels.write_qkv import NormRopeChoices
+
+    k, scale = arrays[0], arrays[1] if len(arrays) > 1 else None
+    batch, heads, rows, width = k.shape
+    sequence, head, token = k.strides[:3]
+    place = Rows(k, sequence=sequence, token=token, head=head)
+    size, half = k.dtype.itemsize, rope.rope_dim // 2
+    aligned = alignment(place, width)
+    if aligned % size:
+        raise unaligned(operation, place, place)
+    whole = (half, width - rope.rope_dim, rope.rope_dim)
+    elements = next(
+        n for n in ((1,) if live.is_cpu else (4, 2, 1)) if all(w % n == 0 for w in whole) and aligned % (n * size) == 0
+    )
+    bits = min(8, elements * size) * 8
+    codec = Codec(k.dtype.short, k.dtype.short, elements, bits, bits)
+    checks.addressable(k, bits // 8, live, "k", operation)
+    shared_by = 1
+    if not live.is_cpu:
+        shared_by = min(32, 1 << (max(1, half // elements) - 1).bit_length())
+    count = batch * heads * rows
+    iterations = count * shared_by
+    if not live.is_cpu:
+        iterations = -(-iterations // lane_kernels.BLOCK) * lane_kernels.BLOCK
+    checks.countable(iterations, operation)
+    pairs = "interleaved" if rope.interleaved else "half"
+    choices = NormRopeChoices(pairs, rope.rope_dim, None if scale is None else 0.0, False)
+    serial = live.is_cpu and count * width * size < SERIAL_BYTES
+    code = "" if scale is None else scale.dtype.short
+    kernel = launch.kernel(live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, code)
+    index, cos, sin = tables
+    numbers = kernels.RotateParams(
+        iterations=iterations,
+        rows=rows,
+        heads=heads,
+        count=count,
+        angle_first=index.offset // 4,
+        cos_first=cos.offset // 4,
+        sin_first=sin.offset // 4,
+    )
+    if scale is not None:
+        first, steps = scale.offset // scale.dtype.itemsize, scale.strides
+        numbers = numbers._replace(scale_first=first, scale_sequence=steps[0], scale_head=steps[1], scale_row=steps[2])
+    given = [k, index, cos, sin, scale if scale is not None else cos]
+    return Launch(kernel.bind(iterations, *given, tuple(strides_in_words(place, bits // 8)), numbers), given)
