@@ -30,6 +30,10 @@ class GroupFormat:
         """Words of a row of codes."""
         return width * self.bits // WORD_BITS
 
+    def columns(self, words: int) -> int:
+        """Columns of a row of so many words."""
+        return words * WORD_BITS // self.bits
+
     def groups(self, width: int, what: str, operation: str) -> int:
         """Groups of a row.
 

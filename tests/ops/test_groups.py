@@ -109,6 +109,52 @@ def test_gguf_gives_the_same_bits(arch, rng, name):
     np.testing.assert_array_equal(oracle.to_numpy(tikv.dequantize(tikv.quantize(x, name))), back)
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "queries", "ring"),
+    [("quant4_64", 1, None, None), ("quant3_32", 4, None, None), ("q4_0", 2, 3, None), ("q8_0", 1, None, 24)],
+)
+def test_attention_reads_the_codes(arch, rng, name, group, queries, ring):
+    """Against float64 over the numbers that the codes stand for; short, full and empty sequences, and a ring."""
+    heads, width, capacity, lens = 2, 64, 40, np.array([40, 23, 0] if ring is None else [61, 5, 24])
+    k, v = (rng.standard_normal((3, heads, capacity, width)).astype(np.float16) for _ in "kv")
+    caches = [tikv.quantize(oracle.place(a, arch), name) for a in (k, v)]
+    real = [oracle.to_numpy(tikv.dequantize(cache)).astype(np.float64) for cache in caches]
+    shape = (3, heads * group, width) if queries is None else (3, heads * group, queries, width)
+    q = rng.standard_normal(shape).astype(np.float32)
+    options = {} if ring is None else {"ring": True, "window": ring, "sinks": 2}
+    got = tikv.decode_attention(oracle.place(q, arch), *caches, lens, **options, impl="taichi")
+    got = oracle.to_numpy(got).reshape(3, heads * group, -1, width)
+    for b, length in enumerate(lens):
+        for t in range(queries or 1):
+            seen = reference.visible_positions(length, t, queries or 1, held=ring, sinks=2 if ring else 0)
+            slots = seen if ring is None else [p if p < 2 else 2 + (p - 2) % (ring - 2) for p in seen]
+            for h in range(heads * group):
+                row = q.reshape(3, heads * group, -1, width)[b, h, t]
+                want, _ = reference.attention(row, *(a[b, h // group, slots] for a in real), scale=width**-0.5)
+                np.testing.assert_allclose(got[b, h, t], want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda k, v: (k, oracle.to_numpy(tikv.dequantize(v))), tikv.DTypeError, "v_cache is a ndarray"),
+        (lambda k, v: (k, tikv.quantize(tikv.dequantize(v), "q4_0")), tikv.DTypeError, "K is q8_0 and V q4_0"),
+        (lambda k, v: (k, tikv.quantize(np.ones((1, 1, 4, 32), np.float32), "q8_0")), tikv.ShapeError, "one width"),
+        (lambda k, v: (k, v._replace(scales=None)), tikv.DTypeError, "scales"),
+    ],
+)
+def test_caches_that_attention_refuses(arch, change, error, match):
+    k, v = (tikv.quantize(np.ones((1, 1, 4, 64), np.float32), "q8_0") for _ in "kv")
+    q = np.ones((1, 1, 64), np.float32)
+    with pytest.raises(error, match=match):
+        tikv.decode_attention(q, *change(k, v), 3)
+    with pytest.raises(tikv.OptionError, match="return_mass"):
+        tikv.decode_attention(q, k, v, 3, return_mass=True)
+    with pytest.raises(tikv.OptionError, match="a Quantized has its scales"):
+        tikv.decode_attention(q, k, v, 3, k_scale=1.0, v_scale=1.0)
+
+
 @pytest.mark.archs("cpu")
 def test_strided_rows_and_parts_of_others(arch, rng):
     """A slice of a wider array; and codes, scales and biases that lie apart."""

@@ -167,19 +167,39 @@ def make_rule(name, style):
     return make_affine(row.bits, style) if row.rule == "affine" else make_gguf(row.bits, style)
 
 
+def has_halves(name):
+    """Whether the codes of a byte are of columns 16 apart, as those of q4_0 are; of any dtype code."""
+    return name in FORMATS and FORMATS[name].rule == "q4_0"
+
+
 @functools.cache
 def make_column(name):
-    """column(place): which column of its group a code is of, by its place among the codes."""
-    halves = FORMATS[name].rule == "q4_0"
+    """column(place): which column a code is of, by its place among the codes of a row or a group."""
+    halves = has_halves(name)
 
     @ti.func
     def column(place):
         found = place
         if ti.static(halves):
-            found = (place >> 1) + (place & 1) * 16
+            found = (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16
         return found
 
     return column
+
+
+@functools.cache
+def make_place(name):
+    """place(column): the inverse of `make_column`."""
+    halves = has_halves(name)
+
+    @ti.func
+    def place(column):
+        found = column
+        if ti.static(halves):
+            found = (column & ~31) + (column & 15) * 2 + ((column >> 4) & 1)
+        return found
+
+    return place
 
 
 @functools.cache
@@ -200,6 +220,60 @@ def make_value_of_code(name, style):
         return found
 
     return value_of_code
+
+
+def unit_of(name):
+    """(codes, words): the fewest words that have whole codes."""
+    bits = FORMATS[name].bits
+    return (32 // bits, 1) if 32 % bits == 0 else (32, bits)
+
+
+def columns_of_block(name):
+    """The column of each of 32 codes."""
+    return [p // 2 + p % 2 * 16 if has_halves(name) else p for p in range(32)]
+
+
+@functools.cache
+def make_codes(name):
+    """codes(words) -> the floats of a unit's codes, whose sign or offset is taken in."""
+    row = FORMATS[name]
+    count, _ = unit_of(name)
+    bits = row.bits
+    value_of_code = make_value_of_code(name, "cpu")  # products may be fused here
+
+    @ti.func
+    def codes(words: ti.template(), step, bias):
+        values = ti.Vector([ti.f32(0.0) for _ in range(count)])
+        for e in ti.static(range(count)):
+            code = words[ti.static(e * bits // 32)] >> ti.u32(ti.static(e * bits % 32))
+            if ti.static(e * bits % 32 + bits > 32):
+                code = code | (words[ti.static(e * bits // 32 + 1)] << ti.u32(ti.static(32 - e * bits % 32)))
+            values[e] = value_of_code(code & ti.u32(ti.static((1 << bits) - 1)), step, bias, 0)
+        return values
+
+    return codes
+
+
+@functools.cache
+def make_load_unit(name, scale_value):
+    """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row of codes, in the codes' order.
+
+    `scale_value` turns an entry of `scales` into a float.
+    """
+    row, codes = FORMATS[name], make_codes(name)
+    count, width = unit_of(name)
+    per_group, numbers = row.group // count, row.numbers
+
+    @ti.func
+    def load_unit(array: ti.template(), scales: ti.template(), row, scale_row, u):
+        at = scale_row + u // per_group * numbers
+        step, bias = scale_value(scales[at]), ti.f32(0.0)
+        if ti.static(numbers == 2):
+            bias = scale_value(scales[at + 1])
+        words = [array[row + u * width + i] for i in range(width)]
+        return codes(words, step, bias)
+
+    return load_unit
 
 
 def make_quantise_group(name, style, source, scale):

@@ -210,34 +210,46 @@ def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
     return [numbers.restrided(shape, (*numbers.strides[:-1], n), i) for i in range(n)]
 
 
-def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
-    """`dequantize` of codes of groups."""
+def codes_and_numbers(
+    live: runtime.Runtime, operation: str, given: Quantized, of: str = ""
+) -> tuple[ArrayView, ArrayView]:
+    """The codes of a `Quantized`, and the numbers of its groups side by side, checked; `of` is put before their names.
+
+    Raises:
+        ShapeError, DTypeError: they do not agree with each other, the format or the shape.
+    """
     format, shape = given.format, tuple(given.shape)
     affine = format.rule == "affine"
     if affine != (given.biases is not None):
-        raise ShapeError(f"{operation}: biases {'are missing' if affine else 'do not belong'} to {format}.")
-    codes, scales = view(given.codes, "codes", operation), view(given.scales, "scales", operation)
-    named = [("codes", codes), ("scales", scales)]
+        raise ShapeError(f"{operation}: {of}biases {'are missing' if affine else 'do not belong'} to {format}.")
+    codes, scales = view(given.codes, f"{of}codes", operation), view(given.scales, f"{of}scales", operation)
+    named = [(f"{of}codes", codes), (f"{of}scales", scales)]
     if affine:
-        named.append(("biases", view(given.biases, "biases", operation)))
+        named.append((f"{of}biases", view(given.biases, f"{of}biases", operation)))
     checks.on_device(named, live, operation)
     if codes.dtype is not dtypes.uint32:
-        raise DTypeError(f"{operation}: codes is {describe(codes)}, not uint32.")
+        raise DTypeError(f"{operation}: {of}codes is {describe(codes)}, not uint32.")
     width, lead = shape[-1], shape[:-1]
-    groups = format.groups(width, "shape", operation)
+    groups = format.groups(width, f"{of}shape", operation)
     if codes.shape != (*lead, format.words(width)):
-        raise ShapeError(f"{operation}: codes is {describe(codes)} where {(*lead, format.words(width))} is needed.")
+        wanted = (*lead, format.words(width))
+        raise ShapeError(f"{operation}: {of}codes is {describe(codes)} where {wanted} is needed.")
     for name, part in named[1:]:
         if part.dtype not in GROUP_SCALES:
             raise DTypeError(f"{operation}: {name} is {describe(part)}; it is float16, float32 or bfloat16.")
-        checks.same_dtype(scales, part, "scales", name, operation)
+        checks.same_dtype(scales, part, f"{of}scales", name, operation)
         if part.shape != (*lead, groups):
             raise ShapeError(f"{operation}: {name} is {describe(part)} where {(*lead, groups)} is needed.")
-    checks.readable(codes, "codes", operation)
-    numbers = _joined([part for _, part in named[1:]], live)
-    target, out = _target(live, operation, out, shape)
+    checks.readable(codes, f"{of}codes", operation)
+    return codes, _joined([part for _, part in named[1:]], live)
+
+
+def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
+    """`dequantize` of codes of groups."""
+    codes, numbers = codes_and_numbers(live, operation, given)
+    target, out = _target(live, operation, out, tuple(given.shape))
     names, written = ("codes", "out", "scales"), (False, True, False)
-    _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (format, None))
+    _run(live, operation, names, written, (codes, target, numbers), numbers.strides[:-1], (given.format, None))
     return out
 
 

@@ -9,7 +9,15 @@ import zlib
 from typing import NamedTuple
 
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
-from tikv.kernels.attention.cpu_loops import CHUNK, LINE_BYTES, ROW, make_key_loops, make_row_loops, rows_per_band
+from tikv.kernels.attention.cpu_loops import (
+    CHUNK,
+    LINE_BYTES,
+    ROW,
+    make_key_loops,
+    make_row_loops,
+    make_unpack,
+    rows_per_band,
+)
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -44,9 +52,10 @@ def head_floats(rows, width, width_v):
     return padded * (width + width_v + ROW + 2)
 
 
-def work_floats(rows, width, width_v, heads):
-    """Floats of a worker's memory, in whole cache lines."""
-    return -(-(heads * head_floats(rows, width, width_v)) // LINE) * LINE + LISTS * ROW
+def work_floats(rows, width, width_v, heads, unpacked=False):
+    """Floats of a worker's memory, in whole cache lines; `unpacked`: with a chunk's keys or values of a head."""
+    floats = heads * head_floats(rows, width, width_v) + (CHUNK * max(width, width_v) if unpacked else 0)
+    return -(-floats // LINE) * LINE + LISTS * ROW
 
 
 def heads_per_task(rows, width, width_v, heads):
@@ -70,6 +79,7 @@ class WorkerMemory(NamedTuple):
     scores: int = 9
     maxima: int = 10
     sums: int = 11
+    unpacked: int = 12  # of codes: the numbers of a chunk's keys, and then of its values
 
 
 M = WorkerMemory()
@@ -88,7 +98,7 @@ def make_worker_memory(rows, c):
         maxima = scores + heads * rows * ROW
         sums = maxima + heads * rows
         return ti.Vector([lists, lists + ROW, lists + 2 * ROW, lists + 3 * ROW, lists + 4 * ROW, lists + 5 * ROW,
-                          lists + 6 * ROW, queries, acc, scores, maxima, sums])  # fmt: skip
+                          lists + 6 * ROW, queries, acc, scores, maxima, sums, sums + heads * rows])  # fmt: skip
 
     return worker_memory
 
@@ -145,6 +155,8 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    if c.groups:
+        return make_attend_codes(rows, uid, parts, c)
     keys, decode_task = make_key_loops(c), make_decode_task("cpu", CHUNK, c)
     row_loops = make_row_loops(c)
     start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
@@ -178,6 +190,52 @@ def make_attend_task(rows, uid, parts, c):
                                             params[P.keys_per_pass], heads, memory[M.scores], memory[M.acc],
                                             uid)  # fmt: skip
         store_rows(heads, task, memory, out, lse, work, strides, params, scalars)
+
+    return attend_task
+
+
+def make_attend_codes(rows, uid, parts, c):
+    """`make_attend_task` of codes of groups: a chunk's keys, and then its values, are unpacked first."""
+    plain = c._replace(cache="f32", bits=32, scale="", k_inner=(0, 0), v_inner=(0, 0))
+    keys, row_loops, unpack = make_key_loops(plain), make_row_loops(plain), make_unpack(c)
+    decode_task, list_chunk = make_decode_task("cpu", CHUNK, c), make_list_chunk(keys, uid, c)
+    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
+    softmax = make_softmax(keys, row_loops, rows, uid, c)
+
+    @ti.func
+    def list_unpacked(n, width, memory, work: ti.template()):
+        """Where the rows lie that were unpacked, in the list of K's scales, which codes do not have."""
+        keys.list_keys(work, memory[M.k_scales], n, memory[M.unpacked], width, uid)
+        work[memory[M.k_scales] + n] = work[memory[M.k_scales] + n - 1]
+
+    @ti.func
+    def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+        q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        start_rows(1, task, memory, q, work, terms, strides, params)
+        index = task[T.begin]
+        while index < task[T.end]:
+            n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
+            index = index_behind
+            if n > 0:
+                unpack(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first],
+                       task[T.scale_first] + strides[S.k_scale_first], n, c.width, memory[M.unpacked], uid)  # fmt: skip
+                list_unpacked(n, c.width, memory, work)
+                keys.dots(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1, memory[M.queries],
+                          memory[M.scores], uid)  # fmt: skip
+                masked = softmax(1, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                                 scalars)  # fmt: skip
+                unpack(v, v_scale, work, memory[M.v_list], memory[M.scale_list], task[T.v_first],
+                       task[T.scale_first] + strides[S.v_scale_first], n, c.width_v, memory[M.unpacked],
+                       uid)  # fmt: skip
+                list_unpacked(n, c.width_v, memory, work)
+                if masked == 0:
+                    keys.add_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
+                                    memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                elif ti.static(c.masked):
+                    keys.add_visible_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
+                                            memory[M.scores], memory[M.acc], uid)  # fmt: skip
+        store_rows(1, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
 
@@ -255,7 +313,7 @@ def make_softmax(keys, row_loops, rows, uid, c):
                 terms: ti.template(), strides, params, scalars):  # fmt: skip
         masked = 0
         for h in range(heads):
-            if ti.static(c.scale != ""):
+            if ti.static(c.row_scale):
                 at = task[T.scale_first] + h * strides[S.scale_head]
                 k_first, v_first = strides[S.k_scale_first] + at, strides[S.v_scale_first] + at
                 keys.load_scales(k_scale, work, memory[M.scale_list], k_first, n, memory[M.k_scales], uid)
@@ -290,7 +348,7 @@ def make_softmax(keys, row_loops, rows, uid, c):
                     row_loops.shrink(work, memory[M.acc] + z * DV, factor, uid)
                 total = row_loops.weights(work, scores, n, ti.max(high, low), uid)
                 work[memory[M.sums] + z] = work[memory[M.sums] + z] + total
-                if ti.static(c.scale != ""):
+                if ti.static(c.row_scale):
                     row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
                 if n % 2 == 1:  # the last key is added twice, by half each: 0 times infinity is NaN
                     half = work[scores + n - 1] * 0.5

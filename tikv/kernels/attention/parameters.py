@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+from tikv.formats import FORMATS
 from tikv.kernels.address import index_array
 from tikv.kernels.codec import ELEMENT, SIZE, element_array, scale_array, word_array
+from tikv.kernels.groups import unit_of
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -19,9 +21,9 @@ class Choices(NamedTuple):
     place: str  # "linear", "ring" or "table"
     page: int  # slots of a page; 0 without a table
     sinks: bool
-    cache: str  # dtype code of K and V
+    cache: str  # dtype code of K and V, or the name of their format of groups
     bits: int  # of a word of K and V
-    scale: str  # dtype code of the int8 scales, or ""
+    scale: str  # dtype code of the scales, or ""
     k_inner: tuple[int, int]  # (chunk, stride) in words of a row that lies in pieces; (0, 0) for one that does not
     v_inner: tuple[int, int]
     query: str  # dtype code of q
@@ -47,8 +49,20 @@ class Choices(NamedTuple):
         return self.sink_logits or self.alibi or self.tree
 
     @property
+    def groups(self) -> bool:
+        """Whether K and V are codes of groups, which have scales of their own."""
+        return self.cache in FORMATS
+
+    @property
+    def row_scale(self) -> bool:
+        """Whether a key has one scale of K and one of V."""
+        return self.scale != "" and not self.groups
+
+    @property
     def unit(self) -> int:
-        """Elements in a word of K and V."""
+        """Elements in a word of K and V, or in the few words that have whole codes."""
+        if self.groups:
+            return unit_of(self.cache)[0]
         return self.bits // (SIZE[self.cache] * 8)
 
 
@@ -155,7 +169,9 @@ FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
 def array_types(style, c):
     """The types of (q, K and V, lengths, table, scales, out); on CPU words of K, V and scales are elements."""
     cache, scale = word_array(c.bits), scale_array(c.scale)
-    if style == "cpu":
+    if style == "cpu" and c.groups:
+        scale = ti.types.ndarray(dtype=ELEMENT[c.scale], ndim=1)
+    elif style == "cpu":
         cache, scale = (ti.types.ndarray(dtype=ELEMENT[code], ndim=1) for code in (c.cache, c.scale or "f32"))
     return (
         element_array(c.query),

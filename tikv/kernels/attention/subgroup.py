@@ -31,10 +31,13 @@ from tikv.kernels.attention.terms import make_bias, make_slope_of, make_start_st
 from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
+from tikv.kernels.groups import make_column, make_place
+from tikv.kernels.groups import make_load_unit as make_load_unit_of_codes
 from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group_operations
 from tikv.runtime import ti
 
 MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
+MAX_UNIT = 8  # numbers of a key in flight; where a word has more, fewer keys are
 NARROW = 32  # words of a key; where there are more, a thread reads two at a time
 
 
@@ -58,6 +61,7 @@ def shape_of(kind, c):
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
     in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # what registers allow
+    in_flight = max(1, min(in_flight, in_flight * MAX_UNIT // c.unit))
     return Shape(
         units=units,
         units_v=units_v,
@@ -65,7 +69,7 @@ def shape_of(kind, c):
         sharers=sharers,
         max_groups=BLOCK // 32 if kind == WARP else BLOCK,
         keys=1 if kind == SINGLE else in_flight,
-        v_keys=max(in_flight, 4),
+        v_keys=max(in_flight, 4 if c.unit <= MAX_UNIT else 1),
         words=1 if kind == SINGLE or units <= NARROW else 2,
     )
 
@@ -133,7 +137,7 @@ def make_attend_task(style, kind, parts, c):
         queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # as rows, elements of a word, words
         weights = ti.simt.block.SharedArray((R * BLOCK,), ti.f32)
         of_groups = ti.simt.block.SharedArray((R * shape.max_groups,), ti.f32)
-        k_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
+        k_rows = ti.simt.block.SharedArray((BLOCK * (2 if c.groups else 1),), ti.i32)  # and of groups those of scales
         v_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
         mine = position[G.offset] + position[G.rank]  # which of the block's keys this thread owns
         visible, task = decode_task(number, lens, strides, params)
@@ -152,18 +156,20 @@ def make_attend_task(style, kind, parts, c):
         for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
             left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
             index = task[T.begin] + chunk * BLOCK + mine
-            slot, k_row, v_row, k_factor, v_factor = load_key(
+            slot, k_row, v_row, scale_row, k_factor, v_factor = load_key(
                 index, visible, task, table, k_scale, v_scale, strides, params
             )
             k_rows[mine], v_rows[mine] = k_row, v_row
+            if ti.static(c.groups):
+                k_rows[BLOCK + mine] = scale_row
             ti.simt.block.sync()
-            logits = group_logits(position, index, slot, left, k_factor, visible, task, k, queries, k_rows, of_groups,
-                                  terms, params, scalars)  # fmt: skip
+            logits = group_logits(position, index, slot, left, k_factor, visible, task, k, k_scale, queries, k_rows,
+                                  of_groups, terms, strides, params, scalars)  # fmt: skip
             ti.simt.block.sync()
             to_weights(mine, position, v_factor, logits, of_groups, weights, m, l, acc)
             ti.simt.block.sync()
             if sharer < shape.sharers:
-                add_values(sharer, column, left, v, v_rows, weights, acc)
+                add_values(sharer, column, left, v, v_scale, v_rows, k_rows, weights, acc, strides)
             ti.simt.block.sync()
         for g in ti.static(range(R)):
             l[g] = group_sum(l[g])
@@ -181,6 +187,7 @@ def make_load_queries(shape, c):
     query_row, load_q = make_query_row(c), make_load(c.query, 1, SIZE[c.query] * 8)
     R, D, U, units = c.rows, c.width, c.unit, shape.units
     rounds = -(-R * D // BLOCK)
+    place_of = make_place(c.cache)
 
     @ti.func
     def load_queries(thread, task, q: ti.template(), queries: ti.template(), strides, params):
@@ -191,51 +198,70 @@ def make_load_queries(shape, c):
                 r = ti.min(task[T.row] + z // D, rows - 1)
                 d = z % D
                 at = query_row(task[T.sequence], task[T.head], r, strides, params)
-                queries[(z // D * U + d % U) * units + d // U] = load_q(q, at + d)[0]
+                place = place_of(d)
+                queries[(z // D * U + place % U) * units + place // U] = load_q(q, at + d)[0]
 
     return load_queries
 
 
+def make_load_unit(inner, c):
+    """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row, which lies cut as `inner` says."""
+    if c.groups:
+        return make_load_unit_of_codes(c.cache, make_bits_to_f32(c.scale))
+    load, word = make_load(c.cache, c.unit, c.bits), make_word_offset(*inner)
+
+    @ti.func
+    def load_unit(array: ti.template(), scales: ti.template(), row, scale_row, u):
+        return load(array, row + word(u))
+
+    return load_unit
+
+
 def make_load_key(c):
-    """load_key(index, ...) -> (slot, row of K, row of V, scale of K, scale of V) of the key that a thread owns."""
+    """load_key(index, ...) -> of the key that a thread owns (slot, row of K, of V, of scales, scale of K, of V)."""
     locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
 
     @ti.func
     def load_key(index, visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides,
                  params):  # fmt: skip
-        slot, k_row, v_row = -1, 0, -1
+        slot, k_row, v_row, scale_row = -1, 0, -1, 0
         k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
         if index < task[T.end]:
             slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
-            if ti.static(c.scale != ""):
+            if ti.static(c.groups):
+                scale_row = task[T.scale_first] + scale_offset(slot, strides)
+            if ti.static(c.row_scale):
                 at = task[T.scale_first] + scale_offset(slot, strides)
                 k_factor = scale_value(k_scale[strides[S.k_scale_first] + at])
                 v_factor = scale_value(v_scale[strides[S.v_scale_first] + at])
-        return slot, k_row, v_row, k_factor, v_factor
+        return slot, k_row, v_row, scale_row, k_factor, v_factor
 
     return load_key
 
 
 def make_group_dots(shape, group_sum, c):
-    """group_dots(position, left, k, queries, k_rows): the bits of q.k of this thread's key, row by row.
+    """group_dots(position, left, k, ...): the bits of q.k of this thread's key, row by row.
 
     The threads of a group compute those of all their keys together, word by word.
     """
-    load, k_word = make_load(c.cache, c.unit, c.bits), make_word_offset(*c.k_inner)
+    load_unit = make_load_unit(c.k_inner, c)
     R, U, units, keys, words = c.rows, c.unit, shape.units, shape.keys, shape.words
 
     @ti.func
-    def group_dots(position, left, k: ti.template(), queries: ti.template(), k_rows: ti.template()):
+    def group_dots(position, left, k: ti.template(), k_scale: ti.template(), queries: ti.template(),
+                   k_rows: ti.template(), strides):  # fmt: skip
         rank, size, offset = position[G.rank], position[G.size], position[G.offset]
         bits = ti.Vector([0] * R)
         for turn in range((ti.min(size, left - offset) + keys - 1) // keys):
             found = ti.Vector([ti.f32(0.0)] * (R * keys))
-            here = ti.Vector([0] * keys)
+            here, scale_here = ti.Vector([0] * keys), ti.Vector([0] * keys)
             for n in ti.static(range(keys)):
                 here[n] = k_rows[offset + ti.min(turn * keys + n, size - 1)]
+                if ti.static(c.groups):
+                    scale_here[n] = k_rows[BLOCK + offset + ti.min(turn * keys + n, size - 1)] + strides[S.k_scale_first]
             for step in range((units + size * words - 1) // (size * words)):
                 for w in ti.static(range(words)):
                     u = (step * words + w) * size + rank
@@ -243,7 +269,7 @@ def make_group_dots(shape, group_sum, c):
                     u = ti.min(u, units - 1)
                     x = ti.Vector([ti.f32(0.0)] * (keys * U))
                     for n in ti.static(range(keys)):
-                        values = load(k, here[n] + k_word(u))
+                        values = load_unit(k, k_scale, here[n], scale_here[n], u)
                         for e in ti.static(range(U)):
                             x[n * U + e] = ti.select(inside, values[e], ti.f32(0.0))
                     for g in ti.static(range(R)):
@@ -271,11 +297,11 @@ def make_group_logits(shape, kind, c):
     R = c.rows
 
     @ti.func
-    def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), queries: ti.template(),
-                     k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(), params,
-                     scalars):  # fmt: skip
+    def group_logits(position, index, slot, left, k_factor, visible, task, k: ti.template(), k_scale: ti.template(),
+                     queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(),
+                     strides, params, scalars):  # fmt: skip
         rows = params[P.queries] * c.group
-        bits = group_dots(position, left, k, queries, k_rows)
+        bits = group_dots(position, left, k, k_scale, queries, k_rows, strides)
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])
@@ -319,7 +345,7 @@ def make_to_weights(shape, c):
             for e in ti.static(range(elements)):
                 acc[g * elements + e] *= shrink
             weight = p * v_factor
-            if ti.static(c.scale != "" and c.masked):  # the scale of what a query does not see may be NaN
+            if ti.static(c.row_scale and c.masked):  # the scale of what a query does not see may be NaN
                 weight = ti.select(p > ti.f32(0.0), weight, ti.f32(0.0))
             weights[g * BLOCK + mine] = weight
 
@@ -327,19 +353,22 @@ def make_to_weights(shape, c):
 
 
 def make_add_values(shape, c):
-    """add_values(sharer, column, left, v, v_rows, weights, acc): a thread's columns of V, weighted, to its results."""
-    load, v_word = make_load(c.cache, c.unit, c.bits), make_word_offset(*c.v_inner)
+    """add_values(sharer, column, left, v, ...): a thread's columns of V, weighted, to its results."""
+    load_unit = make_load_unit(c.v_inner, c)
     R, U, rounds, sharers, v_keys = c.rows, c.unit, shape.rounds, shape.sharers, shape.v_keys
 
     @ti.func
-    def add_values(sharer, column, left, v: ti.template(), v_rows: ti.template(), weights: ti.template(),
-                   acc: ti.template()):  # fmt: skip
+    def add_values(sharer, column, left, v: ti.template(), v_scale: ti.template(), v_rows: ti.template(),
+                   k_rows: ti.template(), weights: ti.template(), acc: ti.template(), strides):  # fmt: skip
         for turn in range((left + sharers * v_keys - 1) // (sharers * v_keys)):
             x = ti.Vector([ti.f32(0.0)] * (v_keys * rounds * U))
             for n in ti.static(range(v_keys)):
-                at = v_rows[(turn * v_keys + n) * sharers + sharer]
+                at, scale_at = v_rows[(turn * v_keys + n) * sharers + sharer], 0
+                if ti.static(c.groups):
+                    scale_at = k_rows[BLOCK + (turn * v_keys + n) * sharers + sharer] + strides[S.v_scale_first]
                 for z in ti.static(range(rounds)):
-                    values = load(v, ti.max(at, 0) + v_word(ti.min(z * BLOCK + column, shape.units_v - 1)))
+                    unit = ti.min(z * BLOCK + column, shape.units_v - 1)
+                    values = load_unit(v, v_scale, ti.max(at, 0), scale_at, unit)
                     for e in ti.static(range(U)):
                         x[(n * rounds + z) * U + e] = ti.select(at >= 0, values[e], ti.f32(0.0))
             for n in ti.static(range(v_keys)):
@@ -381,7 +410,7 @@ def make_store_rows(style, shape, parts, c):
     """store_rows(...): the task's rows of the result, divided by the sums of their weights, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store = make_store(c.out, 1, SIZE[c.out] * 8, style)
-    R, U, rounds = c.rows, c.unit, shape.rounds
+    R, U, rounds, column_of = c.rows, c.unit, shape.rounds, make_column(c.cache)
 
     @ti.func
     def store_rows(thread, sharer, column, position, task, of_groups: ti.template(), m, acc, out: ti.template(),
@@ -400,7 +429,7 @@ def make_store_rows(style, shape, parts, c):
                     u = z * BLOCK + column
                     if sharer == 0 and u < shape.units_v:
                         for e in ti.static(range(U)):
-                            store(out, at + u * U + e, ti.Vector([acc[(g * rounds + z) * U + e] * inverse]),
+                            store(out, at + column_of(u * U + e), ti.Vector([acc[(g * rounds + z) * U + e] * inverse]),
                                   ti.f32(1.0))  # fmt: skip
                 if thread == 0:
                     store_lse(lse, lse_at, m[g], total, scalars)

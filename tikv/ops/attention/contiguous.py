@@ -6,7 +6,8 @@ from typing import Any
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view
-from tikv.errors import CapacityError, ShapeError
+from tikv.errors import CapacityError, DTypeError, OptionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -25,6 +26,7 @@ from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
+from tikv.ops.quantize import Quantized, codes_and_numbers
 
 
 def decode_attention(
@@ -61,8 +63,8 @@ def decode_attention(
     Args:
         q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
         k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16,
-            float8_e4m3fn, float8_e5m2, or int8 with scales; any strides with a contiguous last axis. Query head ``h``
-            reads head ``h // (Hq // H)``.
+            float8_e4m3fn, float8_e5m2, or int8 with scales; or each a `Quantized` of such a shape; any strides with a
+            contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
             int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own:
             it sees that many of its keys, by which windows, sinks and rings count too.
@@ -159,8 +161,14 @@ def contiguous_call(
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
     live = runtime.current()
-    k = view(k_cache, "k_cache", operation)
-    v = values_of(k, v_cache, head_dim_v, "v_cache", operation)
+    format = None
+    if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
+        if k_scale is not None or v_scale is not None:
+            raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
+        k, v, of_groups, format = _codes_of_caches(live, operation, k_cache, v_cache)
+    else:
+        k = view(k_cache, "k_cache", operation)
+        v = values_of(k, v_cache, head_dim_v, "v_cache", operation)
     arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
@@ -169,7 +177,9 @@ def contiguous_call(
         arrays["lens"] = view(seq_lens, "seq_lens", operation)
     if v_cache is None and v_scale is None:
         v_scale = k_scale
-    if k_scale is not None or v_scale is not None:
+    if format is not None:
+        arrays |= of_groups
+    elif k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
@@ -177,19 +187,48 @@ def contiguous_call(
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     sinks = checks.integer(sinks, "sinks", operation)
-    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass)
+    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, format)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
-        cache = _contiguous(arrays, window, ring, sinks, live, operation)
+        cache = _contiguous(arrays, window, ring, sinks, live, operation, format)
         span = None if window is None else window - cache.sinks
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
     return AttentionCall(plan, arrays, length, (seq_lens, terms))
 
 
+def _codes_of_caches(
+    live: runtime.Runtime, operation: str, k_cache: Any, v_cache: Any
+) -> tuple[ArrayView, ArrayView, dict[str, ArrayView], GroupFormat]:
+    """(K's codes, V's, the numbers of their groups, the format) of caches that are both `Quantized`.
+
+    Raises:
+        DTypeError, ShapeError: one is not, or they are of two formats, or their numbers do not lie alike.
+    """
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(cache, Quantized):
+            raise DTypeError(f"{operation}: {name} is a {type(cache).__name__}. Pass a Quantized for both, or neither.")
+    if k_cache.format is not v_cache.format:
+        raise DTypeError(f"{operation}: K is {k_cache.format} and V {v_cache.format}. Use one format.")
+    k, k_numbers = codes_and_numbers(live, operation, k_cache, "k_cache's ")
+    v, v_numbers = codes_and_numbers(live, operation, v_cache, "v_cache's ")
+    if k_numbers.dtype is not v_numbers.dtype or k_numbers.strides[:-1] != v_numbers.strides[:-1]:
+        raise ShapeError(
+            f"{operation}: the scales of k_cache are {describe(k_numbers)} and those of v_cache {describe(v_numbers)}. "
+            f"Use K and V of one width and one dtype of scales."
+        )
+    return k, v, {"k_scale": k_numbers, "v_scale": v_numbers}, k_cache.format
+
+
 def _contiguous(
-    arrays: dict[str, ArrayView], window: int | None, ring: bool, sinks: int, live: runtime.Runtime, operation: str
+    arrays: dict[str, ArrayView],
+    window: int | None,
+    ring: bool,
+    sinks: int,
+    live: runtime.Runtime,
+    operation: str,
+    format: GroupFormat | None = None,
 ) -> CacheLayout:
     """What contiguous caches and rings hold, checked."""
     names = {"k": "k_cache", "v": "v_cache", "lens": "seq_lens"}
@@ -210,27 +249,37 @@ def _contiguous(
     if scales and k.dtype in dtypes.FLOATS8:
         check_fixed_scales(scales, k.shape[1], operation)
     for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
-        if k.dtype not in dtypes.FLOATS8 and a.shape != k.shape[:3]:
+        if k.dtype not in dtypes.FLOATS8 and a.shape[: 3 if format else None] != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
-    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=slots - sinks if ring else 0)
+    ring_slots = slots - sinks if ring else 0
+    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, format=format)
 
 
 def contiguous_cache(
-    k: ArrayView, v: ArrayView, scales: tuple[ArrayView, ...], *, sinks: int = 0, ring: int = 0
+    k: ArrayView,
+    v: ArrayView,
+    scales: tuple[ArrayView, ...],
+    *,
+    sinks: int = 0,
+    ring: int = 0,
+    format: GroupFormat | None = None,
 ) -> CacheLayout:
-    """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none."""
+    """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none.
+
+    Of a format of groups the arrays hold words of codes, and `scales` the numbers of the groups, side by side.
+    """
     scale_strides = (0, 0, 0, 0)
     if scales:
         fixed = k.dtype in dtypes.FLOATS8
         step = scales[0].strides
         scale_strides = (0, 0, 0, head_step(scales[0])) if fixed else (step[0], 0, step[2], step[1])
     return CacheLayout(
-        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2]),
-        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2]),
+        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2], format=format),
+        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2], format=format),
         heads=k.shape[1],
-        width=k.shape[3],
-        width_v=v.shape[3],
+        width=format.columns(k.shape[3]) if format else k.shape[3],
+        width_v=format.columns(v.shape[3]) if format else v.shape[3],
         place="ring" if ring else "linear",
         capacity=k.shape[2],
         sinks=sinks,

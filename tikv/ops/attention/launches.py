@@ -100,7 +100,7 @@ class AttentionLaunches(Plan):
             shape = rows_of_task(query.queries, query.heads // cache.heads), cache.width, cache.width_v
             chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
-            self.work_floats = cpu.work_floats(*shape, self.heads_per_task)
+            self.work_floats = cpu.work_floats(*shape, self.heads_per_task, cache.k.format is not None)
             nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(part_bytes, own_lse, tree, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
@@ -214,7 +214,7 @@ class AttentionLaunches(Plan):
             place=cache.place,
             page=cache.page,
             sinks=cache.sinks > 0,
-            cache=arrays["k"].dtype.short,
+            cache=cache.k.format.name if cache.k.format else arrays["k"].dtype.short,
             bits=bits,
             scale=cache.scales[0].dtype.short if cache.scales else "",
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
@@ -348,7 +348,7 @@ class AttentionLaunches(Plan):
 def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> int:
     """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
     itemsize = k.dtype.itemsize
-    if style == "cpu":
+    if style == "cpu" or cache.k.format is not None:
         return itemsize * 8
     widest = 0
     if style == "cuda":

@@ -105,13 +105,17 @@ def check_form(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
-    if k.dtype not in dtypes.ATTENDED:
+    if cache.k.format is not cache.v.format:
+        raise DTypeError(f"{operation}: K is {cache.k.format or k.dtype} and V {cache.v.format or v.dtype}. Use one.")
+    if k.dtype not in dtypes.ATTENDED and cache.k.format is None:
         readable = ", ".join(row.name for row in dtypes.ATTENDED)
         raise DTypeError(f"{operation}: K is {describe(k)}; attention reads {readable}.")
     checks.same_dtype(k, v, "K", "V", operation)
     if k.dtype is dtypes.int8 and not cache.scales:
         raise DTypeError(f"{operation}: K is {describe(k)}; int8 needs k_scale and v_scale.")
-    if cache.scales and k.dtype is not dtypes.int8 and k.dtype not in dtypes.FLOATS8:
+    if options.mass and cache.k.format is not None:
+        raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
+    if cache.scales and k.dtype is not dtypes.int8 and k.dtype not in dtypes.FLOATS8 and cache.k.format is None:
         raise DTypeError(f"{operation}: K is {describe(k)}; only int8 and floats of 8 bits have scales.")
     for scale in cache.scales:
         if scale.dtype not in (dtypes.float16, dtypes.float32):

@@ -140,8 +140,8 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
-    if by_head:
-        return 1, near, side  # keys are listed once for all heads of a task
+    if by_head or cache.k.format is not None:
+        return 1, near, side  # keys are listed once for all heads of a task, and codes unpacked a head at a time
     if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
         side = cpu.PREFETCH_TOKENS
     elif cache.place == "table" and cache.k.head < cache.k.block:
