@@ -18,6 +18,7 @@ LARGEST = 3.4028234663852886e38
 LEAST_SCALE = 1e-7  # of mlx
 SMALL_BITS = (127 - 100) << 23  # groups below 2**-100 count as 0 for GGUF's rules: their scale is 0 as a float16
 INFINITE = 0x7F800000
+UNIT = 4  # codes that a thread of a GPU takes at a time in attention
 SCALE, BIAS, FACTOR, ORIGIN = range(4)  # of a group's numbers: as stored, and by what codes are found
 
 
@@ -258,11 +259,11 @@ def make_codes(name):
 def make_load_unit(name, scale_value):
     """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row of codes, in the codes' order.
 
-    `scale_value` turns an entry of `scales` into a float.
+    A unit is `UNIT` codes, what a GPU's thread takes at a time. `scale_value` turns an entry of `scales` into a float.
     """
-    row, codes = FORMATS[name], make_codes(name)
-    count, width = unit_of(name)
-    per_group, numbers = row.group // count, row.numbers
+    row, value_of_code = FORMATS[name], make_value_of_code(name, "cpu")
+    per_group, numbers, bits = row.group // UNIT, row.numbers, row.bits
+    mask = (1 << bits) - 1
 
     @ti.func
     def load_unit(array: ti.template(), scales: ti.template(), row, scale_row, u):
@@ -270,8 +271,16 @@ def make_load_unit(name, scale_value):
         step, bias = scale_value(scales[at]), ti.f32(0.0)
         if ti.static(numbers == 2):
             bias = scale_value(scales[at + 1])
-        words = [array[row + u * width + i] for i in range(width)]
-        return codes(words, step, bias)
+        first = u * ti.static(UNIT * bits)
+        word, shift = row + (first >> 5), first & 31
+        codes = array[word] >> ti.cast(shift, ti.u32)
+        if ti.static(32 % (UNIT * bits) != 0):
+            if shift > ti.static(32 - UNIT * bits):
+                codes = codes | (array[word + 1] << ti.cast(32 - shift, ti.u32))
+        values = ti.Vector([ti.f32(0.0) for _ in range(UNIT)])
+        for e in ti.static(range(UNIT)):
+            values[e] = value_of_code((codes >> ti.u32(ti.static(e * bits))) & ti.u32(mask), step, bias, 0)
+        return values
 
     return load_unit
 

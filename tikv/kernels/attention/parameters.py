@@ -5,7 +5,7 @@ from typing import NamedTuple
 from tikv.formats import FORMATS
 from tikv.kernels.address import index_array
 from tikv.kernels.codec import ELEMENT, SIZE, element_array, scale_array, word_array
-from tikv.kernels.groups import unit_of
+from tikv.kernels.groups import UNIT
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
@@ -60,9 +60,9 @@ class Choices(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements in a word of K and V, or in the few words that have whole codes."""
+        """Elements in a word of K and V, or codes that are taken together."""
         if self.groups:
-            return unit_of(self.cache)[0]
+            return UNIT
         return self.bits // (SIZE[self.cache] * 8)
 
 

@@ -37,7 +37,6 @@ from tikv.kernels.lanes import BLOCK, SINGLE, SPIRV_THREADS, WARP, G, make_group
 from tikv.runtime import ti
 
 MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
-MAX_UNIT = 8  # numbers of a key in flight; where a word has more, fewer keys are
 NARROW = 32  # words of a key; where there are more, a thread reads two at a time
 
 
@@ -61,7 +60,6 @@ def shape_of(kind, c):
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
     in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # what registers allow
-    in_flight = max(1, min(in_flight, in_flight * MAX_UNIT // c.unit))
     return Shape(
         units=units,
         units_v=units_v,
@@ -69,7 +67,7 @@ def shape_of(kind, c):
         sharers=sharers,
         max_groups=BLOCK // 32 if kind == WARP else BLOCK,
         keys=1 if kind == SINGLE else in_flight,
-        v_keys=max(in_flight, 4 if c.unit <= MAX_UNIT else 1),
+        v_keys=max(in_flight, 4),
         words=1 if kind == SINGLE or units <= NARROW else 2,
     )
 
@@ -259,9 +257,10 @@ def make_group_dots(shape, group_sum, c):
             found = ti.Vector([ti.f32(0.0)] * (R * keys))
             here, scale_here = ti.Vector([0] * keys), ti.Vector([0] * keys)
             for n in ti.static(range(keys)):
-                here[n] = k_rows[offset + ti.min(turn * keys + n, size - 1)]
+                key = offset + ti.min(turn * keys + n, size - 1)
+                here[n] = k_rows[key]
                 if ti.static(c.groups):
-                    scale_here[n] = k_rows[BLOCK + offset + ti.min(turn * keys + n, size - 1)] + strides[S.k_scale_first]
+                    scale_here[n] = k_rows[BLOCK + key] + strides[S.k_scale_first]
             for step in range((units + size * words - 1) // (size * words)):
                 for w in ti.static(range(words)):
                     u = (step * words + w) * size + rank
