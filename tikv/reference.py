@@ -165,12 +165,7 @@ def linearize(cache: Array, *, length: int, cache_layout: str = "head_major") ->
 def compact(cache: Array, keep: Any) -> Array:
     """The cache after each head kept some of its rows, in front and in their order; the rows behind are as they were.
 
-    Args:
-        cache: (B, H, S, ...); not changed.
-        keep: ascending indices (B, H, n) or (B, n), or a mask (B, H, S) or (B, S).
-
-    Returns:
-        A new array like `cache`.
+    `cache` is (B, H, S, ...), `keep` ascending indices (B, H, n) or (B, n), or a mask (B, H, S) or (B, S).
 
     Example:
         >>> compact(np.arange(4.0).reshape(1, 1, 4), np.array([[1, 3]])).ravel()
@@ -407,24 +402,11 @@ def norm_rope(
     return turned
 
 
-def rotate(
-    rows: Array,
-    moved_by: Array,
-    inv_freq: Sequence[float] | Array,
-    *,
-    interleaved: bool = False,
-    dtype: Any = np.float32,
-) -> Array:
-    """Rows turned from the position they were rotated for to another, in the arithmetic of `dtype`.
+def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = False, dtype: Any = np.float32) -> Array:
+    """Rows (..., D) turned from the position they were rotated for to another, in the arithmetic of `dtype`.
 
-    Args:
-        rows: (..., D).
-        moved_by: (...) differences of positions; a row that stays is not touched.
-        inv_freq: (D_r / 2,) angles of one position.
-        interleaved: pairs are (2i, 2i + 1) rather than (i, i + D_r / 2).
-
-    Returns:
-        Like `rows`, of `dtype`.
+    `moved_by` (...) has the differences of positions, where a row that stays is not touched; `inv_freq` (D_r / 2,) and
+    `interleaved` are as in `tikv.Rope`.
 
     Example:
         >>> rotate(np.array([[1.0, 0.0]]), np.array([1]), [np.pi / 2], dtype=np.float64).round(3).tolist()
