@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import types
 import weakref
 
 import numpy as np
@@ -854,7 +855,7 @@ def test_tokens_like_those_before_still_need_the_runtime(arch, rng, monkeypatch)
     for _ in range(4):
         layer.update(k, v)
     with monkeypatch.context() as ended:
-        ended.setattr(layer.store.runtime.front, "prog", None)
+        ended.setattr(layer.store.runtime, "front", types.SimpleNamespace(prog=None))
         with pytest.raises(tikv.StaleRuntimeError, match=r"^TikvCache\.update: made in"):
             layer.update(k, v)
     keys, _ = layer.update(k, v)

@@ -210,12 +210,12 @@ def kernels():
     return [weakref.ref(kernel.primal) for kernel in live.kernels.values()]
 
 tikv.init(arch=ARCH)
-taichis = len(runtime.engine.front().kernels)
+taichis = len(runtime.engine_in_use().settings.kernels)
 ended = kernels() + kernels()
 tikv.init(arch=ARCH)
 gc.collect()
 assert [kernel() for kernel in ended] == [None, None]
-assert len(runtime.engine.front().kernels) == taichis
+assert len(runtime.engine_in_use().settings.kernels) == taichis
 """
 
 
