@@ -12,6 +12,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array, write_host
+from tikv.ops.staging import KnownOnHost
 from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.sequences import AppendStep, SequenceState
 
@@ -68,5 +69,8 @@ class DeviceTables:
             table, lens = sequences.tables(layer, states)
             self._of_heads.pop(layer, None)  # while their memory is written
             names = f"tables of heads {layer}", f"lengths of heads {layer}"
-            kept = self._of_heads[layer] = key, self.upload(names[0], table), self.upload(names[1], lens), lens
+            known = self.upload(names[1], lens)
+            known = known.restrided(known.shape, known.strides)
+            known.owner = KnownOnHost(known.owner, lens)  # by which attention shares out the keys
+            kept = self._of_heads[layer] = key, self.upload(names[0], table), known, lens
         return kept[1:]
