@@ -28,7 +28,8 @@ class Work:
         self.lens = rng.permuted(np.tile(np.rint(shares * capacity).astype(np.int32), (batch, 1)), axis=1)
         few = rng.standard_normal((heads, 64, WIDTH)).astype(np.float16)
         # Rows repeat every 64 tokens: what is timed does not depend on the values, and making them is quick.
-        self.k = np.array(np.broadcast_to(np.tile(few, (1, capacity // 64, 1)), (batch, heads, capacity, WIDTH)))
+        tiled = np.tile(few, (1, capacity // 64, 1))
+        self.k = np.array(np.broadcast_to(tiled, (batch, heads, capacity, WIDTH)), order="C")
         self.v = np.ascontiguousarray(self.k[:, :, ::-1])
         self.q = rng.standard_normal((batch, heads * GROUP, WIDTH)).astype(np.float16)
         self.row_bytes = 2 * WIDTH * 2  # of K and V

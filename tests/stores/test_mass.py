@@ -111,6 +111,23 @@ def test_mass_of_sequences_of_a_pool(arch, rng):
         close(mass[b : b + 1, :, :n], one[b].mass(k[b : b + 1, :, :n], range(n), n))
 
 
+@pytest.mark.parametrize("kind", ["ContiguousKVLayer", "PagedKVLayer"])
+def test_mass_of_a_layer(arch, rng, kind):
+    sizes = (40, HEADS, WIDTH) if kind == "ContiguousKVLayer" else (10, 4, HEADS, WIDTH)
+    layer = getattr(tikv, kind)(*sizes)
+    place = lambda a: oracle.place(np.ascontiguousarray(a), arch)  # noqa: E731
+    (k, v), first, second = rows(rng, 1, 5), Queries(rng, 1, 5), Queries(rng, 1, 3)
+    if kind == "PagedKVLayer":
+        layer.paged_block_indices = [3, 1]
+    mass = layer.extend(*(place(a[0]) for a in (first.q, k, v)), layout="head_major", return_mass=True,
+                        mass_queries=2)[1]  # fmt: skip
+    close(oracle.to_numpy(mass)[None], first.mass(k, range(5), 5, 2))
+    attend = layer.contig_decode_attention if kind == "ContiguousKVLayer" else layer.paged_decode_attention
+    out, mass = attend(place(second.q[0]), q_layout="head_major", return_mass=True)
+    assert out.shape == second.q.shape[1:]
+    close(oracle.to_numpy(mass)[None], second.mass(k, range(5), 5))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like, view, write_host
+from tikv.arrays import ArrayView, describe, new_array, new_like, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import Terms
+from tikv.stores.attend import last_queries, mass_queries_of, results_of
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -106,16 +107,37 @@ class KVLayer(runtime.DeepCopied):
 
     @whole
     def _attend(
-        self, operation: str, call_of: Callable[..., AttentionCall], q: Any, q_layout: str, **options: Any
+        self,
+        operation: str,
+        call_of: Callable[..., AttentionCall],
+        q: Any,
+        q_layout: str,
+        wanted: int | None,
+        **options: Any,
     ) -> Any:
-        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major.
+
+        `wanted` is of how many of the last queries the mass is wanted, as `mass_queries_of` says it.
+        """
         runtime.require_alive(self.runtime, operation)
         axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
         queries = _one_head_major(_rank_3(q, "q", operation), axes)
         call = call_of(operation, queries, **options)
         out = new_like(q, (*view(q, "q", operation).shape[:2], self.head_dim), queries.dtype, self.runtime)
-        call.attend(None, out=_one_head_major(view(out, "out", operation), axes))
-        return out
+        to = _one_head_major(view(out, "out", operation), axes)
+        if wanted == 0:
+            call.attend(None, out=to)
+            return out
+        lse = new_array(queries.shape[:3], dtypes.float32, self.runtime)
+        call.attend(None, out=to, return_lse=True, lse=lse)
+        asking, their_lse = last_queries(queries, lse, wanted)
+        return out, self._mass(operation, q, call_of(operation, asking, **options), their_lse)
+
+    def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
+        """The mass (num_kv_heads, len) of a call that has attended."""
+        mass = new_like(like, (self.num_kv_heads, self._len), dtypes.float32, self.runtime, zeroed=True)
+        call.weigh(lse, view(mass, "mass", operation).batch_of_one())
+        return mass
 
     @whole
     def extend(
@@ -131,6 +153,8 @@ class KVLayer(runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Write new tokens from position `len` on, count them, and attend with their queries: one call for the step.
 
@@ -141,9 +165,12 @@ class KVLayer(runtime.DeepCopied):
             scale, softcap, sink_logits, alibi_slopes: of the scores, as in `tikv.decode_attention`.
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq) or (Hq, T).
+            return_mass: also return the attention mass of each token, float32 (num_kv_heads, `len`), as in
+                `KVCacheStore.attend`.
+            mass_queries: the mass is that of so many of the last queries; None for all.
 
         Returns:
-            An array like ``q``; with ``return_lse`` also lse.
+            An array like ``q``; with ``return_lse`` also lse, and with ``return_mass`` the mass.
 
         Raises:
             CapacityError: there is no room for T tokens. Nothing is written.
@@ -163,10 +190,12 @@ class KVLayer(runtime.DeepCopied):
         before, end = self._len, self._room_for(operation, tokens)
         shape = (*rows["q"].shape[:2], self.head_dim)
         out = new_like(q, shape, rows["q"].dtype, self.runtime)
-        lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if return_lse else None
-        parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if return_lse else [])
-        queries, *results = (_one_head_major(a, axes) for a in parts)
         terms = Terms(sink_logits, alibi_slopes)
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
+        with_lse = return_lse or wanted != 0
+        lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if with_lse else None
+        parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if with_lse else [])
+        queries, *results = (_one_head_major(a, axes) for a in parts)
         options = {"scale": scale, "softcap": softcap, "window": window, "terms": terms}
         calls = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
@@ -176,8 +205,12 @@ class KVLayer(runtime.DeepCopied):
         self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
         self.set_len(end)
         for (_, to, *to_lse), call in calls:
-            call.attend(None, out=to, return_lse=return_lse, lse=to_lse[0] if to_lse else None)
-        return (out, lse) if return_lse else out
+            call.attend(None, out=to, return_lse=with_lse, lse=to_lse[0] if to_lse else None)
+        mass = None
+        if wanted != 0:
+            asking, their_lse = last_queries(queries, results[1], wanted)
+            mass = self._mass(operation, q, self._call(operation, asking, end, options), their_lse)
+        return results_of(out, lse if return_lse else None, mass)
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
         """A checked call of attention over the first `length` tokens."""

@@ -23,6 +23,7 @@ from tikv.ops.attention.terms import Terms
 from tikv.ops.write_qkv import write_fused
 from tikv.stores import block_pool
 from tikv.stores.append import Appends
+from tikv.stores.attend import mass_queries_of
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
@@ -198,6 +199,8 @@ class ContiguousKVLayer(KVLayer):
         window: int | None = None,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Attention of the last T of `len` tokens.
 
@@ -208,26 +211,29 @@ class ContiguousKVLayer(KVLayer):
             causal: query i sees keys up to its own.
             window: tokens that a query sees, its own included; None for all.
             sink_logits, alibi_slopes: as in `tikv.decode_attention`.
+            return_mass, mass_queries: as in `extend`.
 
         Returns:
-            An array like ``q``.
+            An array like ``q``; with ``return_mass`` also the mass.
 
         Raises:
             PositionError, ShapeError, DTypeError: as `tikv.decode_attention`.
 
         Exactness, cost: as `tikv.decode_attention`.
         """
+        operation, terms = "ContiguousKVLayer.contig_decode_attention", Terms(sink_logits, alibi_slopes)
         return self._attend(
-            "ContiguousKVLayer.contig_decode_attention",
+            operation,
             contiguous_call,
             q,
             q_layout,
+            mass_queries_of(return_mass, mass_queries, terms, operation),
             **self._caches(),
             seq_lens=np.array([self._len], np.int32),
             scale=scale,
             causal=causal,
             window=window,
-            terms=Terms(sink_logits, alibi_slopes),
+            terms=terms,
         )
 
     def _caches(self) -> dict[str, Any]:
@@ -496,33 +502,37 @@ class PagedKVLayer(KVLayer):
         window: int | None = None,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
     ) -> Any:
         """Attention of the last T of `len` tokens, causal.
 
         Args:
-            q, q_layout, scale, window, sink_logits, alibi_slopes: as in
+            q, q_layout, scale, window, sink_logits, alibi_slopes, return_mass, mass_queries: as in
                 `ContiguousKVLayer.contig_decode_attention`.
 
         Returns:
-            An array like ``q``.
+            An array like ``q``; with ``return_mass`` also the mass.
 
         Raises:
             PositionError, ShapeError, DTypeError: as `tikv.paged_decode_attention`.
 
         Exactness, cost: as `tikv.paged_decode_attention`.
         """
+        operation, terms = "PagedKVLayer.paged_decode_attention", Terms(sink_logits, alibi_slopes)
         return self._attend(
-            "PagedKVLayer.paged_decode_attention",
+            operation,
             paged_call,
             q,
             q_layout,
+            mass_queries_of(return_mass, mass_queries, terms, operation),
             **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
             block_tables=self._table.batch_of_one(),
             context_lens=self._lens,
             layout=self.pool.form.layout,
             scale=scale,
             window=window,
-            terms=Terms(sink_logits, alibi_slopes),
+            terms=terms,
         )
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
