@@ -25,7 +25,7 @@ from tikv.ops.attention.options import (
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
 from tikv.ops.attention.tensor_cores import choose_tile
 from tikv.ops.attention.terms import check_parents, check_terms
-from tikv.ops.attention.torch_sdpa import attend_by_torch, why_not_torch
+from tikv.ops.attention.torch_sdpa import attend_by_torch, torch_is_faster, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
@@ -68,6 +68,7 @@ class AttentionPlan(Plan):
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
+        self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
         self.by_head = lens_by_head(arrays)
@@ -222,7 +223,7 @@ class AttentionPlan(Plan):
 
     def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
         """Whether torch's own attention is to be used; with impl="torch" it must be."""
-        if impl == "auto" and (self.live.is_cpu or "torch" not in sys.modules):
+        if impl == "auto" and ("torch" not in sys.modules or not self.torch_is_faster):
             return False
         reason = self.not_torch
         if not reason and return_lse:
