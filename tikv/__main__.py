@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tikv import runtime
 from tikv.compat.seeds import spec
@@ -213,6 +213,28 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_export(arguments: argparse.Namespace) -> int:
+    """`tikv export`."""
+    from tikv.tools import export
+
+    archs = list(dict.fromkeys(arguments.arch)) or list(export.ARCHS)
+    operations = list(dict.fromkeys(itertools.chain(*arguments.op))) or list(export.OPERATIONS)
+    dtypes = list(dict.fromkeys(itertools.chain(*arguments.dtype))) or list(export.DTYPES)
+    sizes = export.Sizes(arguments.head_dim, arguments.q_heads, arguments.kv_heads, arguments.block_size)
+    folder = export.check(arguments.folder, archs, operations, dtypes, sizes)
+    with progress("tikv export", len(operations) * len(dtypes)) as step:
+        found = export.export(folder, archs, operations, dtypes, sizes, step)
+    rows = []
+    for name, kernel in found["kernels"].items():
+        launched = f"{kernel['threadgroups']} x {kernel['threads_per_threadgroup']}"
+        files = ", ".join(kernel[arch] for arch in ("spirv", "metal") if arch in kernel)
+        checked = "valid" if kernel["validated"] else "not checked: no spirv-val"
+        rows.append((name, files, checked, launched, f"{kernel['threadgroup_memory_bytes']:,}"))
+    table.show("tikv export", ("kernel", "files", "SPIR-V", "threads", "bytes a group shares"), rows)
+    print(f"{len(rows)} kernels of {len(found['launches'])} launches; how they are bound is in {folder / export.INDEX}")
+    return 0
+
+
 def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
     """The table of one back end; figures of a noisy run are marked, and such a share of memcpy is not given."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers_us))
@@ -275,6 +297,63 @@ def svg(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_export(commands: Any) -> None:
+    """The arguments of `tikv export`."""
+    made = commands.add_parser(
+        "export",
+        help="kernels as SPIR-V and Metal source, for programs without Python",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compile the kernels of operations ahead of time, for programs that launch them without Python.",
+        epilog="""\
+The folder then holds, of each kernel, NAME.spv for Vulkan 1.1 and NAME.metal for Metal 2.3, and kernels.json:
+
+  kernels   threads, shared memory, capabilities, and the arguments of each kernel: to which binding an array belongs
+            (a storage buffer of descriptor set 0; in Metal [[buffer(n)]]), and where each number lies, in bytes, in the
+            uniform buffer that has the arguments
+  launches  what one call of each operation launches, in its order, with the arguments it gives: shapes and numbers.
+            A program changes those with a name, such as dst_position, and the strides, which count words
+
+A kernel takes any number of tokens, heads, slots and pages; the sizes below and the dtype are compiled in.
+A Vulkan driver has to be here, Mesa's on the CPU will do; for Metal source spirv-cross; spirv-val checks what it finds.
+examples/export_vulkan/ is such a program in C++.
+
+  tikv export kernels --op copy_kv,decode_attention --dtype float16 --head-dim 128
+""",
+    )
+    made.add_argument("folder", metavar="DIR", help="a new folder, or one of an earlier export")
+    made.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="ARCH",
+        help="metal or vulkan: only Metal source, only SPIR-V (both)",
+    )
+    made.add_argument(
+        "--op", action="append", default=[], type=names, metavar="NAME[,NAME...]", help="only these operations (all)"
+    )
+    made.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        type=names,
+        metavar="NAME[,NAME...]",
+        help="of rows and caches: float32, float16, bfloat16 (all)",
+    )
+    for name, default, what in (
+        ("--head-dim", 128, "elements of a head"),
+        ("--q-heads", 32, "query heads"),
+        ("--kv-heads", 8, "KV heads"),
+        ("--block-size", 16, "tokens of a page"),
+    ):
+        made.add_argument(name, type=int, default=default, metavar="N", help=f"{what} ({default})")
+    made.set_defaults(run=run_export)
+
+
+def names(text: str) -> list[str]:
+    """An argument that is one name, or several with commas between them."""
+    return text.split(",")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -331,6 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     times.add_argument("--plot", type=svg, metavar="OUT.svg", help="draw the times beside the peers' as a picture")
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)
+    add_export(commands)
     arguments = parser.parse_args(argv)
     if sys.stdout is None:  # `>&-`
         return _fail("stdout is closed; give it a file or a terminal", 1)

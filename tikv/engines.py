@@ -30,6 +30,7 @@ class Engine:
     cache_lock: str  # where in that folder a process has the lock of it
     program_of: attrgetter[Any]  # the program of `settings`, or None
     has_graphs: bool  # graphs of kernels that are compiled as one
+    has_modules: bool  # modules of kernels that are compiled ahead of time
     has_known_ptx: bool  # whether the native CUDA launcher knows the form of the PTX that it writes
     has_bitcode: bool  # whether its CUDA kernels may call functions of LLVM bitcode
     mps_arch: str | None = None  # the arch on which PyTorch can see its memory, as tensors on MPS
@@ -159,7 +160,7 @@ class _Taichi(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_TAICHI_HEADER_PRINT": "0", "TI_SKIP_VERSION_CHECK": "ON"}
     cache_variable, policy_variable = "TI_OFFLINE_CACHE_FILE_PATH", "TI_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "ticache.lock"
-    has_graphs = has_known_ptx = has_bitcode = True
+    has_graphs = has_modules = has_known_ptx = has_bitcode = True
     core_name = "_ti_core"
     context_class, position_method = "ASTTransformerContext", "get_pos_info"
     source_reader = "lang.kernel_impl"
@@ -185,7 +186,7 @@ class _Quadrants(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_QUADRANTS_HEADER_PRINT": "0"}
     cache_variable, policy_variable = "QD_OFFLINE_CACHE_FILE_PATH", "QD_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "kernel_compilation_manager/qdcache.lock"
-    has_graphs = has_known_ptx = has_bitcode = False
+    has_graphs = has_modules = has_known_ptx = has_bitcode = False
     mps_arch = "metal"
     word = "i32"  # it shows PyTorch no unsigned integers
     core_name = "_qd_core"

@@ -31,6 +31,20 @@ def clang(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def compiler():
+    """The environment of a process that compiles C++ with Vulkan's headers."""
+    environment = {"CXX": os.environ.get("CXX", "c++")}
+    command = [*environment["CXX"].split(), *os.environ.get("CXXFLAGS", "").split(), "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        tried = subprocess.run(command, input="#include <vulkan/vulkan.h>", capture_output=True, text=True, timeout=60)
+        works = tried.returncode == 0
+    except OSError:
+        works = False
+    require([] if works else ["C++ compiler with Vulkan's headers"], "g++, libvulkan-dev")
+    return environment
+
+
+@pytest.fixture(scope="session")
 def vulkan(request):
     """The environment of a process that compiles for Metal: SPIR-V's programs and a Vulkan driver are here."""
     engine = runtime.engine_in_use()

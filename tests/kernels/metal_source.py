@@ -10,10 +10,10 @@ import sys
 
 import metal_calls
 import numpy as np
-from metal_on_cpu import taichi_source
 
 import tikv
 from tikv import launch
+from tikv.launch import ahead
 
 
 class Unlaunched(launch.Bound):
@@ -30,7 +30,7 @@ def main(folder: pathlib.Path, groups: list[str]) -> None:
         for _ in metal_calls.GROUPS[name](np.zeros):
             pass
     folder.mkdir(exist_ok=True)
-    taichi_source.save(list(live.kernels.values()), folder)
+    ahead.save(list(live.kernels.values()), folder)
     facts = [{"factory": kernel.factory.__name__, "name": kernel.name} for kernel in live.kernels.values()]
     (folder / "kernels.json").write_text(json.dumps(facts), encoding="utf-8")
 

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import struct
 import subprocess
 import sys
 
@@ -14,15 +13,13 @@ import metal_comparison
 import numpy as np
 import oracle
 import pytest
-from metal_on_cpu import Options, taichi_source
+from metal_on_cpu import Options
 
 import tikv
+from tikv.launch import ahead
 
 KERNELS = pathlib.Path(tikv.__file__).parent / "kernels"
 pytestmark = pytest.mark.once
-HEADER = 5  # words of a SPIR-V module before its first instruction
-OP_CAPABILITY, GROUP_CAPABILITIES = 17, (61, 63)  # GroupNonUniform, GroupNonUniformArithmetic
-GROUP_OPERATIONS = range(349, 365)  # OpGroupNonUniformIAdd to OpGroupNonUniformLogicalXor
 FLOAT_ADD, FLOAT_MAX = 350, 358
 
 
@@ -43,26 +40,6 @@ def factories():
     return found
 
 
-def operations_of(spirv):
-    """The operations in a SPIR-V module."""
-    words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
-    found, at = set(), HEADER
-    while at < len(words):
-        found.add(words[at] & 0xFFFF)
-        at += words[at] >> 16
-    return found
-
-
-def with_capabilities(spirv):
-    """The SPIR-V with the capability of its subgroup operations, which Taichi 1.7.4 uses and never declares."""
-    if not operations_of(spirv) & set(GROUP_OPERATIONS):
-        return spirv
-    words = struct.unpack(f"<{len(spirv) // 4}I", spirv)
-    declared = [n for capability in GROUP_CAPABILITIES for n in (2 << 16 | OP_CAPABILITY, capability)]
-    assert struct.pack("<2I", *declared[-2:]) not in spirv, "Taichi declares it now: then this function can go"
-    return struct.pack(f"<{len(words) + len(declared)}I", *words[:HEADER], *declared, *words[HEADER:])
-
-
 def every_group(test):
     """A case for each group of calls."""
     full = pytest.mark.full(unless=lambda case: case["group"] == "copies")
@@ -78,13 +55,10 @@ def test_every_kernel_is_one_valid_metal_function(group, made):
     assert 0 < len(shaders) <= len(kernels), "one each, but for those that compile to the same code"
     for shader in shaders:
         assert shader.stem.endswith("_t00"), f"{shader.name}: a second task is a second launch"
-        declared = shader.with_suffix(".declared")
-        declared.write_bytes(with_capabilities(shader.read_bytes()))
-        checked = subprocess.run(
-            ["spirv-val", "--target-env", "vulkan1.1", declared], capture_output=True, text=True, timeout=60
-        )
-        assert checked.returncode == 0, f"{shader.name}: {checked.stdout}{checked.stderr}"
-        metal = taichi_source.metal_of(shader)
+        declared = shader.with_suffix(".declared")  # as `tikv export` has it
+        declared.write_bytes(ahead.with_capabilities(shader.read_bytes()))
+        assert ahead.is_valid(declared)
+        metal = ahead.metal_of(shader)
         assert metal.count("kernel void ") == 1
         assert not re.search(r"\bdouble\b|atomic_float|atomic<float>", metal), shader.name
 
@@ -207,8 +181,8 @@ def test_attention_reduces_over_simd_groups(made):
     shaders = sorted(folder.glob("attend_*.spv"))
     assert len(shaders) == [kernel["factory"] for kernel in kernels].count("make_attend_block") > 0
     for shader in shaders:
-        assert {FLOAT_ADD, FLOAT_MAX} <= operations_of(shader.read_bytes()), shader.name
-        metal = taichi_source.metal_of(shader)
+        assert {FLOAT_ADD, FLOAT_MAX} <= ahead.operations_of(shader.read_bytes()), shader.name
+        metal = ahead.metal_of(shader)
         for name in ("simd_sum(", "simd_max("):
             assert name in metal, f"{shader.name}: no {name}"
         for line in metal.splitlines():

@@ -9,7 +9,8 @@ The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. N
 Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 
 `launcher` chooses and reports; `compiled` holds kernels; `bound`, `cuda.native` and `cuda.legacy_stream` launch them;
-`vectors` names the entries of their arguments; `recorder` and `graph` are for `tikv.graphs`.
+`vectors` names the entries of their arguments; `recorder` and `graph` are for `tikv.graphs`; `ahead` compiles kernels
+for programs without Python.
 """
 
 from tikv.launch.bound import Bound as Bound

@@ -17,12 +17,9 @@ from metal_on_cpu import taichi_source
 from metal_on_cpu.library import MetalFunction, Options
 from tikv import launch, runtime
 from tikv.kernels import lanes
-from tikv.launch import bound, compiled, subgroups, vectors
+from tikv.launch import ahead, bound, compiled, subgroups, vectors
 from tikv.runtime import engine
 
-READ, WRITE = 1, 2  # of an array, in Taichi's facts
-FLOAT32 = 1  # a type, in Taichi's facts
-ARGUMENTS = -1  # the buffer with them, in Taichi's facts
 UNSET = 0xA5
 
 
@@ -58,15 +55,11 @@ class LaunchedOnCpu:
     """A kernel's Metal source, launched as Taichi's runtime does it."""
 
     def __init__(self, source, options, folder):
-        self.layout = [
-            (element["offset"], list(numbers_in(element["type"])))
-            for element in source.arguments["args_type_"]["content"]["elements_"]
-        ]
+        self.arguments = ahead.arguments_of(source)
         self.size = source.arguments["args_bytes_"]
-        self.access = {entry["key"][0]: entry["value"] for entry in source.arguments["arr_access"]}
         self.bindings = {bind["binding"]: bind["buffer"]["root_id"][0] for bind in source.task["buffer_binds"]}
         self.groups = -(-source.task["advisory_total_num_threads"] // source.task["advisory_num_threads_per_group"])
-        self.function = MetalFunction(source.metal, options, folder, [at for at, _ in self.layout])
+        self.function = MetalFunction(source.metal, options, folder, [a.places[0] for a in self.arguments])
 
     def __call__(self, kernel, arguments, iterations):
         given: list[Any] = []  # of an array its bytes and its extent, else the value
@@ -85,7 +78,7 @@ class LaunchedOnCpu:
                 if id(array) not in ndarrays:
                     ndarrays[id(array)] = bytes_of(array, kernel.runtime)
                 memory, extent = ndarrays[id(array)], array.shape[0]
-                if self.access.get(i, 0) & WRITE and not is_on_host(kernel.runtime):
+                if self.arguments[i].written and not is_on_host(kernel.runtime):
                     back.append((array, memory))
             given.append((memory, extent))
         self._launch(given)
@@ -105,21 +98,21 @@ class LaunchedOnCpu:
         else:
             address, size = value.ptr, value.span
         memory = np.full(size, UNSET, np.uint8)
-        if self.access.get(i, 0) & READ:
+        if self.arguments[i].read:
             ctypes.memmove(memory.ctypes.data, address, size)
-        if self.access.get(i, 0) & WRITE:
+        if self.arguments[i].written:
             back.append((address, memory))
         return memory, extent
 
     def _launch(self, given):
         packed = np.zeros(self.size, np.uint8)
-        for (start, numbers), value in zip(self.layout, given, strict=True):
+        for argument, value in zip(self.arguments, given, strict=True):
             # Of an array its extent; where a pointer would stand there is a buffer instead.
             entries = (value[1],) if isinstance(value, tuple) else np.atleast_1d(value)
-            for (offset, kind), entry in zip(numbers, entries, strict=False):
-                dtype = np.float32 if kind == FLOAT32 else np.int32
-                packed[start + offset : start + offset + 4] = np.array([entry], dtype).view(np.uint8)
-        buffers = {binding: packed if i == ARGUMENTS else given[i][0] for binding, i in self.bindings.items()}
+            for at, is_float, entry in zip(argument.places, argument.is_float, entries, strict=False):
+                dtype = np.float32 if is_float else np.int32
+                packed[at : at + 4] = np.array([entry], dtype).view(np.uint8)
+        buffers = {binding: packed if i == ahead.ARGUMENTS else given[i][0] for binding, i in self.bindings.items()}
         self.function(self.groups, buffers)
 
 
@@ -136,15 +129,6 @@ def bytes_of(array, live):
     size = array.arr.nelement() * array.arr.element_size()
     address = live.program.get_ndarray_data_ptr_as_int(array.arr)
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
-
-
-def numbers_in(kind, offset=0):
-    """(offset, type) of each number in a type of Taichi's facts."""
-    if "elements_" in kind["content"]:
-        for element in kind["content"]["elements_"]:
-            yield from numbers_in(element["type"], offset + element["offset"])
-    else:
-        yield offset, kind["content"].get("type")
 
 
 class GraphOnCpu(launch.TaichiGraph):

@@ -1,0 +1,137 @@
+"""`tikv export`: kernels that a program without Python can bind, and one that does."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tikv import __main__ as cli
+from tikv import errors
+from tikv.launch import ahead
+from tikv.tools import export
+
+pytestmark = pytest.mark.once
+EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "export_vulkan" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def exported(vulkan, tmp_path_factory):
+    """(folder, kernels.json) of some operations."""
+    folder = tmp_path_factory.mktemp("export") / "kernels"
+    asked = ["--op", "copy_kv,gather_paged,merge_states", "--dtype", "bfloat16", "--head-dim", "32", "--kv-heads", "4"]
+    child = subprocess.run(
+        [sys.executable, "-m", "tikv", "export", folder, *asked],
+        capture_output=True, text=True, env=vulkan, timeout=300,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    found = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))
+    assert f"{len(found['kernels'])} kernels of {len(found['launches'])} launches" in child.stdout
+    return folder, found
+
+
+def test_files_and_facts_agree(exported):
+    folder, found = exported
+    assert found["form"] == export.FORM
+    assert found["sizes"] == {"head_dim": 32, "q_heads": 32, "kv_heads": 4, "block_size": 16}
+    assert [launch["operation"] for launch in found["launches"]] == ["copy_kv"] * 2 + ["gather_paged", "merge_states"]
+    listed = {kernel[kind] for kernel in found["kernels"].values() for kind in ("spirv", "metal")}
+    assert {path.name for path in folder.iterdir()} == listed | {"kernels.json"}
+    for kernel in found["kernels"].values():
+        spirv, metal = (folder / kernel["spirv"]).read_bytes(), (folder / kernel["metal"]).read_text(encoding="utf-8")
+        assert kernel["validated"] is True
+        assert kernel["capabilities"][0] == "Shader"
+        # What SPIRV-Cross found in the SPIR-V, in words of its own.
+        (threads,) = re.findall(r"gl_WorkGroupSize .*= uint3\((\d+)u, 1u, 1u\)", metal)
+        assert kernel["threads_per_threadgroup"] == int(threads)
+        assert f"kernel void {kernel['metal_function']}(" in metal
+        assert f"constant args_t& args [[buffer({kernel['arguments_binding']})]]" in metal
+        arrays = {int(n) for n in re.findall(r"device \w+& \w+ \[\[buffer\((\d+)\)\]\]", metal)}
+        assert arrays == {a["binding"] for a in kernel["arguments"] if a.get("binding") is not None}
+        sizes = {"float": 4, "int": 4, "uint": 4}
+        shared = re.findall(r"threadgroup (\w+) \w+\[(\d+)\];", metal)
+        assert kernel["threadgroup_memory_bytes"] == sum(sizes[kind] * int(n) for kind, n in shared)
+        assert kernel["threadgroup_memory_bytes"] == ahead.threadgroup_bytes(spirv)
+
+
+def test_a_launch_gives_every_number_its_place(exported):
+    _, found = exported
+    for launch in found["launches"]:
+        kernel = found["kernels"][launch["kernel"]]
+        assert len(launch["arguments"]) == len(kernel["arguments"])
+        taken = []
+        for argument, given in zip(kernel["arguments"], launch["arguments"], strict=True):
+            if "array_of" in argument:
+                assert set(given) == {"dtype", "shape"}
+                assert argument["binding"] is None or argument["read"] or argument["written"]
+                continue
+            assert len(argument["at"]) == len(given)
+            assert len(argument.get("names", given)) == len(given)
+            taken += argument["at"]
+        assert len(set(taken)) == len(taken) > 0
+        assert all(at % 4 == 0 and at + 4 <= kernel["arguments_bytes"] for at in taken)
+    arguments = found["kernels"]["copy_kv_bfloat16_0"]["arguments"]
+    assert any("dst_position" in argument.get("names", []) for argument in arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "why"),
+    [
+        (["--op", "copy_kv,nothing"], errors.OptionError, "no op nothing. Use one of copy, copy_kv"),
+        (["--arch", "cuda"], errors.OptionError, "no arch cuda. Use one of vulkan, metal"),
+        (["--dtype", "int8"], errors.OptionError, "no dtype int8. Use one of float32"),
+        (["--q-heads", "6", "--kv-heads", "4"], errors.OptionError, "q_heads a multiple of kv_heads"),
+        (["--head-dim", "0"], errors.OptionError, "Sizes are 1 and more"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_made(
+    monkeypatch, tmp_path, capsys, arguments, error, why
+):
+    monkeypatch.setattr(export, "export", lambda *args: pytest.fail("it began"))
+    assert cli.main(["export", str(tmp_path / "kernels"), *arguments]) == 1
+    assert why in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    asked = ["vulkan"], ["copy"], ["float32"], export.Sizes()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(errors.CacheFileError, match="holds other files"):
+        export.check(str(tmp_path), *asked)
+    with pytest.raises(errors.CacheFileError, match="is no folder"):
+        export.check(str(tmp_path / "file"), *asked)
+    (tmp_path / "kernels.json").write_text("{}")
+    assert export.check(str(tmp_path), *asked) == tmp_path
+
+
+def test_without_a_vulkan_driver_the_way_out_is_named(monkeypatch, tmp_path):
+    def none(arch):
+        raise errors.ArchError(f"init: no {arch}")
+
+    monkeypatch.setattr(export.runtime, "init", none)
+    with pytest.raises(errors.ArchError, match=r"none works here \(init: no vulkan\)\. Install one"):
+        export.export(tmp_path, ["vulkan"], ["copy"], ["float32"], export.Sizes())
+
+
+@pytest.mark.full
+def test_a_program_in_cpp_gets_the_same_bits(vulkan, compiler, tmp_path):
+    child = subprocess.run(
+        [sys.executable, EXAMPLE, tmp_path], capture_output=True, text=True, env={**vulkan, **compiler}, timeout=500
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "2 launches on" in child.stdout
+    assert child.stdout.count("the same as tikv's") == 3
+
+
+@pytest.mark.full
+def test_every_operation_is_exported(vulkan, tmp_path):
+    command = [sys.executable, "-m", "tikv", "export", tmp_path, "--dtype", "float32", "--arch", "vulkan"]
+    child = subprocess.run(command, capture_output=True, text=True, env=vulkan, timeout=500)
+    assert child.returncode == 0, child.stderr
+    found = json.loads((tmp_path / "kernels.json").read_text(encoding="utf-8"))
+    assert {launch["operation"] for launch in found["launches"]} == set(export.OPERATIONS)
+    assert all(os.path.getsize(tmp_path / kernel["spirv"]) for kernel in found["kernels"].values())
+    assert not list(tmp_path.glob("*.metal"))

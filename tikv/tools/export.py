@@ -1,0 +1,313 @@
+"""`tikv export`: kernels for programs without Python: SPIR-V, Metal source, and a JSON of how each is bound.
+
+What is exported is what a call would launch on Vulkan or Metal. Each operation is called for each dtype, on arrays of
+the model's sizes, and its launches are recorded instead of done; `kernels.json` has them with their arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import arrays, dtypes, launch, runtime
+from tikv.errors import ArchError, CacheFileError, OptionError
+from tikv.launch import ahead
+from tikv.launch.vectors import fields_of
+from tikv.ops import attention, blocks, copy, paged, quantize, ragged, write_qkv
+from tikv.ops.rope import NormRope
+from tikv.runtime.cache import BoundedCache
+
+FORM = 1  # of kernels.json; it grows when a reader of older ones would misread it
+INDEX = "kernels.json"
+ARCHS = ("vulkan", "metal")
+DTYPES = ("float32", "float16", "bfloat16")
+TOKENS, CAPACITY, BLOCKS = 2, 64, 8  # of the recorded calls; a kernel takes any
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for. All other sizes are arguments of a launch."""
+
+    head_dim: int = 128
+    q_heads: int = 32
+    kv_heads: int = 8
+    block_size: int = 16
+
+
+class Calls:
+    """Calls of one dtype, on zeros in device memory."""
+
+    def __init__(self, live: runtime.Runtime, sizes: Sizes, dtype: str) -> None:
+        self.live, self.sizes = live, sizes
+        self.dtype = dtypes.parse(dtype, "export").numpy
+
+    def zeros(self, *shape: int, dtype: Any = None) -> Any:
+        """Zeros, of the dtype of the calls unless another is named."""
+        host = np.zeros(shape, self.dtype if dtype is None else dtype)
+        return arrays.CacheArray(arrays.to_device(host, self.live), self.live)
+
+    def ints(self, *numbers: int) -> Any:
+        """A vector of int32."""
+        return arrays.CacheArray(arrays.to_device(np.array(numbers, np.int32), self.live), self.live)
+
+    def rows(self) -> list[Any]:
+        """New keys and values (T, H, D)."""
+        return [self.zeros(TOKENS, self.sizes.kv_heads, self.sizes.head_dim) for _ in "kv"]
+
+    def caches(self) -> list[Any]:
+        """Caches (H, capacity, D)."""
+        return [self.zeros(self.sizes.kv_heads, CAPACITY, self.sizes.head_dim) for _ in "kv"]
+
+    def pools(self) -> list[Any]:
+        """Pools (N, bs, H, D)."""
+        s = self.sizes
+        return [self.zeros(BLOCKS, s.block_size, s.kv_heads, s.head_dim) for _ in "kv"]
+
+
+def _copy(c: Calls) -> None:
+    copy.copy(c.rows()[0], c.caches()[0], position=0)
+
+
+def _copy_kv(c: Calls) -> None:
+    copy.copy_kv(*c.rows(), *c.caches(), position=0)
+    copy.copy_kv(*c.rows(), *c.caches(), position=0, window=CAPACITY)
+
+
+def _linearize(c: Calls) -> None:
+    copy.linearize(*c.caches(), length=2 * CAPACITY)
+
+
+def _append_ragged(c: Calls) -> None:
+    s = c.sizes
+    rows, caches = ([c.zeros(2, s.kv_heads, n, s.head_dim) for _ in "kv"] for n in (TOKENS, CAPACITY))
+    ragged.append_ragged(*[*rows, *caches, c.ints(0, 1)])
+
+
+def _write_slots(c: Calls) -> None:
+    paged.write_slots(*[*c.rows(), *c.pools(), c.ints(*range(TOKENS))])
+
+
+def _gather_paged(c: Calls) -> None:
+    s = c.sizes
+    out = c.zeros(s.block_size + 1, s.kv_heads, s.head_dim)
+    paged.gather_paged(c.pools()[0], c.ints(1, 0), s.block_size + 1, out=out)
+
+
+def _copy_blocks(c: Calls) -> None:
+    pairs = arrays.CacheArray(arrays.to_device(np.array([[0, 1]], np.int32), c.live), c.live)
+    blocks.copy_blocks(*[*c.pools(), pairs])
+
+
+def _quantize(c: Calls) -> None:
+    quantize.quantize(c.rows()[0])
+
+
+def _dequantize(c: Calls) -> None:
+    s = c.sizes
+    codes, scales = (
+        c.zeros(TOKENS, s.kv_heads, s.head_dim, dtype=np.int8),
+        c.zeros(TOKENS, s.kv_heads, dtype=np.float16),
+    )
+    quantize.dequantize(codes, scales, c.rows()[0])
+
+
+def _write_qkv(c: Calls) -> None:
+    s = c.sizes
+    angles = [c.zeros(CAPACITY, s.head_dim // 2, dtype=np.float32) for _ in "cs"]
+    weights = [c.zeros(s.head_dim, dtype=np.float32) for _ in "qk"]
+    rotated = NormRope(mode="half", cos=angles[0], sin=angles[1])
+    normed = NormRope(mode="norm_half", q_weight=weights[0], k_weight=weights[1], cos=angles[0], sin=angles[1])
+    for norm_rope in (None, rotated, normed):
+        qkv = c.zeros(TOKENS, (s.q_heads + 2 * s.kv_heads) * s.head_dim)
+        write_qkv.write_qkv(qkv, *c.caches(), num_q_heads=s.q_heads, norm_rope=norm_rope, position=0)
+
+
+def _decode_attention(c: Calls) -> None:
+    s = c.sizes
+    caches = [c.zeros(1, s.kv_heads, CAPACITY, s.head_dim) for _ in "kv"]
+    q, out = (c.zeros(1, s.q_heads, s.head_dim) for _ in "qo")
+    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], out=out)
+    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], out=out, num_splits=2)
+
+
+def _paged_decode_attention(c: Calls) -> None:
+    s = c.sizes
+    q, out = (c.zeros(1, s.q_heads, s.head_dim) for _ in "qo")
+    tables = arrays.CacheArray(arrays.to_device(np.arange(BLOCKS, dtype=np.int32)[None], c.live), c.live)
+    attention.paged_decode_attention(*[q, *c.pools(), tables, c.ints(BLOCKS * s.block_size)], out=out)
+
+
+def _merge_states(c: Calls) -> None:
+    s = c.sizes
+    states = [
+        each for _ in "ab" for each in (c.zeros(1, s.q_heads, s.head_dim), c.zeros(1, s.q_heads, dtype=np.float32))
+    ]
+    attention.merge_states(*states)
+
+
+OPERATIONS: dict[str, Callable[[Calls], None]] = {
+    "copy": _copy,
+    "copy_kv": _copy_kv,
+    "linearize": _linearize,
+    "append_ragged": _append_ragged,
+    "write_slots": _write_slots,
+    "gather_paged": _gather_paged,
+    "copy_blocks": _copy_blocks,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "write_qkv": _write_qkv,
+    "decode_attention": _decode_attention,
+    "paged_decode_attention": _paged_decode_attention,
+    "merge_states": _merge_states,
+}
+
+
+def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Sequence[str], sizes: Sizes) -> Path:
+    """The folder to write to, once all that was asked for is known to be possible.
+
+    Raises:
+        OptionError: an arch, operation or dtype that is not exported; sizes that no model has.
+        CacheFileError: the path is no folder, or one that holds other things.
+    """
+    for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
+        if unknown := [name for name in asked if name not in known]:
+            raise OptionError(f"export: no {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
+    if min(sizes) < 1 or sizes.q_heads % sizes.kv_heads or sizes.head_dim % 2:
+        raise OptionError(
+            f"export: {', '.join(f'{name}={size}' for name, size in sizes._asdict().items())}. Sizes are 1 and more, "
+            f"head_dim is even, and q_heads a multiple of kv_heads."
+        )
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise CacheFileError(f"export: {path!r} is no folder. Name a new one.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / INDEX).is_file():
+        raise CacheFileError(f"export: {path!r} holds other files. Name a new folder, or one of an earlier export.")
+    return folder
+
+
+def export(
+    folder: Path,
+    archs: Sequence[str],
+    operations: Sequence[str],
+    names: Sequence[str],
+    sizes: Sizes,
+    step: Callable[[str, int], None] = lambda now, done: None,
+) -> dict[str, Any]:
+    """Write the kernels of operations to a folder; what `check` refuses is not asked again.
+
+    Args:
+        folder: it is made where it is missing. Files of an earlier export there are replaced.
+        archs: "vulkan" writes SPIR-V, "metal" Metal source.
+        operations: of `OPERATIONS`.
+        names: of `DTYPES`.
+        sizes: what the kernels are compiled for.
+        step: called with what is done now and how many operations are over, of `operations` times `names`.
+
+    Returns:
+        What kernels.json holds.
+
+    Raises:
+        ArchError: there is no Vulkan driver here, the engine compiles nothing ahead of time, or a tool is missing.
+        CacheFileError: the system refuses to write.
+    """
+    try:
+        live = runtime.init("vulkan")
+    except ArchError as error:
+        raise ArchError(
+            f"export: kernels are compiled for a Vulkan driver, and none works here ({error}). Install one; Mesa's "
+            f"needs no GPU (Debian: mesa-vulkan-drivers libvulkan1)."
+        ) from error
+    recorded: list[tuple[dict[str, Any], launch.Recorded]] = []
+    kernels: dict[str, launch.Kernel] = {}
+    for number, (name, dtype) in enumerate([(name, dtype) for name in operations for dtype in names]):
+        step(f"{name} {dtype}", number)
+        made = Calls(live, sizes, dtype)
+        with launch.recording(live, BoundedCache()) as launches:
+            OPERATIONS[name](made)
+        for each in launches:
+            recorded.append(({"operation": name, "dtype": dtype}, each))
+            kernels[each.kernel.name] = each.kernel
+    step("compiling", len(operations) * len(names))
+    with tempfile.TemporaryDirectory() as temporary:
+        ahead.save(list(kernels.values()), Path(temporary))
+        saved = dict(zip(kernels, ahead.saved_in(Path(temporary)), strict=True))
+        return _write(folder, archs, sizes, recorded, kernels, saved)
+
+
+def _write(
+    folder: Path,
+    archs: Sequence[str],
+    sizes: Sizes,
+    recorded: Sequence[tuple[dict[str, Any], launch.Recorded]],
+    kernels: dict[str, launch.Kernel],
+    saved: dict[str, ahead.Ahead],
+) -> dict[str, Any]:
+    """The files of kernels, each once, and the one that lists them."""
+    files: dict[str, tuple[str, bytes]] = {}  # by the kernel's name
+    found: dict[str, Any] = {}
+    for call, each in recorded:
+        name = each.kernel.name
+        if name not in files:
+            count = sum(stem.startswith(f"{call['operation']}_{call['dtype']}_") for stem, _ in files.values())
+            spirv = ahead.with_capabilities(saved[name].spirv.read_bytes())
+            files[name] = f"{call['operation']}_{call['dtype']}_{count}", spirv
+            found[files[name][0]] = {"name": name, **_facts(each, saved[name], spirv)}
+        call["kernel"] = files[name][0]
+        call["arguments"] = [_given(value) for value in each.arguments]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (stem, spirv) in files.items():
+            path = folder / f"{stem}.spv"
+            path.write_bytes(spirv)
+            found[stem]["validated"] = bool(ahead.is_valid(path))
+            if "metal" in archs:
+                (folder / f"{stem}.metal").write_text(ahead.metal_of(saved[name].spirv), encoding="utf-8")
+                found[stem]["metal"] = f"{stem}.metal"
+            if "vulkan" in archs:
+                found[stem]["spirv"] = f"{stem}.spv"
+            else:
+                path.unlink()
+        listed = {"form": FORM, "sizes": sizes._asdict(), "kernels": found, "launches": [call for call, _ in recorded]}
+        (folder / INDEX).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CacheFileError(f"export: cannot write to {str(folder)!r}: {error}.") from error
+    return listed
+
+
+def _facts(each: launch.Recorded, made: ahead.Ahead, spirv: bytes) -> dict[str, Any]:
+    """How a kernel is launched and bound."""
+    kernel, task = each.kernel, made.task
+    names = dict(fields_of(each.arguments, kernel.is_float))
+    bindings = {bind["buffer"]["root_id"][0]: bind["binding"] for bind in task["buffer_binds"]}
+    arguments: list[dict[str, Any]] = []
+    for i, argument in enumerate(ahead.arguments_of(made)):
+        told: dict[str, Any] = {"name": argument.name}
+        if word := kernel.words[i]:
+            told |= {"array_of": word, "binding": bindings.get(i), "read": argument.read, "written": argument.written}
+        else:
+            told |= {"numbers": "float32" if kernel.is_float[i] else "int32", "at": argument.places}
+            told |= {"names": list(names[i])} if i in names else {}
+        arguments.append(told)
+    per_group = task["advisory_num_threads_per_group"]
+    return {
+        "entry_point": "main",
+        "metal_function": "main0",
+        "threadgroups": -(-task["advisory_total_num_threads"] // per_group),
+        "threads_per_threadgroup": per_group,
+        "threadgroup_memory_bytes": ahead.threadgroup_bytes(spirv),
+        "capabilities": ahead.capabilities_of(spirv),
+        "arguments_binding": bindings[ahead.ARGUMENTS],
+        "arguments_bytes": made.arguments["args_bytes_"],
+        "arguments": arguments,
+    }
+
+
+def _given(value: Any) -> Any:
+    """An argument of a recorded launch, for JSON."""
+    if isinstance(value, arrays.ArrayView):
+        return {"dtype": value.dtype.name, "shape": list(value.shape)}
+    return list(value) if isinstance(value, tuple) else value
