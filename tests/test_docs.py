@@ -158,7 +158,7 @@ def test_every_command_of_the_readme_is_one():
 
     text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)(?:python -m )?tikv ([a-z]+)", text, re.MULTILINE))
-    assert named == {"info", "doctor", "variants", "support", "bench"}
+    assert named == {"info", "doctor", "variants", "support", "bench", "export"}
     for name in named:
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stopped:
             cli.main([name, "--help"])
