@@ -65,12 +65,12 @@ def recomputed_logits(model, ids):
     return model.forward(ids, 0, NoMemory(model))
 
 
-def run(*arguments, script="generate.py"):
+def run(*arguments, script="generate.py", timeout=120):
     return subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
@@ -196,10 +196,19 @@ def test_generate_says_what_is_wrong(arguments, words):
     assert "Traceback" not in result.stderr
 
 
+def test_many_processes_write_what_one_writes():
+    pytest.importorskip("torch.distributed")
+    result = run("--tokens", "35", script="many_processes.py", timeout=400)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(": the same text") == 3
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
         ("many_prompts.py", ["--model", "nowhere"], "no config.json there"),
+        ("cluster.py", ["--link", "0"], "--link 0.0: more than 0"),
+        ("many_processes.py", ["--processes", "1"], "--processes 1: at least 2"),
         ("draw_store.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
         ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: at least 1"),
         ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: at least 1"),
@@ -210,7 +219,7 @@ def test_generate_says_what_is_wrong(arguments, words):
     ],
 )
 def test_the_other_examples_say_what_is_wrong(script, arguments, words):
-    if script in ("cuda_graph_decode.py", "hf_generate.py"):
+    if script in ("cuda_graph_decode.py", "hf_generate.py", "many_processes.py"):
         pytest.importorskip("torch")
     if script == "hf_generate.py":
         pytest.importorskip("transformers")
