@@ -783,16 +783,100 @@ def test_chunked_layers_are_windows(arch, rng):
     assert (first.sliding_window, second.sliding_window) == (6, None)
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "GptOss": {**HYBRID, **EXPERTS, "num_local_experts": 4},
+    "Qwen2": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "Cohere2": {"sliding_window": WINDOW},
+    "StableLm": {},
+    "Gemma2": {"sliding_window": WINDOW},
+    "Mixtral": {**EXPERTS, "num_local_experts": 4},
+    "GPTNeoX": {},
+}
+WITH_STATES = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "RecurrentGemma": {"attention_window_size": WINDOW, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "Qwen3Next": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_STATES])
+def test_families_write_the_same_text(arch, family):
+    """With layers that attend in ours, and those with a state in transformers' own; also with attention by name."""
+    if not hasattr(transformers, f"{family}Config") or (family in WITH_STATES and shim.VERSION < (5, 19)):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}, or no layers for its states")
+    options = {**BASE, **FAMILIES.get(family, {}), **WITH_STATES.get(family, {})}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    want = generate(model, DynamicCache(config=model.config), prompts(11), 12)
+    for name in (None, "tikv"):
+        if name is not None:
+            model.set_attn_implementation(name)
+        got = generate(model, TikvCache(model.config), prompts(11), 12)
+        assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_learned_sinks_take_their_share(arch, rng, queries, masked):
+    """Of prompts and single tokens, by our kernel or, behind a mask or with gradients, step by step."""
+    q = torch.from_numpy(rng.standard_normal((2, 4, queries, 8)).astype(np.float32))
+    k, v = (torch.from_numpy(rng.standard_normal((2, 2, 9, 8)).astype(np.float32)) for _ in "kv")
+    sinks = torch.from_numpy(rng.standard_normal(4).astype(np.float32))
+    sees = torch.ones(queries, 9, dtype=torch.bool).tril(9 - queries)
+    module = torch.nn.Module()
+    scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5).masked_fill(~sees, -torch.inf)
+    wide = torch.cat([scores, sinks.reshape(1, 4, 1, 1).expand(2, 4, queries, 1)], -1).softmax(-1)
+    want = (wide[..., :9] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    for graded in (False, True):
+        learned = sinks.clone().requires_grad_(graded)
+        got, _ = by_name.attend(module, q, k, v, sees[None, None] if masked else None, s_aux=learned)
+        torch.testing.assert_close(got.detach(), want)
+        assert got.requires_grad is graded
+
+
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+def test_encoder_decoders_write_the_same_text(arch, family):
+    """With a cache for their own tokens, and one for the encoder's, which is written once."""
+    if shim.VERSION < (5, 0):
+        pytest.skip("caches of an encoder-decoder take no configuration")
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 3}
+    options = {
+        "T5": {"d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4},
+        "Bart": {**heads, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "forced_eos_token_id": None},
+    }[family]
+    common = {"vocab_size": 97, "d_model": 32, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**common, **options)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    want = generate(model, None, prompts(11), 12)
+    for name in (None, "tikv") if family == "Bart" else (None,):
+        if name is not None:
+            model.set_attn_implementation(name)
+        cache = transformers.EncoderDecoderCache(TikvCache(model.config), TikvCache(model.config))
+        got = generate(model, cache, prompts(11), 12)
+        assert torch.equal(got.sequences, want.sequences)
+        assert [layer.get_seq_length() for layer in cache.cross_attention_cache.layers] == [11] * 3
+
+
 REFUSED = [
     ("MambaConfig", {}, "state|linear_attention"),
     ("xLSTMConfig", {}, "state"),
-    ("JambaConfig", {}, "state|linear_attention"),
     ("BambaConfig", {}, "state|linear_attention"),
-    ("RecurrentGemmaConfig", {}, "state|linear_attention"),
     ("Lfm2Config", {}, "state|conv"),
-    ("MiniMaxConfig", {}, "linear_attention"),
-    ("T5Config", {}, "encoder-decoder"),
-    ("BartConfig", {}, "encoder-decoder"),
+    ("FalconH1Config", {}, "state|hybrid"),
 ]
 
 

@@ -10,7 +10,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv.errors import OptionError
 from tikv.ops.attention import decode_attention
 
 ATTENTION = "tikv"  # the name for attn_implementation
@@ -29,8 +28,9 @@ def attend(
 ) -> tuple[Any, None]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
-    Torch's `scaled_dot_product_attention` takes prompts, padded batches, training and what `torch.compile` traces; with
-    a soft cap plain torch does.
+    So does the prompt of a model with learned sinks, where no mask is needed. Torch's `scaled_dot_product_attention`
+    takes other prompts, padded batches, training and what `torch.compile` traces; with a soft cap or sinks plain torch
+    does.
 
     Args:
         module: the attention module.
@@ -41,52 +41,61 @@ def attend(
         dropout, softcap: as the model says. In the order of transformers' own functions, whose wrappers give the
             dropout by its place.
         scaling: of the scores; None for ``1 / sqrt(head_dim)``.
-        **kwargs: for torch's attention.
+        **kwargs: for torch's attention; of them ``s_aux``, (heads,), are the logits of learned sinks.
 
     Returns:
         ((batch, T, heads, head_dim_v), None).
-
-    Raises:
-        OptionError: the model wants learned attention sinks.
     """
-    if kwargs.get("s_aux") is not None:
-        raise OptionError(
-            f"attention {ATTENTION!r}: {type(module).__name__} has learned sinks (s_aux), which are not offered. Use "
-            f"attn_implementation='eager'."
-        )
+    sinks = kwargs.pop("s_aux", None)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     stored = getattr(key, "tikv_stored", None)
-    trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if query.shape[2] == 1 and attention_mask is None and not trained and not dropout and not _is_traced():
+    graded = (query, key, value) if sinks is None else (query, key, value, sinks)
+    trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
+    ours = query.shape[2] == 1 or (sinks is not None and query.dtype is not torch.float64)
+    if ours and attention_mask is None and not trained and not dropout and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
         out = decode_attention(
-            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale
-        )
+            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale, causal=causal,
+            sink_logits=None if sinks is None else sinks.detach().float(),
+        )  # fmt: skip
         return out.transpose(1, 2), None
     if stored is not None:
         layer, first, end, *_ = stored
         key, value = layer._read(first, end)
-    if softcap is not None:
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return _with_softcap(query, key, value, attention_mask, scaling, dropout, softcap, causal), None
+    if softcap is not None or sinks is not None:
+        return _plain(query, key, value, attention_mask, scaling, dropout, softcap, sinks, causal), None
     forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
     out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     return out, None
 
 
-def _with_softcap(
-    query: Any, key: Any, value: Any, mask: Any, scaling: float | None, dropout: float, softcap: float, causal: bool
+def _plain(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Any,
+    causal: bool,
 ) -> Any:
+    """Attention with a soft cap and sinks, step by step."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None and causal and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        shape = query.shape[2], key.shape[2]
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 

@@ -36,21 +36,25 @@ _STATE_FIELDS = (
 _STATE_PREFIXES = ("mamba_", "ssm_")
 
 
+STATES = frozenset({"linear_attention", "conv"})  # layers with a state in place of keys and values
+
+
 class LayerKind(NamedTuple):
-    """What a layer caches: "full", "sliding" with a window (the current token included), "none", or what is refused."""
+    """What a layer caches: "full", "sliding" with a window (the current token included), "none", or another."""
 
     kind: str
     window: int | None = None
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """What each layer of the decoder caches; a kind other than full, sliding and none is refused by its name."""
+    """What each layer of the decoder caches; others than full, sliding, none and `STATES` are refused by name."""
     if VERSION >= (5, 19):
         types, kwargs = cache_utils.get_layer_types_and_kwargs(config)
         windows = [k.get("sliding_window") for k in kwargs]
     else:
         types, windows = _types_and_windows(config)
-    foreign = _foreign_state(config)
+    served = VERSION >= (5, 19) and STATES.intersection(types) and not STATES.issuperset(types)
+    foreign = None if served else _foreign_state(config)
     return [_kind(t, w, foreign) for t, w in zip(types, windows, strict=True)]
 
 
@@ -98,6 +102,12 @@ def _foreign_state(config: Any) -> str | None:
 def expands_what_is_cached(config: Any) -> bool:
     """Whether the model may compute keys and values from what `update` returns: from latent vectors, as 5.x caches."""
     return getattr(config, "kv_lora_rank", None) is not None
+
+
+def state_layer(config: Any, index: int) -> Any:
+    """Transformers' own layer for the state of layer `index`."""
+    types, kwargs = cache_utils.get_layer_types_and_kwargs(config)
+    return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[types[index]](**kwargs[index])
 
 
 def layer_without_keys() -> Any:

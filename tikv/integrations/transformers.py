@@ -561,7 +561,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             widened for each read.
 
     Raises:
-        OptionError: the model is an encoder-decoder, or has layers with a state other than keys and values.
+        OptionError: no layer of the model attends, or some keep a state beside keys and values.
         DTypeError: nothing is stored in that dtype. Whether it fits the model's is told with the first tokens.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
@@ -571,6 +571,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
+
+    Layers with a state stay transformers' own. An encoder-decoder takes two in an `EncoderDecoderCache`: one for its
+    own tokens, and one for those of the encoder, written once.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -590,11 +593,6 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
-        if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
-            raise OptionError(
-                f"{OPERATION}: {name} is an encoder-decoder, whose cross-attention cache is not offered. Use "
-                f"transformers' own."
-            )
         limit = None if max_cache_len is None else _capacity(max_cache_len)
         storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
         if storage is not None and storage.name not in APPENDED:
@@ -610,11 +608,13 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 layers.append(shim.layer_without_keys())
             elif kind in ("full", "sliding"):
                 layers.append(TikvLayer(i, window, limit, storage, text))
+            elif kind in shim.STATES and any(other in ("full", "sliding") for other, _ in kinds):
+                layers.append(shim.state_layer(text, i))
             else:
                 raise OptionError(
                     f"{OPERATION}: layer {i} of {name} is of type {kind!r}, which holds something else than keys "
-                    f"and values. Offered are full_attention, sliding_attention and chunked_attention. "
-                    f"Use transformers' own cache."
+                    f"and values. Offered are full_attention, sliding_attention, chunked_attention, and layers with a "
+                    f"state beside them, in new versions. Use transformers' own cache."
                 )
         super().__init__(layers=layers)
 
