@@ -327,6 +327,29 @@ def test_transformers_reads_the_files_as_qwen3(model):
     np.testing.assert_allclose(recomputed_logits(model, ids), expected, atol=2e-3)
 
 
+@pytest.mark.archs("cpu")
+def test_each_way_of_compressing_keeps_its_share(model, arch):
+    from compress import WAYS, budgets_by_head, measure
+
+    ids = encode(model, PROMPTS[-1])[:72]
+    rows = {(name, share): rest for name, share, *rest in measure(model, [ids], 64, [0.25])}
+    assert list(rows) == [("everything", 1.0), *((way, 0.25) for way in WAYS)]
+    token = 4 * 2 * 2 * model.head_dim  # bytes of a token in two heads of two layers
+    everything = rows["everything", 1.0][0]
+    assert rows["everything", 1.0][1] == 0
+    for way in WAYS:
+        kept, loss, milliseconds = rows[way, 0.25]
+        assert everything - kept == (64 - 16) * token, way
+        assert abs(loss) < 5
+        assert milliseconds > 0
+    from compress import Layer
+
+    mass = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2] * 4, [0.1] * 32])
+    mask = budgets_by_head(Layer(np.ones((2, 32, 4)), mass, mass), 24)
+    assert mask.sum() == 48
+    assert mask[0].sum() > mask[1].sum() >= 4, "a head keeps what is safe"
+
+
 def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("rich")
