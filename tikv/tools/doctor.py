@@ -46,6 +46,7 @@ def info() -> dict[str, Any]:
 
     The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start;
     ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says why.
+    ``tensor_cores`` is "in use", or says why attention on CUDA does without them.
 
     Example:
         >>> import tikv

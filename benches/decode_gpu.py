@@ -1,0 +1,167 @@
+"""Decode attention on an NVIDIA GPU, device time alone: `python benches/decode_gpu.py`, with torch and Triton.
+
+float16, 8 KV heads of width 128. tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton
+kernel with `tl.dot` over the same pages, split over the keys, at the fastest of a few settings, and torch's
+scaled_dot_product_attention over the contiguous caches. The L2 cache is flushed before each call, the host queues the
+call while the device sleeps; medians of 16. Rates are the bytes of K and V over the time.
+"""
+
+import functools
+import statistics
+
+import torch
+import triton
+import triton.language as tl
+
+import tikv
+
+HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16
+SHAPES = [(32, 8192), (1, 32768), (128, 1024)]  # sequences, tokens of each
+SETTINGS = [(64, 4, 3), (32, 4, 4), (128, 8, 2), (64, 4, 2)]  # of Triton: keys at a time, warps, stages
+
+
+@triton.jit
+def parts_of_pages(
+    Q, K, V, TABLE, LENS, PART, LSE, scale, SPLITS, BLOCKS, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """One sequence, KV head and split: M rows of which G count, N keys at a time."""
+    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(LENS + b)
+    share = tl.cdiv(tl.cdiv(n, SPLITS), N) * N
+    begin = s * share
+    end = tl.minimum(n, begin + share)
+    d, g, r = tl.arange(0, D), tl.arange(0, M), tl.arange(0, N)
+    q = tl.load(Q + ((b * H + h) * G + g)[:, None] * D + d[None], mask=(g < G)[:, None], other=0.0)
+    m, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for at in range(begin, end, N):
+        key = at + r
+        ok = key < end
+        page = tl.load(TABLE + b * BLOCKS + key // PAGE, mask=ok, other=0)
+        row = ((page.to(tl.int64) * PAGE + key % PAGE) * H + h) * D
+        k = tl.load(K + row[None] + d[:, None], mask=ok[None], other=0.0)
+        v = tl.load(V + row[:, None] + d[None], mask=ok[:, None], other=0.0)
+        x = tl.where(ok[None], tl.dot(q, k) * scale, -1e30)
+        top = tl.maximum(m, tl.max(x, 1))
+        fade, p = tl.exp2(m - top), tl.exp2(x - top[:, None])
+        total, m = total * fade + tl.sum(p, 1), top
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
+    at = ((b * H + h) * G + g) * SPLITS + s
+    tl.store(PART + at[:, None] * D + d[None], acc / tl.maximum(total, 1e-30)[:, None], mask=(g < G)[:, None])
+    tl.store(LSE + at, m + tl.log2(tl.maximum(total, 1e-30)), mask=g < G)
+
+
+@triton.jit
+def merge_parts(PART, LSE, OUT, SPLITS, D: tl.constexpr):
+    """A row of the result from those of its splits."""
+    r, d = tl.program_id(0), tl.arange(0, D)
+    m, total, acc = -1e30, 0.0, tl.zeros([D], tl.float32)
+    for s in range(SPLITS):
+        x = tl.load(LSE + r * SPLITS + s)
+        top = tl.maximum(m, x)
+        fade, weight = tl.exp2(m - top), tl.exp2(x - top)
+        acc = acc * fade + weight * tl.load(PART + (r * SPLITS + s) * D + d)
+        total, m = total * fade + weight, top
+    tl.store(OUT + r * D + d, (acc / total).to(tl.float16))
+
+
+def by_triton(q, k, v, table, lens, out, setting):
+    """A call of the Triton kernel."""
+    keys, warps, stages = setting
+    batch, heads, width = q.shape
+    length, tasks = table.shape[1] * PAGE, batch * HEADS
+    splits = max(1, min(64, -(-1056 // tasks), length // 256)) if tasks < 256 else max(1, min(length // 256, 4))
+    part = torch.empty(batch * heads * splits, width, device=q.device)
+    lse = torch.empty(batch * heads * splits, device=q.device)
+
+    def call():
+        parts_of_pages[(batch, HEADS, splits)](
+            q, k, v, table, lens, part, lse, width**-0.5 * 1.4426950408889634, splits, table.shape[1], HEADS,
+            heads // HEADS, width, PAGE, keys, 16, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        merge_parts[(batch * heads,)](part, lse, out, splits, width, num_warps=4)
+        return out
+
+    return call
+
+
+def time_of(calls, flushed):
+    """The median device time of a call in microseconds; the calls differ in their arrays and take turns."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for i in range(ROUNDS):
+        flushed.fill_(i & 1)
+        torch.cuda._sleep(400_000)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        calls[i % len(calls)]()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+class Work:
+    """Sequences of one length: K and V in pages and in one piece, several sets where one would fit the cache."""
+
+    def __init__(self, batch, length):
+        blocks, self.like = batch * length // PAGE, {"device": "cuda", "dtype": torch.float16}
+        sets = 4 if batch == 1 else 1
+        self.pools = [[torch.randn(blocks, PAGE, HEADS, WIDTH, **self.like) for _ in "kv"] for _ in range(sets)]
+        self.table = torch.randperm(blocks, device="cuda").int().reshape(batch, -1).contiguous()
+        self.lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        rows = self.table.reshape(-1).long()
+        shape = batch, length, HEADS, WIDTH
+        self.plain = [[a[rows].reshape(shape).transpose(1, 2).contiguous() for a in kv] for kv in self.pools]
+        self.bytes = 4 * batch * length * HEADS * WIDTH
+
+    def rates(self, group, flushed):
+        """Of tikv's pages, Triton, tikv's contiguous caches and torch, for so many query heads a KV head."""
+        q = torch.randn(len(self.lens), HEADS * group, WIDTH, **self.like)
+        out, table, lens = torch.empty_like(q), self.table, self.lens
+
+        def by_torch(k, v):
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+        def pages(k, v):
+            return tikv.paged_decode_attention(q, k, v, table, lens, out=out)
+
+        def contiguous(k, v):
+            return tikv.decode_attention(q, k, v, lens, out=out, impl="taichi")
+
+        want = by_torch(*self.plain[0]).double()
+
+        def rate(calls):
+            out.fill_(7)
+            assert ((calls[0]().double() - want).norm() / want.norm()).item() < 2e-3
+            return self.bytes / time_of(calls, flushed) / 1e3
+
+        def over(call, caches):
+            return rate([functools.partial(call, *kv) for kv in caches])
+
+        peer = max(rate([by_triton(q, *kv, table, lens, out, s) for kv in self.pools]) for s in SETTINGS)
+        return over(pages, self.pools), peer, over(contiguous, self.plain), over(by_torch, self.plain)
+
+
+def main():
+    tikv.init("cuda")
+    torch.manual_seed(0)
+    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    numbers = torch.empty(1 << 28, device="cuda").uniform_()
+    print(f"reading 1 GiB: {(1 << 30) / time_of([numbers.sum], flushed) / 1e3:.0f} GB/s")
+    del numbers
+    print("| sequences x tokens, query heads a KV head | tikv, pages | Triton | tikv, contiguous | torch |")
+    print("| --- | --- | --- | --- | --- |")
+    for batch, length in SHAPES:
+        work = Work(batch, length)
+        for group in (8, 4, 1):
+            rates = " | ".join(f"{rate:.0f}" for rate in work.rates(group, flushed))
+            print(f"| {batch} x {length}, {group} | {rates} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
