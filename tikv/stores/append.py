@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import dtypes, launch
+from tikv import launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
 from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
@@ -20,6 +20,7 @@ from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.storage import appended
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -51,6 +52,7 @@ class AppendPlan(Plan):
         # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.widths = memory.head_dim, memory.head_dim_v
+        self.stored_widths, self.format, self.numbers = memory.stored_widths, memory.format, memory.numbers
         self.scale_dtype = memory.scale_dtype
         self.lock = memory.lock
         self.layers = layers
@@ -175,20 +177,21 @@ class AppendPlan(Plan):
         first, batch, heads = self.layers[0], self.batch, self.heads
         index, params, scaled = None, dict[str, Any](), bool(first.scales)
         if scaled:
-            params["scale_step"] = 1
+            params["scale_step"] = self.numbers
         if not self.counted:
             index = given[2]
             params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
         if self.absolute:
             place, index = Placement("layers"), self._layer_table()
-            dst = [Rows(a, token=a.shape[3]) for a in (first.k, first.v)]
+            dst = [Rows(a, token=a.shape[3], format=self.format) for a in (first.k, first.v)]
         else:
             place = Placement("ring" if first.ring else "linear") if self.counted else Placement("ragged")
             dst = self._rows_of_layers()
             keep = max(0, self.tokens - first.ring) if first.ring else 0
             params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
             if scaled:
-                params |= {"scale_group": heads * first.slots, "scale_head": first.slots}
+                slots = first.slots * self.numbers
+                params |= {"scale_group": heads * slots, "scale_head": slots}
         sequence_axis = 0 if batch == 1 else 1
         src = [
             Rows(
@@ -226,8 +229,15 @@ class AppendPlan(Plan):
             both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
             ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
         return [
-            Rows(a, sequence=self.heads * first.slots * width, token=width, head=first.slots * width, first=start)
-            for (a, start), width in zip(ends, self.widths, strict=True)
+            Rows(
+                a,
+                sequence=self.heads * first.slots * width,
+                token=width,
+                head=first.slots * width,
+                first=start,
+                format=self.format,
+            )
+            for (a, start), width in zip(ends, self.stored_widths, strict=True)
         ]
 
     def _layer_table(self) -> ArrayView:
@@ -286,15 +296,16 @@ class UnevenAppendPlan(AppendPlan):
             first = b * heads
             scaled: dict[str, Any] = {}
             if layer.scales:
-                scaled = {"scales": layer.scales, "scale": self.scale_dtype, "scale_group": layer.slots}
-                scaled |= {"scale_step": 1, "k_scale": first * layer.slots, "v_scale": first * layer.slots}
+                slots = layer.slots * self.numbers
+                scaled = {"scales": layer.scales, "scale": self.scale_dtype, "scale_group": slots}
+                scaled |= {"scale_step": self.numbers, "k_scale": first * slots, "v_scale": first * slots}
             src = [
                 Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
                 for a, s in zip(given, strides, strict=False)
             ]
             dst = [
-                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w)
-                for a, w in zip((layer.k, layer.v), self.widths, strict=True)
+                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w, format=self.format)
+                for a, w in zip((layer.k, layer.v), self.stored_widths, strict=True)
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
             found.append(
@@ -444,7 +455,7 @@ class Appends:
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed = dtypes.APPENDED[memory.dtype.name]
+        allowed = appended(memory.dtype)
         if k.dtype.name not in allowed:
             raise DTypeError(
                 f"{operation}: cannot append {k.dtype.name} to a {memory.dtype.name} store (k: {describe(k)}). Append "

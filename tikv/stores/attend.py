@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Views, describe, new_like, view, view_all
 from tikv.errors import OptionError, PositionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.merge import merge_into
@@ -56,7 +57,7 @@ def layer_plan(
     Raises:
         ArchError, ShapeError, DTypeError, OptionError: the queries do not fit the layer.
     """
-    return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring)
+    return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.format)
 
 
 def kept_plan(
@@ -67,15 +68,16 @@ def kept_plan(
     span: int,
     sinks: int,
     ring: int,
+    format: GroupFormat | None = None,
 ) -> AttentionPlan:
     """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache."""
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring))
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, format))
     plan = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
         k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False)
-        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring)
+        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, format=format)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
     found: AttentionPlan = plan
     return found
@@ -103,14 +105,19 @@ def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) 
         )
 
 
-def mass_queries_of(return_mass: bool, mass_queries: Any, terms: Terms, operation: str) -> int | None:
+def mass_queries_of(
+    return_mass: bool, mass_queries: Any, terms: Terms, operation: str, format: GroupFormat | None = None
+) -> int | None:
     """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
 
     Raises:
         PositionError: less than one.
-        OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree.
+        OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree, or of codes of
+            groups.
     """
     uncounted = [name for name, array in terms._asdict().items() if array is not None and name != "sink_logits"]
+    if return_mass and format is not None:
+        raise OptionError(f"{operation}: the mass of keys of {format} is not offered. Leave return_mass out.")
     if return_mass and uncounted:
         raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
     if mass_queries is None:
@@ -348,7 +355,7 @@ class _Extension:
         """Attention of the queries before token `end` over the new rows before it."""
         layer, arrays = self.layer, {"q": q, **stored, **terms}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
-        plan = kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0)
+        plan = kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.format)
         return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:

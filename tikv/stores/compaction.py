@@ -171,12 +171,14 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
     if slots.size:
         scaled: dict[str, Any] = {}
         if layer.scales:
-            scaled = {"scales": layer.scales, "scale": memory.scale_dtype, "scale_group": layer.slots, "scale_step": 1}
+            n = memory.numbers
+            scaled = {"scales": layer.scales, "scale": memory.scale_dtype, "scale_group": layer.slots * n}
+            scaled["scale_step"] = n
         index = to_device(slots.astype(np.int32), live)
         bind_copy(
             live,
             operation,
-            src=[_rows_by_head(a) for a in (layer.k, layer.v)],
+            src=[_rows_by_head(a)._replace(format=memory.format) for a in (layer.k, layer.v)],
             dst=[_rows_by_head(a) for a in out],
             widths=widths,
             heads=1,

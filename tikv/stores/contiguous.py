@@ -38,7 +38,7 @@ from tikv.stores.compaction import tokens_by_head
 from tikv.stores.kept import Kept, require_uncompacted
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
-from tikv.stores.storage import storage
+from tikv.stores.storage import storage_or_format
 from tikv.stores.store_changes import StoreChanges
 from tikv.stores.whole import whole
 
@@ -52,13 +52,13 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
-        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, or int8 with a scale per token
-            and head.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
+            and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
         window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
             layer.
         sinks: first tokens that a sliding layer keeps for ever.
         head_dim_v: width of a head of V.
-        scale_dtype: of the int8 scales, float16 or float32.
+        scale_dtype: of the scales of int8 or of a `tikv.Quant`, float16 or float32.
 
     Attributes:
         num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks, scale_dtype: as given.
@@ -116,7 +116,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         )
         self.capacity = checks.integer(capacity, "capacity", operation, low=1)
         batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
-        self.dtype, scales = storage(dtype, scale_dtype, self.runtime, operation)
+        self.dtype, scales = storage_or_format(dtype, scale_dtype, self.runtime, operation)
         self.scale_dtype = scales or dtypes.parse(scale_dtype, operation)
         self.sinks = checks.integer(sinks, "sinks", operation)
         self.windows = self._windows(window, operation)
@@ -161,7 +161,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             layer: its index.
             k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
                 V may be narrower or wider, as the store is. Of the store's dtype; float32 for a float16 or bfloat16
-                store; float32, float16 or bfloat16 for int8 and for the floats of 8 bits.
+                store; float32, float16 or bfloat16 for what has scales and for floats of 8 bits.
             layout: "token_major" or "head_major".
             positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
                 position of each sequence's first new token, instead of `length`. For launches that are captured and
@@ -296,7 +296,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
 
         ``n`` is what the layer holds: `length`, or for a sliding layer its sinks and the newest tokens behind them, or
-        what `compact` left. Zeros stand behind the last of a head that holds fewer than others. int8 comes as float32.
+        what `compact` left. Zeros stand behind the last of a head that holds fewer than others. What has scales
+        comes as float32.
 
         Cost: one launch, each row read and written once.
         """
@@ -362,7 +363,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
         given = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, given, operation)
+        wanted = mass_queries_of(return_mass, mass_queries, given, operation, self._memory.format)
         if wanted != 0 and seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
@@ -453,7 +454,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self._memory.format)
         return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)
 
     @whole

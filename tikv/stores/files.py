@@ -19,6 +19,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.errors import CacheFileError, CapacityError, DTypeError, TikvError
+from tikv.formats import parse_format
 from tikv.stores import replacing, tensor_file
 from tikv.stores.tensor_file import NUMBERS, Entry
 
@@ -202,13 +203,20 @@ def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
         ValueError: the form's dtypes or widths are none.
     """
     names = form["dtype"], form.get("scale_dtype", "float16")
-    if type(names[0]) is not str or names[0] not in dtypes.APPENDED:
+    format = parse_format(names[0]) if type(names[0]) is str else None
+    if type(names[0]) is not str or (names[0] not in dtypes.APPENDED and format is None):
         raise ValueError(f"dtype {reprlib.repr(names[0])} is not stored; {', '.join(dtypes.APPENDED)} are")
     if names[1] not in [row.name for row in dtypes.SCALES]:
         raise ValueError(f"scale_dtype {reprlib.repr(names[1])} is not offered")
-    stored, scale = (dtypes.parse(name, "").numpy for name in names)
+    scale = dtypes.parse(names[1], "").numpy
     width = integer(form["head_dim"], "head_dim", low=1)
     width_v = width if form.get("head_dim_v") is None else integer(form["head_dim_v"], "head_dim_v", low=1)
+    if format is not None:
+        numbers = max(format.groups(w, "a head", "a file") for w in (width, width_v)) * format.numbers
+        words = [(format.words(w),) for w in (width, width_v)]
+        codes, of_row = np.dtype(np.uint32), (numbers,)
+        return [("k", words[0], codes), ("v", words[1], codes), ("k_scale", of_row, scale), ("v_scale", of_row, scale)]
+    stored = dtypes.parse(names[0], "").numpy
     found: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [("k", (width,), stored), ("v", (width_v,), stored)]
     if names[0] == "int8":
         found += [("k_scale", (), scale), ("v_scale", (), scale)]

@@ -113,7 +113,7 @@ class GrowingLayer(runtime.NotCopied):
     @property
     def dtype(self) -> dtypes.DType:
         """What keys and values are stored in."""
-        return self._memory.dtype
+        return self._memory.stored
 
     @property
     def nbytes(self) -> int:

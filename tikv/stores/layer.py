@@ -11,6 +11,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
@@ -18,6 +19,7 @@ from tikv.stores.kept import HeadLengths, Kept, lengths_of
 from tikv.stores.storage import BLOCK_BYTES
 from tikv.stores.whole import StoreLock
 
+WIDTHS = ("head_dim", "head_dim_v")
 JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
 
 
@@ -39,6 +41,7 @@ class Layer:
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
         self.v_scale: ArrayView | None = None
+        self.format: GroupFormat | None = None  # of what K and V hold, if that is groups of codes
 
     @property
     def held(self) -> int:
@@ -68,12 +71,12 @@ class Layer:
 
     @property
     def arrays(self) -> list[ArrayView]:
-        """The layer's memory: K, V, and for int8 the scales of both."""
+        """The layer's memory: K, V, and for int8 and groups the scales of both."""
         return [a for a in (self.k, self.v, self.k_scale, self.v_scale) if a is not None]
 
     @property
     def scales(self) -> list[ArrayView]:
-        """The scales of K and V of an int8 layer; else none."""
+        """The scales of K and V of a layer of int8 or of groups, these with their biases; else none."""
         return self.arrays[2:]
 
     def slot_of(self, position: int) -> int:
@@ -139,7 +142,7 @@ class LayerMemory:
         num_kv_heads: int,
         head_dim: int,
         head_dim_v: int,
-        dtype: DType,
+        dtype: DType | GroupFormat,
         scale_dtype: DType,
     ) -> None:
         self.runtime = live
@@ -150,6 +153,15 @@ class LayerMemory:
         self.head_dim_v = head_dim_v
         self.dtype = dtype
         self.scale_dtype = scale_dtype
+        self.format = dtype if isinstance(dtype, GroupFormat) else None
+        self.stored = dtype if isinstance(dtype, DType) else dtypes.uint32  # of the arrays of K and V
+        widths = head_dim, head_dim_v
+        self.stored_widths = widths
+        self.numbers = int(dtype is dtypes.int8)  # of a row's scales, of K as of V
+        if self.format is not None:
+            groups = [self.format.groups(w, name, "KVCacheStore") for w, name in zip(widths, WIDTHS, strict=True)]
+            self.stored_widths = self.format.words(head_dim), self.format.words(head_dim_v)
+            self.numbers = max(groups) * self.format.numbers
         self.version = 0
         self.lock = StoreLock()  # of the store
         self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
@@ -173,7 +185,7 @@ class LayerMemory:
             CapacityError: a layer is larger than a launch on this arch can address.
         """
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
-        widest = max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
+        widest = max(self.stored_widths) * self.stored.itemsize
         limit = BLOCK_BYTES[self.runtime.arch]
         blocks: list[list[Layer]] = [[]]
         for layer in self.layers:
@@ -196,19 +208,15 @@ class LayerMemory:
 
     def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory]]:
         """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
-        k_bytes, v_bytes = (rows * width * self.dtype.itemsize for width in (self.head_dim, self.head_dim_v))
+        k_bytes, v_bytes = (rows * width * self.stored.itemsize for width in self.stored_widths)
         v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
         if self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
             k_block = v_block = Memory(v_first + v_bytes, self.runtime)
         else:
             k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
-        scales = 2 if self.dtype is dtypes.int8 else 0
-        return (
-            k_block,
-            v_block,
-            v_first,
-            [Memory(rows * self.scale_dtype.itemsize, self.runtime) for _ in range(scales)],
-        )
+        scale_bytes = rows * self.numbers * self.scale_dtype.itemsize
+        scales = [Memory(scale_bytes, self.runtime) for _ in range(2)] if self.numbers else []
+        return k_block, v_block, v_first, scales
 
     def _place(
         self,
@@ -219,20 +227,23 @@ class LayerMemory:
         v_first: int,
         scales: list[Memory],
     ) -> None:
-        first, size = 0, self.dtype.itemsize
+        first, size = 0, self.stored.itemsize
+        k_width, v_width = self.stored_widths
+        of_row = () if self.format is None else (self.numbers,)
         for layer in block:
             shape = (self.batch_size, self.num_kv_heads, layer.slots)
-            layer.k = k_block.array((*shape, self.head_dim), self.dtype, first * self.head_dim * size)
-            layer.v = v_block.array((*shape, self.head_dim_v), self.dtype, v_first + first * self.head_dim_v * size)
+            layer.format = self.format
+            layer.k = k_block.array((*shape, k_width), self.stored, first * k_width * size)
+            layer.v = v_block.array((*shape, v_width), self.stored, v_first + first * v_width * size)
             if scales:
-                offset = first * self.scale_dtype.itemsize
-                layer.k_scale, layer.v_scale = (m.array(shape, self.scale_dtype, offset) for m in scales)
+                offset = first * self.numbers * self.scale_dtype.itemsize
+                layer.k_scale, layer.v_scale = (m.array((*shape, *of_row), self.scale_dtype, offset) for m in scales)
             first += rows[layer.index]
 
     @property
     def read_dtype(self) -> DType:
-        """What `tokens` gives: the stored dtype, or float32 for int8."""
-        return dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
+        """What `tokens` gives: the stored dtype, or float32 for what has scales."""
+        return dtypes.float32 if self.numbers else self.stored
 
     def recount(self, layer: Layer, length: int, kept: Kept | None, valid_from: int = 0) -> None:
         """Let a layer be one that holds so much, whatever it held before."""
@@ -258,7 +269,7 @@ class LayerMemory:
             self.recount(layer, length, kept.trimmed(kept.tokens - length), min(layer.valid_from, length))
 
     def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy: K and V; int8 comes as float32."""
+        """What a layer holds from a position on, in temporal order, as a copy: K and V in `read_dtype`."""
         dtype = self.read_dtype
         fixed = max(0, min(layer.length, layer.sinks) - first)
         start = max(layer.valid_from, layer.sinks, first)
@@ -281,11 +292,12 @@ class LayerMemory:
             "ring": layer.ring,
         }
         if layer.scales:
-            params.update(scale_group=self.num_kv_heads * layer.slots, scale_head=layer.slots, scale_step=1)
+            n = self.numbers
+            params.update(scale_group=self.num_kv_heads * layer.slots * n, scale_head=layer.slots * n, scale_step=n)
         bind_copy(
             self.runtime,
             operation,
-            src=[_rows_of(a) for a in (layer.k, layer.v)],
+            src=[_rows_of(a)._replace(format=self.format) for a in (layer.k, layer.v)],
             dst=[_rows_of(a, at) for a in out],
             widths=(self.head_dim, self.head_dim_v),
             heads=self.num_kv_heads,

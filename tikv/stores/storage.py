@@ -7,6 +7,7 @@ from typing import Any
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import DTypeError
+from tikv.formats import GroupFormat, parse_format
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
@@ -18,6 +19,11 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
     Raises:
         DTypeError: it is not offered, or not on this arch.
     """
+    format = parse_format(dtype)
+    if format is not None:
+        raise DTypeError(
+            f"{operation}: {format} is kept by KVCacheStore alone. Use it, or another dtype such as 'int8'."
+        )
     stored, scales = dtypes.parse(dtype, operation), dtypes.parse(scale_dtype, operation)
     if stored.name not in dtypes.APPENDED:
         raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(dtypes.APPENDED)}.")
@@ -26,6 +32,30 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
     if scales not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
     return stored, scales if stored is dtypes.int8 else None
+
+
+def storage_or_format(
+    dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str
+) -> tuple[DType | GroupFormat, DType | None]:
+    """`storage`, or a format of groups and the dtype of its scales.
+
+    Raises:
+        DTypeError: it is not offered, or not on this arch.
+    """
+    format = parse_format(dtype)
+    if format is None:
+        return storage(dtype, scale_dtype, live, operation)
+    scales = dtypes.parse(scale_dtype, operation)
+    if scales not in (dtypes.SCALES if format.rule == "affine" else (dtypes.float16,)):
+        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered for {format}. Use float16.")
+    return format, scales
+
+
+def appended(dtype: DType | GroupFormat) -> tuple[str, ...]:
+    """The names of what may be appended to a cache of this dtype or format."""
+    if isinstance(dtype, GroupFormat):
+        return tuple(row.name for row in dtypes.QUANTIZABLE)
+    return dtypes.APPENDED[dtype.name]
 
 
 def size_in_words(nbytes: int) -> str:

@@ -10,6 +10,7 @@ from tikv import runtime
 from tikv.arrays import CacheArray
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, PositionError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.stores import draw
 from tikv.stores.kept import held_rows
@@ -26,7 +27,7 @@ class StoreFacts(draw.Drawn):
     num_layers: int
     num_kv_heads: int
     capacity: int
-    dtype: DType
+    dtype: DType | GroupFormat
     windows: list[int | None]
     sinks: int
     _layers: list[Layer]
@@ -111,15 +112,17 @@ class StoreFacts(draw.Drawn):
         return CacheArray(self._layer(layer, "KVCacheStore.values").v, self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of K and of V, each (batch_size, num_kv_heads, slots).
+        """The scales of K and of V: of int8 each (batch_size, num_kv_heads, slots).
+
+        Of groups each (batch_size, num_kv_heads, slots, n): a row's scales, each with its bias behind it if it has one.
 
         Raises:
-            DTypeError: the store is not int8.
+            DTypeError: the store has none.
         """
         found = self._layer(layer, "KVCacheStore.scales")
         if found.k_scale is None or found.v_scale is None:
             raise DTypeError(
-                f"KVCacheStore.scales: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'."
+                f"KVCacheStore.scales: a {self.dtype.name} store has no scales; int8 and groups have. Use dtype='int8'."
             )
         return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
 
