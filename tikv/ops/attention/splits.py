@@ -140,8 +140,10 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
-    if by_head or cache.k.format is not None:
-        return 1, near, side  # keys are listed once for all heads of a task, and codes unpacked a head at a time
+    if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
+        if cache.place == "table" and not (cache.k.head or cache.k.inner[0] or cache.v.inner[0]):
+            near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # pages of one head
+        return 1, near, side
     if cache.k.head < cache.k.token and cache.v.head < cache.v.token:
         side = cpu.PREFETCH_TOKENS
     elif cache.place == "table" and cache.k.head < cache.k.block:
