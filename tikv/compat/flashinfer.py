@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tikv.compat.indices import as_index, library_of, refuse_option, refuse_where
+from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
 from tikv.ops import attention, paged
+from tikv.ops.page_slots import page_slots
 
 
 def append_paged_kv_cache(
@@ -40,7 +41,8 @@ def append_paged_kv_cache(
         PositionError: a page outside the cache, a request that there is not, or a position behind a request's pages,
             where indices lie on the host; on a device such a token is skipped.
 
-    Exactness: bit-exact. Cost: one launch, and index arithmetic where the indices lie.
+    Exactness: bit-exact. Cost: two launches where the indices lie on the device, the first of which finds the slots; on
+        the host NumPy does, before one launch.
 
     Example:
         >>> import numpy as np
@@ -60,7 +62,13 @@ def append_paged_kv_cache(
     else:
         k_pool, v_pool = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
     block_size = k_pool.shape[1 if kv_layout == "NHD" else 2]
-    library = library_of(batch_indices, positions, kv_indices, kv_indptr)
+    indices = (batch_indices, positions, kv_indices, kv_indptr)
+    if not any(map(on_host, indices)):
+        requests, tokens, table, first = (a.contiguous() if hasattr(a, "contiguous") else a for a in indices)
+        slots = page_slots(operation, requests, tokens, table, first, block_size)
+        paged.write_slots(append_key, append_value, k_pool, v_pool, slots, layout=kv_layout)
+        return
+    library = library_of(*indices)
     batch, position = as_index(batch_indices), as_index(positions, batch_indices)
     pages, starts = as_index(kv_indices, batch_indices), as_index(kv_indptr, batch_indices)
     requests = starts.shape[0] - 1
