@@ -97,6 +97,27 @@ def test_layers_in_one_state_share_a_drawing(arch):
     assert "and 2 other states" in words(many.draw())
 
 
+def test_holes_heads_and_true_positions_are_drawn(arch):
+    cache = store(num_layers=2, num_kv_heads=2, capacity=8)
+    rows = np.zeros((2, 6, 2, 1), np.float32)
+    cache.append_all(rows, rows)
+    cache.compact(0, [[[0, 1, 4], [2, 3, 5]]])
+    cache.compact(1, [[[0, 1, 4], [0, 1, 4]]])
+    cache.append_all(rows[:, :1], rows[:, :1])
+    texts = words(cache.draw())
+    assert "layer 0, head 0: capacity 8" in texts
+    assert "layer 1: capacity 8" in texts
+    assert texts.count("holds positions 0-1, 4, 6") == 2
+    assert "holds positions 2-3, 5-6" in texts
+    mass = np.array([[[0, 1, 0, 0], [0, 0, 0, 0.5]]], np.float32)
+    for given in (mass, {0: mass}):
+        svg = cache.draw(mass=given)
+        assert "most mass" in words(svg)
+        assert svg.count('fill-opacity="0.96"') == 3, "the most of two heads, and the legend"
+    with pytest.raises(tikv.ShapeError, match=r"^KVCacheStore.draw: mass is f32\[1,2,3\]"):
+        cache.draw(mass=mass[..., :3])
+
+
 @pytest.mark.parametrize("window", [None, 1_000_000])
 def test_a_huge_store_is_a_small_picture(arch, window):
     cache = store(capacity=1_000_000, window=window)

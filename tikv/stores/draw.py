@@ -145,6 +145,9 @@ class Slots:
         wraps: whether the others are a ring.
         length: tokens appended.
         valid_from: the oldest position behind the sinks that is not overwritten.
+        true_positions: of each slot, -1 for an empty one, where a compaction left holes: the others are then counted as
+            if there were none.
+        weights: of each slot, from 0 to 1: what colours it instead of its age.
 
     Example:
         >>> [Slots("layer 0", slots=4, sinks=1, wraps=True, length=6, valid_from=3).position_in(s) for s in range(4)]
@@ -157,6 +160,12 @@ class Slots:
     wraps: bool
     length: int
     valid_from: int
+    true_positions: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def label(self, slot: int, position: int) -> int:
+        """The position to write into a slot."""
+        return self.true_positions[slot] if self.true_positions else position
 
     def position_in(self, slot: int) -> int | None:
         """The position that lies in a slot, or None."""
@@ -186,9 +195,11 @@ class Slots:
         return (position - self.oldest) / span if span > 0 else 1.0
 
 
-def _cell_kind(row: Slots, position: int | None) -> tuple[str, float]:
+def _cell_kind(row: Slots, slot: int, position: int | None) -> tuple[str, float]:
     if position is None:
         return "empty", 1.0
+    if row.weights:
+        return "held", 0.06 + 0.9 * row.weights[slot]
     if position == row.length - 1:
         return "newest", 0.9
     if row.wraps and position < row.sinks:
@@ -228,7 +239,7 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
             continue
         slot = row.sinks + cell
         position = row.position_in(slot)
-        kind, opacity = _cell_kind(row, position)
+        kind, opacity = _cell_kind(row, slot, position)
         path = _wedge(cx, cy, inner, outer, start, end)
         parts.append(f'<path class="tk-{kind}" fill-opacity="{opacity:.2f}" d="{path}"/>')
         if slot == next_slot and row.length >= row.sinks:
@@ -240,8 +251,8 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
             )
             over.append(f'<polygon class="tk-arrow" points="{points}"/>')
         if position is not None:
-            room = min(middle * turn, 44) - 4
-            over.append(_text(*at, position, "ink", max(6.0, min(12.0, room / (0.65 * len(str(position)))))))
+            room, label = min(middle * turn, 44) - 4, row.label(slot, position)
+            over.append(_text(*at, label, "ink", max(6.0, min(12.0, room / (0.65 * len(str(label)))))))
         rim = (cx + (outer + 13) * math.sin(angle), cy - (outer + 13) * math.cos(angle) + 3.5)
         over.append(_text(*rim, slot, "soft", 9))
     rounds = max(0, row.length - row.sinks) // ring
@@ -263,11 +274,11 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
             parts.append(_text(left + size / 2, top + 18, "…", "soft", 16))
             continue
         position = row.position_in(slot)
-        kind, opacity = _cell_kind(row, position)
+        kind, opacity = _cell_kind(row, slot, position)
         parts.append(_box(left + 2, top, size - 4, 27, kind, opacity))
         if slot == row.length and not (row.wraps and slot >= row.sinks):
             parts.append(_box(left + 4, top + 2, size - 8, 23, "next"))
-        label = slot if position is None else position
+        label = slot if position is None else row.label(slot, position)
         room = max(6.0, min(11.0, (size - 8) / (0.65 * len(str(label)))))
         parts.append(_text(left + size / 2, top + 17.5, label, "soft" if position is None else "ink", room))
     return parts
@@ -276,7 +287,9 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
 def _kept(row: Slots) -> str:
     """Which positions can be read, in words."""
     if row.length == 0:
-        return "no tokens yet"
+        return "no tokens" if row.true_positions else "no tokens yet"
+    if row.true_positions:
+        return f"holds positions {ranges(sorted(p for p in row.true_positions if p >= 0))}"
     newest, oldest = row.length - 1, row.oldest
     sinks = f"0-{min(row.sinks, row.length) - 1}" if row.wraps and row.sinks else ""
     rest = f"{oldest}-{newest}" if newest >= oldest else ""
@@ -325,6 +338,8 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
             parts += _strip(row, cells, x, y)
             height = max(height, y + 31 * -(-len(cells) // COLUMN) + 10)
     entries = [("newest", 0.9, "newest"), ("held", 0.8, "newer"), ("held", 0.18, "older")]
+    if any(row.weights for row in shown):
+        entries = [("held", 0.96, "most mass"), ("held", 0.06, "none")]
     entries += [("sink", 0.75, "sink, never overwritten")] if sinks else []
     entries += [("empty", 1.0, "empty"), ("next", 1.0, "where the next token goes")]
     parts += _legend(MARGIN, height + 12, entries)
@@ -489,6 +504,12 @@ class Drawn:
     def _picture(self) -> str:
         raise NotImplementedError
 
+    def _write(self, picture: str, path: str | os.PathLike[str] | None) -> str:
+        """Write a picture where there is a path; the picture."""
+        if path is not None:
+            save(picture, path, f"{type(self).__name__}.draw")
+        return picture
+
     def draw(self, path: str | os.PathLike[str] | None = None) -> str:
         """Draw where tokens lie; a notebook shows a store so.
 
@@ -514,10 +535,7 @@ class Drawn:
             >>> store.draw().startswith("<svg"), pool.draw().startswith("<svg")
             (True, True)
         """
-        picture = self._picture()
-        if path is not None:
-            save(picture, path, f"{type(self).__name__}.draw")
-        return picture
+        return self._write(self._picture(), path)
 
     def _repr_html_(self) -> str:
         return self.draw()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray
+from tikv.arrays import CacheArray, as_numpy, describe, read_host, view
 from tikv.dtypes import DType
-from tikv.errors import DTypeError, PositionError
+from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.stores import draw
-from tikv.stores.kept import held_rows
+from tikv.stores.kept import held_rows, lengths_of, most_held
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import size_in_words
 from tikv.stores.whole import StoreLock, whole
@@ -126,17 +127,80 @@ class StoreFacts(draw.Drawn):
             )
         return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
 
+    def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
+        """Draw which position lies in which slot; a notebook shows a store so.
+
+        A wheel for each ring, a strip for each layer without a window, one drawing for all layers in the same state.
+        Where `compact` left holes the positions are the true ones, and heads that keep different tokens are drawn one
+        by one, those of the first sequence.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+            mass: the attention mass (batch, H, held) of each layer by its index, or of layer 0 alone, as `attend` gives
+                it: tokens are coloured by it, the most of a head the darkest.
+
+        Returns:
+            The SVG text, as `tikv.PagedKVCacheStore.draw` gives it.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+            ShapeError: the mass is of another number of tokens than the layer holds.
+
+        Cost: none on the device, but for reading the mass.
+        """
+        by_layer = mass if isinstance(mass, dict) else {} if mass is None else {0: mass}
+        with self.lock:
+            return self._write(self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()}), path)
+
+    def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
+        """The mass of a layer on the host, (batch, H, held).
+
+        Raises:
+            ShapeError: it has another shape.
+        """
+        operation = "KVCacheStore.draw"
+        found = self._layer(layer, operation)
+        array = view(mass, "mass", operation)
+        wanted = (self.batch_size, self.num_kv_heads, most_held(found))
+        if array.shape != wanted:
+            raise ShapeError(f"{operation}: mass is {describe(array)} where (batch, H, held) = {wanted} is needed.")
+        return as_numpy(array) if array.device == "cpu" else read_host(array, self.runtime)
+
     @whole
     def _picture(self) -> str:
-        groups: dict[tuple[int, int, int, int, int], list[int]] = {}
+        return self._drawing({})
+
+    def _drawing(self, mass: dict[int, np.ndarray[Any, Any]]) -> str:
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for layer in self._layers:
-            state = (layer.slots, layer.sinks, layer.ring, layer.length, layer.valid_from)
-            groups.setdefault(state, []).append(layer.index)
+            for state in self._states_of(layer, mass.get(layer.index)):
+                groups.setdefault(state, []).append(layer.index)
         rows = [
-            draw.Slots(f"layer{'s' * (len(group) > 1)} {draw.ranges(group)}", slots, sinks, ring > 0, length, first)
-            for (slots, sinks, ring, length, first), group in groups.items()
+            draw.Slots(f"layer{'s' * (len(group) > 1)} {draw.ranges(group)}{head}", *state)
+            for (head, *state), group in groups.items()
         ]
         return draw.slots(repr(self), rows)
+
+    def _states_of(self, layer: Layer, mass: np.ndarray[Any, Any] | None) -> list[tuple[Any, ...]]:
+        """What is drawn of a layer: which head, and what `draw.Slots` has behind its name."""
+        form = (layer.slots, layer.sinks, layer.ring > 0)
+        if layer.kept is None and mass is None:
+            return [("", *form, layer.length, layer.valid_from)]
+        held, lens, heads = held_rows(layer), lengths_of(layer), self.num_kv_heads
+        slots, positions = (np.broadcast_to(a[0], (heads, a.shape[2])) for a in (held.slots, held.positions))
+        alike = mass is None and (slots == slots[0]).all() and (positions == positions[0]).all()
+        found = []
+        for h in range(1 if alike else heads):
+            there = slots[h] >= 0
+            true, weights = np.full(layer.slots, -1), np.zeros(layer.slots)
+            true[slots[h][there]] = positions[h][there]
+            if mass is not None:
+                weights[slots[h][there]] = mass[0, h][there] / max(float(mass[0, h].max(initial=0)), 1e-30)
+            length = int(np.broadcast_to(lens[0], heads)[h])
+            shown = tuple(weights.tolist()) if mass is not None else ()
+            name = "" if alike else f", head {h}"
+            found.append((name, *form, length, layer.valid_from, tuple(true.tolist()), shown))
+        return found
 
     def __len__(self) -> int:
         """`length`; so an empty store is false: ask ``store is not None`` whether there is one."""
