@@ -8,7 +8,7 @@ import tempfile
 import traceback
 
 SECONDS = 60  # a collective waits so long for a rank that failed
-PATIENCE = 600
+PATIENCE = 1200
 
 
 class Pair:
