@@ -57,6 +57,15 @@ def test_rows_are_divided_written_and_read_back(arch, rng, dtype, source, scales
         oracle.assert_same_bits(got, read * by_head, any_nan=True)
 
 
+@pytest.mark.archs("cpu")
+def test_a_scale_may_be_left_out(arch, rng):
+    rows, before = [rows_of(rng) for _ in "kv"], pools_of(rng, E4M3)
+    pools = [p.copy() for p in before]
+    tikv.write_slots(*rows, *pools, SLOTS)
+    for row, old, pool in zip(rows, before, pools, strict=True):
+        oracle.assert_same_bits(pool, reference.write_slots(reference.encode(row, E4M3), old, SLOTS), any_nan=True)
+
+
 @pytest.mark.archs("cpu", "vulkan", "cuda")
 def test_quotients_are_the_nearest(arch, rng):
     """Of all float32 that 8 bits round in one way or the other, by scales of any fraction."""

@@ -76,5 +76,7 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str) 
 
 
 def fixed_scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
-    """What `bind_copy` needs of scales that were checked."""
+    """What `bind_copy` needs of scales that were checked; nothing without."""
+    if not scales:
+        return {}
     return {"scales": scales, "scale": scales[0].dtype, "scale_head": head_step(scales[0])}
