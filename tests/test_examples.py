@@ -229,6 +229,19 @@ def test_the_other_examples_say_what_is_wrong(script, arguments, words):
     assert "Traceback" not in result.stderr
 
 
+def test_a_tree_of_guesses_writes_the_text_of_plain_decoding(model):
+    """In fewer passes than tokens; guesses that begin alike share nodes."""
+    from speculative import tree_of, write
+
+    assert tree_of(5, [[1, 2], [1, 3]]) == ([5, 1, 2, 3], [-1, 0, 1, 1])
+    prompt = encode(model, PROMPTS[0])
+    plain, passes = write(model, prompt, 40, 0, 4)
+    assert passes == 40
+    text, passes = write(model, prompt, 40, 3, 4)
+    assert text == plain
+    assert passes < 30
+
+
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 
 
