@@ -147,6 +147,19 @@ def test_what_does_not_fit_is_refused_after_calls_that_did(arch, rng, monkeypatc
     assert store.length == 9
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_tensors_that_come_again_are_known_by_torchs_guards(arch, monkeypatch, moved):
+    """The very tensors of the call before, or others of their forms."""
+    if not last_call._find_torch_guards(torch):
+        pytest.skip("this torch has no such guards")
+    monkeypatch.setattr(last_call, "_last_calls", {})
+    given = [tensor(np.ones((1, 2, 8), np.float32), arch).clone() for _ in range(3)]  # aligned as torch does it
+    cache = tensor(np.zeros((2, 4, 8), np.float32), arch)
+    for n in range(3):
+        tikv.copy(given[n if moved else 0], cache, position=n)
+    assert last_call._last_calls["copy"].fits(given[0], cache)
+
+
 def test_guards_that_overlook_something_are_not_used(monkeypatch):
     class Blind:
         def __init__(self, *tensors, **dims):
