@@ -583,6 +583,32 @@ def test_keys_and_values_can_be_set(arch, rng):
     oracle.assert_same_bits(values.numpy(), torch.cat([v[:, :, kept], new[1]], dim=2).numpy())
 
 
+@pytest.mark.archs("cpu")
+def test_a_full_layer_is_compacted_by_head_and_gives_memory_back(arch, rng):
+    layer = layer_of()
+    k, v = rows(rng, 300)
+    layer.update(k, v)
+    before = layer.store.nbytes
+    with pytest.raises(tikv.ShapeError, match="would keep 1 to 2 tokens, and all have one length here"):
+        layer.compact(torch.arange(300)[None, None] < torch.tensor([1, 2])[:, None])
+    oracle.assert_same_bits(layer.keys.numpy(), k.numpy())
+    index = torch.tensor([[[0, 5, 299], [1, 7, 299]]])
+    layer.compact(index)
+    assert (layer.get_seq_length(), layer.store.length) == (300, 3)
+    assert layer.store.nbytes == before / 2
+    kept = [a.gather(2, index[..., None].expand(-1, -1, -1, 4)) for a in (k, v)]
+    new = rows(rng, 2)
+    assert layer.get_mask_sizes(torch.zeros(2)) == (5, 297)
+    for got, old, added in zip(layer.update(*new), kept, new, strict=True):
+        oracle.assert_same_bits(got.numpy(), torch.cat([old, added], dim=2).numpy())
+    with pytest.raises(tikv.PositionError, match=r"a compaction dropped position 298.*Drop at most 3"):
+        layer.store.trim(4)
+    layer.crop(-2)
+    assert (layer.get_seq_length(), layer.keys.shape[2]) == (300, 3)
+    with pytest.raises(tikv.OptionError, match="compact"):
+        layer_of(window=4).compact(index)
+
+
 def test_crop_has_the_meaning_of_this_version(arch, rng):
     layer, k, _ = filled(rng)
     layer.crop(-2)

@@ -405,19 +405,16 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"one too."
         )
 
-    @property
-    def cumulative_length(self) -> int:
-        """Tokens seen since `reset`, less those cropped."""
-        return 0 if self.store is None else self.store.end
-
     def get_seq_length(self) -> int:
         """Tokens seen since `reset`, less those cropped."""
         return 0 if self.store is None else self.store.end
 
+    cumulative_length = property(get_seq_length)
+
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""
-        end = self.get_seq_length()
-        first = max(0, end - self._past) if self.is_sliding else 0
+        end, origin = self.get_seq_length(), 0 if self.store is None else self.store.origin
+        first = max(0, end - self._past) if self.is_sliding else origin
         return end - first + shim.query_length(queries), first
 
     def get_max_length(self) -> int:
@@ -439,6 +436,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self.store is not None:
             self.store.reset()
             self._attach()
+
+    def compact(self, keep: Any) -> None:
+        """`GrowingLayer.compact` of a full layer, which then has the memory that its tokens need."""
+        if self.store is None or self.is_sliding:
+            raise OptionError(f"{self._name}: compact() is of full layers with tokens. Set keys and values instead.")
+        self.store.compact(keep)
+        self.store.make_room(capacity=min(self._room_for(self.store.length + 1), self.store.capacity))
+        self._attach()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens, in the meaning that the installed transformers gives the argument.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv.arrays import ArrayView, CacheArray, new_array, to_device
-from tikv.errors import ShapeError
+from tikv.errors import DTypeError, ShapeError
 from tikv.ops.compact import bind_in_place
 from tikv.ops.kept import Rows as KeptRows
 from tikv.ops.kept import counts_of, host_kept_indices
@@ -28,7 +28,12 @@ class _Choice(NamedTuple):
 
 
 def compact_layers(
-    operation: str, memory: LayerMemory, layers: Sequence[Layer], keeps: Sequence[Any], rope: Rope | None
+    operation: str,
+    memory: LayerMemory,
+    layers: Sequence[Layer],
+    keeps: Sequence[Any],
+    rope: Rope | None,
+    one_length: bool = False,
 ) -> None:
     """Keep some of the tokens that layers hold, drop the others, and close the gaps.
 
@@ -38,13 +43,23 @@ def compact_layers(
         layers: of the memory, in order.
         keeps: for each what a caller keeps, as `KVCacheStore.compact`.
         rope: by which keys are turned to their new index; None to leave them.
+        one_length: all heads must keep as many.
 
     Raises:
         PositionError, ShapeError, DTypeError, OptionError: one of them is refused. Nothing is written.
     """
+    if rope is not None and memory.format is not None:
+        raise DTypeError(f"{operation}: keys kept as {memory.format} are not rotated. Leave rope out.")
     if rope is not None:
         check_keys(layers[0].k, layers[0].k_scale, rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
+    for layer, choice in zip(layers, choices, strict=True):
+        if one_length and not choice.kept.even:
+            counts = choice.kept.counts
+            raise ShapeError(
+                f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} "
+                f"tokens, and all have one length here. Keep as many of each, or use a tikv.KVCacheStore."
+            )
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
             _move_to_front(operation, memory, block)

@@ -17,6 +17,7 @@ from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
 from tikv.stores.append import ROWS, Appends
+from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import size_in_words, storage
 
@@ -88,6 +89,7 @@ class GrowingLayer(runtime.NotCopied):
         )
         self._appends = Appends(self._memory)
         self.origin = 0
+        self.whole_from = 0  # position from which on no compaction dropped a token
         self.append_alike: AppendAlike = _takes_nothing
 
     @property
@@ -253,23 +255,50 @@ class GrowingLayer(runtime.NotCopied):
         first = checks.integer(first, "first", operation, high=self.length)
         return self._memory.tokens(operation, self._layer, first)
 
+    def compact(self, keep: Any) -> None:
+        """Keep some of the tokens held, for each head its own but of all as many, and drop the others; in place.
+
+        Slots then count from the back: the next token still stands at ``end``.
+
+        Args:
+            keep: as in `KVCacheStore.compact`.
+
+        Raises:
+            ShapeError: heads would keep different numbers; or as `KVCacheStore.compact`. Nothing is written.
+        """
+        operation = "TikvLayer.compact"
+        require_alive(self.runtime, operation)
+        layer, held = self._layer, self._layer.length
+        with self._memory.lock:
+            compact_layers(operation, self._memory, [layer], [keep], None, one_length=True)
+            kept = layer.kept
+            assert kept is not None
+            self.whole_from = max(self.whole_from, self.origin + kept.first_whole)
+            self.origin += held - kept.tokens
+            self._memory.recount(layer, kept.tokens, None)
+
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens.
 
         Raises:
-            PositionError: more than `length`.
+            PositionError: more than `length`, or back behind a token that `compact` dropped.
         """
         operation = "GrowingLayer.trim"
         require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
         if n > self.length:
             raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
+        if n and self.end - n < self.whole_from:
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens: a compaction dropped position {self.whole_from - 1}, which "
+                f"would be among those that stay. Drop at most {self.end - self.whole_from}, or reset()."
+            )
         self._layer.length -= n
 
     def reset(self) -> None:
         """Forget all tokens; the next one is at position 0. The memory stays, with what was in it."""
         require_alive(self.runtime, "GrowingLayer.reset")
-        self._layer.length = self._layer.valid_from = self.origin = 0
+        self._layer.length = self._layer.valid_from = self.origin = self.whole_from = 0
 
     def reorder(self, index: Any) -> None:
         """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
@@ -306,6 +335,7 @@ class GrowingLayer(runtime.NotCopied):
             scale_dtype=memory.scale_dtype,
         )
         found.recount(length=self.length, origin=self.origin)
+        found.whole_from = self.whole_from
         found._memory.write_filled(memory.copy_filled())
         return found
 
