@@ -10,12 +10,12 @@ from tikv.compat import flash_attn, flashinfer, mlx, vllm
 FLOATS = [np.float32, np.float16]
 
 
-def softmax_attention(q, k, v, scale, mask, softcap=0.0):
+def softmax_attention(q, k, v, scale, mask, softcap=0.0, bias=0.0):
     """Attention of q (Sq, D) over k (S, D), v (S, D) under mask (Sq, S): float64, and the LSE."""
     scores = q.astype(np.float64) @ k.astype(np.float64).T * scale
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    scores = np.where(mask, scores, -np.inf)
+    scores = np.where(mask, scores + bias, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -190,6 +190,8 @@ def rotate(x, positions, cos, sin, interleaved):
         {"rotary": True, "interleaved": True, "new": 2, "queries": 2, "causal": True},
         {"rotary": True, "interleaved": False, "new": 1, "paged": True},
         {"leftpad": True, "new": 1},
+        {"alibi": (3, 4), "causal": True, "new": 3, "queries": 3, "paged": True},
+        {"alibi": (4,), "leftpad": True, "new": 1},
     ],
     ids=lambda case: "-".join(case) or "read",
 )
@@ -219,6 +221,9 @@ def test_flash_attn_with_kvcache(arch, rng, case):
     if case.get("rotary"):
         options |= {"rotary_cos": oracle.place(cos, arch), "rotary_sin": oracle.place(sin, arch)}
         options["rotary_interleaved"] = case["interleaved"]
+    slopes = rng.uniform(0.1, 0.5, case.get("alibi", (1,))).astype(np.float32)
+    if "alibi" in case:
+        options["alibi_slopes"] = oracle.place(slopes, arch)
     caches = [oracle.place(a.copy(), arch) for a in (k_cache, v_cache)]
     given = [None if a is None else oracle.place(a, arch) for a in (k, v)]
     out, lse = flash_attn.flash_attn_with_kvcache(
@@ -244,7 +249,9 @@ def test_flash_attn_with_kvcache(arch, rng, case):
             seen &= np.arange(end)[None] >= limit[:, None] - 1 - case["window"][0]
         for h in range(heads * group):
             head = (q_b[:, h], keys[:, h // group], values[:, h // group], width**-0.5, seen, case.get("softcap", 0.0))
-            want, want_lse = softmax_attention(*head)
+            steep = np.broadcast_to(slopes, (batch, heads * group))[b, h] if "alibi" in case else 0.0
+            bias = -steep * np.abs(limit[:, None] - 1 - np.arange(end)[None])
+            want, want_lse = softmax_attention(*head, bias)
             np.testing.assert_allclose(oracle.to_numpy(out)[b, :, h], want, rtol=0, atol=2e-6)
             np.testing.assert_allclose(oracle.to_numpy(lse)[b, h], want_lse, rtol=0, atol=1e-5)
     if case.get("rotary"):

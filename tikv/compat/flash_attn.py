@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
-from tikv.errors import ShapeError
+from tikv.errors import DTypeError, ShapeError
 from tikv.ops import attention, paged
 
 OPERATION = "flash_attn_with_kvcache"
@@ -52,7 +52,7 @@ def flash_attn_with_kvcache(
         window_size: (left, right), -1 for unlimited; right 0 is causal.
         softcap: 0 for none.
         rotary_interleaved: pairs (2i, 2i + 1); False for half-split pairs.
-        alibi_slopes: not offered.
+        alibi_slopes: (Hq,) or (B, Hq) float32: scores get ``-slope * distance``, where q lies; causal, or one query.
         num_splits: 0 for the library's choice.
         return_softmax_lse: also return the LSE, (B, Hq, Sq), natural logarithm.
 
@@ -60,8 +60,8 @@ def flash_attn_with_kvcache(
         (B, Sq, Hq, D) in q's dtype; with ``return_softmax_lse`` a pair.
 
     Raises:
-        OptionError: ALiBi slopes, a right window of more than 0, a window that is not causal, or left padding with
-            pages or rotation.
+        OptionError: a right window of more than 0, a window or slopes that are not causal, or left padding with pages
+            or rotation.
         ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`; lengths, rows,
             pages and padding are checked before the append where they lie on the host.
 
@@ -69,13 +69,20 @@ def flash_attn_with_kvcache(
     pages of a whole row each, without a copy of the cache.
     """
     left, right = window_size
-    if alibi_slopes is not None:
-        refuse_option(OPERATION, alibi_slopes=("given", "None"))
     if right > 0:
         refuse_option(OPERATION, window_size=(window_size, "right -1 or 0"))
     causal = causal or right == 0
     if left >= 0 and not causal:
         refuse_option(OPERATION, window_size=(window_size, "causal=True or a right window of 0 with a left one"))
+    if alibi_slopes is not None and not causal and q.shape[1] > 1:
+        refuse_option(OPERATION, alibi_slopes=("given", "causal=True, or one query"))
+    if alibi_slopes is not None and str(alibi_slopes.dtype).removeprefix("torch.") != "float32":
+        raise DTypeError(f"{OPERATION}: alibi_slopes is {alibi_slopes.dtype}; it is float32.")
+    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((q.shape[2],), (q.shape[0], q.shape[2])):
+        raise ShapeError(
+            f"{OPERATION}: alibi_slopes is {tuple(alibi_slopes.shape)}; it must be ({q.shape[2]},) or "
+            f"({q.shape[0]}, {q.shape[2]})."
+        )
     if cache_leftpad is not None and (block_table is not None or rotary_cos is not None):
         refuse_option(OPERATION, cache_leftpad=("given", "None with block_table or rotary_cos"))
     if softcap < 0:
@@ -134,22 +141,35 @@ def flash_attn_with_kvcache(
     lens = before + new
     if cache_leftpad is None:
         tables, contexts = _int32(table), _int32(lens)
+        options["alibi_slopes"] = alibi_slopes
         out, lse = attention.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
     else:
-        out, lse = _padded(heads_first, k_cache, v_cache, table, lens, cache_leftpad, options, library)
+        shared = alibi_slopes is None or len(alibi_slopes.shape) == 1
+        slopes = [alibi_slopes if shared else alibi_slopes[b] for b in range(batch)]
+        out, lse = _padded(heads_first, k_cache, v_cache, table, lens, cache_leftpad, options, slopes, library)
     out = _swap(out, 1, 2)
     return (out, lse) if return_softmax_lse else out
 
 
 def _padded(
-    q: Any, k_cache: Any, v_cache: Any, table: Any, lens: Any, leftpad: Any, options: dict[str, Any], library: Any
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    table: Any,
+    lens: Any,
+    leftpad: Any,
+    options: dict[str, Any],
+    slopes: list[Any],
+    library: Any,
 ) -> tuple[Any, Any]:
     """Sequence by sequence, over the part of its row behind the padding."""
     outs, lses = [], []
     pads, rows, ends = (np.asarray(x.tolist()) for x in (leftpad, table[:, 0], lens))
     for b, (pad, row, end) in enumerate(zip(pads, rows, ends, strict=True)):
         k, v = (_swap(cache[row : row + 1, pad:end], 1, 2) for cache in (k_cache, v_cache))
-        out, lse = attention.decode_attention(q[b : b + 1], k, v, np.array([end - pad], np.int32), **options)
+        out, lse = attention.decode_attention(
+            q[b : b + 1], k, v, np.array([end - pad], np.int32), alibi_slopes=slopes[b], **options
+        )
         outs.append(out)
         lses.append(lse)
     join = np.concatenate if library is np else library.cat
