@@ -122,7 +122,7 @@ def make_weigh(x, c):
         query = ti.min(task[T.row] + mine, params[P.queries] * c.group - 1) // c.group
         zero = ti.f32(0.0)
         logits(here, query, my_key, zero, zero, scores, v_factor, counts, visible, task, table, k_scale, k_scale,
-               strides, params, scalars)  # fmt: skip
+               (), strides, params, scalars)  # fmt: skip
         for o in ti.static(range(own_keys)):
             if sees > 0 and scores[o * K] > ti.f32(LOWEST):
                 totals[o] += ti.exp(ti.min(scores[o * K] - of_row * ti.f32(LN2), ti.f32(0.0)))

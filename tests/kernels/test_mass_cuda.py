@@ -1,0 +1,33 @@
+"""What a machine without CUDA can say of the mass's kernel there: the engine takes its source, and so its calls fit."""
+
+import pytest
+
+import tikv
+from tikv import launch, runtime
+from tikv.kernels.attention import cuda, mass_cuda
+from tikv.kernels.attention.parameters import Choices
+
+PLAIN = Choices(
+    place="linear", page=0, sinks=False, cache="f16", bits=64, scale="", k_inner=(0, 0), v_inner=(0, 0), query="f16",
+    out="f32", width=128, width_v=128, group=4, rows=4, causal=True, masked=False, softcap=False, lens_bits=32,
+    table_bits=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "single"),
+    [
+        ({}, True),
+        ({"place": "table", "page": 16, "table_bits": 32, "table_by_head": True, "lens_by_head": True, "cache": "i8",
+          "scale": "f16", "softcap": True, "masked": True, "rows": 8, "sinks": True}, False),
+    ],
+)  # fmt: skip
+def test_the_engine_takes_the_source(changes, single):
+    tikv.init(arch="cpu")
+    live, choices = runtime.current(), PLAIN._replace(**changes)
+    if live.engine.title != "Taichi":
+        pytest.skip("another engine asks which machine a warp is of")
+    shape = cuda.shape_of(choices.width, choices.unit, choices.rows, choices.masked)
+    kernel = launch.kernel(live, mass_cuda.make_mass_lanes, shape, single, False, choices)
+    with live.lock, live.compiling(kernel.fast_math):
+        live.engine.traced(kernel.primal, [kernel._placeholder(i) for i in range(len(kernel.words))])
