@@ -16,6 +16,7 @@ import numpy as np
 
 from tikv import arrays, dtypes, reference, runtime
 from tikv.errors import ArchError, DTypeError
+from tikv.formats import FORMATS
 from tikv.graphs.builder import GraphBuilder
 from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
 from tikv.stores.contiguous import KVCacheStore
@@ -38,6 +39,8 @@ DTYPES = {
     "float8_e4m3fn": ("float32", "float8_e4m3fn"),
     "float8_e5m2": ("float32", "float8_e5m2"),
     "int8": ("float32", "int8"),
+    "quant4_64": ("float32", "quant4_64"),
+    "q8_0": ("float32", "q8_0"),
 }
 
 
@@ -172,7 +175,21 @@ def _blocks(operation: Callable[..., None]) -> Callable[[Bench, str, str], Trial
     return run
 
 
+def _groups(bench: Bench, stored: str, *lead: int) -> tuple[Any, Any, Array]:
+    """Rows of 64 numbers in a format of groups, by `quantize` and by the reference, and the numbers that come back."""
+    row, rows = FORMATS[stored], bench.rows("float32", *lead, 64)
+    scales = np.float32 if row.numbers == 2 else np.float16
+    want = reference.quantize_groups(rows, row.bits, row.group, row.rule, scales)
+    numbers = reference.dequantize_groups(*want, row.bits, row.rule)
+    return quantize.quantize(bench.on_device(rows), stored), want, numbers
+
+
 def _quantize(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        quantised, wanted, _ = _groups(bench, stored, 7, 3)
+        for part, want in zip(quantised, wanted, strict=False):
+            if want is not None:
+                yield part, want, None
     if src == stored:
         rows = bench.rows(src, 7, 3, 16)
         for got, want in zip(quantize.quantize(bench.on_device(rows)), reference.quantize(rows), strict=True):
@@ -180,6 +197,9 @@ def _quantize(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _dequantize(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        quantised, _, numbers = _groups(bench, stored, 7, 3)
+        yield quantize.dequantize(quantised), numbers, None
     if src == stored:
         q, scale = bench.rows("int8", 7, 3, 16), abs(bench.rows("float16", 7, 3))
         out = bench.on_device(bench.rows(stored, 7, 3, 16))
@@ -203,6 +223,12 @@ _SEVEN = np.array([7], np.int32)
 
 
 def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        q, groups = bench.rows(src, 1, 4, 64), [_groups(bench, stored, 1, 2, 8) for _ in "kv"]
+        caches = [quantised for quantised, _, _ in groups]
+        got = attention.decode_attention(bench.on_device(q), caches[0], caches[1], 7, scale=0.25, impl="taichi")
+        yield got, _attended(q[0], [numbers[0, :, :7] for _, _, numbers in groups]), _tolerance(src)
+        return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, caches = bench.rows(src, 1, 4, 16), [bench.rows(stored, 1, 2, 8, 16) for _ in "kv"]
         given: dict[str, Any] = {}
@@ -252,8 +278,10 @@ _LSE = ("float32", (2, 4))
 
 
 def _store(bench: Bench, src: str, stored: str) -> Trials:
-    cache = KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=16, capacity=9, dtype=stored, window=[None, 4], sinks=1)
-    rows = bench.rows(src, 2, 7, 2, 16)
+    width = 64 if stored in FORMATS else 16
+    form: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": width, "capacity": 9, "dtype": stored}
+    cache = KVCacheStore(**form, window=[None, 4], sinks=1)
+    rows = bench.rows(src, 2, 7, 2, width)
     cache.append_all(bench.on_device(rows), bench.on_device(rows))
     for layer, positions in enumerate((range(7), (0, 4, 5, 6))):
         kept = rows[layer, list(positions)].swapaxes(0, 1)[None]
@@ -272,6 +300,10 @@ def _paged_store(bench: Bench, src: str, stored: str) -> Trials:
 
 def _stored(rows: Array, stored: str) -> Array:
     """The rows as a store gives them back."""
+    if stored in FORMATS:
+        row = FORMATS[stored]
+        quantised = reference.quantize_groups(rows, row.bits, row.group, row.rule, np.float16)
+        return reference.dequantize_groups(*quantised, row.bits, row.rule)
     if stored == "int8":
         return reference.dequantize(*reference.quantize(rows))
     return reference.encode(rows, dtypes.parse(stored, "support").numpy)
