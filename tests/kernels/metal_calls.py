@@ -8,6 +8,10 @@ import ml_dtypes
 import numpy as np
 
 import tikv
+from tikv import runtime
+from tikv.arrays import view
+from tikv.ops.attention.merge import merge_parts
+from tikv.ops.deal import deal
 from tikv.ops.page_slots import page_slots
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -167,6 +171,14 @@ def attend_in_parts(values, dtype):
     yield "paged_decode_attention", [tikv.paged_decode_attention(values((1, 4, 32), dtype), *pools, tables, lens)]
     states = [array for _ in range(2) for array in (values((1, 4, 32), dtype), values((1, 4), F32))]
     yield "merge_states", tikv.merge_states(*states)
+    merged, lse = values((1, 4, 2, 32), dtype), values((1, 4, 2), F32)
+    merge_parts("merge_parts", *(view(a, "a", "merge_parts") for a in (values((3, 1, 4, 2, 33), F32), merged, lse)))
+    yield "merge_parts", [merged, lse]
+    found = np.zeros(4, np.int32)
+    for counts in (False, True):
+        arrays = (view(a, "a", "deal") for a in (np.array([-1, 0, 9, 1000]), found))
+        deal(runtime.current(), "deal", *arrays, (1, 3, 4), counts)
+        yield "deal", [found.copy()]
 
 
 def attend_with_terms(values):

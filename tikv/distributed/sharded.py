@@ -439,15 +439,15 @@ class ShardedKVCacheStore:
         )
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
-        """Options of `KVCacheStore` that need all tokens in one place.
+        """Options of `KVCacheStore` that are not offered where tokens are cut.
 
         Raises:
             OptionError: there is one, and tokens are cut.
         """
         if options and self._dealt is not None and options != {"impl": "auto"}:
             raise OptionError(
-                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut: it needs all "
-                f"of them on one rank. Leave it out, or cut heads."
+                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut. Leave it "
+                f"out, or cut heads."
             )
 
     def _agree(self, operation: str, *call: Any) -> None:

@@ -1,0 +1,87 @@
+"""What a rank does by itself, without other processes: dealing, its part of attention, and merging parts."""
+
+import numpy as np
+import pytest
+
+import tikv
+from tikv import runtime
+from tikv.arrays import view
+from tikv.distributed.deal import Deal
+from tikv.distributed.dealt_store import DealtStore
+from tikv.ops.attention.merge import merge_parts
+from tikv.ops.deal import deal
+from tikv.stores.attend import AttentionScale
+
+PLAIN = AttentionScale(None, None)
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 4), (5, 64)])
+def test_every_position_lies_on_one_rank(world, interleave):
+    deals = [Deal(rank, world, interleave) for rank in range(world)]
+    counts = [0] * world
+    for position in range(4 * world * interleave + 3):
+        assert [each.count(position) for each in deals] == counts
+        (owner,) = [each for each in deals if each.owns(position)]
+        assert owner.rank == position // interleave % world
+        assert owner.position(counts[owner.rank]) == position
+        counts[owner.rank] += 1
+    for each in deals:
+        for first, end in ((0, 7), (3, 3), (5, 5 * interleave), (interleave, 9 * interleave + 1)):
+            own = [p for run in each.runs(first, end) for p in range(*run)]
+            assert own == [p for p in range(first, end) if each.owns(p)]
+            assert len(own) <= each.most(max(0, end - first))
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_positions_on_the_device_are_dealt_alike(arch, bits):
+    positions = np.array([-5, 0, 7, 8, 1000, 2**31 - 1], f"int{bits}")
+    for rank in range(3):
+        own = Deal(rank, 3, 4)
+        found = []
+        for counts in (True, False):
+            out = np.full(len(positions), 99, np.int32)
+            deal(runtime.current(), "deal", view(positions, "p", "deal"), view(out, "out", "deal"), own, counts)
+            found.append(out.tolist())
+        assert found[0] == [own.count(max(0, int(p))) for p in positions]
+        assert found[1] == [own.count(int(p)) if p >= 0 and own.owns(int(p)) else -1 for p in positions]
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.full)])
+def test_parts_are_merged_by_their_log_sum_exps(arch, rng, dtype):
+    parts = rng.standard_normal((3, 2, 4, 5, 9)).astype(np.float32)
+    parts[1, ..., 8] = -np.inf
+    parts[:, 0, 1, 2, 8] = -np.inf
+    weights = np.exp(parts[..., 8:].astype(np.float64))
+    total = weights.sum(0)
+    want = np.divide((weights * parts[..., :8]).sum(0), total, out=np.zeros((2, 4, 5, 8)), where=total > 0)
+    out, lse = np.full((2, 5, 4, 8), 7, dtype), np.full((2, 4, 5), 7, np.float32)
+    to = view(out, "out", "merge_parts").transposed(0, 2, 1, 3)
+    merge_parts("merge_parts", view(parts, "parts", "merge_parts"), to, view(lse, "lse", "merge_parts"))
+    tolerance = 2e-6 if dtype == "float32" else 1e-3
+    np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, rtol=tolerance, atol=tolerance)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse, np.log(total[..., 0]), rtol=2e-6, atol=2e-6)
+
+
+def test_two_ranks_in_one_process_are_one_store(arch, rng):
+    """A prompt longer than the window, single tokens and a trim, over a sliding and a plain layer."""
+    form = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "capacity": 64, "dtype": "float32"}
+    form |= {"window": [9, None], "sinks": 2}
+    one, shares = tikv.KVCacheStore(**form), [DealtStore(Deal(rank, 2, 4), **form) for rank in range(2)]
+    for tokens in (21, 1, 1, 6):
+        if tokens == 6:
+            for store in (one, *shares):
+                store.trim(2)
+        for layer in (0, 1):
+            q = rng.standard_normal((1, tokens, 8, 8)).astype(np.float32)
+            k, v = rng.standard_normal((2, 1, tokens, 1, 8)).astype(np.float32)
+            want = one.extend(layer, q, k, v)
+            parts = np.zeros((2, 1, 8, tokens, 9), np.float32)
+            for store, part in zip(shares, parts, strict=True):
+                query, rows, _ = store.extension("extend", layer, (q, k, v), "token_major", PLAIN)
+                store.extend_own("extend", layer, rows, "token_major", query, view(part, "part", "extend"), PLAIN)
+            out, lse = np.zeros_like(want), np.zeros((1, 8, tokens), np.float32)
+            to = view(out, "out", "extend").transposed(0, 2, 1, 3)
+            merge_parts("extend", view(parts, "parts", "extend"), to, view(lse, "lse", "extend"))
+            np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+    assert [store.length for store in shares] == [one.length] * 2
