@@ -111,7 +111,12 @@ def test_gguf_gives_the_same_bits(arch, rng, name):
 
 @pytest.mark.parametrize(
     ("name", "group", "queries", "ring"),
-    [("quant4_64", 4, None, None), ("quant3_32", 1, None, None), ("q4_0", 1, 3, None), ("q8_0", 1, None, 24)],
+    [
+        ("quant4_64", 4, None, None),
+        ("quant3_32", 1, None, None),
+        ("q4_0", 1, 3, None),
+        pytest.param("q8_0", 1, None, 24, marks=pytest.mark.full),
+    ],
 )
 def test_attention_reads_the_codes(arch, rng, name, group, queries, ring):
     """Against float64 over the numbers that the codes stand for; short, full and empty sequences, and a ring."""
