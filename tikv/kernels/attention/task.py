@@ -49,7 +49,7 @@ def make_decode_task(style, keys_multiple, c):
         least = params[P.splits] * keys_multiple
         share = (visible[V.count] + least - 1) // least * keys_multiple
         if ti.static(c.lens_by_head):
-            share = ti.max(share, params[P.least_share])
+            share = ti.max(share, (params[P.least_share] + keys_multiple - 1) // keys_multiple * keys_multiple)
         begin = split * share
         end = ti.min(visible[V.count], begin + share)
         k_first = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head]
