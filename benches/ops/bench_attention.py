@@ -21,6 +21,7 @@ class Work:
 
     def __init__(self, arch, rng, smoke, *, dtype, width, group, place="contiguous", batch=None):
         self.arch, self.place, self.group = arch, place, group
+        self.terms: dict[str, np.ndarray] = {}  # what is added to the scores
         heads = 2 if smoke else 8
         itemsize = np.dtype(CODES[dtype]).itemsize
         goal = (1 << 30) if arch != "vulkan" else (1 << 26)
@@ -78,7 +79,7 @@ class Work:
         if self.place in ("NHD", "HND"):
             table = put(self.table)
             return lambda: tikv.paged_decode_attention(q, k, v, table, lens, layout=self.place)
-        options = {"impl": "taichi"}
+        options = {"impl": "taichi", **{name: put(a) for name, a in self.terms.items()}}
         if self.scale is not None:
             scale = put(self.scale)
             options |= {"k_scale": scale, "v_scale": scale}
@@ -154,3 +155,14 @@ def bench_attend_ring(arch, rng, smoke, peer, group, timed):
 def bench_attend_pages(arch, rng, smoke, peer, place, group, timed):
     """Random pages of 16 slots read in place; torch gathers them first."""
     measure(Work(arch, rng, smoke, dtype="float16", width=128, group=group, place=place), peer, timed)
+
+
+@pytest.mark.parametrize("peer", ["tikv"], indirect=True)
+@pytest.mark.parametrize("term", ["nothing", "sink_logits", "alibi_slopes"])
+def bench_attend_with_terms(arch, rng, smoke, peer, term, timed):
+    """A sink that weighs nothing and slopes of 0, which leave the result as it is, against the call without."""
+    work = Work(arch, rng, smoke, dtype="float16", width=128, group=4)
+    work.case += f", with {term}"
+    if term != "nothing":
+        work.terms[term] = np.full(work.q.shape[1], -60.0 if term == "sink_logits" else 0.0, np.float32)
+    measure(work, peer, timed)
