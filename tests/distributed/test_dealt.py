@@ -63,6 +63,7 @@ def test_parts_are_merged_by_their_log_sum_exps(arch, rng, dtype):
         np.testing.assert_allclose(lse, np.log(total[..., 0]), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.full("vulkan")  # kernels of attention, which compile there for long
 def test_two_ranks_in_one_process_are_one_store(arch, rng):
     """A prompt longer than the window, single tokens and a trim, over a sliding and a plain layer."""
     form = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "capacity": 64, "dtype": "float32"}
