@@ -1,5 +1,7 @@
 """The engines side by side on the CPU: `python benches/engines.py`. Both have to be installed, and torch.
 
+With words behind it, such as `append index_copy`, only cases whose names have one of them.
+
 A process has one engine, so each has a process of its own. They take turns, one short round after the other, so that
 both see the same machine. Of each case the fastest round and the lower quartile of the rounds are said: a round that
 another program disturbed is no engine's.
@@ -113,7 +115,7 @@ def serve():
         print((time.perf_counter() - start) / count, file=answers, flush=True)
 
 
-def main():
+def main(words):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     children = {}
     for name in ("taichi", "quadrants"):
@@ -126,6 +128,7 @@ def main():
             env={**os.environ, "TIKV_ENGINE": name, "PYTHONPATH": path},
         )
     names, _ = (json.loads(child.stdout.readline()) for child in children.values())
+    names = [name for name in names if not words or any(word in name for word in words)]
     seconds = {(engine, name): [] for engine in children for name in names}
     for turn in range(ROUNDS):
         order = list(children.items())
@@ -149,4 +152,4 @@ def lower_quartile(times):
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["serve"] else main()
+    serve() if sys.argv[1:] == ["serve"] else main(sys.argv[1:])
