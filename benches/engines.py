@@ -101,14 +101,16 @@ def serve():
     calls = cases()
     times = {}
     for name, call in calls.items():
-        start = time.perf_counter()
         for _ in range(3):
             call()
-        times[name] = max(1, int(SECONDS / ((time.perf_counter() - start) / 3)))
+        start = time.perf_counter()
+        call()
+        times[name] = max(1, int(SECONDS / (time.perf_counter() - start)))
     print(json.dumps(list(calls)), file=answers, flush=True)
     for line in sys.stdin:
         call, count = calls[line.strip()], times[line.strip()]
-        call()
+        for _ in range(3):  # another case of this operation may have been the last: what is known of it is learnt anew
+            call()
         start = time.perf_counter()
         for _ in range(count):
             call()
