@@ -11,6 +11,9 @@ import numpy as np
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes, mps, read_host, write_host
 
+APART = 64  # bytes between arrays in one copy: each lies as it would alone
+MOST_TOGETHER = 2**28  # bytes that are worth copying as one
+
 
 class KnownOnHost:
     """Owner of an array on a device whose values the host knows as well; in all else like the owner that it wraps."""
@@ -37,6 +40,35 @@ class _Stretch(NamedTuple):
     def base(self) -> int:
         """Where the copy starts, so that every word stays aligned as it was."""
         return self.start // 8 * 8
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end - self.start
+
+    @property
+    def room(self) -> int:
+        """Bytes of a copy in which another stretch may follow."""
+        return -(-(self.end - self.base) // APART) * APART
+
+
+def _together(stretches: Sequence[_Stretch], written: Sequence[bool]) -> list[list[_Stretch]]:
+    """Those of the host that are copied as one: those that are written, which come back, and the others.
+
+    A copy to Vulkan or Metal and back waits for the device, whatever its size. One on MPS is copied there, by itself.
+    """
+    found: list[list[_Stretch]] = []
+    open_: dict[bool, list[_Stretch]] = {}
+    for stretch in stretches:
+        back = any(written[i] for i in stretch.members)
+        last = open_.get(back, [])
+        if stretch.memory is None and last and sum(s.room for s in [*last, stretch]) <= MOST_TOGETHER:
+            last.append(stretch)
+        else:
+            found.append([stretch])
+            if stretch.memory is None:
+                open_[back] = found[-1]
+    return found
 
 
 def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
@@ -69,12 +101,12 @@ class Staging:
         stretches = _stretches(arrays)
         if stretches:
             launch.refuse_during_capture(live, "launch", "what an array on the host holds now")
-        for stretch in stretches:
-            copied = self._copied_on_mps if stretch.memory is not None else self._copied_from_host
-            memory = copied(stretch, any(written[i] for i in stretch.members))
-            for i in stretch.members:
+        for together in _together(stretches, written):
+            copied = self._copied_on_mps if together[0].memory is not None else self._copied_from_host
+            memory, places = copied(together, any(written[i] for i in together[0].members))
+            for stretch, place, i in ((s, p, i) for s, p in zip(together, places, strict=True) for i in s.members):
                 a = arrays[i]
-                first = memory.array((1,), a.dtype, a.ptr + a.offset - stretch.base)
+                first = memory.array((1,), a.dtype, place + a.ptr + a.offset - stretch.base)
                 owner: Any = memory if stretch.memory is not None else KnownOnHost(memory, a)
                 self.arrays[i] = ArrayView(
                     first.ptr,
@@ -87,25 +119,33 @@ class Staging:
                     owner=owner,
                 )
 
-    def _copied_from_host(self, stretch: _Stretch, written: bool) -> Memory:
-        _, start, end, _ = stretch
-        base = stretch.base
-        memory = Memory(end - base, self._live)
-        raw = np.zeros(end - base, np.int8)
-        raw[start - base :] = host_bytes(start, end - start).view(np.int8)
-        write_host(raw, memory.array(raw.shape, dtypes.int8))
+    def _copied_from_host(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
+        """Stretches of the host, copied as one, and where each base lies in the copy."""
+        places, size = [], 0
+        for stretch in together:
+            places.append(size)
+            size += stretch.room
+        memory = Memory(size, self._live)
+        whole = memory.array((size,), dtypes.int8)
+        raw = np.zeros(size, np.int8)
+        for stretch, place in zip(together, places, strict=True):
+            first = place + stretch.start - stretch.base
+            raw[first : first + stretch.size] = host_bytes(stretch.start, stretch.size).view(np.int8)
+        write_host(raw, whole)
 
         def bring_back() -> None:
-            found = read_host(memory.array((end - base,), dtypes.int8), self._live)[start - base :]
-            ctypes.memmove(start, found.ctypes.data, end - start)
+            found = read_host(whole, self._live)
+            for stretch, place in zip(together, places, strict=True):
+                first = place + stretch.start - stretch.base
+                ctypes.memmove(stretch.start, found.ctypes.data + first, stretch.size)
 
         if written:
             self._back.insert(0, bring_back)
-        return memory
+        return memory, places
 
-    def _copied_on_mps(self, stretch: _Stretch, written: bool) -> Memory:
-        storage, start, end, _ = stretch
-        base, turns = stretch.base, mps.turns_of(self._live)
+    def _copied_on_mps(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
+        ((storage, start, end, _),) = together
+        base, turns = together[0].base, mps.turns_of(self._live)
         block = turns.borrow(end - base)
         theirs, ours = storage.bytes[start:end], block.bytes[start - base : end - base]
         ours.copy_(theirs)
@@ -116,7 +156,7 @@ class Staging:
             turns.give_back(block)
 
         self._back.insert(0, bring_back)
-        return block.memory
+        return block.memory, [0]
 
     def finish(self) -> None:
         """Bring what was written back to where it came from."""
