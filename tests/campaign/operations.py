@@ -5,13 +5,14 @@ import itertools
 import numpy as np
 
 from campaign.calls import Calls
+from campaign.compacted import Compacted
 from campaign.contiguous import Contiguous
 from campaign.paged import Paged
 from campaign.progress import Progress, Settings
 
 GOAL, UNIT = 1_000_000, "operations"
 ROW = 100
-SUBJECTS = (Contiguous, Paged, Calls)
+SUBJECTS = (Contiguous, Paged, Calls, Compacted)
 
 
 def run(settings: Settings, progress: Progress) -> None:
