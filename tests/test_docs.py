@@ -1,4 +1,4 @@
-"""The words are tested: docstrings' examples and the README's blocks run, and print what the README says they print."""
+"""The words are tested: docstrings' examples and the pages' blocks run, and print what the pages say they print."""
 
 import ast
 import contextlib
@@ -17,6 +17,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (README, *sorted((ROOT / "docs").rglob("*.md")))}
 NEEDS = {
     "integrations.torch_ops": ["torch"],
     "integrations.transformers": ["torch", "transformers"],
@@ -63,21 +64,29 @@ def test_every_public_name_has_a_docstring():
         assert getattr(tikv, name).__doc__ or not callable(getattr(tikv, name)), f"tikv.{name} has no docstring"
 
 
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+
+
 @pytest.mark.full
 @pytest.mark.archs("cpu")
-def test_readme_python_blocks_run_in_order_and_print_what_follows_them(arch, tmp_path, monkeypatch):
-    text = README.read_text(encoding="utf-8")
-    found = list(re.finditer(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE))
-    assert len(found) == len(blocks("python")) > 0
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("page", [name for name, path in PAGES.items() if "```python" in path.read_text("utf-8")])
+def test_blocks_of_a_page_run_in_order_and_print_what_follows_them(page, arch, tmp_path, monkeypatch):
+    text = PAGES[page].read_text(encoding="utf-8")
+    for needed in ("torch", "transformers"):
+        if f"import {needed}" in text:
+            pytest.importorskip(needed)
+    found = list(BLOCK.finditer(text))
+    assert len(found) == text.count("```python\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    namespace = {"__name__": "readme"}
+    namespace = {"__name__": "page"}
     for block in found:
         line = text[: block.start(1)].count("\n")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(ast.increment_lineno(ast.parse(block[1]), line), str(README), "exec"), namespace)
-        assert printed.getvalue() == (block[2] or ""), f"README.md, line {line + 1}"
+            exec(compile(ast.increment_lineno(ast.parse(block[1]), line), page, "exec"), namespace)
+        assert printed.getvalue() == (block[2] or ""), f"{page}, line {line + 1}"
 
 
 @pytest.mark.filterwarnings("default")
@@ -101,11 +110,11 @@ def test_readme_block_for_transformers_runs(arch, monkeypatch):
 
 
 def output(name: str) -> list[str]:
-    """The lines that the README shows as printed by a command."""
-    text = README.read_text(encoding="utf-8")
-    found = re.search(rf"^<!-- output: {name} -->\n```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert found, f"README.md shows no output of tikv {name}"
-    return found[1].splitlines()
+    """The lines that a page shows as printed by a command."""
+    pattern = re.compile(rf"^<!-- output: {name} -->\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    found = [match[1] for path in PAGES.values() for match in pattern.finditer(path.read_text(encoding="utf-8"))]
+    assert len(found) == 1, f"{len(found)} pages show what tikv {name} prints"
+    return found[0].splitlines()
 
 
 def columns(lines: list[str]) -> list[list[str]]:
@@ -127,7 +136,7 @@ def run(*arguments: str) -> list[str]:
     return child.stdout.splitlines()
 
 
-def test_the_readme_shows_what_commands_print():
+def test_the_manual_shows_what_commands_print():
     """Word for word where no machine is in it; else the same rows and columns."""
     from tikv import runtime
     from tikv.tools import bench, doctor, support
@@ -153,43 +162,61 @@ def test_the_readme_shows_what_commands_print():
     assert "cpu" in machine
 
 
-def test_every_command_of_the_readme_is_one():
+def test_every_command_that_is_named_is_one():
     from tikv import __main__ as cli
 
-    text = README.read_text(encoding="utf-8")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
     named = set(re.findall(r"(?:^|`)(?:python -m )?tikv ([a-z]+)", text, re.MULTILINE))
-    assert named == {"info", "doctor", "variants", "support", "bench", "export"}
+    assert named >= {"info", "doctor", "variants", "support", "bench"}
     for name in named:
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stopped:
             cli.main([name, "--help"])
         assert stopped.value.code == 0
 
 
-def test_what_the_readme_refers_to_exists():
-    """Links, pictures and paths in the text; and each picture in docs/ is shown, both themes of one together."""
-    text = re.sub(r"<!-- performance picture.*?-->", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    linked = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
-    linked = {link for link in linked if "://" not in link}
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_refers_to_exists(page):
+    text = re.sub(r"<!-- performance picture.*?-->", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL)
+    linked = {link for link in links(text) if "://" not in link}
     quoted = set(re.findall(r"`((?:examples|benches|tests|docs|\.ci)/[\w./-]+)`", text))
-    assert {"docs/ring.svg", "docs/pages.svg", "CONTRIBUTING.md"} <= linked
-    missing = [name for name in sorted(linked | quoted) if not (ROOT / name).exists()]
-    assert missing == []
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.svg")} == {n for n in linked if n.endswith(".svg")}
+    assert [name for name in sorted(linked) if not (PAGES[page].parent / name).exists()] == []
+    assert [name for name in sorted(quoted) if not (ROOT / name).exists()] == []
 
 
-def test_the_readme_names_every_public_operation_extra_and_error():
+def links(text: str) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+
+
+def test_every_picture_and_page_is_shown():
+    shown = {(path.parent / link).resolve() for path in PAGES.values() for link in links(path.read_text("utf-8"))}
+    pictures = {path.resolve() for path in (ROOT / "docs").glob("*.svg")}
+    assert pictures <= shown
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {name.removeprefix("docs/") for name in PAGES if name != "README.md"}
+    assert {page for page in pages if f": {page}\n" not in navigation} == set()
+
+
+def test_the_readme_is_one_that_is_read_to_its_end():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
+
+
+def test_the_manual_names_every_public_operation_extra_and_error():
     import tikv
 
-    text = README.read_text(encoding="utf-8")
-    operations = text.partition("## Operations")[2].partition("## ")[0]
-    errors = text.partition("## Errors")[2].partition("## ")[0]
-    apart = {"__version__", "init", "info", "CacheArray", "KVCacheAppendDescriptor", "KVCacheAppendArgs"}
-    for name in {*tikv.__all__} - apart:
-        if inspect.ismodule(getattr(tikv, name)):
+    operations = PAGES["docs/operations.md"].read_text(encoding="utf-8")
+    errors = PAGES["docs/errors.md"].read_text(encoding="utf-8")
+    every = PAGES["docs/api.md"].read_text(encoding="utf-8")
+    apart = {"__version__", "init", "info", "CacheArray", "KVCacheAppendDescriptor", "KVCacheAppendArgs", "Quantized"}
+    for name in tikv.__all__:
+        found = getattr(tikv, name)
+        if inspect.ismodule(found) or name == "__version__":
             continue
-        kind = getattr(tikv, name)
-        where = errors if isinstance(kind, type) and issubclass(kind, Exception) else operations
-        assert re.search(rf"`(tikv\.)?{name}`", where), f"README.md does not name {name} where it belongs"
+        assert re.search(rf"^::: tikv\.[\w.]+\.{name}$", every, re.MULTILINE), f"docs/api.md does not list {name}"
+        if name not in apart:
+            where = errors if isinstance(found, type) and issubclass(found, Exception) else operations
+            assert re.search(rf"`(tikv\.)?{name}`", where), f"the manual does not name {name} where it belongs"
+    text = README.read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = re.findall(
         r"^(\w+) = \[", project.partition("optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE
@@ -210,10 +237,10 @@ def test_readme_has_the_two_commands():
     assert f"```sh\n{shell[-1]}```" in contributing
 
 
-def test_the_readme_names_every_home_of_the_layer_trait():
+def test_the_manual_names_every_home_of_the_layer_trait():
     from tikv.compat.seeds import layers
 
-    text = README.read_text(encoding="utf-8")
+    text = PAGES["docs/names.md"].read_text(encoding="utf-8")
     table = text.partition("<!-- seed names -->")[2].partition("<!-- end of seed names -->")[0]
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     homes = {name: ", ".join(f"`{home}`" for home in found) for name, found in layers.SEED_NAMES.items()}

@@ -113,12 +113,12 @@ COPY = [
     (
         "narrowing_int8", SRC, ((2, 5, 8), I8), {"position": 0}, tikv.DTypeError,
         "copy: cannot copy float32 into int8 (src: f32[3,2,8], cache: i8[2,5,8]). From float32 the destination may be: "
-        "float32, float16, bfloat16.",
+        "float32, float16, bfloat16, float8_e4m3fn, float8_e5m2.",
     ),
     (
         "widening_float16", ((3, 2, 8), F16), CACHE, {"position": 0}, tikv.DTypeError,
         "copy: cannot copy float16 into float32 (src: f16[3,2,8], cache: f32[2,5,8]). From float16 the destination may "
-        "be: float16.",
+        "be: float16, float8_e4m3fn, float8_e5m2.",
     ),
 ]  # fmt: skip
 

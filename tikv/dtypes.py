@@ -115,7 +115,7 @@ def parse(dtype: Any, operation: str) -> DType:
     Raises:
         DTypeError: nothing here is called that.
 
-    Example:
+    Examples:
         >>> parse("bfloat16", "example"), parse(np.float16, "example")
         (bfloat16, float16)
     """

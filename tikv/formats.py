@@ -63,7 +63,7 @@ class Quant:
     Raises:
         OptionError: another number of bits or columns, or another axis.
 
-    Example:
+    Examples:
         >>> Quant(bits=4).format.name
         'quant4_64'
     """

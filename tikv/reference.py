@@ -45,7 +45,7 @@ def encode(rows: Array, dtype: Any) -> Array:
     Raises:
         TypeError: there is no such conversion.
 
-    Example:
+    Examples:
         >>> encode(np.float32([65519.0, 65520.0, 1e-8]), np.float16).tolist()
         [65504.0, inf, 0.0]
     """
@@ -67,7 +67,7 @@ def slots(position: int, num_tokens: int, capacity: int, window: int | None = No
     Raises:
         ValueError: a linear cache would overflow, or the window does not fit.
 
-    Example:
+    Examples:
         >>> slots(3, 4, capacity=8), slots(3, 4, capacity=8, window=5), slots(3, 4, capacity=8, window=5, sinks=2)
         ([3, 4, 5, 6], [3, 4, 0, 1], [3, 4, 2, 3])
     """
@@ -120,7 +120,7 @@ def copy(
     Raises:
         ValueError: a linear cache would overflow, or the rows end before `src_offset + num_tokens`.
 
-    Example:
+    Examples:
         >>> copy(np.arange(3.0).reshape(3, 1, 1), np.full((1, 2, 1), 9.0), position=0, window=2).ravel()
         array([2., 1.])
     """
@@ -150,7 +150,7 @@ def linearize(cache: Array, *, length: int, cache_layout: str = "head_major") ->
     Returns:
         min(length, capacity) tokens in the layout of the cache.
 
-    Example:
+    Examples:
         >>> linearize(np.array([[[4.0], [5.0], [3.0]]]), length=5).ravel()
         array([3., 4., 5.])
     """
@@ -167,7 +167,7 @@ def compact(cache: Array, keep: Any) -> Array:
 
     `cache` is (B, H, S, ...), `keep` ascending indices (B, H, n) or (B, n), or a mask (B, H, S) or (B, S).
 
-    Example:
+    Examples:
         >>> compact(np.arange(4.0).reshape(1, 1, 4), np.array([[1, 3]])).ravel()
         array([1., 3., 2., 3.])
     """
@@ -190,7 +190,7 @@ def append_ragged(new: Array, cache: Array, offsets: Sequence[int] | Array) -> A
     Returns:
         A new array like `cache`.
 
-    Example:
+    Examples:
         >>> append_ragged(np.ones((1, 1, 3, 1)), np.zeros((1, 1, 4, 1)), [-2]).ravel()
         array([1., 0., 0., 0.])
     """
@@ -257,7 +257,7 @@ def write_slots(rows: Array, pool: Array, slot_mapping: Sequence[int] | Array, *
     Raises:
         IndexError: a slot past the end of the pool.
 
-    Example:
+    Examples:
         >>> write_slots(np.ones((2, 1, 1)), np.zeros((2, 2, 1, 1)), [3, -1]).ravel()
         array([0., 0., 0., 1.])
     """
@@ -271,7 +271,7 @@ def write_slots(rows: Array, pool: Array, slot_mapping: Sequence[int] | Array, *
 def gather_paged(pool: Array, block_table: Sequence[int] | Array, length: int, *, layout: str = "NHD") -> Array:
     """The first `length` tokens of a sequence whose pages are `block_table`: (length, H, D) in the pool's type.
 
-    Example:
+    Examples:
         >>> gather_paged(np.arange(4.0).reshape(2, 2, 1, 1), [1, 0], 3).ravel()
         array([2., 3., 0.])
     """
@@ -284,7 +284,7 @@ def gather_paged(pool: Array, block_table: Sequence[int] | Array, length: int, *
 def copy_blocks(source: Array, target: Array, pairs: Sequence[Sequence[int]] | Array) -> Array:
     """The target pool after each pair's block was copied into it; pairs with a negative block are left out.
 
-    Example:
+    Examples:
         >>> copy_blocks(np.array([[1], [2]]), np.array([[3], [4]]), [(0, 1), (-1, 0)]).ravel().tolist()
         [3, 1]
     """
@@ -305,7 +305,7 @@ def quantize(rows: Array, scale_dtype: Any = np.float16) -> tuple[Array, Array]:
     Returns:
         (..., D) int8 and (...) of `scale_dtype`.
 
-    Example:
+    Examples:
         >>> q, scale = quantize(np.float32([[1.0, -2.0, np.inf, np.nan]]))
         >>> q.tolist(), scale.tolist()
         ([[64, -127, 127, 0]], [0.0157470703125])
@@ -331,7 +331,7 @@ def sum_of_squares(rows: Array) -> Array:
     There are 4 to 128 running sums, about D / 2, n of them each of every n-th column. Their second half is added to the
     first until 16 are left, these are added up by fours, and then again the second half to the first.
 
-    Example:
+    Examples:
         >>> sum_of_squares(np.float32([[3.0, 4.0], [1.0, 1.0]]))
         array([25.,  2.], dtype=float32)
     """
@@ -378,7 +378,7 @@ def norm_rope(
     Returns:
         (T, H, D) of `dtype`.
 
-    Example:
+    Examples:
         >>> norm_rope(np.array([[[3.0, 4.0]]]), [0], mode="half", cos=np.zeros((1, 1)), sin=np.ones((1, 1)))
         array([[[-4.,  3.]]], dtype=float32)
     """
@@ -408,7 +408,7 @@ def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = F
     `moved_by` (...) has the differences of positions, where a row that stays is not touched; `inv_freq` (D_r / 2,) and
     `interleaved` are as in `tikv.Rope`.
 
-    Example:
+    Examples:
         >>> rotate(np.array([[1.0, 0.0]]), np.array([1]), [np.pi / 2], dtype=np.float64).round(3).tolist()
         [[0.0, 1.0]]
     """
@@ -425,7 +425,7 @@ def rotate(rows: Array, moved_by: Array, inv_freq: Any, *, interleaved: bool = F
 def split_qkv(qkv: Array, num_q_heads: int, num_kv_heads: int) -> tuple[Array, Array, Array]:
     """(T, Hq, D), (T, H, D) and (T, H, D) of rows [Q heads | K heads | V heads].
 
-    Example:
+    Examples:
         >>> [part.shape for part in split_qkv(np.zeros((3, 12)), 2, 1)]
         [(3, 2, 3), (3, 1, 3), (3, 1, 3)]
     """
@@ -437,7 +437,7 @@ def split_qkv(qkv: Array, num_q_heads: int, num_kv_heads: int) -> tuple[Array, A
 def dequantize(q: Array, scale: Array, dtype: Any = np.float32) -> Array:
     """The values that int8 rows stand for, rounded once to `dtype`.
 
-    Example:
+    Examples:
         >>> dequantize(np.int8([[2, -4]]), np.float16([0.5])).tolist()
         [[1.0, -2.0]]
     """
@@ -459,7 +459,7 @@ def quantize_groups(
     Returns:
         (..., D * bits / 32) uint32, (..., D / group) and the same or None.
 
-    Example:
+    Examples:
         >>> words, scales, biases = quantize_groups(np.arange(32, dtype=np.float32) - 8, 8, 32, "affine", np.float32)
         >>> hex(words[0]), scales.tolist(), biases.tolist()
         ('0xf2f6fafe', [-0.12156862765550613], [23.0])
@@ -505,7 +505,7 @@ def dequantize_groups(
 ) -> Array:
     """The numbers that codes of groups stand for, rounded once to `dtype`.
 
-    Example:
+    Examples:
         >>> dequantize_groups(np.uint32([[0x03020100] * 8]), np.float32([[0.5]]), np.float32([[1]]), 8, "affine")[0, :4]
         array([1. , 1.5, 2. , 2.5], dtype=float32)
     """
@@ -532,7 +532,7 @@ class History:
         window: slots of a sliding layer, its sinks included; None for a linear one.
         sinks: leading tokens that stay.
 
-    Example:
+    Examples:
         >>> layer = History(capacity=4, window=3, sinks=1)
         >>> layer.append("abcde")
         >>> layer.kept(), layer.length
@@ -595,7 +595,7 @@ def visible_positions(
         held: slots of a ring, sinks included, beyond whose newest tokens nothing is left; None for a linear cache.
         first_valid: oldest position behind the sinks that is still there.
 
-    Example:
+    Examples:
         >>> visible_positions(7, 1, 2, window=3, sinks=1), visible_positions(7, 0, 2, window=3, sinks=1)
         ([0, 5, 6], [0, 4, 5])
     """
@@ -612,7 +612,7 @@ def visible_positions(
 def tree_mask(parents: Sequence[int] | Array) -> Array:
     """Which of the new tokens each sees, (T, T): itself and its ancestors; `parents[t]` comes before t, or is -1.
 
-    Example:
+    Examples:
         >>> tree_mask([-1, 0, 0]).astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
@@ -636,7 +636,7 @@ def visible_in_tree(
         mask: (T, T), which of the new tokens each sees.
         window, sinks: as in `visible_positions`.
 
-    Example:
+    Examples:
         >>> visible_in_tree(5, 2, tree_mask([-1, 0, 0]))
         ([0, 1, 2, 4], [0, 1, 2, 3])
     """
@@ -669,7 +669,7 @@ def attention(
         sink_logit: of a key more that has no value; None or -inf for none.
         bias: (n,), added to the scores in the end, such as ALiBi's `slope * (key position - query position)`.
 
-    Example:
+    Examples:
         >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
         [2.0]
     """

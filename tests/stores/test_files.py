@@ -197,7 +197,8 @@ def test_foreign_files_are_refused(arch, rng, tmp_path):
 
 
 def test_an_unknown_dtype_is_told_those_that_are_stored():
-    with pytest.raises(tikv.DTypeError, match=r"Use one of float32, float16, bfloat16, float64, int8\."):
+    stored = r"float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8"
+    with pytest.raises(tikv.DTypeError, match=rf"Use one of {stored}\."):
         tikv.dtypes.parse("foo", "test")
 
 

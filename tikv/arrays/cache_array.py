@@ -25,7 +25,7 @@ class CacheArray(runtime.NotCopied):
     Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor it is one itself.
     `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="bfloat16")
         >>> store.keys(0).shape, str(store.keys(0).numpy().dtype)

@@ -44,7 +44,7 @@ def append_paged_kv_cache(
     Exactness: bit-exact. Cost: two launches where the indices lie on the device, the first of which finds the slots; on
         the host NumPy does, before one launch.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from tikv.compat import flashinfer
         >>> cache = np.zeros((2, 2, 2, 1, 1), np.float32)
@@ -115,7 +115,7 @@ def get_batch_indices_positions(
         nnz: entries to return; those behind ``append_indptr[-1]`` are -1.
         batch_indices, positions: arrays to fill and return; None for new ones.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from tikv.compat import flashinfer
         >>> batch, position = flashinfer.get_batch_indices_positions(np.array([0, 1, 3]), np.array([4, 2]), 4)

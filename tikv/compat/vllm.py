@@ -72,7 +72,7 @@ def reshape_and_cache_flash(
 
     Exactness, cost: as `tikv.write_slots`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from tikv.compat import vllm
         >>> k_cache, v_cache = np.zeros((2, 1, 4, 1, 2), np.float32)

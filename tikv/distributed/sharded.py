@@ -85,7 +85,7 @@ class ShardedKVCacheStore:
     ``tikv.init(debug=True)`` calls are compared first, and all ranks raise `GroupError`. A rank that dies ends the
     others' next collective with one, at the latest after that timeout.
 
-    Example:
+    Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
         >>> from tikv.distributed import ShardedKVCacheStore
         >>> file = tempfile.NamedTemporaryFile()

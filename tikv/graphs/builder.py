@@ -33,7 +33,7 @@ class GraphBuilder(runtime.NotCopied):
         OptionError: a name that is none, or is taken, or stands for an array here and a number there; an option that
             the function does not have.
 
-    Example:
+    Examples:
         A decode step with a prefix that is shared: write the new token, attend to the prefix and to the sequence's own
         tokens, merge both.
 

@@ -153,7 +153,7 @@ def copy_kv(
 ) -> None:
     """`tikv.copy_kv` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
-    Example:
+    Examples:
         >>> import torch, tikv
         >>> k_cache, v_cache = torch.zeros(2, 1, 4, 2)
         >>> copy_kv(torch.ones(1, 1, 2), torch.full((1, 1, 2), 2.0), k_cache, v_cache, position=3)
@@ -176,7 +176,7 @@ def write_slots(
 ) -> None:
     """`tikv.write_slots` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
-    Example:
+    Examples:
         >>> import torch, tikv
         >>> k_pool, v_pool = torch.zeros(2, 2, 3, 1, 1)
         >>> write_slots(torch.ones(2, 1, 1), torch.ones(2, 1, 1), k_pool, v_pool, torch.tensor([4, -1]))
@@ -204,7 +204,7 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tikv.decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
-    Example:
+    Examples:
         >>> import torch, tikv
         >>> values = torch.arange(8.0).reshape(1, 1, 4, 2)
         >>> decode_attention(torch.ones(1, 1, 2), torch.zeros(1, 1, 4, 2), values, torch.tensor([3])).tolist()
@@ -234,7 +234,7 @@ def paged_decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tikv.paged_decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
-    Example:
+    Examples:
         >>> import torch, tikv
         >>> pool = torch.arange(4.0).reshape(2, 2, 1, 1)
         >>> table, length = torch.tensor([[1, 0]]), torch.tensor([3])

@@ -580,7 +580,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     Layers with a state stay transformers' own. An encoder-decoder takes two in an `EncoderDecoderCache`: one for its
     own tokens, and one for those of the encoder, written once.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> import torch
         >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,

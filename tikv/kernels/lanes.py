@@ -19,7 +19,7 @@ SPIRV_THREADS = 1 << 16  # of a Vulkan or Metal launch; each strides over the wo
 def butterfly_distances(lanes):
     """The distances over which lanes exchange in a butterfly reduction: half of them first.
 
-    Example:
+    Examples:
         >>> butterfly_distances(8)
         [4, 2, 1]
     """

@@ -77,7 +77,7 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
 def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
     """Which launcher kernels of a runtime get, why, and which kernels it could not take.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> tikv.launch.launcher_report(tikv.init(arch="cpu"))["launcher"]
         'direct'

@@ -22,7 +22,7 @@ class Joined(tuple[int, ...]):
 def joined(*vectors: Sequence[int]) -> Joined:
     """Several vectors as one argument of a launch, for `Kernel.bind`; entries of NamedTuples keep their names.
 
-    Example:
+    Examples:
         >>> from typing import NamedTuple
         >>> from tikv.launch import joined
         >>> Size = NamedTuple("Size", [("rows", int), ("columns", int)])

@@ -35,7 +35,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
     Cost: each block named is read once and written once; one launch.
     Source: the copies behind copy-on-write, which the original left as stubs.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k_pool = np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
         >>> v_pool = k_pool.copy()
@@ -85,7 +85,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
         buffer, and only they do; the call then returns when they have arrived.
     Source: ``swap_out`` and ``swap_in``, whose copies the original left as stubs.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> device, host = np.arange(4, dtype=np.float32).reshape(2, 2, 1, 1), np.zeros((1, 2, 1, 1), np.float32)
         >>> tikv.swap_blocks(device, host, [(1, 0)])

@@ -49,7 +49,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
         host. Into an ``out`` whose heads do not follow each other with one stride it is a launch a sequence.
     Source: the gather by head of kvpress and its like, which allocate; here nothing is.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> cache = np.arange(8, dtype=np.float32).reshape(1, 2, 4, 1)
         >>> tikv.compact(cache, [[[1, 3], [0, 2]]])[0, :, :2, 0].tolist()

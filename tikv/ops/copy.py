@@ -56,7 +56,7 @@ def copy(
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> cache = np.zeros((2, 4, 3), np.float16)
         >>> tikv.copy(np.ones((1, 2, 3), np.float32), cache, position=5, window=4)
@@ -94,7 +94,7 @@ def copy_kv(
     Cost: as `copy` for both, in one launch.
     Source: covers ``kv_cache_copy_*_dual`` and ``*_kv_dual``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k_cache, v_cache = np.zeros((2, 1, 8, 4), np.float32)
         >>> k, v = np.ones((3, 1, 4), np.float32), np.full((3, 1, 4), 2, np.float32)
@@ -293,7 +293,7 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
     Cost: each of the ``n`` rows is read once and written once; one launch.
     Source: ``linearize_ring_bytes``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> ring = np.array([[[4.0], [5.0], [3.0]]], np.float32)
         >>> out = np.empty_like(ring)

@@ -33,6 +33,7 @@ def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any
     """The values of an index array, if they are known; None when only the device knows them."""
     if index.owner is not None and (known := getattr(index.owner, "on_host", None)) is not None:
         if isinstance(known, np.ndarray):
+            assert known.shape == index.shape, "a part of an array goes with its part of what the host knows"
             return known
         index = known
     if index.device == "cpu":

@@ -161,7 +161,7 @@ def _head(lead: list[int]) -> str:
 def indices_of_mask(mask: Host) -> Host:
     """The indices of what a mask keeps, ascending, int32 (..., n) with the largest n of all; -1 pads the others.
 
-    Example:
+    Examples:
         >>> indices_of_mask(np.array([[True, False, True], [False, True, False]])).tolist()
         [[0, 2], [1, -1]]
     """

@@ -63,7 +63,7 @@ def write_slots(
     Cost: each element is read once and written once; one launch.
     Source: ``int8_kv_append_paged`` and ``split_qkv_norm_rope_into_paged_cache`` without norm and rotation.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k_pool, v_pool = np.zeros((2, 3, 2, 1, 1), np.float32)
         >>> k = v = np.ones((2, 1, 1), np.float32)
@@ -241,7 +241,7 @@ def gather_paged(
     Cost: each element is read once and written once; one launch.
     Source: the paged caches' tests, which compare pages with a contiguous cache.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> pool = np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
         >>> tikv.gather_paged(pool, np.array([2, 0]), 3).copy_to_host().ravel().tolist()

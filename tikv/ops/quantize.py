@@ -81,7 +81,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
     Cost: each element is read twice, the second time from the nearest cache, and written once.
     Source: ``int8_kv_append_paged``, with the scale rounded before use instead of after.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> q, scale = tikv.quantize(np.float32([[1.0, -2.0, 0.5]]), scale_dtype="float32")
         >>> q.copy_to_host().tolist(), scale.shape, str(scale.dtype)
@@ -135,7 +135,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
     Cost: each element is read once and written once.
     Source: the reading half of ``int8_paged_decode_attention``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> tikv.dequantize(np.int8([[2, -4]]), np.float32([0.5])).copy_to_host().tolist()
         [[1.0, -2.0]]
@@ -320,7 +320,7 @@ def merged_axes(
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Join neighbouring axes that one loop can follow in every array, and drop those of extent one.
 
-    Example:
+    Examples:
         >>> merged_axes((2, 3, 4), [(12, 4, 1), (24, 8, 2)])
         ((24,), [(1,), (2,)])
         >>> merged_axes((2, 1, 4), [(12, 4, 1)])

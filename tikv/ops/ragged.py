@@ -39,7 +39,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
         no consequence, and nothing waits for the device, wherever the offsets lie.
     Source: ``KvCacheAppendPlan``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k_cache, v_cache = np.zeros((2, 2, 1, 4, 1), np.float32)
         >>> new = np.arange(1, 5, dtype=np.float32).reshape(2, 1, 2, 1)
@@ -175,7 +175,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
 
     Source: ``KvCacheAppendPlan``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> desc = tikv.KVCacheAppendDescriptor(
         ...     batch_size=1, num_heads=1, new_len=2, max_cache_len=3, d_k=1, d_v=1, dtype="float32"

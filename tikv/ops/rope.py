@@ -56,7 +56,7 @@ class NormRope:
 
     Source: ``qk_mode`` 0 to 3 of ``split_qkv_norm_rope_into_paged_cache``, and 3 of its partial-rotary form.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> angle = np.arange(16, dtype=np.float32)[:, None] / 10.0 ** np.arange(2, dtype=np.float32)
         >>> tikv.NormRope(mode="half", cos=np.cos(angle), sin=np.sin(angle)).max_positions

@@ -33,7 +33,7 @@ class Rope:
     Raises:
         ShapeError, OptionError: no list of finite numbers.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> tikv.Rope([1.0, 0.01]).rope_dim
         4
@@ -86,7 +86,7 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
         table of a row for each difference.
     Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k = np.array([[[[1.0, 0.0]]]], np.float32)
         >>> tikv.rotate(k, [3], [1], tikv.Rope([0.5])).round(3).tolist()

@@ -301,7 +301,7 @@ def write_qkv(
     Cost: ``qkv`` is read once, Q, K and V are written once; one launch.
     Source: ``split_qkv_norm_rope_into_paged_cache``, its varlen form, and ``split_qkv_norm_rope_into_cache``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k_cache, v_cache = np.zeros((2, 1, 4, 2), np.float32)
         >>> qkv = np.arange(8, dtype=np.float32).reshape(1, 8)
@@ -384,7 +384,7 @@ def norm_rope(
     Exactness: as `write_qkv`, by the same kernel.
     Cost: each element is read once and written once; one launch.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> quarter = tikv.NormRope(mode="half", cos=np.zeros((1, 1), np.float32), sin=np.ones((1, 1), np.float32))
         >>> tikv.norm_rope(np.array([[[3.0, 4.0]]], np.float32), quarter, position=0).tolist()

@@ -18,7 +18,7 @@ class BoundedCache(dict[K, V]):
     costs time and nothing else: keys that never come back, such as the shapes of one prompt, cannot fill the memory.
     Looking up is `cache.get(key)`, at the speed of a dict.
 
-    Example:
+    Examples:
         >>> squares = BoundedCache(limit=2)
         >>> squares.keep(3, 9), squares.keep(4, 16), dict(squares)
         (9, 16, {3: 9, 4: 16})

@@ -234,7 +234,7 @@ def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
     Processes: one that is forked after the start has none of its threads, and every operation raises there. Use
     ``multiprocessing.get_context("spawn")``, or fork before the start.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> tikv.init(arch="cpu").arch
         'cpu'

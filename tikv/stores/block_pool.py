@@ -26,7 +26,7 @@ def salt_bytes(salt: Any, operation: str) -> bytes:
         DTypeError: it is no str, bytes or int.
         CapacityError: it is longer than `MOST_SALT`.
 
-    Example:
+    Examples:
         >>> salt_bytes(None, "example"), salt_bytes("a", "example"), salt_bytes(-1, "example")
         (b'', b'sa', b'i\xff')
     """
@@ -64,7 +64,7 @@ def chained_digests(token_ids: Sequence[int] | Array, block_size: int, salt: byt
 
     Cost: about 1 us a block.
 
-    Example:
+    Examples:
         >>> a, b = chained_digests([1, 2, 3, 4, 5], 2), chained_digests([9, 2, 3, 4], 2)
         >>> len(a), a[1] == b[1], a[1] == chained_digests([1, 2, 3, 4], 2)[1]
         (2, False, True)
@@ -85,7 +85,7 @@ def chained_digests(token_ids: Sequence[int] | Array, block_size: int, salt: byt
 def slots_of(block_table: Sequence[int], positions: Array, block_size: int) -> Array:
     """The slot in the pool of each position of a sequence whose blocks are ``block_table``.
 
-    Example:
+    Examples:
         >>> slots_of([3, 1], np.array([0, 4, 5]), 4).tolist()
         [12, 4, 5]
     """
@@ -102,7 +102,7 @@ class BlockPool:
     Args:
         num_blocks: blocks there are.
 
-    Example:
+    Examples:
         >>> pool = BlockPool(4)
         >>> a = pool.allocate(2)
         >>> pool.acquire(a[:1])

@@ -45,7 +45,7 @@ class Drafts:
         Cost: one launch; on layers of different windows one for each stretch of equal ones. A path of the first
             drafted tokens takes none.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=4, dtype="float32")
             >>> draft = np.arange(4, dtype=np.float32).reshape(4, 1, 1)

@@ -79,7 +79,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
     Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
     refused. `snapshot` copies what is held, `save` takes it to another process.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="float32", window=4)
         >>> k = np.arange(6 * 8, dtype=np.float32).reshape(6, 2, 4)
@@ -232,7 +232,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         Raises:
             PositionError: `length` does not fit int32.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=8, dtype="float32")
             >>> positions = store.positions_on_device()
@@ -353,7 +353,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             OptionError: mass with ``seq_lens``, by which the host does not know what is held.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="float32")
             >>> store.append(0, np.zeros((3, 1, 2), np.float32), np.arange(6, dtype=np.float32).reshape(3, 1, 2))
@@ -440,7 +440,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             the layer and the new tokens are read by a launch each and a third one merges; new tokens that the store
             converts are written twice. The cache is never copied.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "capacity": 4, "window": 2}
             >>> store = tikv.KVCacheStore(**form, dtype="float32")
@@ -492,7 +492,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
 
         Exactness: every bit. Cost: the filled slots, once to the host and once to the disk.
 
-        Example:
+        Examples:
             >>> import tempfile, numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="bfloat16")
             >>> store.append(0, np.ones((3, 1, 2), np.float32), np.zeros((3, 1, 2), np.float32))

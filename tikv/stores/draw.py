@@ -94,7 +94,7 @@ def _heading(title: str, width: float) -> list[str]:
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending integers as words.
 
-    Example:
+    Examples:
         >>> ranges([0, 1, 2, 5, 7, 8])
         '0-2, 5, 7-8'
     """
@@ -110,7 +110,7 @@ def ranges(numbers: Sequence[int]) -> str:
 def around(count: int, anchors: Iterable[int], limit: int) -> list[int | None]:
     """Which of ``count`` cells to draw in ``limit`` places: all, or those about the anchors, with None for a gap.
 
-    Example:
+    Examples:
         >>> around(5, [2], 8)
         [0, 1, 2, 3, 4]
         >>> around(1000, [500], 9)
@@ -149,7 +149,7 @@ class Slots:
             if there were none.
         weights: of each slot, from 0 to 1: what colours it instead of its age.
 
-    Example:
+    Examples:
         >>> [Slots("layer 0", slots=4, sinks=1, wraps=True, length=6, valid_from=3).position_in(s) for s in range(4)]
         [0, 4, 5, 3]
     """
@@ -528,7 +528,7 @@ class Drawn:
 
         Cost: none on the device.
 
-        Example:
+        Examples:
             >>> import tikv
             >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, window=4)
             >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8)

@@ -47,7 +47,7 @@ class GrowingLayer(runtime.NotCopied):
     Exactness: as `KVCacheStore`; making room keeps every bit.
     Cost: `make_room` reads and writes the tokens it keeps, once into new memory or twice in place.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> layer = GrowingLayer(num_kv_heads=1, head_dim=2, capacity=3, dtype="float32")
         >>> rows = np.arange(6, dtype=np.float32).reshape(1, 1, 3, 2)

@@ -70,7 +70,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
     several calls.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, num_blocks=8, block_size=2)
         >>> a = pool.add()
@@ -146,7 +146,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
 
         Cost: none on the device; about 1 us a block.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8, block_size=2)
             >>> prompt = [5, 6, 7, 8, 9]
@@ -436,7 +436,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
             of a sequence at a time.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, dtype="float32")
             >>> seqs = [pool.add(), pool.add()]
@@ -538,7 +538,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
 
         Exactness: every bit. Cost: their blocks, once to the host and once to the disk.
 
-        Example:
+        Examples:
             >>> import tempfile, numpy as np, tikv
             >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "num_blocks": 8, "block_size": 2}
             >>> pool, other = tikv.PagedKVCacheStore(**form), tikv.PagedKVCacheStore(**form)

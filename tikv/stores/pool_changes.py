@@ -132,7 +132,7 @@ class PoolChanges(PoolFacts):
         Exactness: bit-exact.
         Cost: each row that moves is read twice and written twice; indices and masks are read by the host.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 1, "num_blocks": 8, "block_size": 2}
             >>> pool = tikv.PagedKVCacheStore(**form, dtype="float32", per_head=True)

@@ -19,7 +19,7 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import NO_TERMS, Terms, check_scores
-from tikv.ops.staging import Staging
+from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import current
 from tikv.stores.pool_form import PoolForm
 
@@ -157,7 +157,11 @@ class RaggedAttention:
         """Lengths of some sequences, less some newest tokens, which only one sequence has."""
         if ends.size == 1:
             return int(ends.item()) - less
-        return lens if less == 0 else to_device((ends - less).astype(np.int32), self.live)
+        if less:
+            return to_device((ends - less).astype(np.int32), self.live)
+        if isinstance(lens.owner, KnownOnHost):  # of all sequences: what the host knows of these is `ends`
+            lens.owner = KnownOnHost(lens.owner.owner, ends)
+        return lens
 
 
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:

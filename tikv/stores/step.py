@@ -51,7 +51,7 @@ def compile_step(
     Exactness: the bits of `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
     Cost: the launches of both, and one that moves the positions on.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=4, capacity=8, dtype="float32", window=4)
         >>> step = tikv.compile_step(store)

@@ -61,7 +61,7 @@ def appended(dtype: DType | GroupFormat) -> tuple[str, ...]:
 def size_in_words(nbytes: int) -> str:
     """Bytes in the unit that shows them.
 
-    Example:
+    Examples:
         >>> size_in_words(512), size_in_words(2304), size_in_words(33554432)
         ('512 B', '2.3 kB', '33.6 MB')
     """

@@ -43,7 +43,7 @@ class StoreChanges(StoreFacts):
             two for each array. What is kept is read and checked by the host. Memory stays as it is: make the store
             smaller, or take fewer tokens, to have less. Where heads keep different numbers, an append is a launch more.
 
-        Example:
+        Examples:
             >>> import numpy as np, tikv
             >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=1, capacity=8, dtype="float32")
             >>> k = np.arange(8, dtype=np.float32).reshape(4, 2, 1)

@@ -48,7 +48,7 @@ def info() -> dict[str, Any]:
     ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says why.
     ``tensor_cores`` is "in use", or says why attention on CUDA does without them.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> sorted(tikv.info())[:3]
         ['arch', 'arch_order', 'debug']

@@ -34,7 +34,7 @@ def bytes_moved(
     Returns:
         Bytes read from the rows plus bytes written to the cache.
 
-    Example:
+    Examples:
         >>> from tikv import dtypes
         >>> bytes_moved(1, 8, 128, dtypes.float32, dtypes.float16)
         12288
@@ -46,7 +46,7 @@ def bytes_moved(
 def gb_per_s(num_bytes: int, seconds: float) -> float:
     """Gigabytes (10**9 bytes) a second.
 
-    Example:
+    Examples:
         >>> gb_per_s(2_000_000, 1e-3)
         2.0
     """
@@ -56,7 +56,7 @@ def gb_per_s(num_bytes: int, seconds: float) -> float:
 def percent_of(rate: float, roof: float) -> float:
     """A rate as a percentage of a roof in the same unit.
 
-    Example:
+    Examples:
         >>> percent_of(3.0, 4.0)
         75.0
     """

@@ -51,7 +51,7 @@ def line_width() -> int | None:
 def parts(widths: Sequence[int], limit: int | None, gap: int, edge: int) -> list[list[int]]:
     """Which columns stand beside each other: as many as fit into `limit`, after the first, which each part has.
 
-    Example:
+    Examples:
         >>> parts([10, 8, 8, 8], 32, gap=2, edge=0)
         [[0, 1, 2], [0, 3]]
     """

@@ -67,7 +67,7 @@ class ContiguousKVLayer(KVLayer):
 
     Source: ``KvLayer::alloc_contig``, whose int8 form panics; here every dtype works.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> layer = tikv.ContiguousKVLayer.alloc_contig(8, 1, 4, dtype="int8")
         >>> qkv = np.ones((3, (2 + 1 + 1) * 4), np.float32)
@@ -338,7 +338,7 @@ class PagedKVLayer(KVLayer):
     Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool
         is an object, of any dtype, that sequences share.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> pool = tikv.KVPool(4, 2, 1, 4, dtype="int8")
         >>> a, b = (tikv.PagedKVLayer.alloc_paged(3, 2, 1, 4, dtype="int8", pool=pool) for _ in "ab")

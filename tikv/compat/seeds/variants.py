@@ -129,7 +129,7 @@ def kv_cache_copy(src: Any, cache: Any, *, write_pos: int, is_sliding: bool = Fa
     Cost: as `tikv.copy`.
     Source: ``dispatch_kv_cache_copy``.
 
-    Example:
+    Examples:
         >>> import ml_dtypes, numpy as np, tikv
         >>> cache = np.zeros((4, 2), ml_dtypes.bfloat16)
         >>> tikv.variants.kv_cache_copy(np.ones((3, 2), ml_dtypes.bfloat16), cache, write_pos=6, is_sliding=True)
@@ -144,7 +144,7 @@ def kv_cache_copy_f32(
 ) -> None:
     """`kv_cache_copy` for float32.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> cache = np.zeros((4, 2), np.float32)
         >>> tikv.variants.kv_cache_copy_f32(np.ones((2, 2), np.float32), cache, write_pos=1)
@@ -170,7 +170,7 @@ def kv_cache_copy_batch_f32(src: Any, cache: Any, *, seq_pos: int) -> None:
     Cost: as `tikv.copy`.
     Source: ``dispatch_kv_cache_copy_batch_f32``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> cache = np.zeros((2, 3, 1), np.float32)
         >>> tikv.variants.kv_cache_copy_batch_f32(np.array([5, 6], np.float32), cache, seq_pos=1)
@@ -214,7 +214,7 @@ def kv_cache_copy_seq_f32(
     Cost: as `tikv.copy`.
     Source: ``dispatch_kv_cache_copy_seq_f32``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> cache = np.zeros((1, 4, 1), np.float32)
         >>> tikv.variants.kv_cache_copy_seq_f32(np.arange(8, dtype=np.float32).reshape(8, 1, 1), cache, seq_pos_start=0)
@@ -308,7 +308,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
 
     Cost: 0.1 to 0.6 s a variant on first use, then Taichi's offline cache.
 
-    Example:
+    Examples:
         >>> import tikv
         >>> tikv.warmup("kv_cache_copy_f32", num_kv_heads=2, head_dim=8)
         ['kv_cache_copy_f32']

@@ -74,7 +74,7 @@ def argument_layout(words: Sequence[str | None], lengths: Sequence[int]) -> tupl
 
     An array of one axis is {i32 extent, 4 bytes nothing, u64 pointer}; a vector its entries; numbers are of 32 bits.
 
-    Example:
+    Examples:
         >>> from tikv.launch import argument_layout
         >>> argument_layout(["u64", None, None], [0, 3, 0])
         ([0, 16, 28], 32)
@@ -96,7 +96,7 @@ def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
     Raises:
         CapacityError: too many iterations for a stride of 32 bits.
 
-    Example:
+    Examples:
         >>> from tikv.launch import blocks_of
         >>> blocks_of(1000, 128, most=33792, operation="example")
         8

@@ -124,7 +124,7 @@ def decode_attention(
         ``return_mass`` is one more launch, which reads K once more.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k, v = np.zeros((1, 1, 4, 2), np.float32), np.arange(8, dtype=np.float32).reshape(1, 1, 4, 2)
         >>> tikv.decode_attention(np.ones((1, 2, 2), np.float32), k, v, np.array([3])).tolist()

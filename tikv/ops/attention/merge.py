@@ -37,7 +37,7 @@ def merge_states(
     Cost: each state is read once; one launch.
     Source: ``CascadeAttentionPlan``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> one, two = np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), 3, np.float32)
         >>> merged, lse = tikv.merge_states(one, np.zeros((1, 1), np.float32), two, np.zeros((1, 1), np.float32))

@@ -83,7 +83,7 @@ def paged_decode_attention(
     Exactness, cost: as `decode_attention`.
     Source: ``paged_decode_attention``, ``int8_paged_decode_attention``, ``BatchPagedDecodePlan``.
 
-    Example:
+    Examples:
         >>> import numpy as np, tikv
         >>> k, v = np.zeros((3, 2, 1, 1), np.float32), np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
         >>> q, table = np.ones((1, 1, 1), np.float32), np.array([[2, 0, -1]])
