@@ -171,12 +171,13 @@ def attend_in_parts(values, dtype):
     yield "paged_decode_attention", [tikv.paged_decode_attention(values((1, 4, 32), dtype), *pools, tables, lens)]
     states = [array for _ in range(2) for array in (values((1, 4, 32), dtype), values((1, 4), F32))]
     yield "merge_states", tikv.merge_states(*states)
-    merged, lse = values((1, 4, 2, 32), dtype), values((1, 4, 2), F32)
-    merge_parts("merge_parts", *(view(a, "a", "merge_parts") for a in (values((3, 1, 4, 2, 33), F32), merged, lse)))
+    parts, merged, lse = values((3, 1, 4, 2, 33), F32), values((1, 4, 2, 32), dtype), values((1, 4, 2), F32)
+    merge_parts("merge_parts", *(view(a, "a", "merge_parts") for a in (parts, merged, lse)))
     yield "merge_parts", [merged, lse]
     found = np.zeros(4, np.int32)
     for counts in (False, True):
-        arrays = (view(a, "a", "deal") for a in (np.array([-1, 0, 9, 1000]), found))
+        lengths = np.array([-1, 0, 9, 1000])
+        arrays = (view(a, "a", "deal") for a in (lengths, found))
         deal(runtime.current(), "deal", *arrays, (1, 3, 4), counts)
         yield "deal", [found.copy()]
 

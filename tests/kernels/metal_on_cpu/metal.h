@@ -80,6 +80,7 @@ template <class T> T simd_prefix_inclusive_sum_at(int line, T value) {
             on_cpu::held<T>(lanes[n]) = T(on_cpu::held<T>(lanes[n - 1]) + on_cpu::held<T>(lanes[n]));
     });
 }
+#define abs(x) metal::abs(x)  // not that of C, which is in every scope
 #define simd_sum(x) simd_sum_at(__LINE__, x)
 #define simd_max(x) simd_max_at(__LINE__, x)
 #define simd_min(x) simd_min_at(__LINE__, x)

@@ -57,6 +57,7 @@ template <class T> struct device_ref {
     operator T() const { see(*bytes, at, sizeof(T), false, name); return *place; }
     T operator=(T value) const { see(*bytes, at, sizeof(T), true, name); return *place = value; }
     T operator=(const device_ref& other) const { return *this = T(other); }
+    T operator|=(T value) const { return *this = T(T(*this) | value); }
 };
 
 template <class T> struct device_array {
