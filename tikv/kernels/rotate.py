@@ -96,9 +96,12 @@ def make_rotate(style, serial, codec, transform, width, lanes, scale):
                 + h * params[R.scale_head]
                 + s * params[R.scale_row]
             )
+            held = ti.u32(0)
+            if angle >= 0 and lane == 0:  # which alone reads the scale, since it alone writes it
+                held = ti.cast(scales[at], ti.u32)
+            norm = scale_value(row_max(i, held))  # a scale is not negative, so that its bits are in order
             m = ti.u32(0)
             if angle >= 0:
-                norm = scale_value(scales[at])
                 for n in range((pairs - lane + lanes - 1) // lanes):
                     _, _, found = pair(x, row, lane + n * lanes, norm, cos, cos_row, sin, sin_row, cos, 0)
                     m = ti.max(m, largest(found, 2 * elements))
