@@ -211,7 +211,7 @@ def test_masks_and_trees(arch, rng, place, dtype, form, window, splits):
         masks[0] = rng.random((tokens, tokens)) < 0.5
         masks[0, 5] = False
     given = {
-        "parents": {"parents": oracle.place(parents, arch)},
+        "parents": {"parents": oracle.place(parents.astype(np.int64), arch)},
         "mask": {"mask": oracle.to_torch(masks, arch) if arch == "cuda" else masks},
         "bits": {"mask": np.packbits(masks, axis=-1, bitorder="little")},
     }[form]

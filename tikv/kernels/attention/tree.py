@@ -37,17 +37,20 @@ def make_tree(style, form):
 
     @ti.func
     def row_of_parents(b, t, at, source: ti.template(), words: ti.template(), params):
+        # A walk to the root for each word, whose bits are written once.
         for w in range(params[R.words] - 1):
-            words[at + 1 + w] = ti.u32(0)
-        depth, p = -1, t
-        while p >= 0:
-            word = at + 1 + p // 32
-            words[word] = words[word] | (ti.u32(1) << ti.cast(p % 32, ti.u32))
-            depth += 1
-            found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
-            # A parent that does not come before, which nobody could check, is none.
-            p = ti.select(found < p, ti.cast(ti.max(found, -1), ti.i32), -1)
-        words[at] = ti.cast(depth, ti.u32)
+            bits, depth, p = ti.u32(0), -1, t
+            for _ in range(t + 1):
+                if p >= 0:
+                    if p // 32 == w:
+                        bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
+                    depth += 1
+                    found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
+                    # A parent that does not come before, which nobody could check, is none. Without signs: Vulkan takes
+                    # a negative number, widened to 64 bits, for one above 0.
+                    p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
+            words[at + 1 + w] = bits
+            words[at] = ti.cast(depth, ti.u32)
 
     @ti.func
     def row_of_mask(b, t, at, source: ti.template(), words: ti.template(), params):
