@@ -121,11 +121,12 @@ class Staging:
 
     def _copied_from_host(self, together: Sequence[_Stretch], written: bool) -> tuple[Memory, list[int]]:
         """Stretches of the host, copied as one, and where each base lies in the copy."""
+        live = self._live  # not through `self`, which would keep this copy until the garbage collector comes round
         places, size = [], 0
         for stretch in together:
             places.append(size)
             size += stretch.room
-        memory = Memory(size, self._live)
+        memory = Memory(size, live)
         whole = memory.array((size,), dtypes.int8)
         raw = np.zeros(size, np.int8)
         for stretch, place in zip(together, places, strict=True):
@@ -134,7 +135,7 @@ class Staging:
         write_host(raw, whole)
 
         def bring_back() -> None:
-            found = read_host(whole, self._live)
+            found = read_host(whole, live)
             for stretch, place in zip(together, places, strict=True):
                 first = place + stretch.start - stretch.base
                 ctypes.memmove(stretch.start, found.ctypes.data + first, stretch.size)
