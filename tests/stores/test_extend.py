@@ -26,6 +26,7 @@ class Case(NamedTuple):
     layout: str = "token_major"
     softcap: float | None = None
     prompts: tuple[int, ...] = (8, 1, 16, 1)
+    width: int = WIDTH
 
 
 CASES = [
@@ -44,7 +45,10 @@ CASES = [
     Case("ring-down-cast", dtype="float16", window=8, sinks=1, batch=2),
     Case("ring-bfloat16", dtype="bfloat16", source="bfloat16", query="bfloat16", window=8, softcap=5.0),
     Case("int8", dtype="int8", batch=2),
-]
+    # Wide enough for CUDA's tensor cores, which then give `extend`'s two parts in float32.
+    Case("ring-wide", dtype="float16", source="float16", query="float16", window=16, sinks=2, group=4, width=64,
+         prompts=(16, 40, 1)),
+]  # fmt: skip
 USUAL = ("linear-head-major", "ring-int8")
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
@@ -75,7 +79,7 @@ def expected(q, k, v, first, case):
 
 
 def rows(rng, case, tokens, heads, dtype):
-    return rng.standard_normal((case.batch, tokens, heads, WIDTH)).astype(numpy_type(dtype))
+    return rng.standard_normal((case.batch, tokens, heads, case.width)).astype(numpy_type(dtype))
 
 
 def in_layout(a, layout):
@@ -85,13 +89,13 @@ def in_layout(a, layout):
 def store_of(case, **changes):
     """A store whose memory is full of the same old rows, whoever asks."""
     form: dict[str, Any] = {
-        "num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "capacity": 320, "batch_size": case.batch,
+        "num_layers": 2, "num_kv_heads": HEADS, "head_dim": case.width, "capacity": 320, "batch_size": case.batch,
         "dtype": case.dtype, "window": case.window, "sinks": case.sinks,
     }  # fmt: skip
     store = tikv.KVCacheStore(**{**form, **changes})
     rng = np.random.default_rng(1)
     for layer in range(2):
-        old = rng.standard_normal((case.batch, 320, HEADS, WIDTH)).astype(numpy_type(case.source))
+        old = rng.standard_normal((case.batch, 320, HEADS, case.width)).astype(numpy_type(case.source))
         store.append(layer, old, -old)
     store.reset()
     return store

@@ -511,7 +511,8 @@ def make_store_rows(x, parts, c):
     """finish(...) where warps share out the rows: each lane stores its columns of two rows a tile."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store, column_of = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_column_of(c)
-    pack = None if parts else getattr(instructions(), f"pack_{c.out}")
+    in_pairs = not parts and c.out in CODES  # float32 results, as of `extend`'s two parts, are stored as they are
+    pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
     NV = c.width_v // KEYS
 
     @ti.func
@@ -530,7 +531,7 @@ def make_store_rows(x, parts, c):
                     a = ti.static((r // 2 * NV + t) * 4 + r % 2)
                     to = at + column_of(t, lane)
                     y, z = acc[a] * inverse, acc[ti.static(a + 2)] * inverse
-                    if ti.static(parts):
+                    if ti.static(not in_pairs):
                         store(out, to, ti.Vector([y]), ti.f32(1.0))
                         store(out, to + 1, ti.Vector([z]), ti.f32(1.0))
                     else:
