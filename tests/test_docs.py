@@ -126,12 +126,14 @@ def columns(lines: list[str]) -> list[list[str]]:
 
 
 def run(*arguments: str) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("COLUMNS", None)  # a table would keep to it
     child = subprocess.run(
         [sys.executable, "-m", "tikv", *arguments],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment,
     )
     return child.stdout.splitlines()
 

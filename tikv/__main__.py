@@ -140,16 +140,16 @@ def show_support(arguments: argparse.Namespace) -> int:
     archs = tuple(asked or runtime.ARCHS)
     found: list[doctor.Trial] = []
     stopped = False
-    with progress("tikv support", len(archs) * support.TRIALS) as step:
+    with progress("tikv support", len(archs) * support.trials()) as step:
 
         def done(trial: doctor.Trial) -> None:
             found.append(trial)
-            before = archs.index(trial.arch) * support.TRIALS
+            before = archs.index(trial.arch) * support.trials()
             step(f"{trial.arch} {trial.operation} {trial.dtype}", before + support.over_with(trial))
 
         try:
             doctor.support(archs, done)
-            step("done", len(archs) * support.TRIALS)
+            step("done", len(archs) * support.trials())
         except KeyboardInterrupt:
             stopped = True
     if arguments.json:

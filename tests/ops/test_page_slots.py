@@ -38,6 +38,7 @@ def test_append_where_the_host_knows_no_index(arch, rng, monkeypatch):
         assert oracle.to_numpy(pools[i]).tobytes() == np.ascontiguousarray(want[:, i]).tobytes()
 
 
+@pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -46,8 +47,7 @@ def test_append_where_the_host_knows_no_index(arch, rng, monkeypatch):
         ({3: np.zeros(2, np.float32)}, tikv.DTypeError, "kv_indptr"),
     ],
 )
-def test_index_arrays_that_are_none_are_refused(change, error, says):
-    tikv.init(arch="cpu")
+def test_index_arrays_that_are_none_are_refused(change, error, says, arch):
     arrays = [np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros(1, np.int32), np.array([0, 1], np.int32)]
     arrays = [change.get(i, a) for i, a in enumerate(arrays)]
     with pytest.raises(error, match=says):

@@ -128,6 +128,7 @@ def test_mass_of_a_layer(arch, rng, kind):
     close(oracle.to_numpy(mass)[None], second.mass(k, range(5), 5))
 
 
+@pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -137,8 +138,7 @@ def test_mass_of_a_layer(arch, rng, kind):
         ({"return_mass": True, "seq_lens": np.array([3], np.int32)}, tikv.OptionError, "seq_lens"),
     ],
 )
-def test_mass_that_cannot_be_had_is_refused(options, error, says):
-    tikv.init(arch="cpu")
+def test_mass_that_cannot_be_had_is_refused(options, error, says, arch):
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4, dtype="float32")
     store.append(0, *np.ones((2, 3, 1, 4), np.float32))
     out = np.full((1, 2, 4), 7, np.float32)

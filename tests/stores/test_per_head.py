@@ -204,8 +204,8 @@ def test_tokens_behind_a_compaction_can_be_cut_off(arch, rng):
     model.check(seq)
 
 
-def test_what_a_per_head_store_does_not_do_is_refused(tmp_path):
-    tikv.init(arch="cpu")
+@pytest.mark.archs("cpu")
+def test_what_a_per_head_store_does_not_do_is_refused(tmp_path, arch):
     form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 4, "num_blocks": 8, "block_size": 2}
     store = tikv.PagedKVCacheStore(**form, per_head=True)
     seq = store.add()

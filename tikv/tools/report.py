@@ -22,7 +22,7 @@ Step = Callable[[str, int], None]
 
 def steps(archs: tuple[str, ...]) -> int:
     """How many steps `report` tells of: a check, the trials and the benches of each back end."""
-    return len(archs) * (1 + support.TRIALS + len(bench.CASES))
+    return len(archs) * (1 + support.trials() + len(bench.CASES))
 
 
 def report(
@@ -55,7 +55,7 @@ def report(
                 step(f"{trial.arch}: {trial.operation} {trial.dtype}", begin + support.over_with(trial))
 
             doctor.support((arch,), tried)
-            step(f"{arch}: benches", begin + 1 + support.TRIALS)
+            step(f"{arch}: benches", begin + 1 + support.trials())
             found["benches"].append({"arch": arch, **_benched(arch, seconds)})
         step("done", steps(archs))
     except KeyboardInterrupt:

@@ -347,16 +347,18 @@ OPERATIONS: dict[str, Callable[[Bench, str, str], Trials]] = {
 }
 
 
-TRIALS = len(OPERATIONS) * len(DTYPES)  # of a back end, those counted that mean nothing
-_PLACES = {place: i for i, place in enumerate(itertools.product(OPERATIONS, DTYPES), 1)}
+def trials() -> int:
+    """How many there are of a back end, those counted that mean nothing."""
+    return len(OPERATIONS) * len(DTYPES)
 
 
 def over_with(trial: Trial) -> int:
-    """How many of a back end's `TRIALS` are over with this one, which may speak for all.
+    """How many of a back end's `trials` are over with this one, which may speak for all.
 
     Not each dtype means something to each operation, which its trial finds: so the place in the order counts.
     """
-    return _PLACES.get((trial.operation, trial.dtype), TRIALS)
+    places = {place: i for i, place in enumerate(itertools.product(OPERATIONS, DTYPES), 1)}
+    return places.get((trial.operation, trial.dtype), trials())
 
 
 def differs(got: Any, want: Array, tolerance: float | None) -> str:

@@ -45,13 +45,6 @@ def make_mass_cpu(workers, by_slot, c):
 make_mass_cpu.fast_math = True
 
 
-@ti.real_func
-def add_row(work: FLOATS, n: ti.i32, row: ti.i32, to: ti.i32, number: ti.i32):
-    """Add the numbers of a row to others."""
-    for j in range(n):
-        work[to + j] = work[to + j] + work[row + j]
-
-
 def make_mass_task(rows, uid, by_slot, c):
     """mass_task(number, memory, ...): a task, from its number to the mass of its keys.
 
@@ -122,6 +115,12 @@ def make_list_chunk(keys, uid, by_slot, c):
 def make_add_block(row_loops, rows, uid, c):
     """add_block(first, n, ...): the weights that the query rows from `first` on give a chunk's keys, to their sums."""
     query_bounds, lse_of_row = make_query_bounds(c), make_lse_of_row(c)
+
+    # Made here: a real function belongs to the program of the kernel that calls it, and ends with it.
+    @ti.real_func
+    def add_row(work: FLOATS, n: ti.i32, row: ti.i32, to: ti.i32, number: ti.i32):
+        for j in range(n):
+            work[to + j] = work[to + j] + work[row + j]
 
     @ti.func
     def add_block(first, n, visible, task, memory, lse: ti.template(), work: ti.template(), strides, params, scalars):
