@@ -104,6 +104,7 @@ def pytest_configure(config):
         "cases whose parameters, a dict, `unless` is true of, or with `each_value` for those that bring a value of a "
         "parameter that no case before them has",
     )
+    config.addinivalue_line("markers", "long: takes minutes, and runs with --full all only")
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher
@@ -186,6 +187,8 @@ def _arch_of(item) -> str | None:
 
 def _is_left(item, arch, full: list[str], seen: dict[tuple, set]) -> bool:
     """Whether a test waits for --full; one of no back end goes with the CPU's. `seen`: of each test, what cases had."""
+    if item.get_closest_marker("long") and set(full) != set(ARCHS):
+        return True
     if (arch or "cpu") in full:
         return False
     params = item.callspec.params if hasattr(item, "callspec") else {}

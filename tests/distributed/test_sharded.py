@@ -30,7 +30,7 @@ def test_three_ranks_are_one_store(three, mesh):
     three.run(on_ranks.random_operations, ("heads", "tokens"), mesh, 4, SLIDING, "float32", WRITES, 20, 2)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_mesh_cuts_both():
     processes = Processes(4)
     operations = on_ranks.random_operations
@@ -39,7 +39,7 @@ def test_a_mesh_cuts_both():
     processes.end()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_thousand_operations(three):
     changes = SLIDING | {"batch_size": 2}
     three.run(on_ranks.random_operations, "tokens", None, 4, changes, "float32", OPERATIONS, 2000, 4)
