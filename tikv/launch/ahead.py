@@ -62,10 +62,16 @@ def save(kernels: Sequence[Kernel], folder: Path) -> None:
         )
     _allow_several_modules(live.front)
     module = ti.aot.Module(ti.vulkan, caps=[getattr(ti.DeviceCapability, name) for name in CAPABILITIES])
-    for number, kernel in enumerate(kernels):
-        with live.lock, live.compiling(kernel.fast_math):
-            module.add_kernel(kernel.function, name=f"kernel{number}")
-    module.save(str(folder))
+    # Not from the cache on disk: a task keeps the name there that it had in another process, and files go by that name.
+    config = live.program.config()
+    kept, config.offline_cache = config.offline_cache, False
+    try:
+        for number, kernel in enumerate(kernels):
+            with live.lock, live.compiling(kernel.fast_math):
+                module.add_kernel(kernel.function, name=f"kernel{number}")
+        module.save(str(folder))
+    finally:
+        config.offline_cache = kept
 
 
 def _allow_several_modules(front: Any) -> None:
