@@ -56,7 +56,7 @@ def save(kernels: Sequence[Kernel], folder: Path) -> None:
     live, ti = runtime.current(), runtime.ti
     if not live.engine.has_modules:
         raise ArchError(f"export: {live.engine.title} compiles nothing ahead of time. Use TIKV_ENGINE=taichi.")
-    if live.arch != "vulkan":
+    if live.program.config().arch != ti.vulkan:
         raise ArchError(
             f"export: SPIR-V is made on Vulkan, and the runtime is on {live.arch}. Call tikv.init('vulkan')."
         )

@@ -89,8 +89,8 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     Examples:
         >>> import numpy as np, tikv
         >>> k = np.array([[[[1.0, 0.0]]]], np.float32)
-        >>> tikv.rotate(k, [3], [1], tikv.Rope([0.5])).round(3).tolist()
-        [[[[0.54, -0.841]]]]
+        >>> [round(float(x), 3) for x in tikv.rotate(k, [3], [1], tikv.Rope([0.5])).flat]
+        [0.54, -0.841]
     """
     operation = "rotate"
     live = runtime.current()
