@@ -199,12 +199,11 @@ def test_fast_math_changes_the_order_of_a_sum_and_fuses(launch):
 
 def test_subnormals_are_flushed_where_asked_for(launch):
     least = np.full(2 * THREADS, 2.0**-126, np.float32)
-    before = (least / 2).tobytes()
     body = "found._m0[i] = given._m0[i] * args._m1;"
     assert (launch(body, kind="float", given=least) == np.float32(2.0**-127)).all()
     assert not launch(body, Options(flush=True), kind="float", given=least).any()
     assert not launch(body, Options(flush=True), kind="float", given=least / 2).any()
-    assert (least / 2).tobytes() == before, "the process goes on as before"
+    assert (least / 2 > 0).all(), "the process goes on as before"
 
 
 def test_what_metal_does_not_take_is_refused(launch):

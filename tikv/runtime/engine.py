@@ -7,6 +7,7 @@ Others take `ti` from `tikv.runtime`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -250,9 +251,20 @@ def start(arch: str, options: Mapping[str, Any]) -> None:
     """Start a program on this arch and no other, quietly; whatever ran before ends."""
     ti = load()
     own = {**_engine.start_options(arch), "log_level": ti.WARN}
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), _floating_point_kept():
         ti.init(arch=getattr(ti, arch), **{**own, **options, "enable_fallback": False})
     _engine.settings.materialize()  # else the first kernel must be compiled by this thread
+
+
+@contextlib.contextmanager
+def _floating_point_kept() -> Iterator[None]:
+    """Give this thread its settings back: on x86 the engine's start makes subnormals zero in all that it computes."""
+    library, settings = ctypes.CDLL("ucrtbase" if os.name == "nt" else None), ctypes.create_string_buffer(512)
+    library.fegetenv(settings)
+    try:
+        yield
+    finally:
+        library.fesetenv(settings)
 
 
 def require_arch(arch: str) -> None:
