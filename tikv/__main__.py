@@ -277,8 +277,7 @@ def add_archs(command: argparse.ArgumentParser, what: str) -> None:
 def asked_archs(arguments: argparse.Namespace) -> list[str]:
     """The back ends that were named, each once; none when all are meant."""
     named = itertools.chain(*arguments.place, *arguments.arch)
-    auto = next(iter(runtime.candidate_archs()))
-    return list(dict.fromkeys(auto if name == "auto" else name for name in named))
+    return list(dict.fromkeys(next(iter(runtime.candidate_archs())) if name == "auto" else name for name in named))
 
 
 def seconds(text: str) -> float:

@@ -153,22 +153,38 @@ def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots:
     index = to_device(slots.astype(np.int32), live)
     for a in layer.arrays:
         to = new_array((*slots.shape, *a.shape[3:]), a.dtype, live)
-        bind_copy(
-            live,
-            operation,
-            src=[_rows_by_head(a)],
-            dst=[_rows_by_head(to)],
-            widths=[a.shape[3] if a.ndim == 4 else 1],
-            heads=1,
-            tokens=count,
-            groups=memory.batch_size * memory.num_kv_heads,
-            src_place=Placement("slots"),
-            src_limit=layer.slots,
-            index=index,
-            index_group=count,
-            index_step=1,
-        ).bound.launch()
+        width = a.shape[3] if a.ndim == 4 else 1
+        _gather_by_head(operation, memory, layer, index, [_rows_by_head(a)], [to], [width])
         memory.move_slots(to, a, count)
+
+
+def _gather_by_head(
+    operation: str,
+    memory: LayerMemory,
+    layer: Layer,
+    index: ArrayView,
+    src: Sequence[Rows],
+    to: Sequence[ArrayView],
+    widths: Sequence[int],
+    **scaled: Any,
+) -> None:
+    """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
+    bind_copy(
+        memory.runtime,
+        operation,
+        src=src,
+        dst=[_rows_by_head(a) for a in to],
+        widths=widths,
+        heads=1,
+        tokens=index.shape[-1],
+        groups=memory.batch_size * memory.num_kv_heads,
+        src_place=Placement("slots"),
+        src_limit=layer.slots,
+        index=index,
+        index_group=index.shape[-1],
+        index_step=1,
+        **scaled,
+    ).bound.launch()
 
 
 def _rows_by_head(a: ArrayView) -> Rows:
@@ -179,7 +195,6 @@ def _rows_by_head(a: ArrayView) -> Rows:
 def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[CacheArray, CacheArray]:
     """What each head of a layer holds, in temporal order, with zeros behind a head's last, as `LayerMemory.tokens`."""
     live, slots = memory.runtime, held_rows(layer).slots
-    count = slots.shape[-1]
     dtype = memory.read_dtype
     widths = memory.head_dim, memory.head_dim_v
     out = [to_device(np.zeros((*slots.shape, width), dtype.numpy), live) for width in widths]
@@ -190,22 +205,8 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
             scaled = {"scales": layer.scales, "scale": memory.scale_dtype, "scale_group": layer.slots * n}
             scaled["scale_step"] = n
         index = to_device(slots.astype(np.int32), live)
-        bind_copy(
-            live,
-            operation,
-            src=[_rows_by_head(a)._replace(format=memory.format) for a in (layer.k, layer.v)],
-            dst=[_rows_by_head(a) for a in out],
-            widths=widths,
-            heads=1,
-            tokens=count,
-            groups=memory.batch_size * memory.num_kv_heads,
-            src_place=Placement("slots"),
-            src_limit=layer.slots,
-            index=index,
-            index_group=count,
-            index_step=1,
-            **scaled,
-        ).bound.launch()
+        src = [_rows_by_head(a)._replace(format=memory.format) for a in (layer.k, layer.v)]
+        _gather_by_head(operation, memory, layer, index, src, out, widths, **scaled)
         live.synchronize()  # the index is this call's own
     return CacheArray(out[0], live), CacheArray(out[1], live)
 
