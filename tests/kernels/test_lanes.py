@@ -44,21 +44,6 @@ def test_a_driver_whose_subgroups_are_wrong_is_found_out(arch, lanes):
         assert not lanes.self_test_passed(wrong), n
 
 
-@pytest.mark.archs("vulkan", "metal")
-def test_subgroups_are_used_where_they_are_announced(arch, lanes):
-    """On Mesa's lavapipe, and on whatever else announces them."""
-    assert launch.has_subgroups(runtime.current()) == (arch == "metal" or runtime.vulkan_subgroups())
-
-
-@pytest.mark.archs("vulkan", "metal")
-def test_wrong_numbers_are_not_used(arch, lanes, monkeypatch):
-    """A warning, and a thread a party."""
-    live = runtime.current()
-    monkeypatch.setattr(lanes, "self_test_passed", lambda found: False)
-    monkeypatch.setattr(live, "has_subgroups", None)
-    assert not launch.has_subgroups(live)
-
-
 def check(width=64, group=3, keys=200, dtype=np.float16):
     """Decode attention over a few keys against the oracle."""
     rng = np.random.default_rng(5)
@@ -75,7 +60,7 @@ def check(width=64, group=3, keys=200, dtype=np.float16):
 def test_attention_without_subgroups(arch, lanes, monkeypatch):
     """As on a device that has none."""
     live = runtime.current()
-    monkeypatch.setattr(live, "has_subgroups", False)
+    monkeypatch.setattr(live, "why_no_subgroups", "as on a device that has none")
     monkeypatch.setattr(live, "_plans", BoundedCache())
     check()
     check(width=6, group=1)
@@ -90,7 +75,7 @@ import test_lanes, tikv
 from tikv import launch
 from tikv.kernels import lanes
 live = tikv.init(arch="vulkan")
-assert launch.has_subgroups(live)
+assert not launch.why_no_subgroups(live)
 print(int(test_lanes.tried(lanes, lanes.SUBGROUP)[lanes.BLOCK]))
 test_lanes.check()
 test_lanes.check(width=200, group=2, keys=130, dtype=np.float32)

@@ -29,5 +29,6 @@ from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording
 from tikv.launch.recorder import recording as recording
-from tikv.launch.subgroups import has_subgroups as has_subgroups
+from tikv.launch.subgroups import subgroup_report as subgroup_report
+from tikv.launch.subgroups import why_no_subgroups as why_no_subgroups
 from tikv.launch.vectors import joined as joined

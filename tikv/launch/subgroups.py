@@ -1,33 +1,127 @@
-"""Whether the kernels of a runtime may reduce over the subgroups of its device."""
+"""Whether the kernels of a runtime may reduce over the subgroups of its device, and why not.
+
+The engine emits the operations without declaring their SPIR-V capability, so a driver may give wrong numbers, refuse
+the kernel, or end the process. They are tried out once a process: here where the driver is one by which they have run,
+in a process of their own elsewhere, which a driver may end.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 
 from tikv import runtime
+from tikv.errors import OptionError
 from tikv.launch.compiled import kernel
+from tikv.runtime.cache import BoundedCache
+
+CHOICES = ("auto", "on", "off")  # of TIKV_SUBGROUPS: "on" takes them without a trial
+NOT_TRIED = "not tried yet: attention's first call does"
+SECONDS = 60.0  # that a trial in a process of its own may take
+WRONG = "a trial gave wrong numbers"
+
+_RIGHT, _ENDED = "subgroups: right", "subgroups: wrong"
+_TRIAL = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import tikv
+from tikv.launch import subgroups
+print({_RIGHT!r} if subgroups.gives_right_numbers(tikv.init(sys.argv[2])) else {_ENDED!r})
+"""
+
+_found: BoundedCache[tuple[str, str], str] = BoundedCache()  # what a trial says, for an engine and an arch
 
 
-def has_subgroups(live: runtime.Runtime) -> bool:
-    """Whether kernels may reduce over subgroups here: the driver announces it, and a trial has the right numbers.
+def why_no_subgroups(live: runtime.Runtime) -> str:
+    """Why kernels of a runtime do not reduce over subgroups; empty where they do. The first call may take seconds.
 
-    The trial is not for nothing: Taichi 1.7.4 emits the operations without declaring their SPIR-V capability.
+    Raises:
+        OptionError: TIKV_SUBGROUPS is none of `CHOICES`.
     """
-    if live.has_subgroups is None:
-        # Every Mac's GPU that Taichi runs on reduces over its SIMD groups; a Vulkan driver says whether it does.
-        announced = live.arch == "metal" or (live.arch == "vulkan" and runtime.vulkan_subgroups())
-        live.has_subgroups = announced and _agree(live)
-    return live.has_subgroups
+    if live.why_no_subgroups is None:
+        with live.lock:
+            live.why_no_subgroups = _why_not(live)
+    return live.why_no_subgroups
 
 
-def _agree(live: runtime.Runtime) -> bool:
+def subgroup_report(live: runtime.Runtime) -> str:
+    """For people: "in use", why not, or that nobody asked yet. Tries nothing."""
+    if live.why_no_subgroups is None:
+        return NOT_TRIED
+    return live.why_no_subgroups or "in use"
+
+
+def _why_not(live: runtime.Runtime) -> str:
+    wanted = os.environ.get("TIKV_SUBGROUPS") or "auto"
+    if wanted not in CHOICES:
+        raise OptionError(
+            f"attention: TIKV_SUBGROUPS={wanted} is no choice. Use one of {', '.join(CHOICES)}, or unset it."
+        )
+    if wanted == "off":
+        return "TIKV_SUBGROUPS is off"
+    # Every Mac's GPU that the engines run on reduces over its SIMD groups; a Vulkan driver says whether it does.
+    if live.arch == "vulkan" and not runtime.vulkan_subgroups():
+        return "the driver does not announce them"
+    if wanted == "on":
+        return ""
+    key = live.engine.name, live.arch
+    why = _found.get(key)
+    if why is None:
+        why = _found.keep(key, tried(live))
+        if why:
+            runtime.log.warning("attention on %s does without subgroup operations: %s", live.arch, why)
+    return why
+
+
+def tried(live: runtime.Runtime) -> str:
+    """What is wrong with the operations here; empty if they give the right numbers.
+
+    Nobody can know beforehand what Apple's compiler, or a Vulkan driver that they have not run by, does to a process.
+    """
+    if live.arch == "vulkan" and runtime.vulkan_drivers_known():
+        return "" if gives_right_numbers(live) else WRONG
+    return _tried_apart(live)
+
+
+def gives_right_numbers(live: runtime.Runtime) -> bool:
+    """Whether a kernel that uses each of the operations has the right numbers."""
     from tikv.kernels import lanes
 
-    tried = kernel(live, lanes.make_self_test, lanes.SUBGROUP)
+    trial = kernel(live, lanes.make_self_test, lanes.SUBGROUP)
     found = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
-    with live.lock, live.compiling(tried.fast_math):
-        tried.function(found)
+    with live.lock, live.compiling(trial.fast_math):
+        trial.function(found)
     right: bool = lanes.self_test_passed(found)
-    if not right:
-        runtime.log.warning("subgroup operations give wrong numbers on %s: attention does without", live.arch)
     return right
+
+
+def _tried_apart(live: runtime.Runtime) -> str:
+    """`tried`, in a process of its own with the same engine and arch."""
+    if getattr(sys, "frozen", False) or not sys.executable:
+        return "there is no Python here to try them out in a process of its own; TIKV_SUBGROUPS=on takes them untried"
+    path = json.dumps([os.path.abspath(p or os.curdir) for p in sys.path])
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _TRIAL, path, live.arch],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+            env={**os.environ, "TIKV_ENGINE": live.engine.name, **live.engine.quiet},
+        )
+    except subprocess.TimeoutExpired:
+        return f"a trial in a process of its own gave no answer within {SECONDS:g} s"
+    except OSError as error:
+        return f"no process for a trial could be started ({error})"
+    said = child.stdout.decode(errors="replace").split("\n")
+    if _RIGHT in said:
+        return ""
+    if _ENDED in said:
+        return WRONG
+    lines = child.stderr.decode(errors="replace").strip().splitlines()
+    last = f" ({lines[-1].strip()})" if lines else ""
+    return f"a trial in a process of its own ended with exit status {child.returncode}{last}"

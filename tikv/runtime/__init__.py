@@ -19,6 +19,7 @@ from tikv.runtime.devices import candidate_archs as candidate_archs
 from tikv.runtime.devices import device_name as device_name
 from tikv.runtime.devices import memory_bytes as memory_bytes
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
+from tikv.runtime.devices import vulkan_drivers_known as vulkan_drivers_known
 from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups
 from tikv.runtime.engine import engine_in_use as engine_in_use
 from tikv.runtime.engine import engine_report as engine_report

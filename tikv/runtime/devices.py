@@ -75,12 +75,22 @@ class _SubgroupProperties(ctypes.Structure):
     ]
 
 
+class _DriverProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("driver", ctypes.c_uint32),
+        ("rest", ctypes.c_uint8 * 516),  # name, text and version
+    ]
+
+
 class _Properties2(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("next", ctypes.c_void_p), ("properties", ctypes.c_uint64 * 512)]
 
 
 _VULKAN_1_1 = (1 << 22) | (1 << 12)
-_PROPERTIES_2, _SUBGROUP_PROPERTIES = 1000059001, 1000094000  # types of structures
+_PROPERTIES_2, _SUBGROUP_PROPERTIES, _DRIVER_PROPERTIES = 1000059001, 1000094000, 1000196000  # types of structures
+_DRIVERS = (4, 13)  # NVIDIA's own and Mesa's lavapipe, by which this library's kernels have run
 _COMPUTE, _BASIC, _ARITHMETIC = 0x20, 1, 4
 _VULKAN_KINDS = {0: "other", 1: "integrated", 2: "discrete", 3: "virtual", 4: "cpu"}
 
@@ -136,12 +146,31 @@ def vulkan_subgroups() -> bool:
         return bool(handles) and all(_reduces(vulkan, handle) for handle in handles)
 
 
-def _reduces(vulkan: Any, handle: Any) -> bool:
+def vulkan_drivers_known() -> bool:
+    """Whether every Vulkan device has a driver by which this library's kernels have run."""
+    with _physical_devices() as (vulkan, handles):
+        return bool(handles) and all(_driver(vulkan, handle) in _DRIVERS for handle in handles)
+
+
+def _driver(vulkan: Any, handle: Any) -> int:
+    """The number that Vulkan gave a device's driver; 0 for one that does not tell."""
+    driver = _DriverProperties(_DRIVER_PROPERTIES, None)
+    return driver.driver if _ask(vulkan, handle, driver) else 0
+
+
+def _ask(vulkan: Any, handle: Any, about: ctypes.Structure) -> bool:
+    """Have a device fill in a structure; False for one of a Vulkan before that."""
     if int.from_bytes(_properties(vulkan, handle)[:4], sys.byteorder) < _VULKAN_1_1:
         return False
-    subgroups = _SubgroupProperties(_SUBGROUP_PROPERTIES, None)
-    both = _Properties2(_PROPERTIES_2, ctypes.cast(ctypes.pointer(subgroups), ctypes.c_void_p))
+    both = _Properties2(_PROPERTIES_2, ctypes.cast(ctypes.pointer(about), ctypes.c_void_p))
     vulkan.vkGetPhysicalDeviceProperties2(handle, ctypes.byref(both))
+    return True
+
+
+def _reduces(vulkan: Any, handle: Any) -> bool:
+    subgroups = _SubgroupProperties(_SUBGROUP_PROPERTIES, None)
+    if not _ask(vulkan, handle, subgroups):
+        return False
     wanted = _BASIC | _ARITHMETIC
     return bool(subgroups.stages & _COMPUTE) and subgroups.operations & wanted == wanted
 

@@ -92,7 +92,8 @@ class Runtime(NotCopied):
         # An AMD GPU gets the same kernels and memory as these: nothing in them is of one vendor.
         self.is_spirv = self.arch in (*SPIRV_ARCHS, "amdgpu")
         self.has_float64 = not self.is_spirv
-        self.has_subgroups: bool | None = None if self.is_spirv else False  # None: not tried yet, see `launch`
+        # Empty: kernels use them. None: not asked yet, see `launch`.
+        self.why_no_subgroups: str | None = None if self.is_spirv else f"kernels on {self.arch} have no use for them"
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self.dropped = Dropped()

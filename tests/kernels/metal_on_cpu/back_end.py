@@ -185,19 +185,19 @@ def install(back_end, under):
         kind.launch = on_cpu_if_metal(kind.launch, launch_bound)
     compiled.Kernel.compile = on_cpu_if_metal(compiled.Kernel.compile, lambda self: None)
 
-    agree, graph = subgroups._agree, launch.TaichiGraph
+    tried, graph = subgroups.tried, launch.TaichiGraph
 
-    def agree_here(live):
+    def tried_here(live):
         if live.arch != "metal":
-            return agree(live)
-        tried = launch.kernel(live, lanes.make_self_test, lanes.SUBGROUP)
+            return tried(live)
+        trial = launch.kernel(live, lanes.make_self_test, lanes.SUBGROUP)
         found = np.zeros(lanes.SELF_TEST_ROWS * lanes.BLOCK, np.float32)
-        back_end.launch(tried, [found], 0)
-        return lanes.self_test_passed(found)
+        back_end.launch(trial, [found], 0)
+        return "" if lanes.self_test_passed(found) else subgroups.WRONG
 
     def graph_here(launches, ndarrays):
         live = launches[0][0].runtime
         return GraphOnCpu(back_end, launches, ndarrays) if live.arch == "metal" else graph(launches, ndarrays)
 
-    subgroups._agree, launch.TaichiGraph = agree_here, graph_here
+    subgroups.tried, launch.TaichiGraph = tried_here, graph_here
     runtime.log.info("Metal is this machine's CPU")

@@ -321,9 +321,9 @@ class AttentionLaunches(Plan):
         from tikv.kernels import lanes
         from tikv.kernels.attention.subgroup import make_attend_block
 
-        has_subgroups = style != "cuda" and launch.has_subgroups(self.live)
-        kind = lanes.WARP if style == "cuda" else lanes.SUBGROUP if has_subgroups else lanes.SINGLE
-        return make_attend_block, (style, kind)
+        if style == "cuda":
+            return make_attend_block, (style, lanes.WARP)
+        return make_attend_block, (style, lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP)
 
     def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
         """As `_factory`, of the mass."""
