@@ -96,7 +96,8 @@ def test_the_start_leaves_the_arithmetic_of_the_thread_alone(arch, python):
         "import numpy as np, tikv\n"
         "least = np.full(64, 2.0**-126, np.float32)\n"
         f"tikv.init(arch={arch!r})\n"
-        "tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=4).append(0, *np.ones((2, 1, 1, 1, 8), np.float16))\n"
+        "store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=4)\n"
+        "store.append(0, *np.ones((2, 1, 1, 1, 8), np.float16))\n"
         "print(np.count_nonzero(least / 2))"
     )
     assert child.stdout.split() == ["64"]
