@@ -90,6 +90,21 @@ def test_each_machine_gets_the_engine_that_it_can_have(wheel, monkeypatch, pytho
     assert without_taichi == (expected == "quadrants")
 
 
+@pytest.mark.parametrize("extra", ["", "quadrants", "test", "docs"])
+def test_no_python_is_asked_for_an_engine_that_it_cannot_have(wheel, extra):
+    """A resolver for all machines at once, as uv's, refuses a project of which any machine's part has no solution."""
+    from packaging.requirements import Requirement
+
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist")
+    engines = [each for each in map(Requirement, lines) if each.name == "quadrants"]
+    assert len(engines) == 2
+    for python in ("3.10", "3.11"):
+        for system, machine in (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")):
+            facts = {"python_version": python, "sys_platform": system, "platform_machine": machine, "extra": extra}
+            assert not any(each.marker.evaluate(facts) for each in engines)
+
+
 def test_the_wheel_holds_the_licence_and_the_command(wheel):
     names = {name.split(".dist-info/")[1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
