@@ -8,7 +8,7 @@ import pytest
 from tikv import runtime
 from tikv.ops.attention.splits import GPU_BLOCKS
 from tikv.runtime import devices
-from tikv.stores.storage import BLOCK_BYTES
+from tikv.stores.storage import BLOCK_BYTES, SHARED_BYTES
 from tikv.tools.doctor import REMEDIES
 
 BENCHES = pathlib.Path(__file__).parents[2] / "benches"
@@ -58,5 +58,6 @@ def test_every_table_of_archs_has_all_of_them():
     """A row that is missing would be met where it is looked up first."""
     archs = set(runtime.ARCHS)
     assert set(BLOCK_BYTES) == set(REMEDIES) == archs
+    assert all(size <= BLOCK_BYTES[arch] for arch, size in SHARED_BYTES.items())
     assert set(GPU_BLOCKS) == archs - {"cpu"}
     assert set(runpy.run_path(str(BENCHES / "shapes.py"))["SIZES"]) == archs

@@ -686,11 +686,16 @@ def test_arguments_that_make_no_store(arch, changes, error, message):
 
 
 def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
-    """As if a launch addressed a few hundred bytes: two layers a block, then one; append_all is one launch a block."""
+    """As if a launch addressed a few hundred bytes: two layers a block, then one; append_all is one launch a block.
+
+    In between as if layers might share less than one of them needs, as on Metal.
+    """
     row = ROWS[2]
     layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
-    for limit, blocks in ((2 * layer_bytes, 2), (layer_bytes, 3)):
+    whole = 2**20
+    for limit, shared, blocks in ((2 * layer_bytes, whole, 2), (whole, layer_bytes - 1, 3), (layer_bytes, whole, 3)):
         monkeypatch.setitem(storage.BLOCK_BYTES, arch, limit)
+        monkeypatch.setitem(storage.SHARED_BYTES, arch, shared)
         kept, model = row.make(), Model(row)
         k, v = model.tokens(rng, 9)
         given = give(arch, k, v)

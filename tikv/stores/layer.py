@@ -16,7 +16,7 @@ from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.kept import HeadLengths, Kept, lengths_of
-from tikv.stores.storage import BLOCK_BYTES
+from tikv.stores.storage import BLOCK_BYTES, shared_bytes
 from tikv.stores.whole import StoreLock
 
 WIDTHS = ("head_dim", "head_dim_v")
@@ -186,7 +186,7 @@ class LayerMemory:
         """
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
         widest = max(self.stored_widths) * self.stored.itemsize
-        limit = BLOCK_BYTES[self.runtime.arch]
+        limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
         blocks: list[list[Layer]] = [[]]
         for layer in self.layers:
             needed = rows[layer.index] * widest
@@ -196,7 +196,7 @@ class LayerMemory:
                     f"(batch_size={batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
                     f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
                 )
-            if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > limit:
+            if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > shared:
                 blocks.append([])
             blocks[-1].append(layer)
         made = [self._memory_for(sum(rows[layer.index] for layer in block)) for block in blocks]

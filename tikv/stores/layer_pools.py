@@ -58,7 +58,7 @@ class LayerPools:
     def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
         self.form = form
         self.runtime = live
-        most = min(num_layers, form.limit(live) // form.bytes_of_layer)
+        most = min(num_layers, form.layers_together(live))
         self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
         self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
 

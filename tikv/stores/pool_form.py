@@ -12,7 +12,7 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
-from tikv.stores.storage import BLOCK_BYTES, storage
+from tikv.stores.storage import BLOCK_BYTES, shared_bytes, storage
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -103,6 +103,10 @@ class PoolForm:
     def limit(self, live: runtime.Runtime) -> int:
         """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
         return min(BLOCK_BYTES[live.arch], 2**31 * self.dtype.itemsize)
+
+    def layers_together(self, live: runtime.Runtime) -> int:
+        """How many layers share one piece of memory."""
+        return max(1, min(self.limit(live), shared_bytes(live)) // self.bytes_of_layer)
 
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of K's (0) or V's (1) pool of that many blocks."""

@@ -11,6 +11,14 @@ from tikv.formats import GroupFormat, parse_format
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
+# The largest that several layers share, where that is less. Apple promises a `maxBufferLength` of 256 MiB: what is
+# larger depends on the device, so it is asked of it only for a layer that needs it.
+SHARED_BYTES = {"metal": 2**28}
+
+
+def shared_bytes(live: runtime.Runtime) -> int:
+    """The largest block that layers share."""
+    return min(BLOCK_BYTES[live.arch], SHARED_BYTES.get(live.arch, BLOCK_BYTES[live.arch]))
 
 
 def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
