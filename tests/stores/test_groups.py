@@ -143,8 +143,6 @@ def test_bytes_and_refused_stores(arch):
         tikv.KVCacheStore(**form, capacity=4, head_dim=80, dtype=tikv.Quant(4, 64))
     with pytest.raises(tikv.DTypeError, match="not offered for q8_0"):
         tikv.KVCacheStore(**form, capacity=4, head_dim=64, dtype="q8_0", scale_dtype="float32")
-    with pytest.raises(tikv.DTypeError, match="kept by KVCacheStore alone"):
-        tikv.PagedKVCacheStore(**form, head_dim=64, num_blocks=2, dtype="q8_0")
     store = tikv.KVCacheStore(**form, capacity=4, head_dim=64, dtype="q8_0")
     with pytest.raises(tikv.DTypeError, match="cannot append float64 to a q8_0 store"):
         store.append(0, *(np.ones((1, 1, 64)) for _ in "kv"))

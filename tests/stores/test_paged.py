@@ -754,7 +754,7 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (lambda s, k: s.truncate(0, -1), tikv.PositionError, "n=-1"),
         (lambda s, k: s.free(1), tikv.PositionError, "sequence 1 was freed"),
         (lambda s, k: s.swap_in(0), tikv.PositionError, r"sequence 0 is not swapped out\. Call swap_out"),
-        (lambda s, k: s.scales(0), tikv.DTypeError, r"only int8 has\. Use dtype"),
+        (lambda s, k: s.scales(0), tikv.DTypeError, r"int8 and groups have\. Use dtype"),
         (lambda s, k: s.add([0.5]), tikv.DTypeError, "token_ids"),
         (lambda s, k: s.add([[1]]), tikv.ShapeError, "token_ids"),
         (lambda s, k: s.add([[1], [2, 3]]), tikv.ShapeError, "token_ids must be a list of integers"),

@@ -79,8 +79,8 @@ def pool_axes(pool: ArrayView, layout: str) -> str:
     return k if pool.ndim == len(k) else v
 
 
-def pool_shape(pool: ArrayView, axes: str, name: str, operation: str) -> PoolShape:
-    """Read a pool's shape by its axes.
+def pool_shape(pool: ArrayView, axes: str, name: str, operation: str, format: GroupFormat | None = None) -> PoolShape:
+    """Read a pool's shape by its axes; of a format of groups it holds words, and rows have as many elements as codes.
 
     Raises:
         ShapeError: it has other axes, or vLLM's chunks are not of 16 bytes.
@@ -95,10 +95,12 @@ def pool_shape(pool: ArrayView, axes: str, name: str, operation: str) -> PoolSha
             f"{CHUNK_BYTES // pool.dtype.itemsize} elements. Shape it {shape}."
         )
     width = extent["D"] if "D" in extent else extent["C"] * extent["X"]
+    if format is not None:
+        width = format.columns(width)
     return PoolShape(extent["N"], extent["S"], extent["H"], width)
 
 
-def pool_rows(pool: ArrayView, axes: str) -> Rows:
+def pool_rows(pool: ArrayView, axes: str, format: GroupFormat | None = None) -> Rows:
     """Where the rows of a pool lie."""
     stride = dict(zip(axes, pool.strides, strict=True))
     inner = (0, 0)
@@ -106,11 +108,15 @@ def pool_rows(pool: ArrayView, axes: str) -> Rows:
         inner = (pool.shape[axes.index("X")], stride["C"])
     elif axes[-1] != "D":
         inner = (1, stride["D"])
-    return Rows(pool, block=stride["N"], token=stride["S"], head=stride["H"], inner=inner)
+    return Rows(pool, block=stride["N"], token=stride["S"], head=stride["H"], inner=inner, format=format)
 
 
-def pool_scale(scale: ArrayView, shape: PoolShape, name: str, operation: str) -> None:
+def pool_scale(
+    scale: ArrayView, shape: PoolShape, name: str, operation: str, format: GroupFormat | None = None
+) -> None:
     """The scales of an int8 pool are (N, bs, H), float16 or float32, and their slots follow one another.
+
+    Those of a format of groups are (N, bs, H, n), the numbers of a row's groups side by side.
 
     Raises:
         DTypeError: they have another dtype.
@@ -119,7 +125,15 @@ def pool_scale(scale: ArrayView, shape: PoolShape, name: str, operation: str) ->
     if scale.dtype not in dtypes.SCALES:
         raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
     wanted = (shape.blocks, shape.page, shape.heads)
-    if scale.shape != wanted:
+    slots = scale.shape
+    if format is not None:
+        checks.rank(scale, (4,), name, "(N, bs, H, n)", operation)
+        checks.readable(scale, name, operation)
+        slots, n = scale.shape[:3], scale.shape[3]
+        needed = format.groups(shape.width, name, operation) * format.numbers
+        if n < needed:
+            raise ShapeError(f"{operation}: {name} is {describe(scale)}; a row of {format} has {needed} numbers.")
+    if slots != wanted:
         raise ShapeError(
             f"{operation}: {name} is {describe(scale)} where (N, bs, H) = {wanted} is needed, one for a slot and head."
         )

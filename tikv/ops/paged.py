@@ -9,6 +9,7 @@ from typing import Any
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
 from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale_arguments, scale_given
 from tikv.ops.indices import check_blocks, check_slots, host_indices, index_array
@@ -112,9 +113,13 @@ def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
 
 
 def check_write_slots(
-    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], layout: str
+    live: runtime.Runtime,
+    operation: str,
+    arrays: Sequence[ArrayView],
+    layout: str,
+    format: GroupFormat | None = None,
 ) -> WriteSlotsPlan:
-    """Check everything but the slots, which may change from call to call."""
+    """Check everything but the slots, which may change from call to call; `format` is of pools of groups of codes."""
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     names, written = _SLOT_NAMES[: len(arrays)], _SLOT_WRITTEN[: len(arrays)]
     checks.on_device(list(zip(names, arrays, strict=True)), live, operation)
@@ -124,7 +129,7 @@ def check_write_slots(
     for stream, (rows, pool, name) in enumerate(((k, k_pool, "k"), (v, v_pool, "v"))):
         axes = POOL_LAYOUTS[layout][stream]
         checks.writable(pool, f"{name}_pool", operation)
-        shape = pool_shape(pool, axes, f"{name}_pool", operation)
+        shape = pool_shape(pool, axes, f"{name}_pool", operation, format)
         detail = f"{name}: {describe(rows)}, {name}_pool: {describe(pool)}, layout {layout}"
         checks.extent(shape.heads, heads, f"the number of heads of {name}_pool", operation, detail)
         checks.extent(shape.width, rows.shape[2], f"the head width of {name}_pool", operation, detail)
@@ -134,14 +139,14 @@ def check_write_slots(
     checks.extent(shapes[1].blocks, shapes[0].blocks, "the number of blocks of v_pool", operation, detail)
     checks.extent(shapes[1].page, shapes[0].page, "the block size of v_pool", operation, detail)
     shape, scales = shapes[0], arrays[5:]
-    if k_pool.dtype is dtypes.int8:
+    if k_pool.dtype is dtypes.int8 or format is not None:
         if k.dtype not in dtypes.QUANTIZABLE:
             raise DTypeError(f"{operation}: cannot quantise k: {describe(k)}. Pass float32, float16 or bfloat16 rows.")
         if not scales:
             _both_scales(None, None, operation)
-        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        for name, scale, of in zip(("k_scale", "v_scale"), scales, shapes, strict=True):
             checks.writable(scale, name, operation)
-            pool_scale(scale, shape, name, operation)
+            pool_scale(scale, of, name, operation, format)
         checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
         if scale_step(scales[0]) != scale_step(scales[1]):
             raise ShapeError(
@@ -178,7 +183,7 @@ def check_write_slots(
             live,
             operation,
             src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in streams],
-            dst=[pool_rows(pools[i], POOL_LAYOUTS[layout][i]) for i in streams],
+            dst=[pool_rows(pools[i], POOL_LAYOUTS[layout][i], format) for i in streams],
             widths=[shapes[i].width for i in streams],
             heads=heads,
             tokens=tokens,
@@ -247,14 +252,28 @@ def gather_paged(
         >>> tikv.gather_paged(pool, np.array([2, 0]), 3).copy_to_host().ravel().tolist()
         [4.0, 5.0, 0.0]
     """
-    operation = "gather_paged"
+    return gather("gather_paged", pool, block_table, length, layout=layout, scale=scale, out=out)
+
+
+def gather(
+    operation: str,
+    pool: Any,
+    block_table: Any,
+    length: int,
+    *,
+    layout: str,
+    scale: Any = None,
+    out: Any = None,
+    format: GroupFormat | None = None,
+) -> Any:
+    """`gather_paged` by the name that errors give; `format` is of a pool of groups, whose numbers are the scale."""
     live = runtime.current()
     block_table = index_array(block_table)
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     length = checks.integer(length, "length", operation)
     source, table = view(pool, "pool", operation), view(block_table, "block_table", operation)
     axes = pool_axes(source, layout)
-    shape = pool_shape(source, axes, "pool", operation)
+    shape = pool_shape(source, axes, "pool", operation, format)
     checks.readable(source, "pool", operation)
     checks.indices(table, "block_table", operation)
     checks.rank(table, (1,), "block_table", "(blocks,)", operation)
@@ -265,7 +284,7 @@ def gather_paged(
             f"Read at most {table.shape[0] * shape.page} tokens."
         )
     named = [("pool", source, False), ("block_table", table, False)]
-    quantised, fixed = source.dtype is dtypes.int8, source.dtype in dtypes.FLOATS8
+    quantised, fixed = source.dtype is dtypes.int8 or format is not None, source.dtype in dtypes.FLOATS8
     scaled = scale is not None
     if (quantised and not scaled) or (scaled and not quantised and not fixed):
         wanted = "an int8 pool needs its (N, bs, H) scale" if quantised else f"a pool of {source.dtype} has no scale"
@@ -277,7 +296,7 @@ def gather_paged(
         if fixed:
             check_fixed_scale(scales, shape.heads, "scale", operation)
         else:
-            pool_scale(scales, shape, "scale", operation)
+            pool_scale(scales, shape, "scale", operation, format)
         named.append(("scale", scales, False))
     wanted_shape = (length, shape.heads, shape.width)
     given = out is not None
@@ -308,7 +327,7 @@ def gather_paged(
         bound = bind_copy(
             live,
             operation,
-            src=[pool_rows(source, axes)],
+            src=[pool_rows(source, axes, format)],
             dst=[Rows(target, token=target.strides[0], head=target.strides[1])],
             widths=[shape.width],
             heads=shape.heads,

@@ -48,7 +48,8 @@ class HeadAppend:
         self.together = all(a.strides[0] == heads * a.strides[1] for a in rows)
         index = new_array((tokens * heads,), dtypes.int32, live)
         k, v, slots = self._parts(rows, index)[0]
-        self.plan = paged.check_write_slots(live, operation, [k, pools[0], v, pools[1], slots, *pools[2:]], form.layout)
+        arrays = [k, pools[0], v, pools[1], slots, *pools[2:]]
+        self.plan = paged.check_write_slots(live, operation, arrays, form.layout, form.format)
 
     def _parts(self, rows: Sequence[ArrayView], slots: ArrayView) -> list[tuple[ArrayView, ArrayView, ArrayView]]:
         """K, V and slots of each launch."""

@@ -20,12 +20,12 @@ HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers:
 
 
 class LayerGroup:
-    """Layers whose pools lie one after the other: one array for K, one for V and, for int8, one each for the scales."""
+    """Layers whose pools lie one after the other: an array each for K, for V and for the scales of both."""
 
     def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
         self.form = form
         self.layers = layers
-        shapes = [(form.shape(stream, layers * form.num_blocks), form.dtype) for stream in (0, 1)]
+        shapes = [(form.shape(stream, layers * form.num_blocks), form.stored) for stream in (0, 1)]
         if form.scale_dtype is not None:
             shapes += [(form.scale_shape(layers * form.num_blocks), form.scale_dtype)] * 2
         self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
@@ -52,7 +52,7 @@ class LayerPools:
 
     Attributes:
         groups: the layers that lie in one piece of memory each.
-        layers: of each layer K's pool, V's pool and, for int8, their scales, where they lie.
+        layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
     """
 
     def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:

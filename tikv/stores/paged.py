@@ -49,12 +49,13 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         num_blocks: blocks of the pool, for all sequences together.
         block_size: tokens of a block.
-        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, or int8 with a scale per token
-            and head.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a scale per token and
+            head; or codes of groups along a row, a `tikv.Quant`, "q8_0" or "q4_0", which `tikv.quantize` describes.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
         head_dim_v: width of a head of V.
-        scale_dtype: of the int8 scales (N, bs, H), float16 or float32.
+        scale_dtype: of the scales of int8 (N, bs, H), and of those and the biases of a `tikv.Quant` (N, bs, H, n):
+            float16 or float32. "q8_0" and "q4_0" have float16.
         per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
             sequence has a block table, so that `compact` can drop other tokens of each. Each layer has ``num_blocks``
             of its own. Such a store shares no blocks, by prefix or `fork`, does not swap or save, and has no
@@ -64,7 +65,8 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
 
-    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 is as in `tikv.quantize`.
+    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 and groups are as in
+        `tikv.quantize`: a token is quantised once.
     Cost: an append is one launch for all its sequences; tables and counts are kept on the host, and reading them never
     waits for the device.
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
@@ -173,7 +175,8 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         Args:
             layer: its index.
             k, v: (T, H, D) and (T, H, D_v), the tokens of the first sequence before those of the second, and so on. Of
-                the store's dtype or one that `tikv.copy` converts to it; for int8 float32, float16 or bfloat16.
+                the store's dtype or one that `tikv.copy` converts to it; for int8 and groups float32, float16 or
+                bfloat16.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
                 rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. None: one token each. Rows behind the last are padding.
@@ -200,7 +203,8 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         if plan is None:
             index = new_array(k_view.shape[:1], dtypes.int32, self.runtime)
             arrays = [k_view, pools[0], v_view, pools[1], index, *pools[2:]]
-            plan = self._appends.keep(key, paged.check_write_slots(self.runtime, operation, arrays, self.layout))
+            checked = paged.check_write_slots(self.runtime, operation, arrays, self.layout, self.form.format)
+            plan = self._appends.keep(key, checked)
 
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
@@ -270,6 +274,11 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.write_qkv"
         refuse_per_head(self.form, operation, "the fused write has one slot for all heads of a token")
+        if self.form.format is not None:
+            raise DTypeError(
+                f"{operation}: the fused write makes no codes of {self.dtype}. Write to arrays with tikv.write_qkv and "
+                f"append them."
+            )
         layer = self._layer(layer, operation)
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
@@ -379,12 +388,12 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self.form.format)
 
         def call(queries: Any) -> AttentionCall:
             return paged_call(
                 operation, queries, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-                softcap=softcap, impl=impl, terms=terms, **scales,
+                softcap=softcap, impl=impl, terms=terms, format=self.form.format, **scales,
             )  # fmt: skip
 
         if wanted == 0:
@@ -447,7 +456,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
         added, pools = Terms(sink_logits, alibi_slopes), self._pools.layers[layer]
-        wanted = mass_queries_of(return_mass, mass_queries, added, operation)
+        wanted = mass_queries_of(return_mass, mass_queries, added, operation, self.form.format)
         seqs = host_integers(seqs, "seqs", operation, self.runtime)
         terms = added.views(operation)
         call = RaggedAttention(
@@ -478,7 +487,9 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
 
     @whole
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
-        """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v). int8 comes as float32.
+        """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v).
+
+        int8 and groups come as float32.
 
         With ``per_head`` the length is what the head with most tokens holds, and zeros follow those of the others.
 
@@ -493,31 +504,34 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         if isinstance(self._sequences, HeadSequences):
             return self._tokens_of_heads(layer, self._sequences.of_heads(layer, state))
         length = state.lengths[layer]
-        dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
-        pools = self._pools.layers[layer]
         table = np.array(state.blocks[: self._sequences.blocks_for(length)], np.int32)
         found = []
-        for stream, width in enumerate((self.head_dim, self.head_dim_v)):
-            out = new_array((length, self.num_kv_heads, width), dtype, self.runtime)
+        for stream, row in enumerate(self.form.rows):
+            out = new_array((length, self.num_kv_heads, row.width), row.read_dtype, self.runtime)
             if length:
-                scale = pools[2 + stream] if self.dtype is dtypes.int8 else None
-                paged.gather_paged(pools[stream], table, length, layout=self.layout, scale=scale, out=out)
+                self._gather(layer, stream, table, length, out)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
     def _tokens_of_heads(self, layer: int, heads: Sequence[SequenceState]) -> tuple[CacheArray, CacheArray]:
         """`tokens` of a sequence whose heads have blocks of their own."""
-        dtype = dtypes.float32 if self.dtype is dtypes.int8 else self.dtype
-        pools, most, found = self._pools.layers[layer], max(head.lengths[0] for head in heads), []
-        for stream, width in enumerate((self.head_dim, self.head_dim_v)):
-            out = new_array((most, len(heads), width), dtype, self.runtime, zeroed=True)
-            scale = pools[2 + stream] if self.dtype is dtypes.int8 else None
+        most, found = max(head.lengths[0] for head in heads), []
+        for stream, row in enumerate(self.form.rows):
+            out = new_array((most, len(heads), row.width), row.read_dtype, self.runtime, zeroed=True)
             for h, head in enumerate(heads):
                 if n := head.lengths[0]:
                     to, table = out.part(1, h, h + 1).part(0, 0, n), np.array(head.blocks, np.int32)
-                    paged.gather_paged(pools[stream], table, n, layout=self.layout, scale=scale, out=to)
+                    self._gather(layer, stream, table, n, to)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
+
+    def _gather(self, layer: int, stream: int, table: np.ndarray[Any, Any], length: int, out: ArrayView) -> None:
+        """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
+        pools, row = self._pools.layers[layer], self.form.rows[stream]
+        paged.gather(
+            "PagedKVCacheStore.tokens", pools[stream], table, length, layout=self.layout,
+            scale=pools[2 + stream] if row.numbers else None, out=out, format=row.format,
+        )  # fmt: skip
 
     @whole
     def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:

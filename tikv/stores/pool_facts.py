@@ -10,6 +10,7 @@ from tikv import runtime
 from tikv.arrays import CacheArray
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.stores import draw
 from tikv.stores.head_sequences import HeadSequences
@@ -56,7 +57,7 @@ class PoolFacts(draw.Drawn):
         return self.form.block_size
 
     @property
-    def dtype(self) -> DType:
+    def dtype(self) -> DType | GroupFormat:
         """What keys and values are stored in."""
         return self.form.dtype
 
@@ -152,15 +153,19 @@ class PoolFacts(draw.Drawn):
         return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The int8 scales of a layer's keys and values, each (N, bs, H), where they lie.
+        """The scales of a layer's keys and values where they lie: of int8 each (N, bs, H).
+
+        Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one.
 
         Raises:
-            DTypeError: the store is not int8.
+            DTypeError: the store has none.
         """
         operation = "PagedKVCacheStore.scales"
         found = self._pools.layers[self._layer(layer, operation)][2:]
         if not found:
-            raise DTypeError(f"{operation}: a {self.dtype.name} store has no scales; only int8 has. Use dtype='int8'.")
+            raise DTypeError(
+                f"{operation}: a {self.dtype.name} store has no scales; int8 and groups have. Use dtype='int8'."
+            )
         return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
 
     def _layer(self, index: int, operation: str) -> int:

@@ -10,9 +10,10 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
-from tikv.stores.storage import BLOCK_BYTES, shared_bytes, storage
+from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes, storage_or_format
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -31,8 +32,8 @@ class PoolForm:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    dtype: DType
-    scale_dtype: DType | None  # of int8 pools
+    dtype: DType | GroupFormat
+    scale_dtype: DType | None  # of int8 and of groups
     layout: str
     per_head: bool = False  # a block holds tokens of one head
 
@@ -58,7 +59,7 @@ class PoolForm:
             CapacityError: a layer is larger than a launch on this arch addresses.
             DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
         """
-        stored, scales = storage(dtype, scale_dtype, live, operation)
+        stored, scales = storage_or_format(dtype, scale_dtype, live, operation)
         form = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
             checks.integer(block_size, "block_size", operation, low=1),
@@ -75,10 +76,17 @@ class PoolForm:
                 f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
                 f"Use NHD or HND with per_head=True."
             )
-        chunk = CHUNK_BYTES // stored.itemsize
+        if form.format is not None:
+            if form.layout == "VLLM":
+                raise OptionError(
+                    f"{operation}: layout VLLM cuts rows into pieces, and groups of {stored} lie whole. Use NHD or HND."
+                )
+            for name, row in zip(("head_dim", "head_dim_v"), form.rows, strict=True):
+                form.format.groups(row.width, name, operation)
+        chunk = CHUNK_BYTES // form.stored.itemsize
         if "X" in POOL_LAYOUTS[form.layout][0] and form.head_dim % chunk:
             raise ShapeError(
-                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {stored.name} elements of a "
+                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {form.stored.name} elements of a "
                 f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
             )
         if form.bytes_of_layer > form.limit(live):
@@ -95,14 +103,34 @@ class PoolForm:
         return 1 if self.per_head else self.num_kv_heads
 
     @property
+    def rows(self) -> tuple[RowForm, RowForm]:
+        """How rows of K and of V are kept."""
+        return RowForm(self.dtype, self.head_dim), RowForm(self.dtype, self.head_dim_v)
+
+    @property
+    def format(self) -> GroupFormat | None:
+        """The format of K and V, if they are groups of codes."""
+        return self.rows[0].format
+
+    @property
+    def stored(self) -> DType:
+        """The dtype of the pools of K and V."""
+        return self.rows[0].stored
+
+    @property
+    def read_dtype(self) -> DType:
+        """What `tokens` gives."""
+        return self.rows[0].read_dtype
+
+    @property
     def bytes_of_layer(self) -> int:
         """Bytes of the larger of a layer's two pools."""
         rows = self.num_blocks * self.block_size * self.block_heads
-        return rows * max(self.head_dim, self.head_dim_v) * self.dtype.itemsize
+        return rows * max(row.stored_width for row in self.rows) * self.stored.itemsize
 
     def limit(self, live: runtime.Runtime) -> int:
         """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
-        return min(BLOCK_BYTES[live.arch], 2**31 * self.dtype.itemsize)
+        return min(BLOCK_BYTES[live.arch], 2**31 * self.stored.itemsize)
 
     def layers_together(self, live: runtime.Runtime) -> int:
         """How many layers share one piece of memory."""
@@ -110,23 +138,28 @@ class PoolForm:
 
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of K's (0) or V's (1) pool of that many blocks."""
-        width, chunk = (self.head_dim, self.head_dim_v)[stream], CHUNK_BYTES // self.dtype.itemsize
+        width, chunk = self.rows[stream].stored_width, CHUNK_BYTES // self.stored.itemsize
         extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
 
     def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """The shape of an int8 pool's scales."""
-        return num_blocks, self.block_size, self.block_heads
+        """The shape of a pool's scales: one a row, or the numbers of a row's groups."""
+        return num_blocks, self.block_size, self.block_heads, *self._numbers
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        """The axis of a row's scales, if it has several; K and V have as many."""
+        return () if self.format is None else (max(row.numbers for row in self.rows),)
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
         slots = (self.block_size, self.block_heads)
         found: dict[str, tuple[tuple[int, ...], DType]] = {
-            "k": ((*slots, self.head_dim), self.dtype),
-            "v": ((*slots, self.head_dim_v), self.dtype),
+            name: ((*slots, row.stored_width), row.stored) for name, row in zip("kv", self.rows, strict=True)
         }
         if self.scale_dtype is not None:
-            found |= {"k_scale": (slots, self.scale_dtype), "v_scale": (slots, self.scale_dtype)}
+            of_slot = (*slots, *self._numbers)
+            found |= {"k_scale": (of_slot, self.scale_dtype), "v_scale": (of_slot, self.scale_dtype)}
         return found
 
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
@@ -135,7 +168,7 @@ class PoolForm:
             return array
         axes = POOL_LAYOUTS[self.layout][stream]
         rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
-        found: HostArray = rows.reshape(*rows.shape[:3], (self.head_dim, self.head_dim_v)[stream])
+        found: HostArray = rows.reshape(*rows.shape[:3], self.rows[stream].stored_width)
         return found
 
     def from_rows(self, stream: int, rows: HostArray) -> HostArray:

@@ -32,7 +32,7 @@ class RaggedAttention:
     Args:
         operation: for messages.
         form: of the pools.
-        pools: K's and V's, and for int8 the scales.
+        pools: K's and V's, and for int8 and groups the scales.
         q: the queries.
         scale, window, softcap: as in `tikv.paged_decode_attention`.
         return_lse: whether the log-sum-exps are wanted.
@@ -67,6 +67,7 @@ class RaggedAttention:
         self._form = form
         self._pools = pools
         self._options: dict[str, Any] = {"layout": form.layout, "scale": scale, "window": window, "softcap": softcap}
+        self._options["format"] = form.format
         self._options |= dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
         checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
         checks.on_device([("q", self.q)], self.live, operation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
@@ -21,6 +21,45 @@ def shared_bytes(live: runtime.Runtime) -> int:
     return min(BLOCK_BYTES[live.arch], SHARED_BYTES.get(live.arch, BLOCK_BYTES[live.arch]))
 
 
+class RowForm(NamedTuple):
+    """How rows of K, or of V, are kept.
+
+    Attributes:
+        dtype: a dtype, or a format of groups of codes.
+        width: numbers of a row.
+    """
+
+    dtype: DType | GroupFormat
+    width: int
+
+    @property
+    def format(self) -> GroupFormat | None:
+        """The format, if a row is groups of codes."""
+        return self.dtype if isinstance(self.dtype, GroupFormat) else None
+
+    @property
+    def stored(self) -> DType:
+        """The dtype of the array that holds the rows: words of codes have one of their own."""
+        return dtypes.uint32 if isinstance(self.dtype, GroupFormat) else self.dtype
+
+    @property
+    def stored_width(self) -> int:
+        """Elements of a row in that array."""
+        return self.dtype.words(self.width) if isinstance(self.dtype, GroupFormat) else self.width
+
+    @property
+    def numbers(self) -> int:
+        """Scales of a row, those of groups with their biases; 0 for none."""
+        if isinstance(self.dtype, GroupFormat):
+            return self.width // self.dtype.group * self.dtype.numbers
+        return int(self.dtype is dtypes.int8)
+
+    @property
+    def read_dtype(self) -> DType:
+        """What `tokens` gives: the stored dtype, or float32 for what has scales."""
+        return dtypes.float32 if self.numbers else self.stored
+
+
 def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
     """What a cache stores its rows in, and their scales where it is int8.
 
@@ -30,7 +69,8 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
     format = parse_format(dtype)
     if format is not None:
         raise DTypeError(
-            f"{operation}: {format} is kept by KVCacheStore alone. Use it, or another dtype such as 'int8'."
+            f"{operation}: {format} is kept by KVCacheStore and PagedKVCacheStore alone. Use one of them, or another "
+            f"dtype such as 'int8'."
         )
     stored, scales = dtypes.parse(dtype, operation), dtypes.parse(scale_dtype, operation)
     if stored.name not in dtypes.APPENDED:

@@ -289,8 +289,9 @@ def _store(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _paged_store(bench: Bench, src: str, stored: str) -> Trials:
-    pool = PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, num_blocks=6, block_size=4, dtype=stored)
-    rows = bench.rows(src, 7, 2, 16)
+    width = 64 if stored in FORMATS else 16
+    pool = PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=width, num_blocks=6, block_size=4, dtype=stored)
+    rows = bench.rows(src, 7, 2, width)
     seq = pool.add()
     pool.append(0, bench.on_device(rows), bench.on_device(rows), [seq], cu_seqlens=[0, 7])
     for got in pool.tokens(0, pool.fork(seq)):

@@ -281,6 +281,7 @@ class KVPool(runtime.DeepCopied):
         scale_dtype: Any = "float16",
     ) -> None:
         self.runtime = runtime.current()
+        storage(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
         self.form = PoolForm.checked(
             "KVPool",
             self.runtime,
@@ -386,7 +387,7 @@ class PagedKVLayer(KVLayer):
             raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Ask for what the pool is.")
         runtime.require_alive(pool.runtime, operation)
         capacity = self.max_blocks_per_seq * form.block_size
-        super().__init__(form.num_kv_heads, form.head_dim, form.dtype, live, capacity, form.block_size)
+        super().__init__(form.num_kv_heads, form.head_dim, stored, live, capacity, form.block_size)
         self.pool = pool
         self._arrays = pool.arrays
         self._blocks: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view
 from tikv.errors import OptionError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -119,8 +120,12 @@ def paged_call(
     impl: str = "auto",
     terms: Terms = NO_TERMS,
     head_dim_v: int | None = None,
+    format: GroupFormat | None = None,
 ) -> AttentionCall:
-    """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation."""
+    """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
+
+    `format` is of pools of groups of codes, whose numbers are the scales.
+    """
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
     k = view(k_pool, "k_pool", operation)
@@ -145,18 +150,20 @@ def paged_call(
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
-    options = (layout, scale, causal, window, softcap, num_splits, lse_base2)
+    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, format)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
-        cache = _pages(arrays, layout, live, operation)
+        cache = _pages(arrays, layout, live, operation, format)
         span = window_or_none(window, operation)
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
     return AttentionCall(plan, arrays, length, (block_tables, context_lens, terms))
 
 
-def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str) -> CacheLayout:
+def _pages(
+    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, format: GroupFormat | None
+) -> CacheLayout:
     """What page pools hold behind a block table, checked."""
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     names = {"k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
@@ -165,7 +172,7 @@ def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, ope
     shapes = []
     for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
         checks.readable(a, name, operation)
-        shapes.append(pool_shape(a, POOL_LAYOUTS[layout][stream], name, operation))
+        shapes.append(pool_shape(a, POOL_LAYOUTS[layout][stream], name, operation, format))
     detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}, layout {layout}"
     for what in ("blocks", "page", "heads"):
         checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
@@ -179,7 +186,7 @@ def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, ope
         )
     scales = scales_of(arrays, operation)
     heads = table.shape[1] if by_head else shape.heads
-    rows = [pool_rows(a, POOL_LAYOUTS[layout][stream]) for stream, a in enumerate((k, v))]
+    rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], format) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
     scale_strides = (0, 0, 0, 0)
@@ -187,10 +194,10 @@ def _pages(arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, ope
         check_fixed_scales(scales, heads, operation)
         scale_strides = (0, 0, 0, head_step(scales[0]))
     elif scales:
-        for name, a in zip(("k_scale", "v_scale"), scales, strict=True):
+        for name, a, of in zip(("k_scale", "v_scale"), scales, shapes, strict=True):
             checks.readable(a, name, operation)
-            pool_scale(a, shape, name, operation)
-        block, token, head = scales[0].strides
+            pool_scale(a, of, name, operation, format)
+        block, token, head = scales[0].strides[:3]
         scale_strides = (0, block, token, 0 if by_head else head)
     return CacheLayout(
         k=rows[0],
