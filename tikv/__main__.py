@@ -43,7 +43,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("engine", f"{found['engine']} ({found['engine_why']})"),
         (
             "arch",
-            f"{found['arch']} ({state}; order {', '.join(found['arch_order'])})",
+            f"{found['arch']} ({state}; order {', '.join(found['arch_order'])}; {found['arch_why']})",
         ),
         ("device", found["device"]),
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
@@ -64,7 +64,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(doctor.as_json(checks))
     else:
-        default = next(iter(runtime.candidate_archs()))
+        default = runtime.candidate_archs()[0]
         rows = [(c.arch + (" *" if c.arch == default else ""), c.status, c.detail, c.remedy) for c in checks]
         table.show(
             "tikv doctor (* is what auto takes)",
@@ -278,7 +278,7 @@ def add_archs(command: argparse.ArgumentParser, what: str) -> None:
 def asked_archs(arguments: argparse.Namespace) -> list[str]:
     """The back ends that were named, each once; none when all are meant."""
     named = itertools.chain(*arguments.place, *arguments.arch)
-    return list(dict.fromkeys(next(iter(runtime.candidate_archs())) if name == "auto" else name for name in named))
+    return list(dict.fromkeys(runtime.candidate_archs()[0] if name == "auto" else name for name in named))
 
 
 def seconds(text: str) -> float:

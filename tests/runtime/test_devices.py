@@ -5,16 +5,16 @@ import runpy
 
 import pytest
 
-from tikv import runtime
+from tikv import engines, runtime
 from tikv.ops.attention.splits import GPU_BLOCKS
-from tikv.runtime import devices
+from tikv.runtime import devices, engine
 from tikv.stores.storage import BLOCK_BYTES, SHARED_BYTES
 from tikv.tools.doctor import REMEDIES
 
 BENCHES = pathlib.Path(__file__).parents[2] / "benches"
 
 MACHINES = {
-    "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["metal", "vulkan", "cpu"]),
+    "a Mac": ("darwin", [], [("Apple M3", "integrated")], ["cpu"]),
     "an NVIDIA GPU": (
         "linux",
         ["libcuda.so.1"],
@@ -35,7 +35,25 @@ def test_the_order_of_auto(monkeypatch, machine):
     monkeypatch.setattr(devices.sys, "platform", platform)
     monkeypatch.setattr(devices, "_has_library", lambda *names: any(name in libraries for name in names))
     monkeypatch.setattr(devices, "vulkan_devices", lambda: found)
-    assert list(runtime.candidate_archs()) == expected
+    monkeypatch.setattr(engine, "shares_mps", lambda: False)
+    assert runtime.candidate_archs() == expected
+    assert runtime.why_auto()
+
+
+def test_auto_on_a_mac_takes_metal_where_it_shares_memory_with_torch(monkeypatch):
+    """Else the CPU: Metal copies what it is given, and has not been run there."""
+    monkeypatch.setattr(devices.sys, "platform", "darwin")
+    monkeypatch.setattr(devices, "_has_library", lambda *names: False)
+    monkeypatch.setattr(devices, "vulkan_devices", list)
+    for shares, torch, expected, why in (
+        (True, "2.8", ["metal", "cpu"], "PyTorch sees"),
+        (True, None, ["cpu"], "in place"),
+        (False, "2.8", ["cpu"], "in place"),
+    ):
+        monkeypatch.setattr(engine, "shares_mps", lambda shares=shares: shares)
+        monkeypatch.setattr(engines, "version_of", lambda name, torch=torch: torch)
+        assert runtime.candidate_archs() == expected
+        assert why in runtime.why_auto()
 
 
 @pytest.mark.archs("vulkan")

@@ -178,11 +178,14 @@ def test_auto_goes_on_to_the_next(python):
     """A library that is there and does not work is no reason to fail."""
     missing = "metal" if sys.platform != "darwin" else "cuda"
     child = python(
-        "import tikv, tikv.runtime.devices\n"
-        f"tikv.runtime.devices.candidate_archs = lambda: iter([{missing!r}, 'cpu'])\n"
-        "print(tikv.init().arch)\n"
+        "import tikv, tikv.runtime.start\n"
+        f"tikv.runtime.start._auto = lambda: ([{missing!r}, 'cpu'], 'best')\n"
+        "print(tikv.init().arch, tikv.info()['arch_why'])\n"
+        "print(tikv.init('cpu').why_arch)\n"
     )
-    assert child.stdout == "cpu\n"
+    first, second = child.stdout.splitlines()
+    assert first.startswith(f"cpu {missing}: ")
+    assert second == "asked for"
 
 
 FIRST_IN_A_THREAD = """

@@ -28,7 +28,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(doctor, "check", check)
     monkeypatch.setattr(doctor, "support", trials)
     monkeypatch.setattr(report, "_benched", lambda arch, seconds: answers[arch][2])
-    monkeypatch.setattr(doctor.runtime, "candidate_archs", lambda: iter(["cpu"]))
+    monkeypatch.setattr(doctor.runtime, "candidate_archs", lambda: ["cpu"])
     return answers
 
 

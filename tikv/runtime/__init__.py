@@ -15,7 +15,6 @@ from tikv.runtime.copying import DeepCopied as DeepCopied
 from tikv.runtime.copying import NotCopied as NotCopied
 from tikv.runtime.devices import ARCHS as ARCHS
 from tikv.runtime.devices import SPIRV_ARCHS as SPIRV_ARCHS
-from tikv.runtime.devices import candidate_archs as candidate_archs
 from tikv.runtime.devices import device_name as device_name
 from tikv.runtime.devices import memory_bytes as memory_bytes
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
@@ -27,6 +26,7 @@ from tikv.runtime.engine import is_stale_ndarray as is_stale_ndarray
 from tikv.runtime.start import Runtime as Runtime
 from tikv.runtime.start import Turns as Turns
 from tikv.runtime.start import before_synchronize as before_synchronize
+from tikv.runtime.start import candidate_archs as candidate_archs
 from tikv.runtime.start import current as current
 from tikv.runtime.start import init as init
 from tikv.runtime.start import is_forked as is_forked
@@ -36,6 +36,7 @@ from tikv.runtime.start import require_alive as require_alive
 from tikv.runtime.start import running as running
 from tikv.runtime.start import side_streams as side_streams
 from tikv.runtime.start import thread_plans as thread_plans
+from tikv.runtime.start import why_auto as why_auto
 
 
 def __getattr__(name: str) -> Any:

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-ARCHS = ("metal", "cuda", "vulkan", "cpu", "amdgpu")  # the order in which "auto" looks; it never takes amdgpu
+ARCHS = ("metal", "cuda", "vulkan", "cpu", "amdgpu")  # best first; "auto" never takes amdgpu
 SPIRV_ARCHS = ("metal", "vulkan")  # whose kernels are SPIR-V, and whose memory has no address
 NEVER_RUN = ("amdgpu",)  # archs on which nobody has run this library yet
 
 
 def candidate_archs() -> Iterator[str]:
-    """The archs that "auto" tries, best first: those this machine has hardware for. CPU is always last."""
+    """The archs that this machine has hardware for, best first. CPU is always last."""
     if sys.platform == "darwin":
         yield "metal"
     if _has_library("libcuda.so.1", "nvcuda.dll"):

@@ -144,6 +144,14 @@ def engine_report() -> dict[str, Any]:
     return {"engine": name, "title": engine.title, "version": version, "why": why}
 
 
+def shares_mps() -> bool:
+    """Whether the engine in use, or that would be, lets PyTorch see its memory on MPS. Imports nothing."""
+    try:
+        return wanted()[0].mps_arch is not None
+    except OptionError:  # of TIKV_ENGINE: the first operation says so
+        return False
+
+
 @contextlib.contextmanager
 def _quiet_compilation(engine: Engine) -> Iterator[None]:
     """Hide what Python says of an engine's sources, which it compiles here when they were installed without byte code.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tikv import forks
+from tikv import engines, forks
 from tikv.errors import ArchError, OptionError, StaleRuntimeError
 from tikv.runtime import devices, engine
 from tikv.runtime.cache import BoundedCache
@@ -85,6 +85,7 @@ class Runtime(NotCopied):
                 f"Call {ti}.init(arch={ti}.cpu)."
             )
         config = program.config()
+        self.why_arch = f"{self.engine.title} ran already"
         self.debug = bool(config.debug)
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
@@ -212,13 +213,37 @@ def require_alive(runtime: Runtime, operation: str) -> None:
         )
 
 
+def candidate_archs() -> list[str]:
+    """The archs that "auto" tries, best first."""
+    return _auto()[0]
+
+
+def why_auto() -> str:
+    """Why "auto" would take the first of `candidate_archs`."""
+    return _auto()[1]
+
+
+def _auto() -> tuple[list[str], str]:
+    archs = list(devices.candidate_archs())
+    if archs[0] == "metal" and not (engine.shares_mps() and engines.version_of("torch")):
+        # Each array of the host is copied there and back with a wait in between; on the CPU none is.
+        return ["cpu"], "it works on NumPy's and PyTorch's arrays in place, and nobody has run Metal on a Mac yet"
+    return archs, {
+        "metal": "PyTorch sees memory of this engine there",
+        "cuda": "NVIDIA's driver is here",
+        "vulkan": "a GPU of Vulkan's is here, and no CUDA",
+        "cpu": "there is no GPU",
+    }[archs[0]]
+
+
 def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
     """Start the engine for this library. Optional: the first operation does it, or attaches to the one you started.
 
     Args:
-        arch: "auto" takes the first that works of Metal, CUDA, a real Vulkan GPU, CPU; or one of those names.
-            A named arch that is missing is an error, never another arch. "amdgpu" is Quadrants' alone, never taken by
-            "auto", and nobody has run this library on it yet.
+        arch: "auto" takes the first that works of CUDA, a real Vulkan GPU, CPU; on macOS Metal with an engine that
+            shares memory with PyTorch where that is installed, else the CPU; `tikv.info()["arch_why"]` says why. Or
+            "metal", "cuda", "vulkan", "cpu": one that is missing is an error, never another arch. "amdgpu" is
+            Quadrants' alone, never taken by "auto", and nobody has run this library on it yet.
         engine: "taichi", or "quadrants", its fork that is maintained. "auto" takes that of the environment variable
             TIKV_ENGINE, else the one that runs or is imported already, else Taichi where it is installed. A process has
             one engine, from its first operation or `init` on.
@@ -261,7 +286,8 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
         if engine.is_left_behind():
             raise StaleRuntimeError(f"init: {_why_forked()}")
         reasons = []
-        for each in [arch] if arch != "auto" else list(devices.candidate_archs()):
+        archs, why = ([arch], "asked for") if arch != "auto" else _auto()
+        for each in archs:
             try:
                 engine.start(each, options)
             except Exception as error:
@@ -270,6 +296,7 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
             if each in NEVER_RUN:
                 log.warning("nobody has run tikv on %s yet: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
+            _current.why_arch = "; ".join(reasons) or why
             log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current
         raise ArchError(

@@ -44,17 +44,18 @@ _VARIABLES = ("TIKV_", *(f"{engine.alias.upper()}_" for engine in engines.ALL.va
 def info() -> dict[str, Any]:
     """Versions, back end, device, memory and launcher, as a dictionary for JSON. Starts nothing.
 
-    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start;
-    ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says why.
+    The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start, and
+    ``arch_why`` says why; ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says
+    why.
     ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``subgroups`` the same of Vulkan and
     Metal, where attention's first call tries them out.
 
     Examples:
         >>> import tikv
         >>> sorted(tikv.info())[:3]
-        ['arch', 'arch_order', 'debug']
+        ['arch', 'arch_order', 'arch_why']
     """
-    order = list(runtime.candidate_archs())
+    order = runtime.candidate_archs()
     live = runtime.running()
     arch = live.arch if live is not None else order[0]
     engine = runtime.engine_report()
@@ -66,6 +67,7 @@ def info() -> dict[str, Any]:
         "engine": engine["engine"],
         "engine_why": engine["why"],
         "arch": arch,
+        "arch_why": live.why_arch if live is not None else runtime.why_auto(),
         "arch_order": order,
         "started": live is not None,
         "epoch": live.epoch if live is not None else 0,
@@ -158,7 +160,7 @@ def doctor(archs: tuple[str, ...] = runtime.ARCHS) -> list[Check]:
 
 def exit_status(checks: list[Check]) -> int:
     """0 when the back end that "auto" would take passes, and none fails."""
-    default = next(iter(runtime.candidate_archs()))
+    default = runtime.candidate_archs()[0]
     broken = any(c.status == "FAIL" or (c.arch == default and c.status != "PASS") for c in checks)
     return 1 if broken else 0
 
