@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import io
+import json
 import os
 import pathlib
 import re
@@ -125,6 +126,47 @@ def columns(lines: list[str]) -> list[list[str]]:
     return [[line[start:end].strip() for start, end in ends] for line in rows]
 
 
+EXECUTE = """
+import json, sys
+import nbclient, nbformat
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+notebook.cells.insert(0, nbformat.v4.new_code_cell("import tikv\\ntikv.init(arch='cpu')"))
+nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+print(json.dumps([cell.get("outputs", []) for cell in notebook.cells]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs" / "tutorials").glob("*.ipynb")))
+def test_a_notebook_runs_and_shows_what_it_was_saved_with(name, arch):
+    """In a kernel, as a reader runs it: so nothing of the engine may be in what a cell shows."""
+    for needed in ("nbclient", "ipykernel"):
+        pytest.importorskip(needed)
+    path = ROOT / "docs" / "tutorials" / name
+    child = subprocess.run(
+        [sys.executable, "-c", EXECUTE, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert child.returncode == 0, child.stderr
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for cell, outputs in zip([{"id": "tikv.init"}, *cells], json.loads(child.stdout), strict=True):
+        saved = [seen_by_a_reader(output) for output in cell.get("outputs", [])]
+        found = [seen_by_a_reader(output) for output in outputs]
+        assert found == saved, f"{name}, {cell['id']}; jupyter execute --inplace saves it anew"
+
+
+def seen_by_a_reader(output: dict) -> tuple[str, ...]:
+    """A stream's name and text, or a picture with its text; Jupyter keeps a text as a string or a list of lines."""
+    if output["output_type"] == "stream":
+        return output["name"], "".join(output["text"])
+    return tuple("".join(output["data"][kind]) for kind in ("text/plain", "text/html"))
+
+
 def run(*arguments: str) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("COLUMNS", None)  # a table would keep to it
@@ -196,6 +238,8 @@ def test_every_picture_and_page_is_shown():
     assert pictures <= shown
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {name.removeprefix("docs/") for name in PAGES if name != "README.md"}
+    notebooks = (ROOT / "docs").rglob("*.ipynb")  # docs/notebooks.py makes a page of each
+    pages |= {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in notebooks}
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
 
 
