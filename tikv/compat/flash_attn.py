@@ -9,7 +9,10 @@ import numpy as np
 
 from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
 from tikv.errors import DTypeError, ShapeError
-from tikv.ops import attention, paged
+from tikv.ops import paged
+from tikv.ops.attention.contiguous import contiguous_call
+from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.terms import Terms
 
 OPERATION = "flash_attn_with_kvcache"
 
@@ -48,34 +51,27 @@ def flash_attn_with_kvcache(
         cache_leftpad: (B,) int32: where each sequence starts in its row.
         block_table: (B, pages) int32.
         softmax_scale: None for ``1 / sqrt(D)``.
-        causal: aligned to the last key.
-        window_size: (left, right), -1 for unlimited; right 0 is causal.
+        causal: aligned to the last key: query i is the token at ``length - Sq + i``, the new tokens counted, and sees
+            none behind itself. A query that would come before the first token sees nothing.
+        window_size: (left, right) tokens before and behind its own that a query sees, aligned likewise; -1 for
+            unlimited, and right 0 for causal.
         softcap: 0 for none.
         rotary_interleaved: pairs (2i, 2i + 1); False for half-split pairs.
-        alibi_slopes: (Hq,) or (B, Hq) float32: scores get ``-slope * distance``, where q lies; causal, or one query.
+        alibi_slopes: (Hq,) or (B, Hq) float32: scores get ``-slope * distance``, where q lies.
         num_splits: 0 for the library's choice.
         return_softmax_lse: also return the LSE, (B, Hq, Sq), natural logarithm.
 
     Returns:
-        (B, Sq, Hq, D) in q's dtype; with ``return_softmax_lse`` a pair.
+        (B, Sq, Hq, D) in q's dtype; with ``return_softmax_lse`` a pair. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: a right window of more than 0, a window or slopes that are not causal, or left padding with pages
-            or rotation.
+        OptionError: left padding with pages or rotation; a window that is no pair of integers.
         ShapeError, DTypeError, PositionError: as `tikv.write_slots` and `tikv.paged_decode_attention`; lengths, rows,
             pages and padding are checked before the append where they lie on the host.
 
     Exactness: appended bits are kept; attention as `tikv.decode_attention`. Cost: an append, and an attention over
     pages of a whole row each, without a copy of the cache.
     """
-    left, right = window_size
-    if right > 0:
-        refuse_option(OPERATION, window_size=(window_size, "right -1 or 0"))
-    causal = causal or right == 0
-    if left >= 0 and not causal:
-        refuse_option(OPERATION, window_size=(window_size, "causal=True or a right window of 0 with a left one"))
-    if alibi_slopes is not None and not causal and q.shape[1] > 1:
-        refuse_option(OPERATION, alibi_slopes=("given", "causal=True, or one query"))
     if alibi_slopes is not None and str(alibi_slopes.dtype).removeprefix("torch.") != "float32":
         raise DTypeError(f"{OPERATION}: alibi_slopes is {alibi_slopes.dtype}; it is float32.")
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((q.shape[2],), (q.shape[0], q.shape[2])):
@@ -101,25 +97,25 @@ def flash_attn_with_kvcache(
         refuse_option(OPERATION, cache_batch_idx=("given", "None with block_table"))
     given = cache_seqlens, cache_batch_idx, block_table
     before, table = _lengths_and_table(*given, batch, block_size, q)
+    seen = _seen(causal, window_size, q.shape[1], table.shape[1] * block_size, alibi_slopes is not None)
     new = 0 if k is None else k.shape[1]
     if new or cache_leftpad is not None:
         known = before, table
         if not on_host(before) and all(map(on_host, given)):  # as it was before a copy went to q's device
             lens, idx, pages = map(_as_numpy, given)
             known = _lengths_and_table(lens, idx, pages, batch, block_size, np.empty(0))
-        causal_queries = q.shape[1] if causal else 0
         if new:
-            _check_lengths(*known, new, causal_queries, k_cache.shape[0], block_size)
+            _check_lengths(*known, new, k_cache.shape[0], block_size)
         if cache_leftpad is not None and on_host(cache_leftpad) and on_host(known[0]):
             cache_leftpad = np.asarray(cache_leftpad)
-            _check_padding(cache_leftpad, known[0], new, causal_queries)
+            _check_padding(cache_leftpad, known[0], new)
     if rotary_cos is not None:
         if k is None:
             refuse_option(OPERATION, rotary_cos=("given", "k and v with it"))
         _check_rotation(rotary_cos, rotary_sin, table.shape[1] * block_size, q.shape[3])
-        steps = (
-            _arange(q.shape[1], q)[None] if causal or left >= 0 else library.zeros_like(_arange(q.shape[1], q))[None]
-        )
+        steps = _arange(q.shape[1], q)[None]
+        if not causal and tuple(window_size) == (-1, -1):
+            steps = library.zeros_like(steps)
         q = _rotated(q, before[:, None] + steps, rotary_cos, rotary_sin, rotary_interleaved)
         k = _rotated(k, before[:, None] + _arange(new, q)[None], rotary_cos, rotary_sin, rotary_interleaved)
     if k is not None:
@@ -131,18 +127,17 @@ def flash_attn_with_kvcache(
         paged.write_slots(flat_k, flat_v, k_cache, v_cache, slots.reshape(-1))
     options: dict[str, Any] = {
         "scale": softmax_scale,
-        "window": None if left < 0 else left + 1,
         "softcap": softcap or None,
-        "causal": causal or q.shape[1] == 1,  # one query at the end sees all keys either way
         "num_splits": num_splits or None,
-        "return_lse": True,
+        "short": True,
+        **seen,
     }
     heads_first = _swap(q, 1, 2)
     lens = before + new
     if cache_leftpad is None:
-        tables, contexts = _int32(table), _int32(lens)
-        options["alibi_slopes"] = alibi_slopes
-        out, lse = attention.paged_decode_attention(heads_first, k_cache, v_cache, tables, contexts, **options)
+        terms = Terms(alibi_slopes=alibi_slopes)
+        call = paged_call(OPERATION, heads_first, k_cache, v_cache, _int32(table), _int32(lens), terms=terms, **options)
+        out, lse = call.attend(heads_first, return_lse=True)
     else:
         shared = alibi_slopes is None or len(alibi_slopes.shape) == 1
         slopes = [alibi_slopes if shared else alibi_slopes[b] for b in range(batch)]
@@ -167,8 +162,9 @@ def _padded(
     pads, rows, ends = (np.asarray(x.tolist()) for x in (leftpad, table[:, 0], lens))
     for b, (pad, row, end) in enumerate(zip(pads, rows, ends, strict=True)):
         k, v = (_swap(cache[row : row + 1, pad:end], 1, 2) for cache in (k_cache, v_cache))
-        out, lse = attention.decode_attention(
-            q[b : b + 1], k, v, np.array([end - pad], np.int32), alibi_slopes=slopes[b], **options
+        query, length, terms = q[b : b + 1], np.array([end - pad], np.int32), Terms(alibi_slopes=slopes[b])
+        out, lse = contiguous_call(OPERATION, query, k, v, length, terms=terms, **options).attend(
+            query, return_lse=True
         )
         outs.append(out)
         lses.append(lse)
@@ -176,16 +172,30 @@ def _padded(
     return join(outs), join(lses)
 
 
-def _check_lengths(before: Any, table: Any, new: int, causal_queries: int, blocks: int, block_size: int) -> None:
+def _seen(causal: bool, window_size: Any, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
+    """Which keys a query sees, as options of attention.
+
+    Raises:
+        OptionError: a window that is no pair of integers.
+    """
+    if len(window_size) != 2 or not all(isinstance(n, numbers.Integral) for n in window_size):
+        refuse_option(OPERATION, window_size=(window_size, "(left, right), integers, -1 for unlimited"))
+    left, right = (min(int(n), capacity) for n in window_size)
+    if causal or queries == 1:  # nothing lies behind one query at the end
+        right = 0
+    if right < 0 and left < 0 and not slopes:
+        return {"causal": False}
+    newer = right if right >= 0 else capacity
+    return {"causal": True, "newer": newer, "window": None if left < 0 else left + 1 + newer}
+
+
+def _check_lengths(before: Any, table: Any, new: int, blocks: int, block_size: int) -> None:
     """What attention would refuse after the append: lengths, and the pages that they reach."""
     capacity, lens = table.shape[1] * block_size, before + new
     refuse_where(
-        (before < 0) | (lens > capacity) | (lens < causal_queries),
+        (before < 0) | (lens > capacity),
         OPERATION,
-        lambda b: (
-            f"cache_seqlens{[*b]}={int(before[b])} and {new} new tokens: a row has 0..{capacity} slots, and "
-            f"{causal_queries} causal queries are as many of its last tokens."
-        ),
+        lambda b: f"cache_seqlens{[*b]}={int(before[b])} and {new} new tokens: a row has 0..{capacity} slots.",
     )
     starts = _arange(table.shape[1], before)[None] * block_size
     refuse_where(
@@ -198,19 +208,16 @@ def _check_lengths(before: Any, table: Any, new: int, causal_queries: int, block
     )
 
 
-def _check_padding(leftpad: Any, before: Any, new: int, causal_queries: int) -> None:
+def _check_padding(leftpad: Any, before: Any, new: int) -> None:
     """What attention would refuse after the append: padding, and the tokens that it leaves."""
     if leftpad.shape != tuple(before.shape):
         raise ShapeError(f"{OPERATION}: cache_leftpad is {leftpad.shape}; it must be {tuple(before.shape)}.")
     pads = leftpad.astype(np.int64)
     left = np.asarray(before) + new - pads
     refuse_where(
-        (pads < 0) | (left < 0) | ((left < causal_queries) & (left != 0)),
+        (pads < 0) | (left < 0),
         OPERATION,
-        lambda b: (
-            f"cache_leftpad{[*b]}={pads[b]} leaves {left[b]} tokens to {causal_queries} causal queries. Use 0 or more, "
-            f"and leave as many tokens as there are causal queries, or none."
-        ),
+        lambda b: f"cache_leftpad{[*b]}={pads[b]} leaves {left[b]} tokens. Use 0 to {int(before[b]) + new}.",
     )
 
 

@@ -34,7 +34,7 @@ from tikv.kernels.attention.parameters import (
 )
 from tikv.kernels.attention.softmax import exp2, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.terms import make_slope_of, make_start_state
+from tikv.kernels.attention.terms import make_newer, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
 from tikv.kernels.attention.visible import V, make_query_bounds
 from tikv.kernels.lanes import LEAST_ITERATIONS
@@ -305,7 +305,7 @@ def make_softmax(keys, row_loops, rows, uid, c):
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
-    query_bounds, place_of, slope_of = make_query_bounds(c), make_place_of(c), make_slope_of(c)
+    query_bounds, place_of, slope_of, newer = make_query_bounds(c), make_place_of(c), make_slope_of(c), make_newer(c)
     DV = c.width_v
 
     @ti.func
@@ -337,7 +337,7 @@ def make_softmax(keys, row_loops, rows, uid, c):
                 slope = slope_of(task[T.sequence], task[T.head] + h, r, terms) * ti.f32(LOG2E)
                 high = row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap],
                                         memory[M.k_scales], indices, bounds[0], bounds[1], bounds[2], bounds[3],
-                                        slope, uid)  # fmt: skip
+                                        slope, newer(terms), uid)  # fmt: skip
                 if ti.static(c.masked):
                     masked += row_loops.count_masked(work, scores, n, uid)
                 low = work[memory[M.maxima] + z]

@@ -41,6 +41,7 @@ class Choices(NamedTuple):
     table_by_head: bool = False  # a row of the table for each, whose pages hold that head alone
     sink_logits: bool = False  # one more logit a query head, in the denominator only
     alibi: bool = False  # slopes of the distance between key and query
+    two_sided: bool = False  # which counts as much to a newer key as to an older one
     tree: bool = False  # which of the new tokens a query sees stands in an array
 
     @property
@@ -151,6 +152,7 @@ class AttentionTerms(NamedTuple):
     slope_first: int = 0
     tree_first: int = 0
     tree_words: int = 0  # of a new token
+    newer: int = 0  # tokens behind its own that a query sees, by which its last key stands further than itself
 
 
 # The place of each number in its vector: strides[S.k_head], params[P.splits], scalars[X.softcap].

@@ -42,14 +42,33 @@ def make_slope_of(c):
     return slope_of
 
 
-def make_bias(c):
-    """bias(slope, index, high, sinks, last_sink): slope * (key position - query position), by `query_bounds`."""
+def make_newer(c):
+    """newer(terms): tokens behind its own that a query sees, where slopes count them."""
 
     @ti.func
-    def bias(slope, index, high, sinks, last_sink):
+    def newer(terms: ti.template()):
+        found = 0
+        if ti.static(c.two_sided):
+            _sinks, _slopes, _tree, numbers = ti.static(terms)
+            found = numbers[N.newer]
+        return found
+
+    return newer
+
+
+def make_bias(c):
+    """bias(slope, index, high, sinks, last_sink, newer): slope * (key position - query position), by `query_bounds`.
+
+    Two-sided: -slope * the distance, of keys that may be newer than the query.
+    """
+
+    @ti.func
+    def bias(slope, index, high, sinks, last_sink, newer):
         behind = index - high
         if ti.static(c.sinks):
             behind = ti.select(index < sinks, index - last_sink, behind)
+        if ti.static(c.two_sided):
+            behind = -ti.abs(behind + newer)
         return slope * ti.cast(behind, ti.f32)
 
     return bias

@@ -160,8 +160,13 @@ def contiguous_call(
     lse_base2: bool = False,
     terms: Terms = NO_TERMS,
     head_dim_v: int | None = None,
+    newer: int = 0,
+    short: bool = False,
 ) -> AttentionCall:
-    """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
+    """A call of `decode_attention` that is checked, by the name that errors give as the operation.
+
+    `newer` and `short` are those of `AttentionOptions`.
+    """
     live = runtime.current()
     format = None
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
@@ -189,13 +194,13 @@ def contiguous_call(
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     sinks = checks.integer(sinks, "sinks", operation)
-    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, format)
+    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, format, newer, short)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
         cache = _contiguous(arrays, window, ring, sinks, live, operation, format)
         span = None if window is None else window - cache.sinks
-        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass)
+        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass, newer, short)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
     return AttentionCall(plan, arrays, length, (seq_lens, terms))
 

@@ -31,7 +31,7 @@ LEAST_SCRATCH = 1 << 16  # bytes
 def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> Entries:
     """A length and a first position as entries, which fit 32 bits and leave the same tokens in the same slots.
 
-    With them goes how far the queries are ahead of the keys.
+    With them goes how far what the queries see is ahead of the keys.
     """
     if cache.place == "ring" and length >= 2**30:
         enough = cache.sinks + 2 * cache.ring + queries
@@ -111,7 +111,7 @@ class AttentionLaunches(Plan):
 
     def attend(self, arrays: dict[str, ArrayView], length: int, first_valid: int, ahead: int) -> None:
         """Launch over these arrays, all sequences of this length where there is no array of lengths."""
-        entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead)
+        entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead + self.options.newer)
         with self.lock:
             memory = scratch_of(self.live, self.scratch.nbytes)
             if memory is not self.memory:
@@ -145,7 +145,7 @@ class AttentionLaunches(Plan):
         )
         rows = rows_of_task(self.query.queries, choices.group)
         # What attention leaves has the terms.
-        plain = choices._replace(sink_logits=False, alibi=False, tree=False, rows=rows)
+        plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, tree=False, rows=rows)
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -160,7 +160,7 @@ class AttentionLaunches(Plan):
             if tree is not None:
                 found.append(tree_launch(live, arrays, tree))
             terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
-            term_vector = [term_numbers(arrays, tree, self.query.queries)]
+            term_vector = [term_numbers(arrays, tree, self.query.queries)._replace(newer=self.options.newer)]
         factory, own_choices = self._factory(style, bits, choices)
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
@@ -234,6 +234,7 @@ class AttentionLaunches(Plan):
             table_by_head=table_by_head(arrays),
             sink_logits="sink_logits" in arrays,
             alibi="alibi_slopes" in arrays,
+            two_sided="alibi_slopes" in arrays and options.newer > 0,
             tree=bool(tree_of(arrays)),
         )
 
@@ -278,6 +279,7 @@ class AttentionLaunches(Plan):
             sinks=cache.sinks,
             window=MAX_TOKENS if options.span is None else min(options.span, MAX_TOKENS),
             ring=cache.ring,
+            ahead=options.newer,
             blocks=cache.blocks,
             lse_first=_first(lse),
             out_lse_first=_first(lse),

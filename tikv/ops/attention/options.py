@@ -49,6 +49,8 @@ class AttentionOptions(NamedTuple):
     splits: int | None
     base2: bool
     mass: bool = False
+    newer: int = 0  # tokens behind its own that a causal query sees; its span counts them too
+    short: bool = False  # lengths may be shorter than the queries, of which the first then see nothing
 
 
 class QueryShape(NamedTuple):

@@ -121,10 +121,13 @@ def paged_call(
     terms: Terms = NO_TERMS,
     head_dim_v: int | None = None,
     format: GroupFormat | None = None,
+    newer: int = 0,
+    short: bool = False,
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
 
-    `format` is of pools of groups of codes, whose numbers are the scales.
+    `format` is of pools of groups of codes, whose numbers are the scales; `newer` and `short` are those of
+    `AttentionOptions`.
     """
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
@@ -150,13 +153,13 @@ def paged_call(
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
-    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, format)
+    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, format, newer, short)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
         cache = _pages(arrays, layout, live, operation, format)
         span = window_or_none(window, operation)
-        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2)
+        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, newer=newer, short=short)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
     return AttentionCall(plan, arrays, length, (block_tables, context_lens, terms))
 

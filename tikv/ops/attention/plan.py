@@ -178,7 +178,7 @@ class AttentionPlan(Plan):
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
         cache, operation = self.cache, self.operation
-        needed = max(0, self.query.queries - ahead) if self.options.causal else 0
+        needed = max(0, self.query.queries - ahead) if self.options.causal and not self.options.short else 0
         limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
         if "lens" not in arrays:
             check_length(length, needed, limit, cache, "the length", operation)
@@ -219,7 +219,8 @@ class AttentionPlan(Plan):
         oldest = self._first_valid(numbers.get("first_valid", 0), 2**31 - 1)
         on_host = "lens" not in found or oldest > 0
         choice = (*self._shares(self._lengths(found, length)), on_host)
-        return choice, length_entries(self.cache, self.query.queries, length, oldest) if on_host else NO_ENTRIES
+        newer = self.options.newer
+        return choice, length_entries(self.cache, self.query.queries, length, oldest, newer) if on_host else NO_ENTRIES
 
     def _torch_serves(self, arrays: dict[str, ArrayView], return_lse: bool, impl: str) -> bool:
         """Whether torch's own attention is to be used; with impl="torch" it must be."""

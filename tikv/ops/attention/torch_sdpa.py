@@ -29,6 +29,8 @@ def why_not_torch(
         return f"torch has no view of memory on {live.arch}"
     if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
+    if options.newer or options.short:
+        return "queries see newer tokens, or come before the first"
     if lens_by_head(arrays):
         return "KV heads have lengths of their own"
     if given := [name for name in NAMES if name in arrays]:
