@@ -151,6 +151,94 @@ def test_flashinfer_refuses_tokens_without_a_page(arch, rng, batch, position, pa
     oracle.assert_same_bits(cache, before)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"sinks": True, "window": 3},
+        {"queries": 3, "causal": True, "layout": "HND", "softcap": 2.0},
+        {"queries": 3, "mask": "bool"},
+        {"queries": 3, "mask": "packed", "sinks": True},
+        {"queries": 3, "window": 2},
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_flashinfer_batch_decode(arch, rng, case):
+    size, heads, group, width, pages = 4, 2, 2, 32, 9
+    queries, window, layout = case.get("queries", 1), case.get("window", -1), case.get("layout", "NHD")
+    lens = np.array([9, 3, 8] if "mask" in case else [9, 0, 2])
+    counts = -(-lens // size)
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indices = rng.permutation(pages)[: indptr[-1]]
+    last = np.where(counts > 0, (lens - 1) % size + 1, 0)
+    pools = [rng.standard_normal((pages, size, heads, width)).astype(np.float32) for _ in "kv"]
+    given = [oracle.place(np.ascontiguousarray(a.swapaxes(1, 2) if layout == "HND" else a), arch) for a in pools]
+    shape = (3, heads * group, width) if queries == 1 else (3, queries, heads * group, width)
+    q, sinks = rng.standard_normal(shape).astype(np.float32), rng.standard_normal(4).astype(np.float32)
+    options = {"kv_layout": layout, "window_left": window, "logits_soft_cap": case.get("softcap"), "return_lse": True}
+    options["causal"] = case.get("causal", False)
+    seen = []
+    for n in lens:
+        own, key = np.arange(n - queries, n)[:, None], np.arange(n)
+        sees = (key <= own) | (not case.get("causal"))
+        if "mask" in case:
+            sees = (key < n - queries) | (rng.random((queries, n)) < 0.5) | (key == own)
+        seen.append(sees & ((key >= own - window) | (window < 0)))
+    if case.get("mask") == "bool":
+        options["custom_mask"] = oracle.place(np.concatenate([a.ravel() for a in seen]), arch)
+    elif case.get("mask") == "packed":
+        packed = [np.packbits(a, bitorder="little") for a in seen]
+        options["packed_custom_mask"] = oracle.place(np.concatenate(packed), arch)
+    if case.get("sinks"):
+        options["sinks"] = oracle.place(sinks, arch)
+    out, lse = flashinfer.batch_decode_with_paged_kv_cache(
+        oracle.place(q, arch), tuple(given), *(oracle.place(a, arch) for a in (indptr, indices, last)), **options
+    )
+    out, lse = oracle.to_numpy(out).reshape(3, queries, 4, width), oracle.to_numpy(lse).reshape(3, queries, 4)
+    for b, n in enumerate(lens):
+        own = indices[indptr[b] : indptr[b + 1]]
+        k, v = (a[own].reshape(-1, heads, width)[:n] for a in pools)
+        for h in range(heads * group):
+            q_h = q.reshape(3, queries, 4, width)[b, :, h]
+            head = (q_h, k[:, h // group], v[:, h // group], width**-0.5, seen[b], case.get("softcap", 0.0))
+            want, want_lse = softmax_attention(*head)
+            if case.get("sinks"):
+                with_sink = np.logaddexp(want_lse, sinks[h])
+                want, want_lse = want * np.exp(want_lse - with_sink)[:, None], with_sink
+            np.testing.assert_allclose(out[b, :, h], want, rtol=0, atol=2e-6)
+            np.testing.assert_allclose(lse[b, :, h], want_lse / np.log(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("change", "error", "why"),
+    [
+        ({"kv_layout": "XYZ"}, tikv.OptionError, "kv_layout='XYZ'"),
+        ({"paged_kv_indptr": np.array([0, 1])}, tikv.ShapeError, "paged_kv_indptr has 2 entries"),
+        ({"paged_kv_indptr": np.array([0, 1, 5])}, tikv.PositionError, r"paged_kv_indptr is \[0, 1, 5\]"),
+        ({"paged_kv_last_page_len": np.array([3, 5])}, tikv.PositionError, r"paged_kv_last_page_len\[1\]=5"),
+        ({"custom_mask": np.ones(19, bool)}, tikv.ShapeError, r"custom_mask is \(19,\)"),
+        ({"custom_mask": np.arange(20) != 10}, tikv.OptionError, "custom_mask='1 hidden tokens before the 2 new"),
+        ({"custom_mask": np.ones(20, bool), "window_left": 3}, tikv.OptionError, "window_left=3"),
+        ({"custom_mask": 1, "packed_custom_mask": 1}, tikv.OptionError, "packed_custom_mask"),
+        (
+            {"paged_kv_last_page_len": np.array([1, 3]), "custom_mask": np.ones(16, bool)},
+            tikv.PositionError,
+            "has 1 to",
+        ),
+    ],
+)
+def test_flashinfer_batch_decode_refuses(arch, change, error, why):
+    given = {
+        "q": np.ones((2, 2, 2, 8), np.float32),
+        "paged_kv_cache": tuple(np.ones((3, 4, 1, 8), np.float32) for _ in "kv"),
+        "paged_kv_indptr": np.array([0, 1, 3]),
+        "paged_kv_indices": np.array([2, 0, 1]),
+        "paged_kv_last_page_len": np.array([3, 3]),
+    }
+    with pytest.raises(error, match=why):
+        flashinfer.batch_decode_with_paged_kv_cache(**given | change)
+
+
 def test_flashinfer_merge_state(arch, rng):
     q, k, v = rng.standard_normal((1, 16)), rng.standard_normal((20, 16)), rng.standard_normal((20, 16))
     everything = np.ones((1, 20), bool)

@@ -12,7 +12,7 @@ from tikv import runtime
 from tikv.arrays import view
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.deal import deal
-from tikv.ops.page_slots import page_slots
+from tikv.ops.write_pages import write_pages
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32, F16, I8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
@@ -79,7 +79,9 @@ def stores(values):
 def scattered(values):
     k, v = (values((3, 2, 8), F16) for _ in "kv")
     tokens = [np.array(a, np.int32) for a in ([0, 1, -1], [2, 0, 0], [3, 1, 0], [0, 2, 3])]
-    yield "page_slots", [page_slots("page_slots", *tokens, 2)]
+    pools = [values((4, 2, 2, 8), F16) for _ in "kv"]
+    write_pages("write_pages", k, v, *pools, *tokens, "NHD")
+    yield "write_pages", pools
     slots = np.array([0, 5, -1], np.int32)
     for layout, shape in (("NHD", (4, 2, 2, 8)), ("HND", (4, 2, 2, 8))):
         pools = [values(shape, F16) for _ in "kv"]

@@ -50,12 +50,29 @@ class CopyParams(NamedTuple):
     v_scale: int = 0
 
 
+class PageNumbers(NamedTuple):
+    """First entries and strides of the index arrays of placement "pages", and how many requests and pages there are."""
+
+    request_first: int = 0
+    request_step: int = 1
+    position_first: int = 0
+    position_step: int = 1
+    page_first: int = 0
+    page_step: int = 1
+    start_first: int = 0
+    start_step: int = 1
+    requests: int = 0
+    pages: int = 0  # of all requests
+
+
 # The place of each number in its vector: strides[K_DST + S.head], params[P.ring].
 S = RowStrides(*range(len(RowStrides._fields)))
 P = CopyParams(*range(len(CopyParams._fields)))
 K_SRC, K_DST, V_SRC, V_DST = (len(S) * i for i in range(4))
+N = PageNumbers(*range(len(PageNumbers._fields)))
 STRIDES = ti.types.vector(4 * len(S), ti.i32)
 PARAMS = ti.types.vector(len(P), ti.i32)
+NUMBERS = ti.types.vector(len(N), ti.i32)
 INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}  # by its bits; 0 where there is none
 PARAMS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `params`, and `strides` behind them
 
@@ -91,7 +108,10 @@ def make_slot_of(placement, page, position, limit, first):
     ragged: index[b] + t if inside [0, limit), or in the ring when there is one. slots: index[t] if inside [0, limit).
     table: page index[(position + t) // page] if inside [0, limit). group: as linear, in sequence index[b].
     layers: as ring or linear, by the sinks and ring of sequence b in index[4b + 2] and index[4b + 3].
+    pages: as `make_slot_of_request`, of (requests, positions, pages, starts, numbers) in place of one index.
     """
+    if placement == "pages":
+        return make_slot_of_request(page, limit)
 
     @ti.func
     def slot_of(b, t, index: ti.template(), params):
@@ -130,6 +150,33 @@ def make_slot_of(placement, page, position, limit, first):
             # Without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
             if ti.cast(block, ti.u64) < ti.cast(params[limit], ti.u64):
                 slot = ti.cast(block, ti.i32) * page + p % page
+        return slot
+
+    return slot_of
+
+
+def make_slot_of_request(page, limit):
+    """slot_of(b, t, index, params): by token t's request and position, in the pages of all requests, one after another.
+
+    A token without a request, a position or a page of its request inside [0, limit) gets -1.
+    """
+
+    @ti.func
+    def slot_of(b, t, index: ti.template(), params):
+        requests, positions, pages, starts, numbers = ti.static(index)
+        # All comparisons are without signs: Vulkan takes a negative number, widened to 64 bits, for one above 0.
+        slot = -1
+        r = ti.cast(requests[numbers[N.request_first] + t * numbers[N.request_step]], ti.u64)
+        position = ti.cast(positions[numbers[N.position_first] + t * numbers[N.position_step]], ti.u64)
+        ahead = position // ti.u64(page)
+        if r < ti.cast(numbers[N.requests], ti.u64) and ahead < ti.cast(numbers[N.pages], ti.u64):
+            at = numbers[N.start_first] + ti.cast(r, ti.i32) * numbers[N.start_step]
+            entry = ti.cast(starts[at], ti.i32) + ti.cast(ahead, ti.i32)
+            end = ti.min(ti.cast(starts[at + numbers[N.start_step]], ti.i32), numbers[N.pages])
+            if entry >= 0 and entry < end:
+                block = ti.cast(pages[numbers[N.page_first] + entry * numbers[N.page_step]], ti.u64)
+                if block < ti.cast(params[limit] // page, ti.u64):
+                    slot = ti.cast(block, ti.i32) * page + ti.cast(position, ti.i32) % page
         return slot
 
     return slot_of

@@ -14,6 +14,7 @@ from tikv.formats import FORMATS
 from tikv.kernels.address import (
     K_DST,
     K_SRC,
+    NUMBERS,
     PARAMS,
     PARAMS_ARRAY,
     STRIDES,
@@ -77,14 +78,15 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         streams: one `Stream` (K) or two (K and V).
         src, dst: the `EndLayout` of each end.
         lanes: threads that share a row; 1 on CPU.
-        index_bits: 0 without an index array, else 32 or 64.
+        index_bits: 0 without an index array, else 32 or 64; of placement "pages" those of each of its four.
         scale: dtype code of the scales, or "" without: those of int8 rows are found and written, those of floats of 8
             bits are read.
         joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
     """
     k, v = streams[0], streams[-1]
     KS, KD, VS, VD = (word_array(bits) for s in (k, v) for bits in (s.codec.src_bits, s.codec.dst_bits))
-    IX, SC = index_array(index_bits), scale_array(scale)
+    by_pages = dst.placement == "pages"
+    IX, SC = index_array(0 if by_pages else index_bits), scale_array(scale)
     plain = index_bits == 0 and scale == ""
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
     find_rows = make_find_rows(src, dst, k.codec.src in SCALED)
@@ -130,6 +132,8 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
             """As `copy_full`."""
             loop_cpu(ks, numbers, ((ks, kd, vs, vd, index, k_scale, v_scale), numbers))
 
+        if by_pages:
+            return make_copy_by_pages_cpu((KS, KD, VS, VD), index_bits, loop_cpu)
         return copy_joint if joint else copy_cpu if plain else copy_full_cpu
 
     loop = make_loop(style, serial, copy_item, P.iterations)
@@ -145,7 +149,37 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         """The same with an index array and scales; those a placement or codec does not use repeat another array."""
         loop(ks, params, ((ks, kd, vs, vd, index, k_scale, v_scale), strides, params))
 
+    if by_pages:
+        return make_copy_by_pages((KS, KD, VS, VD), index_bits, loop)
     return copy_plain if plain else copy_full
+
+
+def make_copy_by_pages_cpu(types, index_bits, loop):
+    """`copy_cpu` of `make_copy` with the index arrays of placement "pages"."""
+    KS, KD, VS, VD = types
+    REQUESTS, POSITIONS, PAGES, STARTS = (index_array(bits) for bits in index_bits)
+
+    @ti.kernel
+    def copy_by_pages(ks: KS, kd: KD, vs: VS, vd: VD, requests: REQUESTS, positions: POSITIONS, pages: PAGES,
+                      starts: STARTS, numbers: PARAMS_ARRAY, page_numbers: NUMBERS):  # fmt: skip
+        index = ti.static((requests, positions, pages, starts, page_numbers))
+        loop(ks, numbers, ((ks, kd, vs, vd, index, ks, ks), numbers))
+
+    return copy_by_pages
+
+
+def make_copy_by_pages(types, index_bits, loop):
+    """`copy_plain` of `make_copy` with the index arrays of placement "pages"."""
+    KS, KD, VS, VD = types
+    REQUESTS, POSITIONS, PAGES, STARTS = (index_array(bits) for bits in index_bits)
+
+    @ti.kernel
+    def copy_by_pages(ks: KS, kd: KD, vs: VS, vd: VD, requests: REQUESTS, positions: POSITIONS, pages: PAGES,
+                      starts: STARTS, strides: STRIDES, params: PARAMS, page_numbers: NUMBERS):  # fmt: skip
+        index = ti.static((requests, positions, pages, starts, page_numbers))
+        loop(ks, params, ((ks, kd, vs, vd, index, ks, ks), strides, params))
+
+    return copy_by_pages
 
 
 def make_decode_item(style, heads, grouped, lanes, two):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
@@ -120,10 +120,111 @@ def check_write_slots(
     format: GroupFormat | None = None,
 ) -> WriteSlotsPlan:
     """Check everything but the slots, which may change from call to call; `format` is of pools of groups of codes."""
-    checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     names, written = _SLOT_NAMES[: len(arrays)], _SLOT_WRITTEN[: len(arrays)]
+    write = check_pool_write(live, operation, names, arrays, layout, format)
+    k, k_pool, _, _, index = arrays[:5]
+    shape, scales = write.shapes[0], arrays[5:]
+    if k_pool.dtype is dtypes.int8 or format is not None:
+        if k.dtype not in dtypes.QUANTIZABLE:
+            raise DTypeError(f"{operation}: cannot quantise k: {describe(k)}. Pass float32, float16 or bfloat16 rows.")
+        if not scales:
+            _both_scales(None, None, operation)
+        for name, scale, of in zip(("k_scale", "v_scale"), scales, write.shapes, strict=True):
+            checks.writable(scale, name, operation)
+            pool_scale(scale, of, name, operation, format)
+        checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
+        if scale_step(scales[0]) != scale_step(scales[1]):
+            raise ShapeError(
+                f"{operation}: k_scale and v_scale have different strides ({scales[0].strides} and {scales[1].strides} "
+                f"elements). Pass two contiguous arrays."
+            )
+    elif scales and k_pool.dtype in dtypes.FLOATS8:
+        written = (*written[:5], False, False)
+        if k.dtype not in dtypes.QUANTIZABLE:
+            raise DTypeError(f"{operation}: k is {describe(k)}; a scale divides float32, float16 and bfloat16 rows.")
+        check_fixed_scales(scales, write.heads, operation)
+    elif scales:
+        raise DTypeError(
+            f"{operation}: k_pool is {describe(k_pool)}; only pools of int8 and of 8-bit floats have scales. Leave "
+            f"them out."
+        )
+    else:
+        checks.convertible(k, k_pool, "k", "k_pool", operation)
+    checks.indices(index, "slot_mapping", operation)
+    checks.rank(index, (1,), "slot_mapping", "(T,)", operation)
+    checks.extent(
+        index.shape[0],
+        write.tokens,
+        "the length of slot_mapping",
+        operation,
+        f"k: {describe(k)}, slot_mapping: {describe(index)}",
+    )
+    of_scales = fixed_scale_arguments if k_pool.dtype in dtypes.FLOATS8 else scale_arguments
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        index, scales = arrays[4], arrays[5:]
+        given = of_scales([scales[i] for i in write.streams] if scales else [])
+        return [write.bind(live, operation, arrays, "slots", index=index, index_step=index.strides[0], **given)]
+
+    plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
+    plan.pool = shape
+    return plan
+
+
+class PoolWrite(NamedTuple):
+    """A write of new rows into pools whose shapes agree."""
+
+    layout: str
+    tokens: int
+    heads: int
+    shapes: tuple[PoolShape, PoolShape]
+    format: GroupFormat | None = None  # of pools of groups of codes
+
+    @property
+    def streams(self) -> list[int]:
+        """Which of K and V have anything to write."""
+        return [i for i in (0, 1) if self.shapes[i].width]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there is nothing to write."""
+        return self.tokens == 0 or self.heads == 0 or self.shapes[0].slots == 0 or not self.streams
+
+    def bind(
+        self, live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], place: str, **options: Any
+    ) -> Launch:
+        """The launch over (k, k_pool, v, v_pool, ...), each token placed so; options as in `bind_copy`."""
+        rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
+        return bind_copy(
+            live,
+            operation,
+            src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in self.streams],
+            dst=[pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.format) for i in self.streams],
+            widths=[self.shapes[i].width for i in self.streams],
+            heads=self.heads,
+            tokens=self.tokens,
+            dst_place=Placement(place, shape.page),
+            dst_limit=shape.slots,
+            **options,
+        )
+
+
+def check_pool_write(
+    live: runtime.Runtime,
+    operation: str,
+    names: Sequence[str],
+    arrays: Sequence[ArrayView],
+    layout: str,
+    format: GroupFormat | None = None,
+) -> PoolWrite:
+    """Rows and pools, of which (k, k_pool, v, v_pool) are the first arrays, agree in shape.
+
+    Raises:
+        ShapeError, DTypeError, OptionError, ArchError: they do not, or an array lies elsewhere.
+    """
+    checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     checks.on_device(list(zip(names, arrays, strict=True)), live, operation)
-    k, k_pool, v, v_pool, index = arrays[:5]
+    k, k_pool, v, v_pool = arrays[:4]
     tokens, heads = rows_shape(k, v, operation)
     shapes = []
     for stream, (rows, pool, name) in enumerate(((k, k_pool, "k"), (v, v_pool, "v"))):
@@ -138,67 +239,7 @@ def check_write_slots(
     detail = f"k_pool: {describe(k_pool)}, v_pool: {describe(v_pool)}"
     checks.extent(shapes[1].blocks, shapes[0].blocks, "the number of blocks of v_pool", operation, detail)
     checks.extent(shapes[1].page, shapes[0].page, "the block size of v_pool", operation, detail)
-    shape, scales = shapes[0], arrays[5:]
-    if k_pool.dtype is dtypes.int8 or format is not None:
-        if k.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: cannot quantise k: {describe(k)}. Pass float32, float16 or bfloat16 rows.")
-        if not scales:
-            _both_scales(None, None, operation)
-        for name, scale, of in zip(("k_scale", "v_scale"), scales, shapes, strict=True):
-            checks.writable(scale, name, operation)
-            pool_scale(scale, of, name, operation, format)
-        checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
-        if scale_step(scales[0]) != scale_step(scales[1]):
-            raise ShapeError(
-                f"{operation}: k_scale and v_scale have different strides ({scales[0].strides} and {scales[1].strides} "
-                f"elements). Pass two contiguous arrays."
-            )
-    elif scales and k_pool.dtype in dtypes.FLOATS8:
-        written = (*written[:5], False, False)
-        if k.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: k is {describe(k)}; a scale divides float32, float16 and bfloat16 rows.")
-        check_fixed_scales(scales, heads, operation)
-    elif scales:
-        raise DTypeError(
-            f"{operation}: k_pool is {describe(k_pool)}; only pools of int8 and of 8-bit floats have scales. Leave "
-            f"them out."
-        )
-    else:
-        checks.convertible(k, k_pool, "k", "k_pool", operation)
-    checks.indices(index, "slot_mapping", operation)
-    checks.rank(index, (1,), "slot_mapping", "(T,)", operation)
-    checks.extent(
-        index.shape[0],
-        tokens,
-        "the length of slot_mapping",
-        operation,
-        f"k: {describe(k)}, slot_mapping: {describe(index)}",
-    )
-    streams = [i for i in (0, 1) if shapes[i].width]
-    of_scales = fixed_scale_arguments if k_pool.dtype in dtypes.FLOATS8 else scale_arguments
-
-    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        rows, pools, scales = arrays[0:4:2], arrays[1:4:2], arrays[5:]
-        bound = bind_copy(
-            live,
-            operation,
-            src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in streams],
-            dst=[pool_rows(pools[i], POOL_LAYOUTS[layout][i], format) for i in streams],
-            widths=[shapes[i].width for i in streams],
-            heads=heads,
-            tokens=tokens,
-            dst_place=Placement("slots", shape.page),
-            index=arrays[4],
-            index_step=arrays[4].strides[0],
-            dst_limit=shape.slots,
-            **of_scales([scales[i] for i in streams] if scales else []),
-        )
-        return [bound]
-
-    nothing = tokens == 0 or heads == 0 or shape.slots == 0 or not streams
-    plan = WriteSlotsPlan(live, operation, names, written, None if nothing else bind)
-    plan.pool = shape
-    return plan
+    return PoolWrite(layout, tokens, heads, (shapes[0], shapes[1]), format)
 
 
 def rows_shape(k: ArrayView, v: ArrayView, operation: str) -> tuple[int, int]:

@@ -95,6 +95,7 @@ def bind_copy(
     src_place: Placement = LINEAR,
     dst_place: Placement = LINEAR,
     index: ArrayView | None = None,
+    pages: Sequence[ArrayView] = (),
     scales: Sequence[ArrayView] = (),
     scale: DType | None = None,
     **params: Any,
@@ -109,6 +110,7 @@ def bind_copy(
         heads, tokens, groups: extents; none is zero. A group is a sequence, or one of a layer.
         src_place, dst_place: placements of the two ends.
         index: the index array of a placement that has one.
+        pages: of placement "pages" its four: requests, positions, pages and where each request's pages start.
         scales: the scale array of each stream of an int8 copy that (de)quantises, with `scale` its dtype.
         **params: entries of `kernels.address.CopyParams` by name.
 
@@ -129,7 +131,7 @@ def bind_copy(
         iterations = -(-iterations // lanes.BLOCK) * lanes.BLOCK
     checks.countable(iterations, operation)
     moved = groups * tokens * heads * sum(w * a.array.dtype.itemsize for a, w in zip(src, widths, strict=True))
-    plain = index is None and not scale_code
+    plain = index is None and not pages and not scale_code
     joint = cpu and plain and len(dst) == 2 and dst[0].array is dst[1].array
     joint = joint and codecs[0].dst_bits == codecs[1].dst_bits
     kernel = launch.kernel(
@@ -143,12 +145,13 @@ def bind_copy(
         _side(src_place, src, [codec.src_bits for codec in codecs]),
         _side(dst_place, dst, [codec.dst_bits for codec in codecs]),
         shared_by,
-        0 if index is None else index.dtype.itemsize * 8,
+        tuple(a.dtype.itemsize * 8 for a in pages) if pages else 0 if index is None else index.dtype.itemsize * 8,
         scale_code,
         joint,
     )
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
-    if not plain:
+    arrays += pages
+    if not plain and not pages:
         unused = index if index is not None else scales[0]
         arrays += [unused, scales[0] if scales else unused, scales[-1] if scales else unused]
         for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
@@ -158,7 +161,10 @@ def bind_copy(
             params[entry] = params.get(entry, 0) + array.offset // array.dtype.itemsize
     params.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
-    vectors = [launch.joined(numbers, strides)] if cpu else [strides, numbers]
+    vectors: list[Any] = [launch.joined(numbers, strides)] if cpu else [strides, numbers]
+    if pages:
+        places = [n for a in pages for n in (a.offset // a.dtype.itemsize, a.strides[0])]
+        vectors.append(address.PageNumbers(*places, requests=pages[3].shape[0] - 1, pages=pages[2].shape[0]))
     return Launch(kernel.bind(iterations, *arrays, *vectors), arrays)
 
 
