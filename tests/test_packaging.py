@@ -111,6 +111,17 @@ def test_the_wheel_holds_the_licence_and_the_command(wheel):
     assert "tikv = tikv.__main__:main" in wheel.read(names["entry_points.txt"]).decode()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="releases are made where bash is")
+def test_a_release_is_refused_where_the_tag_names_another_version():
+    import tikv
+
+    child = subprocess.run(["bash", ROOT / ".ci" / "release", "v9.9"], capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    assert f"The tag is v9.9, and tikv.__version__ is {tikv.__version__}." in child.stderr
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert '.ci/release "$GITHUB_REF_NAME"' in workflow
+
+
 def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):
     pytest.importorskip("mypy", reason="mypy checks the types; pip install mypy")
     import tikv
