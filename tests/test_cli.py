@@ -1,6 +1,7 @@
 """The command line: what it prints, its JSON, its exit statuses, and what is left of an interrupted run."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -304,6 +305,14 @@ def test_the_comparison_sees_one_bit_and_one_tolerance():
     assert "more than 0.1" in support.differs(np.float32([1.2]), np.float64([1.0]), 0.1)
 
 
+def can_be_imported(module):
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
 @pytest.mark.full
 def test_bench_times_every_case_and_draws_it(tmp_path):
     child = run("bench", "--arch", "cpu", "--seconds", "1", "--json", "--plot", str(tmp_path / "out.svg"))
@@ -316,6 +325,9 @@ def test_bench_times_every_case_and_draws_it(tmp_path):
         assert row["arch"] == "cpu"
         assert row["gb_per_s"] == pytest.approx(row["bytes_moved"] / row["us"] / 1e3, rel=1e-2, abs=1e-3)
         assert ("numpy" in row["peers_us"]) == (not row["case"].startswith("attention"))
+        for module, peer in (("torch", "torch"), ("mlx.core", "mlx")):
+            assert (peer in row["peers_us"]) == can_be_imported(module)
+        assert row["left_out"] == {}
     assert "taichi 1.7" in found["machine"]
     texts = [node.text for node in ElementTree.parse(tmp_path / "out.svg").iter() if node.text]
     assert set(bench.CASES) <= set(texts)
@@ -335,6 +347,27 @@ def test_an_interrupted_bench_prints_what_is_done(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert [line.split() for line in out.splitlines()][3] == ["a", "case", "100.0", "400.0", "50.0", "20.0", "50", "%"]
     assert "stopped" in err
+
+
+def test_a_peer_that_fails_or_is_wrong_is_left_out_and_named(arch, monkeypatch, capsys):
+    right, wrong = (lambda: [(np.ones(2), np.ones(2))]), (lambda: [(np.zeros(2), np.ones(2))])
+
+    def case(machine):
+        return 8, {
+            "tikv": bench.Contender(lambda: None, right),
+            "numpy": bench.Contender(lambda: None, wrong),
+            "torch": bench.Contender(lambda: {}["no kernel for this"], right),
+            "mlx": bench.Contender(lambda: None, right, wait=lambda: None),
+        }
+
+    monkeypatch.setattr(bench, "CASES", {"a case": case})
+    row = bench.time_case(bench.Machine(runtime.current()), "a case", 0.01)
+    assert list(row.peers_us) == ["mlx"]
+    assert list(row.as_dict()["left_out"]) == ["numpy", "torch"]
+    cli.show_bench("a machine", [row])
+    told = capsys.readouterr().out
+    assert "left out: numpy in a case: TikvError: bench: a case: the result of numpy is wrong" in told
+    assert "left out: torch in a case: KeyError: 'no kernel for this'" in told
 
 
 def test_a_wrong_result_is_not_timed(arch, monkeypatch, capsys):

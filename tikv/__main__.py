@@ -253,6 +253,9 @@ def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
     ]
     table.show("tikv bench (each result checked; memcpy moves the same bytes)", header, cells, {"noisy": "yellow"})
     print(machine)
+    for row in rows:
+        for peer, why in row.left_out.items():
+            print(f"left out: {peer} in {row.case}: {why}")
     if any(row.noisy for row in rows):
         print("noisy: rounds of the same call differed by a third and more, as when other programs run; try again")
 

@@ -1,4 +1,4 @@
-"""`tikv bench`: seconds of timings beside NumPy, torch and a plain copy of the same bytes, each result checked first.
+"""`tikv bench`: seconds of timings beside NumPy, torch, mlx and a plain copy of the same bytes, each checked first.
 
 The clock goes round: tikv, the plain copy, the peers, again and again until a case's time is over, so that whatever
 else the machine does falls on all of them. A time is the best of the rounds.
@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,24 +29,30 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Call: TypeAlias = Callable[[], Any]
 HEADS, WIDTH, LAYERS, BLOCK = 8, 128, 32, 16  # of Llama 3 8B, Qwen3 8B and most of their size
 TORCH_DEVICES = {"cpu": "cpu", "cuda": "cuda", "metal": "mps"}  # of the back ends that torch knows too
+MLX_DEVICES = {"cpu": "cpu", "metal": "gpu"}
 SHORTEST = 2e-3  # seconds of one round; a faster call is repeated within it
 ROUNDS = 3  # at least
 NOISE = 1.3  # a median of the rounds beyond this times the fastest says that something else used the machine
 
 
 class Contender(NamedTuple):
-    """A call of one library, and its results and what they must be; the tolerance is None for the same bits."""
+    """A call of one library, and its results and what they must be; the tolerance is None for the same bits.
+
+    `wait` is until all of its calls are done, where that is not the machine's.
+    """
 
     call: Call
     results: Callable[[], list[tuple[Any, Array]]]
     tolerance: float | None = None
+    wait: Call | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One case: microseconds of tikv, of each peer and of a plain copy of the same bytes, each of its fastest round.
 
-    `spread` is the largest median of the rounds of one of them, as a multiple of its fastest round.
+    `spread` is the largest median of the rounds of one of them, as a multiple of its fastest round. `left_out` has the
+    peers that could not be timed, and why.
     """
 
     case: str
@@ -56,6 +62,7 @@ class Row:
     memcpy_us: float
     peers_us: dict[str, float]
     spread: float = 1.0
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def noisy(self) -> bool:
@@ -109,6 +116,7 @@ class Machine:
     def __init__(self, live: runtime.Runtime) -> None:
         self.live = live
         self.torch = self._torch()
+        self.mlx = self._mlx()
         self.rng = np.random.default_rng(0)
 
     def _torch(self) -> Any:
@@ -121,6 +129,19 @@ class Machine:
             return None
         there = {"cpu": lambda: True, "cuda": torch.cuda.is_available, "metal": torch.backends.mps.is_available}
         return torch if there[self.live.arch]() else None
+
+    def _mlx(self) -> Any:
+        """The module mlx.core, where it works on this back end's device."""
+        if self.live.arch not in MLX_DEVICES:
+            return None
+        try:
+            mlx = importlib.import_module("mlx.core")
+        except ImportError:
+            return None
+        if self.live.arch == "metal" and not mlx.metal.is_available():
+            return None
+        mlx.set_default_device(getattr(mlx, MLX_DEVICES[self.live.arch]))
+        return mlx
 
     def numbers(self, dtype: str, *shape: int) -> Array:
         """Ordinary values: subnormals and NaN would slow some conversions down."""
@@ -156,13 +177,14 @@ class Machine:
             return lambda: getattr(b.block, method)(a.block)
         return memcpy_on_host(half)
 
-    def seconds(self, call: Call, calls: int) -> float:
+    def seconds(self, call: Call, calls: int, wait: Call | None = None) -> float:
         """Of one call, out of so many with one wait at the end."""
-        self.wait()
+        wait = wait or self.wait
+        wait()
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        self.wait()
+        wait()
         return (time.perf_counter() - start) / calls
 
 
@@ -198,6 +220,15 @@ def _prefill(machine: Machine, src: str, stored: str) -> tuple[int, Contenders]:
                 cache[:, places].copy_(row.transpose(0, 1))
 
         found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+    if machine.mlx is not None:
+        given, filled = ([machine.mlx.array(a) for a in arrays] for arrays in (rows, before))
+
+        def by_mlx() -> None:
+            for cache, row in zip(filled, given, strict=True):
+                cache[:, places] = machine.mlx.swapaxes(row, 0, 1)
+            machine.mlx.async_eval(filled)
+
+        found["mlx"] = Contender(by_mlx, lambda: _zip(filled, wanted), wait=machine.mlx.synchronize)
     return _moved(tokens, src, stored), found
 
 
@@ -235,6 +266,18 @@ def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
                 to.index_copy_(1, index, row)
 
         found["torch"] = Contender(by_torch, lambda: _zip([to[:, 5:6] for to in theirs], flat))
+    if machine.mlx is not None:
+        given = [machine.mlx.array(np.ascontiguousarray(row)) for row in flat]
+        filled = [machine.mlx.zeros((HEADS, slots, WIDTH), machine.mlx.float16) for _ in flat]
+
+        def by_mlx() -> None:
+            for to, row in zip(filled, given, strict=True):
+                to[:, 5:6] = row
+            machine.mlx.async_eval(filled)
+
+        found["mlx"] = Contender(
+            by_mlx, lambda: _zip([to[:, 5:6] for to in filled], flat), wait=machine.mlx.synchronize
+        )
     return layers * _moved(1, "float16", "float16"), found
 
 
@@ -271,6 +314,17 @@ def _pages(machine: Machine) -> tuple[int, Contenders]:
                 to.view(-1, HEADS, WIDTH).index_copy_(0, where, row)
 
         found["torch"] = Contender(by_torch, lambda: _zip(theirs, wanted))
+    if machine.mlx is not None:
+        given, place = [machine.mlx.array(row) for row in rows], machine.mlx.array(slots)
+        filled = [machine.mlx.array(empty.reshape(-1, HEADS, WIDTH)) for _ in "kv"]
+
+        def by_mlx() -> None:
+            for to, row in zip(filled, given, strict=True):
+                to[place] = row
+            machine.mlx.async_eval(filled)
+
+        shaped = [want.reshape(-1, HEADS, WIDTH) for want in wanted]
+        found["mlx"] = Contender(by_mlx, lambda: _zip(filled, shaped), wait=machine.mlx.synchronize)
     return _moved(tokens, "float16", "float16"), found
 
 
@@ -303,6 +357,16 @@ def _attention(machine: Machine) -> tuple[int, Contenders]:
             kept[:] = [sdpa(row, k, v, enable_gqa=True)]
 
         found["torch"] = Contender(by_torch, lambda: [(kept[0][:, :, 0], wanted)], 1e-5)
+    if machine.mlx is not None:
+        attend, given = machine.mlx.fast.scaled_dot_product_attention, [q[:, :, None], *caches]
+        asking, *stored = (machine.mlx.array(a) for a in given)
+        made: list[Any] = []
+
+        def by_mlx() -> None:
+            made[:] = [attend(asking, *stored, scale=WIDTH**-0.5)]
+            machine.mlx.async_eval(made)
+
+        found["mlx"] = Contender(by_mlx, lambda: [(made[0][:, :, 0], wanted)], 1e-5, wait=machine.mlx.synchronize)
     return sum(cache.nbytes for cache in caches), found
 
 
@@ -354,25 +418,33 @@ def time_case(machine: Machine, case: str, seconds: float) -> Row:
     """Check and time one case for about so many seconds, its preparation included.
 
     Raises:
-        TikvError: a result is wrong.
+        TikvError: a result of tikv's is wrong.
     """
     end = time.perf_counter() + seconds
     moved, contenders = CASES[case](machine)
-    for name, contender in contenders.items():
-        contender.call()
-        machine.wait()
-        check(name, case, contender)
-    calls: dict[str, Call] = {name: contender.call for name, contender in contenders.items()}
-    calls["memcpy"] = machine.memcpy(moved)
-    repeats = {name: max(1, int(SHORTEST / machine.seconds(call, 1))) for name, call in calls.items()}
+    left_out = {}
+    for name, contender in list(contenders.items()):
+        try:
+            contender.call()
+            (contender.wait or machine.wait)()
+            check(name, case, contender)
+        except Exception as error:
+            if name == "tikv":
+                raise
+            # A version of a peer that lacks a call, or gives other numbers, is no reason to stop.
+            del contenders[name]
+            left_out[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    calls = {name: (contender.call, contender.wait) for name, contender in contenders.items()}
+    calls["memcpy"] = machine.memcpy(moved), None
+    repeats = {name: max(1, int(SHORTEST / machine.seconds(call, 1, wait))) for name, (call, wait) in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     while len(times["tikv"]) < ROUNDS or time.perf_counter() < end:
-        for name, call in calls.items():
-            times[name].append(machine.seconds(call, repeats[name]))
+        for name, (call, wait) in calls.items():
+            times[name].append(machine.seconds(call, repeats[name], wait))
     us = {name: min(found) * 1e6 for name, found in times.items()}
     ours, copy = us.pop("tikv"), us.pop("memcpy")
     spread = max(statistics.median(found) / min(found) for found in times.values())
-    return Row(case, machine.live.arch, moved, ours, copy, us, spread)
+    return Row(case, machine.live.arch, moved, ours, copy, us, spread, left_out)
 
 
 def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:
@@ -397,7 +469,9 @@ def bench(arch: str = "auto", seconds: float = 20.0) -> Iterator[Row]:
 def about(arch: str) -> str:
     """One line of the machine, for below a table."""
     versions = ", ".join(
-        f"{name} {v}" for name in (runtime.engine_in_use().name, "numpy", "torch") if (v := runtime.version_of(name))
+        f"{name} {v}"
+        for name in (runtime.engine_in_use().name, "numpy", "torch", "mlx")
+        if (v := runtime.version_of(name))
     )
     route = launch.launcher_report(runtime.current())["launcher"]
     return f"{runtime.device_name(arch)}, {os.cpu_count()} cores, {arch}, launcher {route}, {versions}"

@@ -25,6 +25,7 @@ PACKAGES = (
     "ml_dtypes",
     "safetensors",
     "torch",
+    "mlx",
     "transformers",
     "cuda-bindings",
     "rich",
