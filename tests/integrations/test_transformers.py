@@ -18,8 +18,8 @@ from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
+from tikv.integrations import _transformers_layer as layers  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations import transformers as integration  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.stores.growing import GrowingLayer  # noqa: E402
 
@@ -82,9 +82,9 @@ def build(name, **more):
 @pytest.fixture
 def tight(monkeypatch):
     """So little room beyond the window that tokens are moved every few steps."""
-    monkeypatch.setattr(integration, "ROLLBACK", 2)
-    monkeypatch.setattr(integration, "SPARE", 4)
-    monkeypatch.setattr(integration, "FIRST_CAPACITY", 4)
+    monkeypatch.setattr(layers, "ROLLBACK", 2)
+    monkeypatch.setattr(layers, "SPARE", 4)
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 4)
 
 
 def prompts(*lengths):
@@ -581,6 +581,14 @@ def test_keys_and_values_can_be_set(arch, rng):
     new = rows(rng, 1, 3)
     _, values = layer.update(*new)
     oracle.assert_same_bits(values.numpy(), torch.cat([v[:, :, kept], new[1]], dim=2).numpy())
+
+
+def test_fewer_keys_and_values_give_memory_back(arch, rng):
+    layer, k, v = filled(rng, tokens=1100)
+    assert layer.store.capacity == 2048
+    layer.keys, layer.values = layer.keys[:, :, ::3], layer.values[:, :, ::3]
+    assert (layer.store.length, layer.store.capacity) == (367, 512)
+    oracle.assert_same_bits(layer.values.numpy(), v[:, :, ::3].numpy())
 
 
 @pytest.mark.archs("cpu")

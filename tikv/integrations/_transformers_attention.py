@@ -52,8 +52,10 @@ def attend(
     stored = getattr(key, "tikv_stored", None)
     graded = (query, key, value) if sinks is None else (query, key, value, sinks)
     trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
+    # Where it masks keys of single heads, kvpress wraps the functions that it finds: the others are, this one may not be.
+    masked_outside = getattr(module, "masked_key_indices", None) is not None
     ours = query.shape[2] == 1 or (sinks is not None and query.dtype is not torch.float64)
-    if ours and attention_mask is None and not trained and not dropout and not _is_traced():
+    if ours and attention_mask is None and not masked_outside and not trained and not dropout and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
         out = decode_attention(

@@ -6,551 +6,50 @@ model.generate(**inputs, past_key_values=TikvCache(model.config))
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
-import torch
-from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
-from tikv import dtypes, engines, runtime
+from tikv import dtypes
 from tikv.dtypes import APPENDED
-from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
-from tikv.integrations import torch_ops
-from tikv.integrations._gradients import Ungraded, has_gradient
-from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
-from tikv.stores.growing import GrowingLayer
+from tikv.integrations._transformers_layer import OPERATION, TikvLayer
+from tikv.integrations._transformers_streaming import StreamingLayer
 
-FIRST_CAPACITY = 256  # slots that a growing layer starts with
-ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
-SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
-OPERATION = "TikvCache"
+__all__ = ["TikvCache", "TikvLayer"]
 
 
-def _find_part() -> Any:
-    """part(tensor, shape, strides, first element): a view of a tensor, by what torch's compiled code makes them with.
-
-    as_strided, which stands in where that is not what it was, takes twice the time, and slices three times. The tensor
-    begins where its storage does.
-    """
-    base = torch.arange(12, device="cpu").view(2, 6)
+def _integer(value: Any, name: str, low: int, instead: str) -> int:
     try:
-        part = torch._C._dynamo.guards._reinterpret_tensor
-        found = part(base, (2, 2), (6, 1), 3), part(base, (2, 2), (6, 1))
-        works = [a.tolist() for a in found] == [[[3, 4], [9, 10]], [[0, 1], [6, 7]]]
-        works = works and all(a.untyped_storage().data_ptr() == base.data_ptr() for a in found)
-    except (AttributeError, TypeError, RuntimeError):
-        works = False
-    return part if works else torch.as_strided
-
-
-_part = _find_part()
-
-
-class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """One layer: keys and values in place, in temporal order, in memory of this library.
-
-    Args:
-        index: the layer's number, for messages.
-        window: tokens a query sees, itself included; None for all.
-        max_cache_len: tokens a sequence may have; None for any number.
-        dtype: what is stored, as `TikvCache` says.
-        config: the model's configuration, which says whether its attention reads what is stored.
-    """
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = True
-
-    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        self.store: GrowingLayer | None = None
-        self._staged: dict[str, Any] = {}
-        super().__init__()
-        self.index = index
-        self.is_sliding = window is not None
-        self.sliding_window = window
-        self.limit = max_cache_len
-        self.storage = dtype
-        self.config = config
-        self.record_past = False
-        self.is_initialized = False
-        self._compressed = shim.expands_what_is_cached(config)
-        self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
-        self._settled = 0  # no rollback goes behind this position
-        if max_cache_len is not None:
-            self.max_cache_len = max_cache_len
-
-    def lazy_initialization(self, key_states: Any, value_states: Any = None) -> None:
-        """Make the memory for keys and values of these shapes, dtype and device."""
-        value_states = key_states if value_states is None else value_states
-        tokens = self._tokens_of(key_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        _share_memory_with(self.device)
-        batch, heads, _, width = key_states.shape
-        self._check_storage(key_states)
-        self.store = GrowingLayer(
-            num_kv_heads=heads,
-            head_dim=width,
-            head_dim_v=value_states.shape[3],
-            capacity=self._room_for(tokens),
-            batch_size=batch,
-            dtype=self.dtype if self.storage is None else self.storage,
-        )
-        self.is_initialized = True
-        self._settled = 0
-        self._attach()
-
-    def _check_storage(self, key_states: Any) -> None:
-        model = dtypes.parse(key_states.dtype, self._name)
-        if self.storage is not None and model.name not in APPENDED.get(self.storage.name, ()):
-            fit = [name for name, sources in APPENDED.items() if model.name in sources]
-            raise DTypeError(
-                f"{self._name}: keys of {model.name} are not stored as {self.storage.name}. Use dtype=None, or one of "
-                f"{', '.join(fit)}."
-            )
-
-    def _tokens_of(self, key_states: Any) -> int:
-        if key_states.ndim != 4:
-            raise ShapeError(
-                f"{self._name}: keys must be (batch, heads, tokens, head_dim), not {tuple(key_states.shape)}."
-            )
-        return int(key_states.shape[2])
-
-    @property
-    def _name(self) -> str:
-        return f"{OPERATION} layer {self.index}"
-
-    def _room_for(self, tokens: int) -> int:
-        """Slots to have for so many tokens."""
-        if self.is_sliding:
-            usual = self._past + ROLLBACK + max(SPARE, self._past // 4)
-            usual = usual if self.limit is None else min(usual, self.limit)
-            # A chunk beyond the usual room gets room for itself, which goes back when the next tokens come.
-            return usual if tokens <= usual else tokens + usual
-        if self.limit is not None:
-            return self.limit
-        capacity = FIRST_CAPACITY
-        while capacity < tokens:
-            capacity *= 2
-        return capacity
-
-    def _attach(self) -> None:
-        """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
-        store = self.store
-        assert store is not None
-        with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
-            self._k, self._v = store.keys.torch(), store.values.torch()
-            self._scales = [a.torch() for a in store.scales] or None
-        self.batch_size, self.num_heads, _, self.head_dim = self._k.shape
-        self.max_batch_size = self.batch_size
-        self._v_width = self._v.shape[3]
-        self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
-        self._as_stored = self._k.dtype is self.dtype
-        self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
-        self._bound = self._bound_of(store)
-
-    def _bound_of(self, store: GrowingLayer) -> int:
-        """Tokens that may be held as things are: that there are slots for, and that `limit` allows."""
-        return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
-
-        Args:
-            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides with a contiguous last axis.
-            *args, **kwargs: what models pass along; not needed.
-
-        Returns:
-            (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache where the storage dtype is the
-            model's and gradients are off, else a copy. `get_mask_sizes` says n beforehand.
-
-        Raises:
-            ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
-            CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
-        """
-        if _is_traced():
-            return self._traced_update(key_states, value_states)
-        if self._staged:
-            self._refuse_half_set()
-        if self.store is None:
-            key_states, value_states = _of_one_dtype(key_states, value_states)
-            self.lazy_initialization(key_states, value_states)
-        store: Any = self.store
-        end = store.append_alike(key_states, value_states, self._bound)
-        if end:
-            if not self._whole or torch.is_grad_enabled():
-                return self._seen(key_states, end)
-            batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
-            return (
-                _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
-                _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
-            )
-        if key_states.dtype is not value_states.dtype:  # `append_alike` takes no such tokens
-            return self.update(*_of_one_dtype(key_states, value_states))
-        if has_gradient(key_states, value_states):  # nor these
-            return self._ungraded(key_states, value_states)
-        held, tokens = store.length, self._tokens_of(key_states)
-        if key_states.dtype is not self.dtype:
-            self._refit(key_states, value_states, None)
-            store = self.store
-        if held + tokens > self._bound:
-            self._make_room(tokens)
-            held = store.length
-        try:
-            store.append(key_states, value_states)
-        except (ShapeError, ArchError) as error:
-            self._refit(key_states, value_states, error)
-            return self.update(key_states, value_states)
-        return self._seen(key_states, held + tokens)
-
-    def _ungraded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of tokens with a gradient, which ends here."""
-        keys, values = self.update(key_states.detach(), value_states.detach())
-        if hasattr(keys, "tikv_stored"):
-            keys, values = self._read(*keys.tikv_stored[1:3])
-        return Ungraded.apply(keys, key_states), Ungraded.apply(values, value_states)
-
-    def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
-        """What new tokens see, when their keys are in the slots before `end`."""
-        tokens = key_states.shape[2]
-        first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        in_place = tokens == 1 and not self._as_stored and not self._compressed
-        if in_place and self.config._attn_implementation == ATTENTION:
-            return self._stored(first, end)
-        keys, values = self._read(first, end)
-        if self._as_stored and torch.is_grad_enabled():  # autograd may save them, and is not told of what is rewritten
-            return keys.clone(), values.clone()
-        return keys, values
-
-    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
-        store = self.store
-        key_states, value_states = _of_one_dtype(key_states, value_states)
-        if (
-            store is None
-            or self._staged
-            or has_gradient(key_states, value_states)
-            or not self._takes(key_states, value_states)
-        ):
-            return _update_outside_the_graph(self, key_states, value_states)
-        tokens = key_states.shape[2]
-        drop = self._left_behind() if store.length + tokens > store.capacity else 0
-        keep = store.length - drop
-        end = keep + tokens
-        if end > store.capacity or (self.limit is not None and store.end + tokens > self.limit):
-            return _update_outside_the_graph(self, key_states, value_states)
-        if drop:
-            for a in (self._k, self._v, *(self._scales or ())):
-                a[:, :, :keep] = a[:, :, drop : store.length].clone()
-            store.recount(length=keep, origin=store.origin + drop)
-            self._bound = self._bound_of(store)
-        # Each head of each sequence is a page of a pool with one head.
-        pages = torch.arange(self.batch_size * self.num_heads, device=self.device)
-        slots = pages[:, None] * store.capacity + torch.arange(keep, end, device=self.device)
-        k, v = (a.flatten(0, 2)[:, None] for a in (key_states, value_states))
-        k_pool, v_pool = (a.flatten(0, 1)[:, :, None] for a in (self._k, self._v))
-        k_scale, v_scale = [a.flatten(0, 1)[:, :, None] for a in self._scales or ()] or (None, None)
-        torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
-        store.recount(length=end, origin=store.origin)
-        first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        copied = self._as_stored and torch.is_grad_enabled()  # as in `_seen`
-        k, v = (a[:, :, first:end].to(self.dtype, copy=copied) for a in (self._k, self._v))
-        if self._scales is not None:
-            scales = (a[:, :, first:end, None] for a in self._scales)
-            k, v = ((a * scale).to(self.dtype) for a, scale in zip((k, v), scales, strict=True))
-        return k, v
-
-    def _takes(self, key_states: Any, value_states: Any) -> bool:
-        """Whether tokens are of the form that the cache has."""
-        if key_states.shape[2] != value_states.shape[2]:
-            return False
-        return all(
-            (*new.shape[:2], new.shape[3]) == (*cache.shape[:2], cache.shape[3])
-            and (new.dtype, new.device) == (self.dtype, self.device)
-            for new, cache in ((key_states, self._k), (value_states, self._v))
-        )
-
-    def _left_behind(self) -> int:
-        """Oldest tokens held that no query and no rollback will ask for."""
-        store = self.store
-        if store is None or not self.is_sliding:
-            return 0
-        settled = self._settled if self.record_past else store.end - ROLLBACK
-        return max(0, settled - self._past - store.origin)
-
-    def _make_room(self, tokens: int) -> None:
-        """Let go of what the window has left behind, and grow where that is not enough."""
-        store = self.store
-        assert store is not None
-        if self.limit is not None and store.end + tokens > self.limit:
-            raise CapacityError(
-                f"{self._name}: {store.end} cached + {tokens} new tokens > max_cache_len={self.limit}. Nothing was "
-                f"written. Use a larger max_cache_len, or none to let the cache grow."
-            )
-        drop = self._left_behind()
-        needed = store.length - drop + tokens
-        capacity = self._room_for(needed)
-        if self.is_sliding and capacity > needed and store.capacity >= needed and capacity > store.capacity:
-            capacity = store.capacity
-        store.make_room(capacity=capacity, drop=drop)
-        self._attach()
-
-    def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
-        """Take on the form of another model or batch when empty; refuse it when not."""
-        store = self.store
-        assert store is not None
-        form = (*self._k.shape[:2], "n", self.head_dim), (*self._v.shape[:2], "n", self._v.shape[3])
-        given = (
-            (*key_states.shape[:2], "n", key_states.shape[-1]),
-            (*value_states.shape[:2], "n", value_states.shape[-1]),
-        )
-        same = (form, self.dtype, self.device) == (given, key_states.dtype, key_states.device)
-        if store.end == 0 and not same:
-            self.lazy_initialization(key_states, value_states)
-            return
-        if same and error is not None:
-            raise error
-        raise (ArchError if key_states.device != self.device else ShapeError)(
-            f"{self._name}: the cache holds {store.end} tokens of keys {form[0]} and values {form[1]}, {self.dtype} on "
-            f"{self.device}; the new ones are keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}, "
-            f"{key_states.dtype} on {key_states.device}. Use a TikvCache for each model and batch, or reset()."
-        ) from error
-
-    def _read(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end in the model's dtype: a view where that is what is stored."""
-        if self._scales is not None:
-            assert self.store is not None
-            k, v = (a.torch() for a in self.store.decoded(first))
-            return k.to(self.dtype), v.to(self.dtype)
-        k, v = self._slices(first, end)
-        return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
-
-    def _slices(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end where they lie."""
-        k_width, v_width = self.head_dim, self._v_width
-        k_shape = self.batch_size, self.num_heads, end - first, k_width
-        v_shape = self.batch_size, self.num_heads, end - first, v_width
-        if not first:  # each argument takes time
-            return _part(self._k, k_shape, self._k_strides), _part(self._v, v_shape, self._v_strides)
-        return (
-            _part(self._k, k_shape, self._k_strides, first * k_width),
-            _part(self._v, v_shape, self._v_strides, first * v_width),
-        )
-
-    def _stored(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
-        k, v = self._slices(first, end)
-        scales = [a.narrow(2, first, end - first) for a in self._scales] if self._scales else [None] * 2
-        k.tikv_stored = (self, first, end, *scales)
-        return k, v
-
-    def _visible(self) -> tuple[Any, Any]:
-        """What the next token will see beside itself."""
-        if self.store is None:
-            return None, None
-        held = self.store.length
-        return self._read(max(0, held - self._past) if self.is_sliding else 0, held)
-
-    @property
-    def keys(self) -> Any:
-        """(batch, heads, n, head_dim): the keys that the next token will see beside its own; None before the first."""
-        return self._staged["keys"] if "keys" in self._staged else self._visible()[0]
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        self._set("keys", keys)
-
-    @property
-    def values(self) -> Any:
-        """(batch, heads, n, head_dim_v): the values of `keys`."""
-        return self._staged["values"] if "values" in self._staged else self._visible()[1]
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        self._set("values", values)
-
-    def _set(self, which: str, tensor: Any) -> None:
-        """Replace keys or values; those of another length than the present wait for their partner."""
-        if tensor is None:
-            self.store = None
-            self.is_initialized = False
-            self._staged.clear()
-            return
-        self._staged[which] = tensor
-        other = "values" if which == "keys" else "keys"
-        partner = self._staged.get(other)
-        if partner is None and self.store is not None:
-            current = getattr(self, other)
-            partner = current.clone() if current.shape[:3] == tensor.shape[:3] else None
-        if partner is None or partner.shape[2] != tensor.shape[2]:
-            return
-        new = {which: tensor, other: partner}
-        end = self.store.end if self.store is not None and self.is_sliding else tensor.shape[2]
-        self._staged.clear()
-        # The new ones may be views of the memory they go to.
-        keys, values = new["keys"].clone(), new["values"].clone()
-        self.lazy_initialization(keys, values)
-        assert self.store is not None
-        self.store.append(keys, values)
-        self.store.origin = max(0, end - tensor.shape[2])
-        self._settled = self.store.end
-        self._attach()
-
-    def _refuse_half_set(self) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._staged.items()}
-        raise ShapeError(
-            f"{self._name}: set keys and values to the same number of tokens; set so far: {shapes}. Set the other "
-            f"one too."
-        )
-
-    def get_seq_length(self) -> int:
-        """Tokens seen since `reset`, less those cropped."""
-        return 0 if self.store is None else self.store.end
-
-    cumulative_length = property(get_seq_length)
-
-    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
-        """(number of keys that `update` will return for these new tokens, position of the first of them)."""
-        end, origin = self.get_seq_length(), 0 if self.store is None else self.store.origin
-        first = max(0, end - self._past) if self.is_sliding else origin
-        return end - first + shim.query_length(queries), first
-
-    def get_max_length(self) -> int:
-        """Tokens that the layer holds at most; -1: any number."""
-        bounds = [n for n in (self.sliding_window, self.limit) if n is not None]
-        return min(bounds) if bounds else -1
-
-    get_max_cache_shape = get_max_length
-
-    def activate_past_recording(self) -> None:
-        """Keep what a later `crop` may return to, until it is called."""
-        self.record_past = True
-        self._settled = self.get_seq_length()
-
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        self._staged.clear()
-        self._settled = 0
-        if self.store is not None:
-            self.store.reset()
-            self._attach()
-
-    def compact(self, keep: Any) -> None:
-        """`GrowingLayer.compact` of a full layer, which then has the memory that its tokens need."""
-        if self.store is None or self.is_sliding:
-            raise OptionError(f"{self._name}: compact() is of full layers with tokens. Set keys and values instead.")
-        self.store.compact(keep)
-        self.store.make_room(capacity=min(self._room_for(self.store.length + 1), self.store.capacity))
-        self._attach()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens, in the meaning that the installed transformers gives the argument.
-
-        Args:
-            tokens_to_remove: negative: drop so many. Positive, before transformers 5.16: keep so many. 0: drop nothing
-                since 5.14, everything before.
-
-        Raises:
-            OptionError: a positive number, since transformers 5.16.
-            PositionError: the tokens before are no longer held, since the window has moved on. Nothing is changed.
-        """
-        target = self._cropped_to(tokens_to_remove)
-        if self.store is not None:
-            self.store.trim(self.get_seq_length() - target)
-            self._settled = target
-
-    def _cropped_to(self, tokens_to_remove: int) -> int:
-        """The length that `crop` leaves; raises where it cannot."""
-        length = self.get_seq_length()
-        target = shim.tokens_after_crop(int(tokens_to_remove), length)
-        if target is None:
-            raise OptionError(
-                f"{self._name}: crop({tokens_to_remove}) of {length} tokens: this transformers counts tokens "
-                f"to remove. Use crop({int(tokens_to_remove) - length}) to keep {tokens_to_remove}."
-            )
-        store = self.store
-        if store is not None and store.origin > max(0, target - self._past):
-            raise PositionError(
-                f"{self._name}: cannot go back from {length} to {target} tokens: a window of "
-                f"{self.sliding_window} needs positions from {max(0, target - self._past)}, held are "
-                f"{store.origin}..{length - 1}. Call activate_past_recording() before the tokens that may be "
-                f"dropped, or reset()."
-            )
-        return target
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Let sequence b go on from what sequence ``beam_idx[b]`` holds."""
-        if self.get_seq_length():
-            assert self.store is not None
-            self.store.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence: 0, 0, 1, 1 for 2."""
-        if self.get_seq_length():
-            assert self.store is not None
-            self.store.repeat(repeats)
-            self._attach()
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences, in this order; -1 is the last one. A mask of booleans is taken too."""
-        if self.get_seq_length():
-            assert self.store is not None
-            chosen = torch.as_tensor(indices)
-            chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
-            self.store.select(torch.where(chosen < 0, chosen + self.batch_size, chosen))
-            self._attach()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
-        found = TikvLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
-        found.record_past, found._settled = self.record_past, self._settled
-        if self.store is not None:
-            found.dtype, found.device = self.dtype, self.device
-            found.store = self.store.twin()
-            found.is_initialized = True
-            found._attach()
-        found._staged = copy.deepcopy(self._staged, memo)
-        memo[id(self)] = found
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OptionError(
-            f"{self._name}: a cache is not pickled, nor copied by copy.copy(), which would share its memory. Use "
-            f"copy.deepcopy(); to keep tokens in a file, append keys and values to a tikv.KVCacheStore and save() it."
-        )
-
-    def __repr__(self) -> str:
-        kind = f"window {self.sliding_window}" if self.is_sliding else "full"
-        return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
-
-
-def _of_one_dtype(key_states: Any, value_states: Any) -> tuple[Any, Any]:
-    """Both in the wider dtype: under torch.autocast a rotation widens the keys alone."""
-    if key_states.dtype is value_states.dtype:
-        return key_states, value_states
-    wide = torch.promote_types(key_states.dtype, value_states.dtype)
-    return key_states.to(wide), value_states.to(wide)
-
-
-def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-    """`TikvLayer.update` outside of what torch compiles: where memory is made, or tokens are refused."""
-    return layer.update(key_states, value_states)
-
-
-_update_outside_the_graph = torch.compiler.disable(_update_outside_the_graph)
-
-
-def _capacity(max_cache_len: Any) -> int:
-    try:
-        found = 0 if isinstance(max_cache_len, bool) else operator.index(max_cache_len)
+        found = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = 0
-    if found < 1:
-        raise OptionError(
-            f"{OPERATION}: max_cache_len={max_cache_len!r}. Use an integer of at least 1, or None to let it grow."
-        )
+        found = low - 1
+    if found < low:
+        raise OptionError(f"{OPERATION}: {name}={value!r}. Use an integer of at least {low}, or {instead}.")
     return found
+
+
+def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.LayerKind]) -> tuple[int | None, int]:
+    """The window, None for none, and the sinks of layers that attend in full.
+
+    Raises:
+        OptionError: they are no such numbers; there is a limit too, or no layer that attends in full.
+    """
+    sinks = _integer(sinks, "sinks", 0, "none")
+    if window is None:
+        if sinks:
+            raise OptionError(f"{OPERATION}: sinks={sinks} are those of a window. Give window too.")
+        return None, 0
+    window = _integer(window, "window", 1, "None to keep all tokens")
+    if sinks >= window:
+        raise OptionError(f"{OPERATION}: sinks={sinks} leave nothing of window={window}. Use sinks < window.")
+    if max_cache_len is not None:
+        raise OptionError(f"{OPERATION}: window={window} bounds the memory already. Leave max_cache_len out.")
+    if all(kind != "full" for kind, _ in kinds):
+        raise OptionError(f"{OPERATION}: window={window}: no layer of this model attends in full. Leave window out.")
+    return window, sinks
 
 
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
@@ -564,15 +63,22 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head. What is stored narrower is
             widened for each read.
+        window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
+            for ever in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
+            "sdpa", "eager" or "tikv" for them.
+        sinks: first tokens that stay visible in spite of the window; 4 do for most models.
 
     Raises:
-        OptionError: no layer of the model attends, or some keep a state beside keys and values.
+        OptionError: no layer of the model attends, or some keep a state beside keys and values; a window beside
+            max_cache_len, or in a model of which no layer attends in full.
         DTypeError: nothing is stored in that dtype. Whether it fits the model's is told with the first tokens.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
-    to the front rarely, and can be taken back. Gradients do not flow through the cache: `backward` raises. Those of
-    queries are right whatever becomes of the cache: where gradients are on, each read is a copy. Decode under
-    ``torch.no_grad()``, as ``generate`` does.
+    to the front rarely, and can be taken back. A layer streamed by ``window`` overwrites its oldest token with each new
+    one; keys keep their true positions. A prompt takes memory for itself until the next token.
+
+    Gradients do not flow through the cache: `backward` raises. Those of queries are right whatever becomes of the
+    cache: where gradients are on, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
@@ -593,12 +99,19 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         (6, (1, 1, 6, 8))
     """
 
-    def __init__(self, config: Any, max_cache_len: int | None = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        max_cache_len: int | None = None,
+        dtype: Any = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
-        limit = None if max_cache_len is None else _capacity(max_cache_len)
+        limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
         if storage is not None and storage.name not in APPENDED:
             raise DTypeError(
@@ -608,9 +121,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._limit = limit
         layers: list[Any] = []
         kinds, limit = shim.bounded(shim.layer_kinds(text), limit)
+        streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         for i, (kind, window) in enumerate(kinds):
             if kind == "none":
                 layers.append(shim.layer_without_keys())
+            elif kind == "full" and streamed is not None:
+                layers.append(StreamingLayer(i, streamed, sinks, storage, text))
             elif kind in ("full", "sliding"):
                 layers.append(TikvLayer(i, window, limit, storage, text))
             elif kind in shim.STATES and any(other in ("full", "sliding") for other, _ in kinds):
@@ -671,28 +187,3 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Bytes of keys, values and scales, filled or not."""
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         return sum(store.nbytes for store in stores if store is not None)
-
-
-def _share_memory_with(device: Any) -> None:
-    """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
-
-    Raises:
-        ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
-    """
-    engine = engines.that_shares_mps() if device.type == "mps" else None
-    arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
-    if arch is None:
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory can be shared."
-        )
-    live = runtime.current() if runtime.is_started() else runtime.init(arch, engine.name if engine else "auto")
-    if engine not in (None, live.engine):
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}, whose memory {live.engine.title} cannot share. Call "
-            f"tikv.init({arch!r}, engine={engine.name!r}) in another process ({engine.remedy[:-1]}), or move the model."
-        )
-    if live.arch != arch:
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
-            f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
-        )

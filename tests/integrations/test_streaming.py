@@ -1,0 +1,234 @@
+"""`TikvCache(config, window=, sinks=)`: logits of a model under an explicit mask, in memory for the window alone."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import tikv  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+
+pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
+
+WINDOW, SINKS = 12, 3
+ROOM = {"float16": 2e-3, "int8": 3e-2}  # how far logits of narrower storage may lie
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(attention="sdpa"):
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+def sees(tokens, window=WINDOW, sinks=SINKS):
+    q, k = torch.arange(tokens)[:, None], torch.arange(tokens)
+    return (k <= q) & ((k < sinks) | (k > q - (window - sinks)))
+
+
+def masked_logits(model, ids, padding=None, **options):
+    """What the model says of a whole text under the mask, without a cache."""
+    mask = sees(ids.shape[1], **options).expand(len(ids), 1, -1, -1)
+    if padding is not None:
+        # A row that sees nothing sees itself, so that no NaN comes of it.
+        mask = (mask & padding[:, None, None].bool()) | torch.eye(ids.shape[1], dtype=torch.bool)
+    positions = None if padding is None else (padding.cumsum(1) - 1).clamp(min=0)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    model.set_attn_implementation(implementation)
+    return found
+
+
+def fed(model, cache, ids, sizes, padding=None):
+    """The logits of a text given to the model in pieces of these sizes."""
+    found, start = [], 0
+    with torch.no_grad():
+        for size in sizes:
+            part, end = ids[:, start : start + size], start + size
+            seen = {} if padding is None else {"attention_mask": padding[:, :end]}
+            if padding is not None:
+                seen["position_ids"] = (padding.cumsum(1) - 1).clamp(min=0)[:, start:end]
+            found.append(model(part, past_key_values=cache, **seen).logits)
+            start = end
+    assert start == ids.shape[1]
+    return torch.cat(found, dim=1)
+
+
+def text(tokens, batch=2):
+    torch.manual_seed(1)
+    return torch.randint(2, 61, (batch, tokens))
+
+
+PIECES = {
+    "tokens": [1] * 40,
+    "to the window": [WINDOW, *[1] * 20],
+    "one less": [WINDOW - 1, *[1] * 20],
+    "beyond it": [29, *[1] * 25],
+    "fewer than the sinks": [2, *[1] * 30],
+    "chunks": [5, 4, 4, 7, 1, 1, 30, 1, 2, 1, 1, 1, 3, 12, 13, 1],
+}
+
+
+@pytest.mark.full(each_value=True)
+@pytest.mark.parametrize("attention", ["sdpa", "tikv", "eager"])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_logits_are_those_of_the_mask(arch, attention, pieces):
+    model, ids = build(attention), text(sum(pieces))
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    torch.testing.assert_close(fed(model, cache, ids, pieces), masked_logits(model, ids), rtol=0, atol=2e-5)
+    assert cache.get_seq_length() == sum(pieces)
+    assert [layer.store.capacity for layer in cache.layers] == [WINDOW] * 2
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (2, 1), (WINDOW, 0), (WINDOW, WINDOW - 1), (100, 4)])
+def test_windows_and_sinks_of_any_size(arch, window, sinks):
+    model, ids = build(), text(44)
+    cache = TikvCache(model.config, window=window, sinks=sinks)
+    got = fed(model, cache, ids, [20, *[1] * 10, 5, *[1] * 9])
+    torch.testing.assert_close(got, masked_logits(model, ids, window=window, sinks=sinks), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tikv"])
+@pytest.mark.parametrize("dtype", ROOM)
+def test_narrower_storage(arch, attention, dtype):
+    model, ids = build(attention), text(52)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS, dtype=dtype)
+    got = fed(model, cache, ids, [20, *[1] * 20, 3, *[1] * 9])
+    torch.testing.assert_close(got, masked_logits(model, ids), rtol=0, atol=ROOM[dtype])
+    assert cache.layers[0].store.dtype.name == dtype
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tikv"])
+def test_padding_is_not_seen(arch, attention):
+    """Left-padded prompts, whose padding the sinks and the window hold like any token."""
+    model, ids, pieces = build(attention), text(50, batch=3), [20, *[1] * 15, 6, *[1] * 9]
+    padding = torch.ones_like(ids)
+    padding[1, :2], padding[2, :17] = 0, 0
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    got = fed(model, cache, ids, pieces, padding)
+    want = masked_logits(model, ids, padding)
+    for row, first in enumerate((0, 2, 17)):
+        torch.testing.assert_close(got[row, first:], want[row, first:], rtol=0, atol=2e-5)
+
+
+def test_generate_writes_the_text_of_the_mask(arch):
+    model, prompt = build("tikv"), text(33)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    ids = model.generate(prompt, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    want = masked_logits(model, ids)[:, 32:-1].argmax(-1)
+    assert torch.equal(ids[:, 33:], want)
+    assert cache.nbytes == 2 * 2 * 2 * 2 * WINDOW * 8 * 4  # layers, K and V, batch, heads
+
+
+def test_beams_copies_and_batches(arch):
+    model, ids = build(), text(40, batch=3)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    fed(model, cache, ids[:, :30], [16, *[1] * 14])
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    twin = copy.deepcopy(cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    turned = torch.cat((ids[order, :30], ids[:, 30:]), dim=1)
+    want = masked_logits(model, turned)[:, 30:]
+    torch.testing.assert_close(fed(model, twin, turned[:, 30:], [1] * 10), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(fed(model, cache, turned[1:2, 30:], [4, *[1] * 6]), want[1:2], rtol=0, atol=2e-5)
+    twin.reset()
+    torch.testing.assert_close(fed(model, twin, ids, [1] * 40), masked_logits(model, ids), rtol=0, atol=2e-5)
+
+
+def test_crop_goes_back_as_far_as_the_window_is_whole(arch):
+    model, ids = build(), text(40)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    fed(model, cache, ids[:, :31], [20, *[1] * 11])
+    message = r"cannot go back from 31 to 29 tokens: a window of 12 needs positions from 21 behind .* 22\.\.30"
+    with pytest.raises(tikv.PositionError, match=message):
+        cache.crop(-2)
+    cache.crop(-1)
+    want = masked_logits(model, ids)
+    torch.testing.assert_close(fed(model, cache, ids[:, 30:], [1] * 10), want[:, 30:], rtol=0, atol=2e-5)
+    cache.reset()
+    fed(model, cache, ids[:, :20], [20])
+    cache.crop(-6)  # a prompt is held whole
+    torch.testing.assert_close(fed(model, cache, ids[:, 14:], [3, *[1] * 23]), want[:, 14:], rtol=0, atol=2e-5)
+
+
+def test_keys_are_what_the_next_token_sees_and_can_be_set(arch):
+    model, ids = build(), text(40)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    whole = transformers.DynamicCache(config=model.config)
+    fed(model, cache, ids[:, :30], [20, *[1] * 10])
+    fed(model, whole, ids[:, :30], [30])  # of whose first layer keys depend on the tokens alone
+    held = np.r_[:SINKS, 30 - (WINDOW - SINKS) + 1 : 30]
+    torch.testing.assert_close(cache.layers[0].keys, whole.layers[0].keys[:, :, held], rtol=0, atol=1e-6)
+    want = masked_logits(model, ids)
+    for layer in cache.layers:
+        keys, values = layer.keys.clone(), layer.values.clone()
+        layer.keys, layer.values = keys, values
+    assert cache.get_seq_length() == 30
+    torch.testing.assert_close(fed(model, cache, ids[:, 30:], [1] * 10), want[:, 30:], rtol=0, atol=2e-5)
+
+
+def test_layers_that_slide_keep_their_own_window(arch):
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=7)
+    cache = TikvCache(config, window=WINDOW, sinks=SINKS)
+    assert [type(layer).__name__ for layer in cache.layers] == ["TikvLayer", "StreamingLayer"]
+    assert "window 12 with 3 sinks" in repr(cache.layers[1])
+
+
+REFUSED = [
+    ({"window": 0}, r"window=0\. Use an integer of at least 1"),
+    ({"window": 8.5}, r"window=8\.5\. Use an integer"),
+    ({"window": 8, "sinks": -1}, r"sinks=-1\. Use an integer of at least 0"),
+    ({"window": 8, "sinks": 8}, r"sinks=8 leave nothing of window=8\. Use sinks < window"),
+    ({"sinks": 4}, r"sinks=4 are those of a window\. Give window too"),
+    ({"window": 8, "max_cache_len": 64}, r"window=8 bounds the memory already\. Leave max_cache_len out"),
+]
+
+
+@pytest.mark.parametrize(("options", "why"), REFUSED)
+def test_windows_that_are_none_are_refused(arch, options, why):
+    with pytest.raises(tikv.OptionError, match=why):
+        TikvCache(build().config, **options)
+
+
+def test_models_and_attention_that_cannot_are_refused(arch):
+    sliding = transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)
+    with pytest.raises(tikv.OptionError, match="no layer of this model attends in full"):
+        TikvCache(sliding, window=8)
+    model = build()
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    layer, rows = cache.layers[0], torch.zeros(1, 2, 20, 8)
+    with pytest.raises(tikv.OptionError, match=r"layer 0: compact\(\) is of layers without a window"):
+        layer.compact([[0]])
+    layer.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(tikv.OptionError, match="'flash_attention_2' gets no mask that says so"):
+        layer.update(rows, rows)
+    assert layer.store is None
+    layer.update(rows[:, :, :8], rows[:, :, :8])
+    with pytest.raises(tikv.OptionError, match="5 tokens after 8 do not all see each other in a window of 12"):
+        layer.update(rows[:, :, :5], rows[:, :, :5])
+    for _ in range(9):
+        layer.update(rows[:, :, :1], rows[:, :, :1])
+    with pytest.raises(tikv.ShapeError, match="the cache holds 17 tokens"):
+        layer.update(rows[:, :1, :1], rows[:, :1, :1])
+    assert (layer.get_seq_length(), layer.store.length) == (17, WINDOW)

@@ -1,0 +1,250 @@
+"""The layer of a `TikvCache` with a window for models that attend in full, and the masks of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.compiler import is_dynamo_compiling as _is_traced
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from tikv.errors import ArchError, OptionError, PositionError, ShapeError
+from tikv.integrations import _transformers_layer as layers
+from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._gradients import has_gradient
+from tikv.integrations._transformers_attention import ATTENTION
+from tikv.integrations._transformers_layer import TikvLayer
+
+_MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
+
+
+class StreamingLayer(TikvLayer):
+    """A layer of a model that attends in full, which keeps the first tokens and the newest ones.
+
+    A single token overwrites the oldest behind the sinks, so that what it sees is all the memory there is, in place and
+    in no order; rotations are those of true positions already. Longer prompts are held whole until the next tokens
+    come, in temporal order.
+
+    Args:
+        index, dtype, config: as in `TikvLayer`.
+        window: tokens that a query sees, itself and the sinks included.
+        sinks: first tokens, which every query sees.
+    """
+
+    def __init__(self, index: int, window: int, sinks: int, dtype: Any, config: Any) -> None:
+        self.window, self.sinks = window, sinks
+        super().__init__(index, None, None, dtype, config)
+        self._goes_on = True
+        self._oldest = sinks  # slot of the oldest token behind the sinks; `sinks` where slots are in temporal order
+        know_masks()
+
+    def _room_for(self, tokens: int) -> int:
+        return max(tokens, min(self.window, super()._room_for(tokens)))
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update`: what new tokens may see is the sinks, the newest tokens, and the new ones.
+
+        Raises:
+            As `TikvLayer.update`.
+            OptionError: several tokens that do not all see each other, under an attention whose mask cannot say so.
+        """
+        if _is_traced():
+            return layers._update_outside_the_graph(self, key_states, value_states)
+        store, tokens = self.store, self._tokens_of(key_states)
+        if self._staged or (0 if store is None else store.end) + tokens <= self.window:
+            return super().update(key_states, value_states)
+        attention = self.config._attn_implementation
+        if tokens > 1 and attention not in (*_MASKED, ATTENTION):
+            raise OptionError(
+                f"{self._name}: {tokens} tokens after {self.get_seq_length()} do not all see each other in a window of "
+                f"{self.window}, and attention {attention!r} gets no mask that says so. Use "
+                f"{', '.join(_MASKED)} or {ATTENTION}, or give one token at a time."
+            )
+        if store is None:
+            return super().update(key_states, value_states)
+        self._settle()
+        if tokens == 1 and store.length == self.window:
+            return self._overwrite(key_states, value_states)
+        self._put_in_order()
+        return super().update(key_states, value_states)
+
+    def _overwrite(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        """`update` of one token where all slots are taken."""
+        if key_states.dtype is not value_states.dtype:
+            return self._overwrite(*layers._of_one_dtype(key_states, value_states))
+        if has_gradient(key_states, value_states):
+            return self._ungraded(key_states, value_states)
+        store: Any = self.store
+        slot, end = self._oldest, store.end
+        store.recount(length=slot, origin=end - slot)
+        try:
+            if not store.append_alike(key_states, value_states, self._bound):
+                if key_states.dtype is not self.dtype:
+                    self._refit(key_states, value_states, None)
+                try:
+                    store.append(key_states, value_states)
+                except (ShapeError, ArchError) as error:
+                    self._refit(key_states, value_states, error)
+            end += 1
+        finally:
+            store.recount(length=self.window, origin=end - self.window)
+        self._oldest = slot + 1 if slot + 1 < self.window else self.sinks
+        return self._seen(key_states, self.window)
+
+    def _settle(self) -> None:
+        """Let go of the tokens of a prompt that no later query sees, and of the memory they needed."""
+        store = self.store
+        if store is None or store.length <= self.window:
+            return
+        kept = np.r_[: self.sinks, store.length - (self.window - self.sinks) : store.length]
+        store.compact(np.tile(kept, (self.batch_size, 1)))
+        store.make_room(capacity=self.window)
+        self._attach()
+
+    def _put_in_order(self) -> None:
+        """Have the tokens in temporal order, as those are that one token after another did not overwrite."""
+        if self.store is None or self._oldest == self.sinks:
+            return
+        behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
+        order = torch.as_tensor(np.r_[: self.sinks, behind], device=self.device)
+        for a in (self._k, self._v, *(self._scales or ())):
+            words = a.view(torch.uint8) if a.dtype.itemsize == 1 else a
+            words[:, :, : self.window] = words[:, :, order]
+        self._oldest = self.sinks
+
+    def _visible(self) -> tuple[Any, Any]:
+        self._settle()
+        self._put_in_order()
+        k, v = super()._visible()
+        if self.store is None or self.store.length < self.window:
+            return k, v
+        k, v = (torch.cat((a[:, :, : self.sinks], a[:, :, self.sinks + 1 :]), dim=2) for a in (k, v))
+        return k, v
+
+    def _set(self, which: str, tensor: Any) -> None:
+        super()._set(which, tensor)
+        if not self._staged:
+            self._oldest = self.sinks
+
+    def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+        """As `TikvLayer.get_mask_sizes`; where keys are left out, the second number knows where each of them stands."""
+        end, tokens = self.get_seq_length(), shim.query_length(queries)
+        if end + tokens <= self.window:
+            return end + tokens, 0
+        held = 0 if self.store is None else min(self.store.length, self.window)
+        over = tokens == 1 and held == self.window
+        count = held if over else held + tokens
+        newest = self._oldest if over else None
+        return count, _Kept(end + tokens - count, count, tokens, self.window, self.sinks, newest)
+
+    def _refuse_crop(self, length: int, target: int) -> None:
+        if self.store is None:
+            return
+        first = length - max(0, self.store.length - self.sinks)
+        needed = max(self.sinks, target - (self.window - self.sinks) + 1)
+        if first > needed and target < length:
+            raise PositionError(
+                f"{self._name}: cannot go back from {length} to {target} tokens: a window of {self.window} needs "
+                f"positions from {needed} behind the sinks, held are {first}..{length - 1}. Drop fewer, or reset()."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `TikvLayer.crop`; once tokens were overwritten, one token can be dropped before the next comes.
+
+        Raises:
+            As `TikvLayer.crop`.
+        """
+        self._cropped_to(tokens_to_remove)
+        self._put_in_order()
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        self._oldest = self.sinks
+        super().reset()
+
+    def compact(self, keep: Any) -> None:
+        """Refused: which tokens this layer holds is what its window says."""
+        raise OptionError(f"{self._name}: compact() is of layers without a window. Leave window out.")
+
+    def _blank(self) -> TikvLayer:
+        found = StreamingLayer(self.index, self.window, self.sinks, self.storage, self.config)
+        found._oldest = self._oldest
+        return found
+
+    def __repr__(self) -> str:
+        kind = f"window {self.window} with {self.sinks} sinks"
+        return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
+
+
+class _Kept(int):
+    """The offset of the keys for whom one number is enough, and where each of them stands for `_mask`."""
+
+    def __new__(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> _Kept:
+        found = super().__new__(cls, offset)
+        found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
+        return found
+
+    count: int  # keys there are, the new ones included
+    tokens: int  # that are new
+    window: int
+    sinks: int
+    newest: int | None  # the slot of the newest, where that has overwritten the oldest; else it is the last
+
+    def positions(self) -> np.ndarray[Any, Any]:
+        """Where the keys stand, in the order of `update`."""
+        sinks, end = min(self.sinks, self.count), int(self) + self.count
+        behind = np.arange(end - (self.count - sinks), end)
+        if self.newest is not None:
+            behind = np.roll(behind, self.newest - sinks + 1)
+        found: np.ndarray[Any, Any] = np.r_[:sinks, behind]
+        return found
+
+
+def know_masks() -> None:
+    """Have masks of keys that are no range made by `_mask`; all others go on being what they are."""
+    for name in _MASKED:
+        made = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if not hasattr(made, "tikv_made_by"):
+            AttentionMaskInterface.register(name, _knowing(made))
+
+
+def _knowing(made: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        kept = kwargs.get("kv_offset")
+        return _mask(made, kept, **kwargs) if isinstance(kept, _Kept) else made(*args, **kwargs)
+
+    mask.tikv_made_by = made  # type: ignore[attr-defined]
+    return mask
+
+
+def _mask(
+    made: Callable[..., Any],
+    kept: _Kept,
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Any = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """The mask that `made` makes of the keys which a streaming layer has, for queries of which each has its window."""
+    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    if kept.tokens == 1 and padding is None and allow_is_causal_skip:
+        return None
+    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+    where = torch.as_tensor(kept.positions(), device=device)
+    if padding is not None:
+        missing = int(kept) + kept.count - padding.shape[1]
+        padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        position = where[key]
+        near = (position < kept.sinks) | (position > query - (kept.window - kept.sinks))
+        found = mask_function(batch, head, query, position) & near
+        return found if padding is None else found & padding[batch, position]
+
+    kwargs.update(kv_offset=0, mask_function=sees, attention_mask=None, allow_is_causal_skip=False)
+    return made(**kwargs)
