@@ -1,6 +1,6 @@
 """Sequences of a paged store from one process to another: `send_sequence` there, `recv_sequence` here.
 
-Three messages: what is sent, what the receiver lacks of it, and the blocks. Of each layer K and V are one tensor each,
+Two messages, what is sent and what the receiver lacks of it, then the blocks. Of each layer K and V are one tensor each,
 straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers.
 """
 
@@ -37,7 +37,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         PositionError: a sequence is none, is swapped out or is named twice; or there is no such rank.
         GroupError: the receiver refused, with its reason, or is gone. Its pool is as it was.
 
-    Exactness: every bit. Cost: the blocks that the receiver lacks, once over the wire in one batch; blocks that lie
+    Exactness: every bit. Cost: the blocks that the receiver lacks, once over the wire, layer by layer; blocks that lie
         scattered in the pool are read and written once more before.
 
     Example: see `recv_sequence`.
@@ -189,13 +189,19 @@ class _Peer:
         message: dict[str, Any] = found[0]
         return message
 
-    def exchange(self, operation: Callable[..., Any], tensors: list[Any]) -> None:
-        """Send or receive all of these tensors in one batch, and wait."""
+    def exchange(self, operation: Callable[..., Any], layers: Parts) -> None:
+        """Send or receive these tensors, those of a layer in one batch, and wait for all.
+
+        NCCL shares the links out among the tensors of a batch: 64 of them at once took 7 % longer than two at a time.
+        """
         import torch.distributed as dist
 
+        requests = []
         with self.ranks.understanding(self.operation):
-            batch = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in tensors if each.numel()]
-            for request in dist.batch_isend_irecv(batch) if batch else ():
+            for tensors in layers:
+                batch = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in tensors if each.numel()]
+                requests += dist.batch_isend_irecv(batch) if batch else []
+            for request in requests:
                 request.wait()
 
 
@@ -295,9 +301,9 @@ class _Exchange:
         return self._by_layer([torch.from_numpy(a.reshape(-1).view(np.uint8)) for a in arrays], group)
 
 
-def _in_turn(groups: list[Parts]) -> list[Any]:
+def _in_turn(groups: list[Parts]) -> Parts:
     """What is sent, layer by layer: in which groups layers lie depends on the size of each pool."""
-    return [each for layers in groups for arrays in layers for each in arrays]
+    return [arrays for layers in groups for arrays in layers]
 
 
 def _bytes(tensor: Any) -> Any:

@@ -241,9 +241,11 @@ def _check_pairs(pairs: np.ndarray[Any, Any], sources: int, targets: int, within
             )
     used = pairs[np.all(pairs >= 0, axis=1)]
     check_unique(used[:, 1], "pairs", operation)
+    if not within:
+        return
     moving = used[used[:, 0] != used[:, 1]]
     both = np.intersect1d(moving[:, 0], moving[:, 1])
-    if within and both.size:
+    if both.size:
         raise PositionError(
             f"{operation}: block {int(both[0])} is copied from by one pair and to by another. Make two calls."
         )

@@ -178,14 +178,14 @@ def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32], ids=["int8", "float16", "float32"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("rows", range(1, 9))
-def test_a_block_of_attention_has_room_for_its_results(rows, masked, bits):
+def test_a_block_of_attention_has_room_for_its_results(rows, long, bits):
     """A block may have 48 KiB of shared memory, and the rows of a task halve down to one among the lanes of a key."""
     from tikv.kernels.attention import cuda as lanes
 
     for width in range(8, lanes.MAX_WIDTH + 1, 8):
-        shape = lanes.shape_of(width, lanes.WORD_BITS // bits, rows, masked)
+        shape = lanes.shape_of(width, lanes.WORD_BITS // bits, rows, long)
         kept, groups = lanes.rows_kept(rows), lanes.BLOCK // shape.lanes
         assert 4 * kept * groups * (width + 2) <= 48 << 10, (width, shape)
         assert kept <= shape.lanes <= 32, (width, shape)

@@ -20,6 +20,7 @@ from tikv.kernels.attention.parameters import (
     SCALARS,
     STRIDES,
     TERMS,
+    Choices,
     P,
     S,
     X,
@@ -30,7 +31,7 @@ from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_newer, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
-from tikv.kernels.codec import SIZE, make_bits_to_f32, make_decode, make_load, make_store
+from tikv.kernels.codec import FLOAT8, SIZE, make_bits_to_f32, make_decode, make_load, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum, shuffle, shuffle_xor
 from tikv.runtime import ti
 
@@ -49,10 +50,10 @@ class Shape(NamedTuple):
     owners: int  # lanes of a row that share out the scores of its keys, at most
 
 
-def shape_of(width: int, unit: int, rows: int, masked: bool) -> Shape:
+def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
     """The shape for heads of a width, elements in a word and query rows of a task, by what was fastest on an H200.
 
-    Code for keys that some rows see and others do not is long: of more keys LLVM no longer makes one function.
+    Where the code of a key is `long`, as `is_long` says, LLVM makes one function of fewer keys only.
     """
     each = {2: 8 if rows == 1 else 4, 4: 8 if rows <= 4 else 4, 8: 16 if rows == 1 else 8}[unit]
     lanes = 8
@@ -62,10 +63,15 @@ def shape_of(width: int, unit: int, rows: int, masked: bool) -> Shape:
     held = rows_kept(rows) * unit * words  # queries, and as many results
     registers = 2 * held + 4 * 8 * words  # with 8 keys' K and V
     keys = 8 if registers <= 144 else 4
-    if masked:
+    if long:
         keys = 4 if held <= 32 else 2
     owners = 1 if unit < 8 and 2 < rows <= 4 else lanes
     return Shape(lanes, keys, 4 if registers <= 96 and rows <= 2 else 3, owners)
+
+
+def is_long(c: Choices) -> bool:
+    """Whether a key takes much code: some rows see it and others do not, or floats of 8 bits are decoded."""
+    return c.masked or c.cache in FLOAT8
 
 
 def rows_kept(rows: int) -> int:

@@ -319,7 +319,8 @@ class AttentionLaunches(Plan):
                 return tensor_cores.make_attend_tensor, (self.cache.tile,)
             if bits == cuda.WORD_BITS:
                 width = max(self.cache.width, self.cache.width_v)
-                return cuda.make_attend_lanes, (cuda.shape_of(width, choices.unit, choices.rows, choices.masked),)
+                shape = cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices))
+                return cuda.make_attend_lanes, (shape,)
         from tikv.kernels import lanes
         from tikv.kernels.attention.subgroup import make_attend_block
 
@@ -339,7 +340,8 @@ class AttentionLaunches(Plan):
 
             if choices.bits == cuda.WORD_BITS:
                 # Without V's words there are registers for one block more.
-                shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, choices.masked)._replace(resident=4)
+                shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, cuda.is_long(choices))
+                shape = shape._replace(resident=4)
                 single = self.query.queries * choices.group <= choices.rows
                 return mass_cuda.make_mass_lanes, (shape, single, by_slot)
         from tikv.kernels.attention.mass import make_mass
