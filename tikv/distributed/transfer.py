@@ -1,7 +1,7 @@
 """Sequences of a paged store from one process to another: `send_sequence` there, `recv_sequence` here.
 
-Two messages, what is sent and what the receiver lacks of it, then the blocks. Of each layer K and V are one tensor each,
-straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers.
+Two messages, what is sent and what the receiver lacks of it, then the blocks. Of each layer K and V are one tensor
+each, straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers.
 """
 
 from __future__ import annotations
