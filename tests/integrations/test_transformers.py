@@ -584,7 +584,7 @@ def test_keys_and_values_can_be_set(arch, rng):
 
 
 def test_fewer_keys_and_values_give_memory_back(arch, rng):
-    layer, k, v = filled(rng, tokens=1100)
+    layer, _, v = filled(rng, tokens=1100)
     assert layer.store.capacity == 2048
     layer.keys, layer.values = layer.keys[:, :, ::3], layer.values[:, :, ::3]
     assert (layer.store.length, layer.store.capacity) == (367, 512)

@@ -52,7 +52,7 @@ def attend(
     stored = getattr(key, "tikv_stored", None)
     graded = (query, key, value) if sinks is None else (query, key, value, sinks)
     trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
-    # Where it masks keys of single heads, kvpress wraps the functions that it finds: the others are, this one may not be.
+    # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
     masked_outside = getattr(module, "masked_key_indices", None) is not None
     ours = query.shape[2] == 1 or (sinks is not None and query.dtype is not torch.float64)
     if ours and attention_mask is None and not masked_outside and not trained and not dropout and not _is_traced():
