@@ -326,9 +326,9 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
     read = []
-    attention = by_name.decode_attention
+    attention = by_name.contiguous_call
     monkeypatch.setattr(
-        by_name, "decode_attention", lambda q, k, *a, **o: (read.append(k.dtype), attention(q, k, *a, **o))[1]
+        by_name, "contiguous_call", lambda n, q, k, *a, **o: (read.append(k.dtype), attention(n, q, k, *a, **o))[1]
     )
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)

@@ -10,7 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv.ops.attention import decode_attention
+from tikv.ops.attention.contiguous import contiguous_call
+from tikv.ops.attention.terms import Terms
 
 ATTENTION = "tikv"  # the name for attn_implementation
 
@@ -58,11 +59,12 @@ def attend(
     if ours and attention_mask is None and not masked_outside and not trained and not dropout and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
-        out = decode_attention(
-            query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale, v_scale=v_scale, causal=causal,
-            sink_logits=None if sinks is None else sinks.detach().float(),
+        call = contiguous_call(
+            "decode_attention", query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale,
+            v_scale=v_scale, causal=causal, terms=Terms(None if sinks is None else sinks.detach().float()),
+            format=None if stored is None else stored[0].store.format,
         )  # fmt: skip
-        return out.transpose(1, 2), None
+        return call.attend(query, impl="auto").transpose(1, 2), None
     if stored is not None:
         layer, first, end, *_ = stored
         key, value = layer._read(first, end)

@@ -9,19 +9,17 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
-from tikv import dtypes, engines, runtime
-from tikv.dtypes import APPENDED
-from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.errors import ArchError, CapacityError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
+from tikv.integrations._transformers_storage import OPERATION, check_storage, share_memory_with
 from tikv.stores.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
 SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
-OPERATION = "TikvCache"
 
 
 def _find_part() -> Any:
@@ -83,9 +81,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        _share_memory_with(self.device)
+        share_memory_with(self.device)
         batch, heads, _, width = key_states.shape
-        self._check_storage(key_states)
+        check_storage(self._name, self.storage, key_states, value_states)
         self.store = GrowingLayer(
             num_kv_heads=heads,
             head_dim=width,
@@ -97,15 +95,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self._settled = 0
         self._attach()
-
-    def _check_storage(self, key_states: Any) -> None:
-        model = dtypes.parse(key_states.dtype, self._name)
-        if self.storage is not None and model.name not in APPENDED.get(self.storage.name, ()):
-            fit = [name for name, sources in APPENDED.items() if model.name in sources]
-            raise DTypeError(
-                f"{self._name}: keys of {model.name} are not stored as {self.storage.name}. Use dtype=None, or one of "
-                f"{', '.join(fit)}."
-            )
 
     def _tokens_of(self, key_states: Any) -> int:
         if key_states.ndim != 4:
@@ -139,9 +128,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
             self._k, self._v = store.keys.torch(), store.values.torch()
             self._scales = [a.torch() for a in store.scales] or None
-        self.batch_size, self.num_heads, _, self.head_dim = self._k.shape
+        self.batch_size, self.num_heads = self._k.shape[:2]
         self.max_batch_size = self.batch_size
-        self._v_width = self._v.shape[3]
+        self.head_dim, self._v_width = store.widths
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
         self._as_stored = self._k.dtype is self.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
@@ -229,6 +218,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             or self._staged
             or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
+            or store.format is not None
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
@@ -263,9 +253,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if key_states.shape[2] != value_states.shape[2]:
             return False
         return all(
-            (*new.shape[:2], new.shape[3]) == (*cache.shape[:2], cache.shape[3])
+            (*new.shape[:2], new.shape[3]) == (self.batch_size, self.num_heads, width)
             and (new.dtype, new.device) == (self.dtype, self.device)
-            for new, cache in ((key_states, self._k), (value_states, self._v))
+            for new, width in ((key_states, self.head_dim), (value_states, self._v_width))
         )
 
     def _left_behind(self) -> int:
@@ -297,7 +287,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Take on the form of another model or batch when empty; refuse it when not."""
         store = self.store
         assert store is not None
-        form = (*self._k.shape[:2], "n", self.head_dim), (*self._v.shape[:2], "n", self._v.shape[3])
+        form = (*self._k.shape[:2], "n", self.head_dim), (*self._v.shape[:2], "n", self._v_width)
         given = (
             (*key_states.shape[:2], "n", key_states.shape[-1]),
             (*value_states.shape[:2], "n", value_states.shape[-1]),
@@ -325,7 +315,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _slices(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end where they lie."""
-        k_width, v_width = self.head_dim, self._v_width
+        k_width, v_width = self._k.shape[3], self._v.shape[3]
         k_shape = self.batch_size, self.num_heads, end - first, k_width
         v_shape = self.batch_size, self.num_heads, end - first, v_width
         if not first:  # each argument takes time
@@ -339,7 +329,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
         k, v = self._slices(first, end)
         scales = [a.narrow(2, first, end - first) for a in self._scales] if self._scales else [None] * 2
-        k.tikv_stored = (self, first, end, *scales)
+        k.tikv_stored = (self, first, end, *scales)  # a tensor of codes is as wide as their words
         return k, v
 
     def _visible(self) -> tuple[Any, Any]:
@@ -542,28 +532,3 @@ def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: A
 
 
 _update_outside_the_graph = torch.compiler.disable(_update_outside_the_graph)
-
-
-def _share_memory_with(device: Any) -> None:
-    """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
-
-    Raises:
-        ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
-    """
-    engine = engines.that_shares_mps() if device.type == "mps" else None
-    arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
-    if arch is None:
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory can be shared."
-        )
-    live = runtime.current() if runtime.is_started() else runtime.init(arch, engine.name if engine else "auto")
-    if engine not in (None, live.engine):
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}, whose memory {live.engine.title} cannot share. Call "
-            f"tikv.init({arch!r}, engine={engine.name!r}) in another process ({engine.remedy[:-1]}), or move the model."
-        )
-    if live.arch != arch:
-        raise ArchError(
-            f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
-            f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
-        )

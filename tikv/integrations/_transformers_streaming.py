@@ -18,6 +18,7 @@ from tikv.integrations._gradients import has_gradient
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_layer import TikvLayer
 
+_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
 
 
@@ -111,7 +112,7 @@ class StreamingLayer(TikvLayer):
         behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
         order = torch.as_tensor(np.r_[: self.sinks, behind], device=self.device)
         for a in (self._k, self._v, *(self._scales or ())):
-            words = a.view(torch.uint8) if a.dtype.itemsize == 1 else a
+            words = a.view(_INDEXED.get(a.dtype.itemsize, a.dtype))
             words[:, :, : self.window] = words[:, :, order]
         self._oldest = self.sinks
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import cache_utils
 
-from tikv import dtypes
-from tikv.dtypes import APPENDED
-from tikv.errors import DTypeError, OptionError, ShapeError
+from tikv.errors import OptionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
-from tikv.integrations._transformers_layer import OPERATION, TikvLayer
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_storage import OPERATION, storage_of
 from tikv.integrations._transformers_streaming import StreamingLayer
 
 __all__ = ["TikvCache", "TikvLayer"]
@@ -61,8 +60,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             Where all layers slide, a sequence goes on beyond it, as with transformers' own static cache: a new token
             sees its window, or the newest ``max_cache_len`` tokens where these are fewer.
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
-            or "float8_e5m2", saturating; "int8", with a scale per token and head. What is stored narrower is
-            widened for each read.
+            or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0" or "q4_0",
+            whose groups divide the heads. What is stored narrower is widened for each read.
         window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
             for ever in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
@@ -112,12 +111,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
-        storage = None if dtype is None else dtypes.parse(dtype, OPERATION)
-        if storage is not None and storage.name not in APPENDED:
-            raise DTypeError(
-                f"{OPERATION}: dtype={storage.name} is not stored. Use None for the model's, or one of "
-                f"{', '.join(APPENDED)}."
-            )
+        storage = storage_of(dtype)
         self._limit = limit
         layers: list[Any] = []
         kinds, limit = shim.bounded(shim.layer_kinds(text), limit)

@@ -14,12 +14,13 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import CacheArray, last_call_test, new_array, view_all
 from tikv.errors import PositionError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.runtime import require_alive
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import size_in_words, storage
+from tikv.stores.storage import size_in_words, storage_or_format
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
@@ -75,7 +76,7 @@ class GrowingLayer(runtime.NotCopied):
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
-        stored, scales = storage(dtype, scale_dtype, self.runtime, operation)
+        stored, scales = storage_or_format(dtype, scale_dtype, self.runtime, operation)
         self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
         self._memory = LayerMemory(
             self.runtime,
@@ -113,9 +114,19 @@ class GrowingLayer(runtime.NotCopied):
         return self._memory.batch_size
 
     @property
-    def dtype(self) -> dtypes.DType:
+    def dtype(self) -> dtypes.DType | GroupFormat:
         """What keys and values are stored in."""
-        return self._memory.stored
+        return self._memory.dtype
+
+    @property
+    def format(self) -> GroupFormat | None:
+        """The format of keys and values, if they are groups of codes: `keys` and `values` are then words."""
+        return self._memory.format
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a row of K and of V."""
+        return self._memory.head_dim, self._memory.head_dim_v
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +145,7 @@ class GrowingLayer(runtime.NotCopied):
 
     @property
     def scales(self) -> tuple[CacheArray, ...]:
-        """The int8 scales of K and of V, each (batch, num_kv_heads, capacity); none for other dtypes."""
+        """The scales of K and of V, as `KVCacheStore.scales` gives them; none where a dtype has none."""
         return tuple(CacheArray(a, self.runtime) for a in self._layer.scales)
 
     def append(self, k: Any, v: Any) -> None:
@@ -246,7 +257,9 @@ class GrowingLayer(runtime.NotCopied):
         self.origin = origin
 
     def decoded(self, first: int) -> tuple[CacheArray, CacheArray]:
-        """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v); int8 as float32.
+        """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v).
+
+        int8 and groups come as float32.
 
         Cost: one launch, each row read and written once.
         """

@@ -162,13 +162,15 @@ def contiguous_call(
     head_dim_v: int | None = None,
     newer: int = 0,
     short: bool = False,
+    format: GroupFormat | None = None,
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation.
 
-    `newer` and `short` are those of `AttentionOptions`.
+    `newer` and `short` are those of `AttentionOptions`; `format` is of caches that are words of codes, whose numbers
+    are the scales.
     """
     live = runtime.current()
-    format = None
+    of_groups: dict[str, ArrayView] = {}
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         if k_scale is not None or v_scale is not None:
             raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
@@ -184,9 +186,8 @@ def contiguous_call(
         arrays["lens"] = view(seq_lens, "seq_lens", operation)
     if v_cache is None and v_scale is None:
         v_scale = k_scale
-    if format is not None:
-        arrays |= of_groups
-    elif k_scale is not None or v_scale is not None:
+    arrays |= of_groups
+    if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)

@@ -1,0 +1,77 @@
+"""What the layers of a `TikvCache` store tokens in, and memory that they share with torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import dtypes, engines, runtime
+from tikv.dtypes import APPENDED, DType
+from tikv.errors import ArchError, DTypeError
+from tikv.formats import FORMATS, GroupFormat, parse_format
+from tikv.stores.storage import appended
+
+OPERATION = "TikvCache"
+
+
+def storage_of(dtype: Any) -> DType | GroupFormat | None:
+    """What a user's ``dtype`` means; None for the model's.
+
+    Raises:
+        DTypeError: nothing is stored in that.
+    """
+    if dtype is None:
+        return None
+    found = parse_format(dtype) or dtypes.parse(dtype, OPERATION)
+    if isinstance(found, DType) and found.name not in APPENDED:
+        raise DTypeError(
+            f"{OPERATION}: dtype={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "
+            f"{', '.join(APPENDED)}, q8_0, q4_0."
+        )
+    return found
+
+
+def check_storage(name: str, storage: DType | GroupFormat | None, keys: Any, values: Any) -> None:
+    """Tokens of these dtypes and widths are stored so; `name` is the layer's.
+
+    Raises:
+        DTypeError: they are not.
+        ShapeError: groups do not divide the width of a head.
+    """
+    if storage is None:
+        return
+    model = dtypes.parse(keys.dtype, name)
+    if model.name not in appended(storage):
+        fit = [row for row, sources in APPENDED.items() if model.name in sources]
+        fit += [row for row, format in FORMATS.items() if format.numbers == 1 and model.name in appended(format)]
+        raise DTypeError(
+            f"{name}: keys of {model.name} are not stored as {storage.name}. Use dtype=None, or one of "
+            f"{', '.join(fit)}."
+        )
+    if isinstance(storage, GroupFormat):
+        for what, states in (("keys", keys), ("values", values)):
+            storage.groups(states.shape[3], f"a head of {what}", name)
+
+
+def share_memory_with(device: Any) -> None:
+    """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
+
+    Raises:
+        ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
+    """
+    engine = engines.that_shares_mps() if device.type == "mps" else None
+    arch = engine.mps_arch if engine else {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
+    if arch is None:
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}. Move it to CPU, CUDA or MPS, whose memory can be shared."
+        )
+    live = runtime.current() if runtime.is_started() else runtime.init(arch, engine.name if engine else "auto")
+    if engine not in (None, live.engine):
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}, whose memory {live.engine.title} cannot share. Call "
+            f"tikv.init({arch!r}, engine={engine.name!r}) in another process ({engine.remedy[:-1]}), or move the model."
+        )
+    if live.arch != arch:
+        raise ArchError(
+            f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
+            f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
+        )
