@@ -13,7 +13,7 @@ import tikv
 from tikv.integrations.transformers import TikvCache
 
 CONFIG = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64,
 }  # fmt: skip
 
