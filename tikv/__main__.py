@@ -223,7 +223,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     dtypes = list(dict.fromkeys(itertools.chain(*arguments.dtype))) or list(export.DTYPES)
     sizes = export.Sizes(arguments.head_dim, arguments.q_heads, arguments.kv_heads, arguments.block_size)
     folder = export.check(arguments.folder, archs, operations, dtypes, sizes)
-    with progress("tikv export", len(operations) * len(dtypes)) as step:
+    with progress("tikv export", len(export.pairs(operations, dtypes))) as step:
         found = export.export(folder, archs, operations, dtypes, sizes, step)
     rows = []
     for name, kernel in found["kernels"].items():
@@ -316,7 +316,8 @@ The folder then holds, of each kernel, NAME.spv for Vulkan 1.1 and NAME.metal fo
   launches  what one call of each operation launches, in its order, with the arguments it gives: shapes and numbers.
             A program changes those with a name, such as dst_position, and the strides, which count words
 
-A kernel takes any number of tokens, heads, slots and pages; the sizes below and the dtype are compiled in.
+A kernel takes any number of tokens, heads, slots and pages; the sizes below and the dtype are compiled in. What is
+stored as int8 or float8 comes from float16 rows, and attention over it has float16 queries and results.
 A Vulkan driver has to be here, Mesa's on the CPU will do; for Metal source spirv-cross; spirv-val checks what it finds.
 examples/export_vulkan/ is such a program in C++.
 
@@ -340,7 +341,7 @@ examples/export_vulkan/ is such a program in C++.
         default=[],
         type=names,
         metavar="NAME[,NAME...]",
-        help="of rows and caches: float32, float16, bfloat16 (all)",
+        help="what is stored: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 (all that an operation has)",
     )
     for name, default, what in (
         ("--head-dim", 128, "elements of a head"),

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -22,7 +23,8 @@ EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "export_vul
 def exported(vulkan, tmp_path_factory):
     """(folder, kernels.json) of some operations."""
     folder = tmp_path_factory.mktemp("export") / "kernels"
-    asked = ["--op", "copy_kv,gather_paged,merge_states", "--dtype", "bfloat16", "--head-dim", "32", "--kv-heads", "4"]
+    operations = "copy_kv,gather_paged,merge_states,KVCacheStore.append,PagedKVCacheStore.append"
+    asked = ["--op", operations, "--dtype", "bfloat16,int8", "--head-dim", "32", "--kv-heads", "4"]
     child = subprocess.run(
         [sys.executable, "-m", "tikv", "export", folder, *asked],
         capture_output=True, text=True, env=vulkan, timeout=300,
@@ -37,7 +39,12 @@ def test_files_and_facts_agree(exported):
     folder, found = exported
     assert found["form"] == export.FORM
     assert found["sizes"] == {"head_dim": 32, "q_heads": 32, "kv_heads": 4, "block_size": 16}
-    assert [launch["operation"] for launch in found["launches"]] == ["copy_kv"] * 2 + ["gather_paged", "merge_states"]
+    launched = Counter((launch["operation"], launch["dtype"]) for launch in found["launches"])
+    assert launched == {
+        ("copy_kv", "bfloat16"): 2, ("gather_paged", "bfloat16"): 1, ("gather_paged", "int8"): 1,
+        ("merge_states", "bfloat16"): 1, ("KVCacheStore.append", "bfloat16"): 4, ("KVCacheStore.append", "int8"): 4,
+        ("PagedKVCacheStore.append", "bfloat16"): 1, ("PagedKVCacheStore.append", "int8"): 1,
+    }  # fmt: skip
     listed = {kernel[kind] for kernel in found["kernels"].values() for kind in ("spirv", "metal")}
     assert {path.name for path in folder.iterdir()} == listed | {"kernels.json"}
     for kernel in found["kernels"].values():
@@ -75,6 +82,9 @@ def test_a_launch_gives_every_number_its_place(exported):
         assert all(at % 4 == 0 and at + 4 <= kernel["arguments_bytes"] for at in taken)
     arguments = found["kernels"]["copy_kv_bfloat16_0"]["arguments"]
     assert any("dst_position" in argument.get("names", []) for argument in arguments)
+    for launch in found["launches"]:
+        dtypes = {given["dtype"] for given in launch["arguments"] if isinstance(given, dict)}
+        assert dtypes >= ({"int8", "float16"} if launch["dtype"] == "int8" else {"bfloat16"})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,12 @@ def test_a_launch_gives_every_number_its_place(exported):
     [
         (["--op", "copy_kv,nothing"], errors.OptionError, "no op nothing. Use one of copy, copy_kv"),
         (["--arch", "cuda"], errors.OptionError, "no arch cuda. Use one of vulkan, metal"),
-        (["--dtype", "int8"], errors.OptionError, "no dtype int8. Use one of float32"),
+        (["--dtype", "float64"], errors.OptionError, "no dtype float64. Use one of float32"),
+        (
+            ["--op", "copy_kv,linearize", "--dtype", "int8"],
+            errors.OptionError,
+            "copy_kv, linearize stores no int8. Use one of float32, float16, bfloat16, float8_e4m3fn",
+        ),
         (["--q-heads", "6", "--kv-heads", "4"], errors.OptionError, "q_heads a multiple of kv_heads"),
         (["--head-dim", "0"], errors.OptionError, "Sizes are 1 and more"),
     ],
@@ -128,10 +143,17 @@ def test_a_program_in_cpp_gets_the_same_bits(vulkan, compiler, tmp_path):
 
 @pytest.mark.full
 def test_every_operation_is_exported(vulkan, tmp_path):
-    command = [sys.executable, "-m", "tikv", "export", tmp_path, "--dtype", "float32", "--arch", "vulkan"]
+    command = [sys.executable, "-m", "tikv", "export", tmp_path, "--dtype", "float32,float8_e5m2", "--arch", "vulkan"]
     child = subprocess.run(command, capture_output=True, text=True, env=vulkan, timeout=500)
     assert child.returncode == 0, child.stderr
     found = json.loads((tmp_path / "kernels.json").read_text(encoding="utf-8"))
-    assert {launch["operation"] for launch in found["launches"]} == set(export.OPERATIONS)
+    made = {(launch["operation"], launch["dtype"]) for launch in found["launches"]}
+    assert made == set(export.pairs(list(export.OPERATIONS), ["float32", "float8_e5m2"]))
     assert all(os.path.getsize(tmp_path / kernel["spirv"]) for kernel in found["kernels"].values())
     assert not list(tmp_path.glob("*.metal"))
+
+
+def test_the_manual_lists_what_is_exported():
+    text = (EXAMPLE.parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|$", text.partition("### Without Python")[2], re.MULTILINE))
+    assert listed == {name: ", ".join(operation.stored) for name, operation in export.OPERATIONS.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +21,14 @@ from tikv.launch.vectors import fields_of
 from tikv.ops import attention, blocks, copy, paged, quantize, ragged, write_qkv
 from tikv.ops.rope import NormRope
 from tikv.runtime.cache import BoundedCache
+from tikv.stores import contiguous
+from tikv.stores.paged import PagedKVCacheStore
 
 FORM = 1  # of kernels.json; it grows when a reader of older ones would misread it
 INDEX = "kernels.json"
 ARCHS = ("vulkan", "metal")
-DTYPES = ("float32", "float16", "bfloat16")
+FLOATS, FLOAT8 = ("float32", "float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
+DTYPES = (*FLOATS, "int8", *FLOAT8)  # what is stored
 TOKENS, CAPACITY, BLOCKS = 2, 64, 8  # of the recorded calls; a kernel takes any
 
 
@@ -39,15 +42,16 @@ class Sizes(NamedTuple):
 
 
 class Calls:
-    """Calls of one dtype, on zeros in device memory."""
+    """Calls that store one dtype, on zeros in device memory. What a call is given is float16 where that is another."""
 
     def __init__(self, live: runtime.Runtime, sizes: Sizes, dtype: str) -> None:
         self.live, self.sizes = live, sizes
-        self.dtype = dtypes.parse(dtype, "export").numpy
+        self.name, self.given_name = dtype, dtype if dtype in FLOATS else "float16"
+        self.stored, self.given = (dtypes.parse(name, "export").numpy for name in (self.name, self.given_name))
 
     def zeros(self, *shape: int, dtype: Any = None) -> Any:
-        """Zeros, of the dtype of the calls unless another is named."""
-        host = np.zeros(shape, self.dtype if dtype is None else dtype)
+        """Zeros, of the dtype that calls are given unless another is named."""
+        host = np.zeros(shape, self.given if dtype is None else dtype)
         return arrays.CacheArray(arrays.to_device(host, self.live), self.live)
 
     def ints(self, *numbers: int) -> Any:
@@ -60,12 +64,21 @@ class Calls:
 
     def caches(self) -> list[Any]:
         """Caches (H, capacity, D)."""
-        return [self.zeros(self.sizes.kv_heads, CAPACITY, self.sizes.head_dim) for _ in "kv"]
+        return [self.zeros(self.sizes.kv_heads, CAPACITY, self.sizes.head_dim, dtype=self.stored) for _ in "kv"]
 
     def pools(self) -> list[Any]:
         """Pools (N, bs, H, D)."""
         s = self.sizes
-        return [self.zeros(BLOCKS, s.block_size, s.kv_heads, s.head_dim) for _ in "kv"]
+        return [self.zeros(BLOCKS, s.block_size, s.kv_heads, s.head_dim, dtype=self.stored) for _ in "kv"]
+
+    def scales(self, *shape: int) -> dict[str, Any]:
+        """The scales of keys and values, as arguments; none where the dtype has none."""
+        names = ("k_scale", "v_scale") if self.name == "int8" else ()
+        return {name: self.zeros(*shape, dtype=np.float16) for name in names}
+
+    def pool_scales(self) -> dict[str, Any]:
+        """`scales` of `pools`."""
+        return self.scales(BLOCKS, self.sizes.block_size, self.sizes.kv_heads)
 
 
 def _copy(c: Calls) -> None:
@@ -88,13 +101,14 @@ def _append_ragged(c: Calls) -> None:
 
 
 def _write_slots(c: Calls) -> None:
-    paged.write_slots(*[*c.rows(), *c.pools(), c.ints(*range(TOKENS))])
+    paged.write_slots(*[*c.rows(), *c.pools(), c.ints(*range(TOKENS))], **c.pool_scales())
 
 
 def _gather_paged(c: Calls) -> None:
     s = c.sizes
     out = c.zeros(s.block_size + 1, s.kv_heads, s.head_dim)
-    paged.gather_paged(c.pools()[0], c.ints(1, 0), s.block_size + 1, out=out)
+    scale = c.pool_scales().get("k_scale")
+    paged.gather_paged(c.pools()[0], c.ints(1, 0), s.block_size + 1, scale=scale, out=out)
 
 
 def _copy_blocks(c: Calls) -> None:
@@ -128,17 +142,19 @@ def _write_qkv(c: Calls) -> None:
 
 def _decode_attention(c: Calls) -> None:
     s = c.sizes
-    caches = [c.zeros(1, s.kv_heads, CAPACITY, s.head_dim) for _ in "kv"]
+    caches = [c.zeros(1, s.kv_heads, CAPACITY, s.head_dim, dtype=c.stored) for _ in "kv"]
+    scales = c.scales(1, s.kv_heads, CAPACITY)
     q, out = (c.zeros(1, s.q_heads, s.head_dim) for _ in "qo")
-    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], out=out)
-    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], out=out, num_splits=2)
+    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], **scales, out=out)
+    attention.decode_attention(*[q, *caches, c.ints(CAPACITY)], **scales, out=out, num_splits=2)
 
 
 def _paged_decode_attention(c: Calls) -> None:
     s = c.sizes
     q, out = (c.zeros(1, s.q_heads, s.head_dim) for _ in "qo")
     tables = arrays.CacheArray(arrays.to_device(np.arange(BLOCKS, dtype=np.int32)[None], c.live), c.live)
-    attention.paged_decode_attention(*[q, *c.pools(), tables, c.ints(BLOCKS * s.block_size)], out=out)
+    lengths = c.ints(BLOCKS * s.block_size)
+    attention.paged_decode_attention(*[q, *c.pools(), tables, lengths], **c.pool_scales(), out=out)
 
 
 def _merge_states(c: Calls) -> None:
@@ -149,21 +165,70 @@ def _merge_states(c: Calls) -> None:
     attention.merge_states(*states)
 
 
-OPERATIONS: dict[str, Callable[[Calls], None]] = {
-    "copy": _copy,
-    "copy_kv": _copy_kv,
-    "linearize": _linearize,
-    "append_ragged": _append_ragged,
-    "write_slots": _write_slots,
-    "gather_paged": _gather_paged,
-    "copy_blocks": _copy_blocks,
-    "quantize": _quantize,
-    "dequantize": _dequantize,
-    "write_qkv": _write_qkv,
-    "decode_attention": _decode_attention,
-    "paged_decode_attention": _paged_decode_attention,
-    "merge_states": _merge_states,
+def _stores(c: Calls) -> Iterator[contiguous.KVCacheStore]:
+    """Of a layer that keeps all, and of one that keeps the newest behind a sink."""
+    s = c.sizes
+    for window, sinks in ((None, 0), (CAPACITY, 1)):
+        yield contiguous.KVCacheStore(
+            num_layers=2, num_kv_heads=s.kv_heads, head_dim=s.head_dim, capacity=CAPACITY, dtype=c.name, window=window,
+            sinks=sinks,
+        )  # fmt: skip
+
+
+def _store_append(c: Calls) -> None:
+    s = c.sizes
+    for store in _stores(c):
+        store.append(0, *c.rows())
+    both = [c.zeros(2, TOKENS, s.kv_heads, s.head_dim) for _ in "kv"]
+    for store in _stores(c):
+        store.append_all(*both)
+
+
+def _pool(c: Calls) -> tuple[PagedKVCacheStore, list[Any]]:
+    """A paged store of one layer, and a sequence of each new token."""
+    s = c.sizes
+    pool = PagedKVCacheStore(
+        num_layers=1, num_kv_heads=s.kv_heads, head_dim=s.head_dim, num_blocks=BLOCKS, block_size=s.block_size,
+        dtype=c.name,
+    )  # fmt: skip
+    return pool, [pool.add() for _ in range(TOKENS)]
+
+
+def _pool_append(c: Calls) -> None:
+    pool, seqs = _pool(c)
+    k, v = c.rows()
+    pool.append(0, k, v, seqs)
+
+
+class Operation(NamedTuple):
+    """Calls whose launches are exported, and the dtypes that they may store."""
+
+    call: Callable[[Calls], None]
+    stored: tuple[str, ...]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "copy": Operation(_copy, (*FLOATS, *FLOAT8)),
+    "copy_kv": Operation(_copy_kv, (*FLOATS, *FLOAT8)),
+    "linearize": Operation(_linearize, FLOATS),
+    "append_ragged": Operation(_append_ragged, FLOATS),
+    "write_slots": Operation(_write_slots, DTYPES),
+    "gather_paged": Operation(_gather_paged, DTYPES),
+    "copy_blocks": Operation(_copy_blocks, DTYPES),
+    "quantize": Operation(_quantize, FLOATS),
+    "dequantize": Operation(_dequantize, FLOATS),
+    "write_qkv": Operation(_write_qkv, (*FLOATS, *FLOAT8)),
+    "decode_attention": Operation(_decode_attention, DTYPES),
+    "paged_decode_attention": Operation(_paged_decode_attention, DTYPES),
+    "merge_states": Operation(_merge_states, FLOATS),
+    "KVCacheStore.append": Operation(_store_append, DTYPES),
+    "PagedKVCacheStore.append": Operation(_pool_append, DTYPES),
 }
+
+
+def pairs(operations: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Each operation with each of these dtypes that it may store."""
+    return [(operation, name) for operation in operations for name in names if name in OPERATIONS[operation].stored]
 
 
 def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Sequence[str], sizes: Sizes) -> Path:
@@ -176,6 +241,11 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
     for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
             raise OptionError(f"export: no {what} {', '.join(unknown)}. Use one of {', '.join(known)}.")
+    if not pairs(operations, names):
+        raise OptionError(
+            f"export: {', '.join(operations)} stores no {', '.join(names)}. Use one of "
+            f"{', '.join(dict.fromkeys(n for operation in operations for n in OPERATIONS[operation].stored))}."
+        )
     if min(sizes) < 1 or sizes.q_heads % sizes.kv_heads or sizes.head_dim % 2:
         raise OptionError(
             f"export: {', '.join(f'{name}={size}' for name, size in sizes._asdict().items())}. Sizes are 1 and more, "
@@ -203,9 +273,9 @@ def export(
         folder: it is made where it is missing. Files of an earlier export there are replaced.
         archs: "vulkan" writes SPIR-V, "metal" Metal source.
         operations: of `OPERATIONS`.
-        names: of `DTYPES`.
+        names: of `DTYPES`; an operation that may not store one is left out for it.
         sizes: what the kernels are compiled for.
-        step: called with what is done now and how many operations are over, of `operations` times `names`.
+        step: called with what is done now and how many of `pairs` are over.
 
     Returns:
         What kernels.json holds.
@@ -223,15 +293,16 @@ def export(
         ) from error
     recorded: list[tuple[dict[str, Any], launch.Recorded]] = []
     kernels: dict[str, launch.Kernel] = {}
-    for number, (name, dtype) in enumerate([(name, dtype) for name in operations for dtype in names]):
+    asked = pairs(operations, names)
+    for number, (name, dtype) in enumerate(asked):
         step(f"{name} {dtype}", number)
         made = Calls(live, sizes, dtype)
         with launch.recording(live, BoundedCache()) as launches:
-            OPERATIONS[name](made)
+            OPERATIONS[name].call(made)
         for each in launches:
             recorded.append(({"operation": name, "dtype": dtype}, each))
             kernels[each.kernel.name] = each.kernel
-    step("compiling", len(operations) * len(names))
+    step("compiling", len(asked))
     with tempfile.TemporaryDirectory() as temporary:
         ahead.save(list(kernels.values()), Path(temporary))
         saved = dict(zip(kernels, ahead.saved_in(Path(temporary)), strict=True))
@@ -252,9 +323,10 @@ def _write(
     for call, each in recorded:
         name = each.kernel.name
         if name not in files:
-            count = sum(stem.startswith(f"{call['operation']}_{call['dtype']}_") for stem, _ in files.values())
+            start = f"{call['operation'].replace('.', '_')}_{call['dtype']}_"
+            count = sum(stem.startswith(start) for stem, _ in files.values())
             spirv = ahead.with_capabilities(saved[name].spirv.read_bytes())
-            files[name] = f"{call['operation']}_{call['dtype']}_{count}", spirv
+            files[name] = f"{start}{count}", spirv
             found[files[name][0]] = {"name": name, **_facts(each, saved[name], spirv)}
         call["kernel"] = files[name][0]
         call["arguments"] = [_given(value) for value in each.arguments]
