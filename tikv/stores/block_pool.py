@@ -154,18 +154,17 @@ class BlockPool:
                 f"{operation}: {n} blocks are needed and {self.num_free} of {self.num_blocks} are free. Free, truncate "
                 f"or swap out a sequence, or make the pool larger."
             )
-        found = []
-        for _ in range(n):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block = next(iter(self._idle))
-                del self._idle[block]
-                if lost is not None:
-                    lost[block] = self._digest_of[block]
-                self.forget(block)
-            self._holders[block] = 1
+        found = self._free[-n:][::-1] if n else []
+        del self._free[len(self._free) - len(found) :]
+        for _ in range(n - len(found)):
+            block = next(iter(self._idle))
+            del self._idle[block]
+            if lost is not None:
+                lost[block] = self._digest_of[block]
+            self.forget(block)
             found.append(block)
+        for block in found:
+            self._holders[block] = 1
         return found
 
     def give_back(self, blocks: Sequence[int], lost: dict[int, bytes]) -> None:
@@ -190,7 +189,10 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if block in self._digest_of and len(self._blocks_of[self._digest_of[block]]) == 1:
+                digest = self._digest_of.get(block)
+                if digest is None:
+                    self._free.append(block)
+                elif len(self._blocks_of[digest]) == 1:
                     self._idle[block] = None
                 else:
                     self.forget(block)  # another has the same tokens
