@@ -196,7 +196,7 @@ class _Peer:
         """
         import torch.distributed as dist
 
-        requests = []
+        requests: list[Any] = []
         with self.ranks.understanding(self.operation):
             for tensors in layers:
                 batch = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in tensors if each.numel()]
