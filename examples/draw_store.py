@@ -1,4 +1,4 @@
-"""Draw a sliding window and a page table from live stores: docs/ring.svg and docs/pages.svg of this repository.
+"""Draw what lies where in live stores: ring.svg, slots.svg, heads.svg and pages.svg in docs/ of this repository.
 
 python examples/draw_store.py [--out FOLDER]
 """
@@ -19,6 +19,25 @@ def ring() -> tikv.KVCacheStore:
     )
     rows = np.zeros((6, 43, 8, 128), np.float32)
     store.append_all(rows, rows)
+    return store
+
+
+def slots() -> tikv.KVCacheStore:
+    """A layer without a window and a sliding one, after 18 tokens."""
+    store = tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=64, capacity=24, window=[None, 8])
+    store.append_all(*np.zeros((2, 2, 18, 1, 64), np.float32))
+    return store
+
+
+def heads() -> tikv.KVCacheStore:
+    """Two heads that kept different tokens of 30, and three more tokens."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=64, capacity=40)
+    store.append(0, *np.zeros((2, 30, 2, 64), np.float32))
+    keep = np.zeros((1, 2, 30), bool)
+    keep[0, 0, [0, 1, 2, 7, 8, 13, 19, 27, 28, 29]] = True
+    keep[0, 1, [0, 4, 5, 29]] = True
+    store.compact(0, keep)
+    store.append(0, *np.zeros((2, 3, 2, 64), np.float32))
     return store
 
 
@@ -43,7 +62,7 @@ def pages() -> tikv.PagedKVCacheStore:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"), metavar="FOLDER")
     options = parser.parse_args()
@@ -52,8 +71,8 @@ def main() -> None:
     except OSError as error:
         parser.error(f"--out {options.out}: {error}")
     tikv.init("cpu")
-    ring().draw(options.out / "ring.svg")
-    pages().draw(options.out / "pages.svg")
+    for make in (ring, slots, heads, pages):
+        make().draw(options.out / f"{make.__name__}.svg")
 
 
 if __name__ == "__main__":

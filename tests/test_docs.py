@@ -236,6 +236,7 @@ def test_every_picture_and_page_is_shown():
     shown = {(path.parent / link).resolve() for path in PAGES.values() for link in links(path.read_text("utf-8"))}
     pictures = {path.resolve() for path in (ROOT / "docs").glob("*.svg")}
     assert pictures <= shown
+    assert [name for name, path in PAGES.items() if not path.read_text("utf-8").startswith("# ")] == []
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {name.removeprefix("docs/") for name in PAGES if name != "README.md"}
     notebooks = (ROOT / "docs").rglob("*.ipynb")  # docs/notebooks.py makes a page of each

@@ -265,6 +265,6 @@ def test_the_pictures_of_the_readme_are_drawn_from_stores(arch, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert child.returncode == 0, child.stderr
-    for name in ("ring.svg", "pages.svg"):
+    for name in ("ring.svg", "slots.svg", "heads.svg", "pages.svg"):
         kept, drawn = (folder / name for folder in (ROOT / "docs", tmp_path))
         assert kept.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8"), f"run {child.args[1]}"
