@@ -60,9 +60,6 @@ def shape_of(kind, c):
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
     in_flight = MAX_IN_FLIGHT if c.rows <= 2 else 4 if c.rows <= 4 else 2  # what registers allow
-    v_keys = max(in_flight, 4)
-    if kind == WARP and c.scale:  # the code of a key is long: LLVM makes one function of few of them only
-        in_flight, v_keys = max(in_flight // 2, 1), max(v_keys // 2, 2)
     return Shape(
         units=units,
         units_v=units_v,
@@ -70,7 +67,7 @@ def shape_of(kind, c):
         sharers=sharers,
         max_groups=BLOCK // 32 if kind == WARP else BLOCK,
         keys=1 if kind == SINGLE else in_flight,
-        v_keys=v_keys,
+        v_keys=max(in_flight, 4),
         words=1 if kind == SINGLE or units <= NARROW else 2,
     )
 
