@@ -10,6 +10,7 @@ import tikv
 from tikv import launch, reference, runtime
 from tikv.launch import subgroups
 from tikv.runtime.cache import BoundedCache
+from tikv.tools import doctor
 
 TRIALS = {
     "crashes": ("import os; os.abort()", r"ended with exit status -?\d+"),
@@ -112,3 +113,11 @@ def test_wrong_numbers_are_not_used(untried, monkeypatch):
     monkeypatch.setattr(lanes, "self_test_passed", lambda found: False)
     monkeypatch.setattr(runtime, "vulkan_drivers_known", lambda: True)
     assert launch.why_no_subgroups(untried) == subgroups.WRONG
+
+
+@pytest.mark.archs("vulkan")
+def test_the_doctor_says_whether_they_are_used(arch, monkeypatch):
+    """As the report does that a Mac's owner sends."""
+    monkeypatch.setenv("TIKV_SUBGROUPS", "off")
+    found = doctor.check(arch)
+    assert (found.status, found.detail.rpartition(", ")[2]) == ("PASS", "subgroups: TIKV_SUBGROUPS is off"), found

@@ -127,8 +127,10 @@ store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=8, capacity=8, 
 k = rng.standard_normal((2, 6, 2, 8)).astype(np.float32)
 store.append_all(k, k)
 compare("store", store.tokens(1)[0].copy_to_host()[0], k[1, 2:].transpose(1, 0, 2))
-print(json.dumps({"status": "PASS", "detail": f"{len(done)} comparisons, {tikv.runtime.device_name(arch)}",
-                  "seconds": time.perf_counter() - start}))
+detail = f"{len(done)} comparisons, {tikv.runtime.device_name(arch)}"
+if live.is_spirv:
+    detail += f", subgroups: {tikv.launch.why_no_subgroups(live) or 'in use'}"
+print(json.dumps({"status": "PASS", "detail": detail, "seconds": time.perf_counter() - start}))
 """
 
 
