@@ -239,10 +239,6 @@ def test_what_a_per_head_store_does_not_do_is_refused(tmp_path, arch):
             store.compact(0, seq, keep)
         assert str(caught.value).startswith("PagedKVCacheStore.compact: "), caught.value
     assert store.held(0, seq).tolist() == [4, 4]
-    plain = tikv.PagedKVCacheStore(**form)
-    with pytest.raises(tikv.OptionError, match="per_head=True"):
-        plain.compact(0, plain.add(), [[0]])
-
     store.compact(0, seq, np.array([[True, False, False, True], [False, False, True, False]]))
     with pytest.raises(tikv.PositionError, match="the mask keeps row 1 of sequence 0, head 1"):
         store.compact(0, seq, np.ones((2, 2), bool))

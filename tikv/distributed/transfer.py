@@ -56,6 +56,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
+                "left": state.left,
             }
             for state in states
         ]
@@ -139,6 +140,7 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
         for i, block in zip(sent["blocks"], found, strict=False):
             known.setdefault(i, block)
         states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(found)))
+        states[-1].left = list(sent["left"])
     return states, known
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -11,7 +11,10 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.errors import OptionError
 from tikv.ops import blocks, checks, paged
+from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.pool_form import PoolForm
+
+Host: TypeAlias = np.ndarray[Any, Any]
 
 
 def refuse_per_head(form: PoolForm, operation: str, why: str) -> None:
@@ -75,27 +78,80 @@ class HeadAppend:
             self.plan.run([k, pools[0], v, pools[1], index, *pools[2:]])
 
 
+class Moves(NamedTuple):
+    """Rows of a layer by slot: where they lie and where they go; and the positions of before and after."""
+
+    src: Host
+    dst: Host
+    before: Host
+    after: Host
+
+
 def move_rows(
-    live: runtime.Runtime, pools: Sequence[ArrayView], src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]
+    live: runtime.Runtime,
+    form: PoolForm,
+    pools: Sequence[ArrayView],
+    moves: Moves,
+    rope: Rope | None = None,
+    operation: str = "move_rows",
 ) -> None:
     """Move the rows of slots to other slots, in all pools of a layer, by way of memory of their own: slots may be both.
 
+    Args:
+        live, form, pools: the runtime, and a layer's pools of this form.
+        moves: of the rows of all heads that a block holds.
+        rope: turns keys from the positions before to those after, on their way.
+        operation: for messages.
+
     Raises:
-        CapacityError: there is no memory. Nothing is moved.
+        CapacityError: there is no memory; PositionError: positions too far apart. Nothing is moved.
     """
-    count = len(src)
+    count, heads = len(moves.src), form.block_heads
     if count == 0:
         return
-    there, back = (np.stack(pair, axis=1).astype(np.int32) for pair in ((src, range(count)), (range(count), dst)))
-    rows = [_as_rows(a) for a in pools]
-    moved = [new_array((count, *a.shape[1:]), a.dtype, live) for a in rows]
-    for a, to in zip(rows, moved, strict=True):
-        blocks.swap_blocks(a, to, there)
-    for a, to in zip(rows, moved, strict=True):
-        blocks.swap_blocks(to, a, back)
+    moved = []
+    for stream, pool in enumerate(pools):
+        rows = _as_rows(pool, form)
+        to = new_array((count * heads, *rows.shape[1:]), rows.dtype, live)
+        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, moves.src), np.arange(count * heads)))
+        moved.append(to)
+    if rope is not None:
+        k = moved[0].restrided((1, heads, count, form.head_dim), (0, count * form.head_dim, form.head_dim, 1))
+        scale = moved[2].restrided((1, heads, count), (0, count, 1)) if len(pools) > 2 else None
+        shape = (1, heads, count)
+        before, after = (np.broadcast_to(a, shape) for a in (moves.before, moves.after))
+        rotate_rows(live, operation, k, scale, before, after, rope)
+    for stream, (pool, rows) in enumerate(zip(pools, moved, strict=True)):
+        there = _pairs(np.arange(count * heads), _numbers(form, stream, moves.dst))
+        blocks.swap_blocks(rows, _as_rows(pool, form), there)
 
 
-def _as_rows(pool: ArrayView) -> ArrayView:
-    """A pool of one head, or its scales, as (slots, width)."""
+def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
+    """A layer's keys can be rotated so.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: they cannot.
+    """
+    k = _as_rows(pools[0], form)
+    scale = _as_rows(pools[2], form) if len(pools) > 2 else None
+    rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
+    check_keys(rows, None if scale is None else scale.restrided(rows.shape[:3], (0, 0, 1)), rope, operation)
+
+
+def _pairs(src: Host, dst: Host) -> Host:
+    return np.stack([src, dst], axis=1).astype(np.int32)
+
+
+def _numbers(form: PoolForm, stream: int, slots: Host) -> Host:
+    """The numbers of rows of `_as_rows` that lie in these slots: those of the first head, then those of the next."""
+    heads, size = form.block_heads, form.block_size
+    head = np.arange(heads)[:, None]
+    if stream < 2 and form.layout == "HND":
+        return np.ravel((slots // size * heads + head) * size + slots % size)
+    return np.ravel(slots * heads + head)  # scales lie so in any layout
+
+
+def _as_rows(pool: ArrayView, form: PoolForm) -> ArrayView:
+    """A pool, or its scales, as (rows of all slots and heads, width)."""
     width = pool.shape[-1] if pool.ndim == 4 else 1
-    return pool.restrided((pool.shape[0] * max(pool.shape[1:3]), width), (width, 1))
+    return pool.restrided((pool.shape[0] * form.block_size * form.block_heads, width), (width, 1))

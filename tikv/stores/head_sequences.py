@@ -7,13 +7,14 @@ head of a sequence is a sequence: here they are put together. As there, bookkeep
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tikv.errors import OptionError, PositionError
+from tikv.stores.block_pool import slots_of
+from tikv.stores.head_rows import Moves
 from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 
 Host = np.ndarray[Any, Any]
@@ -26,6 +27,15 @@ class HeadState(SequenceState):
     seq: int = 0
     since: list[int] = field(default_factory=list)  # of each layer: tokens behind its newest compaction, or all
     kept: list[list[Host] | None] = field(default_factory=list)  # of each layer: positions that each head held then
+    shifts: list[int] = field(default_factory=list)  # of each layer: a newer token's position less its number
+
+    def compacted_at(self, layer: int) -> int | None:
+        """As `SequenceState.compacted_at`."""
+        return None if self.kept[layer] is None else self.lengths[layer] - self.since[layer]
+
+    def shift(self, layer: int) -> int:
+        """By how much the position of a new token is beyond its number."""
+        return self.shifts[layer]
 
 
 @dataclass
@@ -63,13 +73,13 @@ class HeadSequences(Sequences):
         """(H,) int32: tokens that each head holds."""
         return np.array([head.lengths[0] for head in self.of_heads(layer, state)], np.int32)
 
-    def positions(self, layer: int, state: SequenceState) -> list[Host]:
+    def positions_by_head(self, layer: int, state: SequenceState) -> list[Host]:
         """Of each head the true positions of what it holds, ascending, int64."""
         assert isinstance(state, HeadState)
         length, kept = state.lengths[layer], state.kept[layer]
         if kept is None:
             return [np.arange(length)] * self.heads
-        newer = np.arange(length - state.since[layer], length)
+        newer = np.arange(length - state.since[layer], length) + state.shifts[layer]
         return [np.concatenate([head, newer]) for head in kept]
 
     def tables(self, layer: int, states: Sequence[SequenceState]) -> tuple[Host, Host]:
@@ -86,40 +96,15 @@ class HeadSequences(Sequences):
                 lens[b, h] = head.lengths[0]
         return table, lens
 
-    def check_queries(
-        self, operation: str, layer: int, seq: int, state: SequenceState, queries: int, distances: Mapping[str, Any]
-    ) -> None:
-        """Several queries are those of the newest tokens, which every head holds; distances need all tokens.
-
-        Args:
-            operation, layer, seq, state: what is attended over, and by which call.
-            queries: of the sequence.
-            distances: options by name that count how far a key is from its query; None for those that were not given.
-
-        Raises:
-            PositionError: a head does not hold the queries' tokens.
-            OptionError: a distance in a sequence that was compacted.
-        """
-        assert isinstance(state, HeadState)
-        for name, value in distances.items():
-            if value is not None and state.kept[layer] is not None:
-                raise OptionError(
-                    f"{operation}: {name} for sequence {seq}, whose layer {layer} was compacted: attention counts the "
-                    f"tokens that are left, not how far they stood apart. Leave {name} out."
-                )
-        if queries > 1 and queries > state.since[layer] and state.lengths[layer]:
-            raise PositionError(
-                f"{operation}: {queries} queries of sequence {seq}, of whose newest tokens in layer {layer} every head "
-                f"holds {state.since[layer]}. The queries are the last tokens: append theirs first, or pass fewer."
-            )
-
     def add(self, token_ids: Sequence[int], salt: bytes) -> int:
         """A new sequence without tokens."""
         for layer in self.layers:
             for _ in range(self.heads):
                 layer.add([], b"")
         zeros = [0] * self.num_layers
-        state = HeadState([], zeros, seq=self.next, since=list(zeros), kept=[None] * self.num_layers)
+        state = HeadState(
+            [], zeros, seq=self.next, since=list(zeros), kept=[None] * self.num_layers, shifts=list(zeros)
+        )
         return self._insert(state)
 
     def truncate(self, state: SequenceState, n: int) -> None:
@@ -132,20 +117,6 @@ class HeadSequences(Sequences):
             state.lengths[i] -= dropped
             state.since[i] -= dropped
         self._changed()
-
-    def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
-        """No token is given back to a head that has dropped it, and none missed.
-
-        Raises:
-            PositionError: tokens before a compaction are to go.
-        """
-        assert isinstance(state, HeadState)
-        for i, (length, since, kept) in enumerate(zip(state.lengths, state.since, state.kept, strict=True)):
-            if kept is not None and n < length - since:
-                raise PositionError(
-                    f"{operation}: sequence {seq} cannot keep {n} tokens: layer {i} was compacted when it had "
-                    f"{length - since}. Keep at least so many."
-                )
 
     def free(self, seq: int) -> None:
         """Forget a sequence that is there, and give back its blocks."""
@@ -169,7 +140,7 @@ class HeadSequences(Sequences):
             some = inner.slots[first * heads : end * heads]
             slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
         starts = [state.lengths[layer] for state in states]
-        return HeadStep(ids, cu_seqlens, states, starts, np.zeros(rows, np.int32), slots, layer=layer, rows=inner)
+        return HeadStep(ids, cu_seqlens, states, starts, [], np.zeros(rows, np.int32), slots, layer=layer, rows=inner)
 
     def undo(self, step: AppendStep, *, refused: bool) -> None:
         """As `Sequences.undo`."""
@@ -197,25 +168,28 @@ class HeadSequences(Sequences):
             state.since[layer] -= state.lengths[layer] - start
             state.lengths[layer] = start
 
-    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host]) -> tuple[Host, Host]:
-        """The slots of the rows that a compaction moves, and where they go, of all heads."""
-        src: list[Host] = []
-        dst: list[Host] = []
-        size = self.block_size
-        for head, index in zip(self.of_heads(layer, state), keep, strict=True):
-            place = np.arange(len(index))
-            at = index != place
-            blocks = np.array(head.blocks, np.int64)
-            for found, some in ((src, index[at]), (dst, place[at])):
-                found.append(blocks[some // size] * size + some % size)
-        return np.concatenate(src), np.concatenate(dst)
+    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:
+        """The rows that a compaction moves, or turns to a position that is its place, of all heads."""
+        found: list[tuple[Host, ...]] = []
+        heads = zip(self.of_heads(layer, state), self.positions_by_head(layer, state), keep, strict=True)
+        for head, positions, index in heads:
+            place, before = np.arange(len(index)), positions[index]
+            at = (index != place) | (turned & (before != place))
+            slots = (slots_of(head.blocks, some[at], self.block_size) for some in (index, place))
+            found.append((*slots, before[at], place[at]))
+        return Moves(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
-    def compact(self, layer: int, state: SequenceState, keep: Sequence[Host]) -> None:
-        """Count what each head has kept, whose rows were moved; blocks behind it are free."""
+    def compact_heads(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> None:
+        """Count what each head has kept, whose rows were moved and turned; blocks behind it are free."""
         assert isinstance(state, HeadState)
-        positions = self.positions(layer, state)
-        state.kept[layer] = [of_head[index] for of_head, index in zip(positions, keep, strict=True)]
+        positions = self.positions_by_head(layer, state)
+        kept = [of_head[index] for of_head, index in zip(positions, keep, strict=True)]
+        if turned:
+            kept = [np.arange(len(index)) for index in keep]
+            state.shifts[layer] = max(map(len, keep)) - state.lengths[layer]
+        state.kept[layer] = kept
         state.since[layer] = 0
         for head, index in zip(self.of_heads(layer, state), keep, strict=True):
             self.layers[layer].truncate(head, len(index))
+        self.compacted = True
         self._changed()

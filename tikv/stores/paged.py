@@ -15,7 +15,7 @@ import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
-from tikv.errors import DTypeError, PositionError, ShapeError, TikvError
+from tikv.errors import DTypeError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
@@ -369,21 +369,11 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
         states = [self._state(seq, operation) for seq in ids]
         rows = view(q, "q", operation)
-        lengths = tuple(state.lengths[layer] for state in states)
-        if isinstance(self._sequences, HeadSequences):
-            queries, distances = (
-                rows.shape[2] if rows.ndim == 4 else 1,
-                {"window": window, "alibi_slopes": alibi_slopes},
-            )
+        if rows.ndim == 4 or self._sequences.compacted:
+            queries = rows.shape[2] if rows.ndim == 4 else 1
+            distances = {"window": window, "alibi_slopes": alibi_slopes}
             for seq, state in zip(ids, states, strict=True):
                 self._sequences.check_queries(operation, layer, seq, state, queries, distances)
-        elif rows.ndim == 4:
-            for seq, length in zip(ids, lengths, strict=True):
-                if 0 < length < rows.shape[2]:
-                    raise PositionError(
-                        f"{operation}: {rows.shape[2]} queries of sequence {seq}, which has {length} tokens in layer "
-                        f"{layer}. The queries are the last tokens: append theirs first, or pass fewer."
-                    )
         tables, lens, most = self._tables(layer, ids, states)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
@@ -465,7 +455,7 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         rows = view(k, "k", operation)
         checks.rank(rows, (3,), "k", "(T, H, D)", operation)
         checks.extent(call.q.shape[0], rows.shape[0], "the number of rows of q", operation, f"k: {describe(rows)}")
-        if isinstance(self._sequences, HeadSequences):
+        if self._sequences.compacted:
             distances = {"window": window, "alibi_slopes": alibi_slopes}
             for seq in seqs:
                 self._sequences.check_queries(operation, layer, seq, self._state(seq, operation), 1, distances)

@@ -6,10 +6,11 @@ the digests that prefixes are found by are computed again, and the salts of its 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,10 +22,11 @@ from tikv.stores import files
 from tikv.stores.block_pool import MOST_SALT
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import HostArray
-from tikv.stores.sequences import Sequences, SequenceState
+from tikv.stores.sequences import Left, Sequences, SequenceState
 from tikv.stores.tensor_file import Entry
 
 KIND = "PagedKVCacheStore"
+POSITIONS = "positions"  # where the tokens stand that compactions left, of all sequences and layers
 TOKEN_IDS = "token_ids"  # the known tokens of all sequences, one after the other
 MOST_BLOCKS = 2**22  # of a pool that is made because a file says so: 67 million tokens in blocks of 16
 Path: TypeAlias = str | os.PathLike[str]
@@ -52,7 +54,7 @@ def write(
         if state.swapped is None:
             tables.append([place[block] for block in state.blocks])
         else:
-            tables.append(list(range(count, count + sequences.blocks_for(state.length))))
+            tables.append(list(range(count, count + sequences.blocks_for(state.held))))
             count += len(tables[-1])
     filled = np.zeros((sequences.num_layers, count), np.int64)  # slots of each block
     for state, table in zip(states, tables, strict=True):
@@ -67,6 +69,9 @@ def write(
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
     if len(ids_known):
         tensors[TOKEN_IDS] = ids_known
+    left = [layer.positions for state in states for layer in state.left if layer]
+    if sum(map(len, left)):
+        tensors[POSITIONS] = np.concatenate(left)
     saved = [
         {
             "seq": seq,
@@ -75,6 +80,7 @@ def write(
             "token_ids": len(state.token_ids),
             "salt": state.salt.hex(),
             "swapped": state.swapped is not None,
+            "left": [layer and [len(layer.positions), layer.dropped, layer.shift] for layer in state.left],
         }
         for seq, state, table in zip(ids, states, tables, strict=True)
     ]
@@ -107,7 +113,7 @@ def arguments(path: Path, contents: Contents, num_blocks: int | None, operation:
                 f"{operation}: {str(path)!r} describes a pool of {form['num_blocks']} blocks; more than {MOST_BLOCKS} "
                 f"are not made because a file says so. Give num_blocks."
             )
-        arrays = [array for name, array in tensors.items() if name != TOKEN_IDS]
+        arrays = [array for name, array in tensors.items() if name not in (TOKEN_IDS, POSITIONS)]
         block = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
         files.require_memory(path, form["num_blocks"] * block, operation)
     return form | ({} if num_blocks is None else {"num_blocks": num_blocks})
@@ -183,11 +189,13 @@ def restore(
     """
     tensors, facts = contents
     known, first = tensors.get(TOKEN_IDS, np.empty(0, np.int64)), 0
+    standing = iter(tensors.get(POSITIONS, np.empty(0, np.int64)).tolist())
     saved = []
     with files.understanding(path, operation):
         rows = _rows_of(tensors, pools)
         for sequence in facts["sequences"]:
             state = SequenceState(list(sequence["blocks"]), list(sequence["lengths"]))
+            state.left = [_left(told, standing) for told in sequence.get("left", state.left)]
             count = sequence.get("token_ids", 0)  # none in files of before there were any
             if share_prefixes:
                 state.salt = salt or bytes.fromhex(sequence.get("salt", ""))
@@ -213,6 +221,21 @@ def restore(
         raise
     sequences.restore(dict(zip(numbers, (state for state, _ in saved), strict=True)))
     sequences.blocks.release(fresh)  # their sequences hold them now
+
+
+def _left(told: Any, standing: Iterator[int]) -> Left | None:
+    """What a compaction left of a layer, by the numbers of the file and the next of the positions.
+
+    Raises:
+        ValueError: the positions do not rise, or reach that of the token that came next.
+    """
+    if told is None:
+        return None
+    count, dropped, shift = told
+    positions = np.fromiter(itertools.islice(standing, count), np.int64, count)
+    if (np.diff(positions, prepend=-1, append=count + shift) <= 0).any():
+        raise ValueError("what a layer kept does not rise, or goes beyond its end")
+    return Left(positions, dropped, shift)
 
 
 def _rows_of(tensors: dict[str, HostArray], pools: LayerPools) -> list[list[HostArray]]:
@@ -245,7 +268,7 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
             files.require_entry(entries, f"layers.{layer}.{name}", (count, size, heads, *width), dtype)
     files.integer(facts["next"], "next")
     sequences = files.listed(facts["sequences"], "sequences")
-    known = 0
+    known = kept = 0
     numbers: set[int] = set()
     alone: set[int] = set()  # blocks of those that are swapped out
     used: set[int] = set()
@@ -253,6 +276,7 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
         number = files.integer(sequence["seq"], "the number of a sequence")
         known += files.integer(sequence.get("token_ids", 0), "token_ids of a sequence")
         blocks = _blocks(sequence, number, layers, size, count)
+        kept += _kept(sequence, number, layers)
         if alone & blocks or (sequence["swapped"] and used & blocks):
             raise ValueError(f"sequence {number} has a block of another one that is swapped out")
         (alone if sequence["swapped"] else used).update(blocks)
@@ -261,8 +285,27 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
         raise ValueError(f"{len(sequences)} sequences have {len(numbers)} numbers")
     if len(used) > num_blocks or len(used) + len(alone) != count:
         raise ValueError(f"{len(used)} and {len(alone)} blocks of {count} are used, in a pool of {num_blocks}")
-    if known:
-        files.require_entry(entries, TOKEN_IDS, (known,), np.dtype(np.int64))
+    for name, length in ((TOKEN_IDS, known), (POSITIONS, kept)):
+        if length:
+            files.require_entry(entries, name, (length,), np.dtype(np.int64))
+
+
+def _kept(sequence: dict[str, Any], number: int, layers: int) -> int:
+    """How many positions a file has of a sequence's layers that were compacted.
+
+    Raises:
+        KeyError, TypeError, ValueError: it says what cannot be.
+    """
+    if "left" not in sequence:  # in files of before there was any
+        return 0
+    found = 0
+    for layer, told in enumerate(files.listed(sequence["left"], "left", layers)):
+        if told is not None:
+            count, *_ = (files.integer(n, "what a layer kept") for n in files.listed(told, "what a layer kept", 3))
+            if count > sequence["lengths"][layer]:
+                raise ValueError(f"sequence {number} has fewer tokens in layer {layer} than it kept")
+            found += count
+    return found
 
 
 def _blocks(sequence: dict[str, Any], number: int, layers: int, size: int, count: int) -> set[int]:

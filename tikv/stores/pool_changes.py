@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv.errors import OptionError, PositionError
+import numpy as np
+
+from tikv.errors import OptionError, PositionError, ShapeError, TikvError
 from tikv.ops import checks
-from tikv.ops.kept import Rows, counts_of, host_kept_indices
-from tikv.stores.head_rows import move_rows, refuse_per_head
+from tikv.ops.kept import Host, Rows, counts_of, host_kept_indices
+from tikv.ops.rotate import Rope
+from tikv.stores.block_pool import slots_of
+from tikv.stores.head_rows import Moves, check_turn, move_rows, refuse_per_head
 from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.pool_facts import PoolFacts
+from tikv.stores.sequences import Left
 from tikv.stores.whole import whole
 
 
@@ -54,8 +59,7 @@ class PoolChanges(PoolFacts):
                 f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
                 f"Keep at most {state.length}."
             )
-        if isinstance(self._sequences, HeadSequences):
-            self._sequences.check_truncate(operation, seq, state, n)
+        self._sequences.check_truncate(operation, seq, state, n)
         self._sequences.truncate(state, n)
 
     @whole
@@ -111,26 +115,32 @@ class PoolChanges(PoolFacts):
         self._sequences.swap_in(state, shared, fresh)
 
     @whole
-    def compact(self, layer: int, seq: int, keep: Any) -> None:
-        """Keep some of the tokens that each head of a sequence holds in one layer, and drop the others.
+    def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
+        """Keep some of the tokens that one layer of a sequence holds, and drop the others; in place.
 
-        Blocks that are left empty are free at once. The next token still stands at position `length`, and goes behind
-        what is kept; `positions` says where those that are kept stand.
+        Blocks that are left empty are free at once; without ``per_head`` blocks are of all layers, and are free when
+        the last layer is done with them. The next token goes behind what is kept and still stands at position
+        `length`; `positions` says where those that are kept stand.
 
         Args:
             layer: its index.
             seq: the sequence.
-            keep: ascending indices into the order of `tokens`, (H, n) or (n,) for all heads; or a bool mask (H, m) or
-                (m,) with m the most that a head holds, which may keep a different number for each head.
+            keep: ascending indices into the order of `tokens`, (n,); or a bool mask (m,) with m the most that a head
+                holds. With ``per_head`` also (H, n) or (H, m), for each head its own, a mask with any number for each.
+            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
+                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
 
         Raises:
-            OptionError: the store has no blocks for single heads.
+            OptionError: layout VLLM.
+            CapacityError: too few blocks are free for copies of those that another sequence shares.
             PositionError: an index falls, repeats or points outside; a mask keeps what a head does not hold; ``seq`` is
                 none.
-            ShapeError, DTypeError: keep has another shape or dtype. Nothing is changed.
+            ShapeError, DTypeError: keep has another shape or dtype, or keeps different tokens for heads that share
+                blocks; keys that ``rope`` does not turn. Nothing is changed.
 
-        Exactness: bit-exact.
-        Cost: each row that moves is read twice and written twice; indices and masks are read by the host.
+        Exactness: rows, scales and codes keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
+        Cost: each row that moves is read twice and written twice; indices and masks are read by the host. Shared blocks
+            in which rows change are copied first, in all layers, and are found by no prefix any more.
 
         Examples:
             >>> import numpy as np, tikv
@@ -145,23 +155,57 @@ class PoolChanges(PoolFacts):
         """
         operation = "PagedKVCacheStore.compact"
         layer, state, sequences = self._layer(layer, operation), self._state(seq, operation), self._sequences
-        if not isinstance(sequences, HeadSequences):
-            raise OptionError(f"{operation}: blocks of this store hold all heads of all layers. Use per_head=True.")
-        held = sequences.held(layer, state)
-        rows = Rows(1, self.num_kv_heads, int(held.max()), held[None])
-        index = host_kept_indices(_of_one(keep), rows, self.runtime, operation)
-        counts = counts_of(index)
-        lists = [
-            of_head[:n] for of_head, n in zip(
-                index[0] if index.ndim == 3 else [index[0]] * self.num_kv_heads,
-                counts[0] if index.ndim == 3 else [counts[0]] * self.num_kv_heads,
-                strict=True,
-            )
-        ]  # fmt: skip
-        move_rows(self.runtime, self._pools.layers[layer], *sequences.moves(layer, state, lists))
-        sequences.compact(layer, state, lists)
+        if self.layout == "VLLM":
+            raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which are not moved. Use NHD or HND.")
+        pools, heads = self._pools.layers[layer], self.num_kv_heads
+        if rope is not None:
+            check_turn(self.form, pools, rope, operation)
+        if isinstance(sequences, HeadSequences):
+            held = sequences.held(layer, state)
+            rows = Rows(1, heads, int(held.max()), held[None])
+            index = host_kept_indices(_of_one(keep), rows, self.runtime, operation)[0]
+            index = np.broadcast_to(index, (heads, index.shape[-1]))
+            by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
+            moves = sequences.moves(layer, state, by_head, rope is not None)
+            move_rows(self.runtime, self.form, pools, moves, rope, operation)
+            sequences.compact_heads(layer, state, by_head, rope is not None)
+            return
+        held_by_all = state.lengths[layer]
+        index = host_kept_indices(_of_one(keep), Rows(1, heads, held_by_all, held_by_all), self.runtime, operation)
+        chosen = _same_for_all(index[0], operation)
+        place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
+        changed = (chosen != place) | ((rope is not None) & (before != place))
+        first = int(changed.argmax()) if changed.any() else len(chosen)
+        step = sequences.begin_compaction(operation, state, first, len(chosen))
+        try:
+            if step.copies:
+                self._pools.copy_blocks(step.copies)
+            src, dst = (slots_of(step.tables[0], some[changed], self.block_size) for some in (chosen, place))
+            moves = Moves(src, dst, before[changed], place[changed])
+            move_rows(self.runtime, self.form, pools, moves, rope, operation)
+        except BaseException as error:
+            sequences.undo(step, refused=isinstance(error, TikvError))
+            raise
+        came, shift = state.came(layer), state.shift(layer)
+        left = Left(before, came - len(chosen), held_by_all + shift - len(chosen))
+        sequences.compact(layer, step, first, left if rope is None else Left(place, left.dropped, 0))
 
 
 def _of_one(keep: Any) -> Any:
     """Indices or a mask of one sequence, with an axis of sequences."""
     return [keep] if isinstance(keep, list | tuple) else keep[None]
+
+
+def _same_for_all(index: Host, operation: str) -> Host:
+    """The indices (n,) or (H, n), which all heads keep.
+
+    Raises:
+        ShapeError: heads would keep different tokens.
+    """
+    if index.ndim == 2 and (index != index[0]).any():
+        raise ShapeError(
+            f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the same "
+            f"of each, or use per_head=True."
+        )
+    one = index[0] if index.ndim == 2 else index
+    return one[one >= 0].astype(np.int64)

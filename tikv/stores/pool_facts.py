@@ -102,9 +102,16 @@ class PoolFacts(draw.Drawn):
 
     @whole
     def layer_length(self, layer: int, seq: int) -> int:
-        """Tokens that one layer of a sequence holds."""
+        """Tokens that came to one layer of a sequence; `held` is what it holds of them."""
         operation = "PagedKVCacheStore.layer_length"
-        return self._state(seq, operation, swapped=True).lengths[self._layer(layer, operation)]
+        return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
+
+    @whole
+    def next_position(self, layer: int, seq: int) -> int:
+        """Where the next token stands: at `layer_length`, unless `compact` turned keys to other positions."""
+        operation = "PagedKVCacheStore.next_position"
+        state, layer = self._state(seq, operation, swapped=True), self._layer(layer, operation)
+        return state.lengths[layer] + state.shift(layer)
 
     @whole
     def block_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, Any]:
@@ -137,8 +144,8 @@ class PoolFacts(draw.Drawn):
         operation = "PagedKVCacheStore.positions"
         layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
         if not isinstance(self._sequences, HeadSequences):
-            return np.tile(np.arange(state.lengths[layer]), (self.num_kv_heads, 1))
-        heads = self._sequences.positions(layer, state)
+            return np.tile(state.positions(layer), (self.num_kv_heads, 1))
+        heads = self._sequences.positions_by_head(layer, state)
         found = np.full((len(heads), max(map(len, heads))), -1, np.int64)
         for row, head in zip(found, heads, strict=True):
             row[: len(head)] = head
@@ -190,7 +197,7 @@ class PoolFacts(draw.Drawn):
             ]
         else:
             rows = [
-                draw.Table(seq, state.length, state.blocks, state.swapped is not None)
+                draw.Table(seq, state.held, state.blocks, state.swapped is not None)
                 for seq, state in sequences.states.items()
             ]
         return draw.table(repr(self), self.block_size, self.num_blocks, self.num_free_blocks, holders, rows)

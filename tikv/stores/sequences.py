@@ -6,15 +6,28 @@ the store copies those that are shared and writes the rows, and `commit` counts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv.errors import CapacityError, PositionError
+from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.ops import checks
 from tikv.stores.block_pool import BlockPool, chained_digests, slots_of
+
+
+class Left(NamedTuple):
+    """What a compaction left of a layer of a sequence; tokens that came since follow."""
+
+    positions: np.ndarray[Any, Any]  # int64, where each token stands
+    dropped: int  # tokens that came and are gone
+    shift: int  # of a token that came since, its position less its place among those held
+
+    @property
+    def came(self) -> int:
+        """Tokens that had come by then."""
+        return len(self.positions) + self.dropped
 
 
 @dataclass
@@ -22,18 +35,50 @@ class SequenceState:
     """What is known of one sequence."""
 
     blocks: list[int]
-    lengths: list[int]  # tokens of each layer
+    lengths: list[int]  # tokens that each layer holds
     token_ids: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.int64), compare=False)  # known ones
     salt: bytes = b""  # as `salt_bytes` gives it
     digests: list[bytes] = field(default_factory=list)  # of the full blocks of `token_ids`
     registered: int = 0  # how many of those every layer has written
     swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
     withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
+    left: list[Left | None] = field(default_factory=list)  # of each layer, by its newest compaction
+
+    def __post_init__(self) -> None:
+        self.left = self.left or [None] * len(self.lengths)
 
     @property
     def length(self) -> int:
-        """Tokens of the layers ahead."""
+        """Tokens that came to the layers ahead."""
+        return max(map(self.came, range(len(self.lengths))))
+
+    @property
+    def held(self) -> int:
+        """Tokens of the layer that holds the most."""
         return max(self.lengths)
+
+    def came(self, layer: int) -> int:
+        """Tokens that came to a layer, less those cut off."""
+        left = self.left[layer]
+        return self.lengths[layer] + (left.dropped if left else 0)
+
+    def shift(self, layer: int) -> int:
+        """By how much the position of a new token is beyond its place among those held."""
+        left = self.left[layer]
+        return left.shift if left else 0
+
+    def compacted_at(self, layer: int) -> int | None:
+        """How many tokens had come to a layer when it was compacted last; None if it never was."""
+        left = self.left[layer]
+        return left.came if left else None
+
+    def positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """Where each token stands that a layer holds, int64."""
+        left, held = self.left[layer], self.lengths[layer]
+        if left is None:
+            return np.arange(held)
+        newer = np.arange(len(left.positions), held) + left.shift
+        return np.concatenate([left.positions, newer])
 
 
 @dataclass
@@ -43,8 +88,9 @@ class AppendStep:
     ids: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
     states: list[SequenceState]
-    starts: list[int]  # the length of each sequence before
-    positions: np.ndarray[Any, Any]  # of each row in its sequence, int32; 0 for padding
+    starts: list[int]  # what the layer held of each sequence before
+    shifts: list[int]  # by how much the positions of new tokens are beyond their places
+    places: np.ndarray[Any, Any]  # of each row among those that its sequence holds, int32; 0 for padding
     slots: np.ndarray[Any, Any]  # where each row goes, int32; -1 for padding
     tables: list[list[int]] = field(default_factory=list)  # the blocks of each sequence after
     allocated: list[int] = field(default_factory=list)  # blocks taken for this step
@@ -52,6 +98,13 @@ class AppendStep:
     overwritten: list[int] = field(default_factory=list)  # blocks whose tokens change
     lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
     committed: bool = False  # by one layer, so that tables and counts are true already
+
+    @property
+    def positions(self) -> np.ndarray[Any, Any]:
+        """Of each row in its sequence, int32; 0 for padding."""
+        if not any(self.shifts):
+            return self.places
+        return _places(np.add(self.starts, self.shifts).tolist(), self.cu_seqlens, len(self.places))
 
 
 class Sequences:
@@ -71,6 +124,7 @@ class Sequences:
         self.next = 0
         self.blocks = BlockPool(num_blocks)
         self.version = 0
+        self.compacted = False  # whether any sequence ever was
         self._step: AppendStep | None = None  # the last one that was committed, which other layers repeat
 
     @property
@@ -146,6 +200,7 @@ class Sequences:
                 state.digests[:full],
                 state.registered,
                 withheld=state.withheld,
+                left=list(state.left),
             )
         )
 
@@ -157,13 +212,96 @@ class Sequences:
 
     def truncate(self, state: SequenceState, n: int) -> None:
         """Keep the first `n` tokens in every layer, and give back the blocks behind them."""
-        keep = self.blocks_for(n)
+        state.lengths = [
+            min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
+        ]
+        keep = self.blocks_for(state.held)
         self.blocks.release(state.blocks[keep:])
         del state.blocks[keep:]
-        state.lengths = [min(n, held) for held in state.lengths]
         del state.digests[n // self.block_size :]
         state.token_ids = state.token_ids[: len(state.digests) * self.block_size]
         state.registered = min(state.registered, len(state.digests))
+        self._changed()
+
+    def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
+        """No token is given back that a compaction has dropped, and none missed.
+
+        Raises:
+            PositionError: tokens before a compaction are to go.
+        """
+        for layer in range(self.num_layers):
+            came = state.compacted_at(layer)
+            if came is not None and n < came:
+                raise PositionError(
+                    f"{operation}: sequence {seq} cannot keep {n} tokens: layer {layer} was compacted when it had "
+                    f"{came}. Keep at least so many."
+                )
+
+    def check_queries(
+        self, operation: str, layer: int, seq: int, state: SequenceState, queries: int, distances: Mapping[str, Any]
+    ) -> None:
+        """Several queries are those of the newest tokens, which are all held; distances need all tokens.
+
+        Args:
+            operation, layer, seq, state: what is attended over, and by which call.
+            queries: of the sequence.
+            distances: options by name that count how far a key is from its query; None for those that were not given.
+
+        Raises:
+            PositionError: the queries' tokens are not all held.
+            OptionError: a distance in a sequence that was compacted.
+        """
+        before, came = state.compacted_at(layer), state.came(layer)
+        for name, value in distances.items():
+            if value is not None and before is not None:
+                raise OptionError(
+                    f"{operation}: {name} for sequence {seq}, whose layer {layer} was compacted: attention counts the "
+                    f"tokens that are left, not how far they stood apart. Leave {name} out."
+                )
+        since = came - (before or 0)
+        if queries > 1 and came and queries > since:
+            known = f", {since} of them since it was compacted" if before is not None else ""
+            raise PositionError(
+                f"{operation}: {queries} queries of sequence {seq}, which has {came} tokens in layer {layer}{known}. "
+                f"The queries are the last tokens: append theirs first, or pass fewer."
+            )
+
+    def begin_compaction(self, operation: str, state: SequenceState, first: int, keep: int) -> AppendStep:
+        """Take blocks for copies of the shared ones in which rows change, from place `first` to `keep`.
+
+        The store copies `copies` and moves the rows by the step's table; `compact` or `undo` ends it.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        none = np.empty(0, np.int32)
+        step = AppendStep((), (0,), [state], [], [], none, none)
+        places = range(first // self.block_size, self.blocks_for(keep)) if first < keep else range(0)
+        shared = [place for place in places if self.blocks.holders(state.blocks[place]) > 1]
+        step.overwritten = [state.blocks[place] for place in places if place not in shared]
+        step.allocated = self.blocks.allocate(len(shared), operation, step.lost)
+        table = list(state.blocks)
+        for place, block in zip(shared, step.allocated, strict=True):
+            step.copies.append((table[place], block))
+            table[place] = block
+        step.tables.append(table)
+        return step
+
+    def compact(self, layer: int, step: AppendStep, first: int, left: Left) -> None:
+        """Count what a layer of a sequence has kept, whose rows from place `first` on were moved."""
+        (state,), size = step.states, self.block_size
+        state.blocks = step.tables[0]
+        for block in step.overwritten:
+            self.blocks.forget(block)
+        self.blocks.release([shared for shared, _ in step.copies])
+        state.lengths[layer], state.left[layer] = len(left.positions), left
+        del state.digests[first // size :]
+        state.token_ids = state.token_ids[: len(state.digests) * size]
+        state.registered = min(state.registered, len(state.digests))
+        keep = self.blocks_for(state.held)
+        self.blocks.release(state.blocks[keep:])
+        del state.blocks[keep:]
+        self.compacted = True
         self._changed()
 
     def free(self, seq: int) -> None:
@@ -186,7 +324,7 @@ class Sequences:
         shared = self.blocks.prefix(state.digests[: state.registered])
         self.blocks.acquire(shared)
         try:
-            return shared, self.blocks.allocate(self.blocks_for(state.length) - len(shared), operation)
+            return shared, self.blocks.allocate(self.blocks_for(state.held) - len(shared), operation)
         except CapacityError:
             self.blocks.release(shared)
             raise
@@ -205,6 +343,7 @@ class Sequences:
             if state.swapped is None:
                 self.register(state)
             self.states[number] = state
+            self.compacted = self.compacted or any(state.left)
         self._changed()
 
     def register(self, state: SequenceState) -> None:
@@ -237,12 +376,14 @@ class Sequences:
             step is not None
             and (step.ids, step.cu_seqlens, len(step.slots)) == (ids, cu_seqlens, rows)
             and [state.lengths[layer] for state in step.states] == step.starts
+            and (not self.compacted or [state.shift(layer) for state in step.states] == step.shifts)
         ):
             return step
         states = self.distinct(ids, operation, "Append its tokens in one piece.")
         starts = [state.lengths[layer] for state in states]
-        positions = _positions(starts, cu_seqlens, rows)
-        step = AppendStep(ids, cu_seqlens, states, starts, positions, np.full(rows, -1, np.int32))
+        shifts = [state.shift(layer) for state in states] if self.compacted else []
+        places = _places(starts, cu_seqlens, rows)
+        step = AppendStep(ids, cu_seqlens, states, starts, shifts, places, np.full(rows, -1, np.int32))
         self._allocate(operation, step)
         self._fill_slots(step)
         return step
@@ -285,10 +426,10 @@ class Sequences:
         size = self.block_size
         for table, first, end in zip(step.tables, step.cu_seqlens, step.cu_seqlens[1:], strict=False):
             if end - first == 1:
-                position = int(step.positions[first])
-                step.slots[first] = table[position // size] * size + position % size
+                place = int(step.places[first])
+                step.slots[first] = table[place // size] * size + place % size
             elif end > first:
-                step.slots[first:end] = slots_of(table, step.positions[first:end], size)
+                step.slots[first:end] = slots_of(table, step.places[first:end], size)
 
     def undo(self, step: AppendStep, *, refused: bool) -> None:
         """Give back the blocks of a step that failed; if it was refused before a write, with their digests."""
@@ -318,10 +459,10 @@ class Sequences:
             state.lengths[layer] = start
 
 
-def _positions(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
-    """The position of each row in its sequence, int32; rows behind the last of `cu_seqlens` are padding."""
+def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
+    """The place of each row behind those that its sequence has, int32; those behind are padding."""
     counts = np.diff(cu_seqlens)
-    positions = np.zeros(rows, np.int32)
+    places = np.zeros(rows, np.int32)
     shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(cu_seqlens[:-1], np.int64), counts)
-    positions[: cu_seqlens[-1]] = np.arange(cu_seqlens[-1]) + shift
-    return positions
+    places[: cu_seqlens[-1]] = np.arange(cu_seqlens[-1]) + shift
+    return places
