@@ -109,8 +109,10 @@ def to_torch(name: str) -> Any:
     return getattr(sys.modules["torch"], name)
 
 
-def parse(dtype: Any, operation: str) -> DType:
+def parse(dtype: Any, operation: str, also: str = "") -> DType:
     """The row that a user's `dtype` argument means: a name, a NumPy or ml_dtypes type, a torch dtype or a row.
+
+    ``also`` ends the list of what the caller may use.
 
     Raises:
         DTypeError: nothing here is called that.
@@ -132,7 +134,8 @@ def parse(dtype: Any, operation: str) -> DType:
         except TypeError:
             found = None
     if found is None:
-        raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {', '.join(row.name for row in STORED)}.")
+        names = ", ".join(row.name for row in STORED)
+        raise DTypeError(f"{operation}: unknown dtype {dtype!r}. Use one of {names}{also}.")
     return found
 
 

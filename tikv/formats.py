@@ -95,6 +95,10 @@ FORMATS = {
 }
 
 
+# What a message about a dtype adds where a format is taken as well.
+OR_FORMATS = ", q8_0, q4_0, or a tikv.Quant of 2, 3, 4 or 8 bits"
+
+
 def parse_format(value: Any) -> GroupFormat | None:
     """The row that a user's argument means, a `Quant`, a name or a row; None for what is none."""
     if isinstance(value, Quant):

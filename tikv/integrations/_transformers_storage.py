@@ -7,7 +7,7 @@ from typing import Any
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError
-from tikv.formats import FORMATS, GroupFormat, parse_format
+from tikv.formats import FORMATS, OR_FORMATS, GroupFormat, parse_format
 from tikv.stores.storage import appended
 
 OPERATION = "TikvCache"
@@ -21,7 +21,7 @@ def storage_of(dtype: Any) -> DType | GroupFormat | None:
     """
     if dtype is None:
         return None
-    found = parse_format(dtype) or dtypes.parse(dtype, OPERATION)
+    found = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
     if isinstance(found, DType) and found.name not in APPENDED:
         raise DTypeError(
             f"{OPERATION}: dtype={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import DTypeError
-from tikv.formats import GroupFormat, parse_format
+from tikv.formats import OR_FORMATS, GroupFormat, parse_format
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
@@ -60,8 +60,10 @@ class RowForm(NamedTuple):
         return dtypes.float32 if self.numbers else self.stored
 
 
-def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[DType, DType | None]:
-    """What a cache stores its rows in, and their scales where it is int8.
+def storage(
+    dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str = ""
+) -> tuple[DType, DType | None]:
+    """What a cache stores its rows in, and their scales where it is int8; ``also`` is as in `dtypes.parse`.
 
     Raises:
         DTypeError: it is not offered, or not on this arch.
@@ -72,7 +74,7 @@ def storage(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str)
             f"{operation}: {format} is kept by KVCacheStore and PagedKVCacheStore alone. Use one of them, or another "
             f"dtype such as 'int8'."
         )
-    stored, scales = dtypes.parse(dtype, operation), dtypes.parse(scale_dtype, operation)
+    stored, scales = dtypes.parse(dtype, operation, also), dtypes.parse(scale_dtype, operation)
     if stored.name not in dtypes.APPENDED:
         raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(dtypes.APPENDED)}.")
     if stored is dtypes.float64 and not live.has_float64:
@@ -92,7 +94,7 @@ def storage_or_format(
     """
     format = parse_format(dtype)
     if format is None:
-        return storage(dtype, scale_dtype, live, operation)
+        return storage(dtype, scale_dtype, live, operation, OR_FORMATS)
     scales = dtypes.parse(scale_dtype, operation)
     if scales not in (dtypes.SCALES if format.rule == "affine" else (dtypes.float16,)):
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered for {format}. Use float16.")
