@@ -19,13 +19,13 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape)
 
 
-def random_operations(rank, world, group, shard, mesh, interleave, changes, queries, kinds, count, seed):
+def random_operations(rank, world, group, shard, mesh, interleave, changes, queries, kinds, count, seed, sinks=False):
     """So many random operations on a shared store and on one, compared after each."""
     layouts = ("token_major",) if kinds == WRITES else ("token_major", "head_major")
     form = FORM | changes
     shared = ShardedKVCacheStore(mesh_of(mesh) if mesh else group, shard=shard, interleave=interleave, **form)
     deal = getattr(shared.local, "deal", None)
-    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts)
+    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts, sinks)
     for n in range(count):
         try:
             twins.step(kinds)
@@ -60,6 +60,7 @@ def refusals(rank, world, group):
     refused(lambda: by_tokens.extend(0, k, k[:2], k[:2]))
     refused(lambda: by_tokens.keys(0))
     refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True))
+    refused(lambda: by_tokens.attend(0, k[None, 0], sink_logits=np.zeros(5, np.float32)))
     refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
     return [*found, by_tokens.length, hasattr(by_tokens, "tokens"), hasattr(by_heads, "tokens"), hasattr(by_heads, "x")]
 

@@ -24,6 +24,10 @@ def test_two_ranks_are_one_store(two, shard, mesh, interleave, changes, queries,
     two.run(on_ranks.random_operations, shard, mesh, interleave, changes, queries, kinds, 30, 1)
 
 
+def test_sink_logits_count_once(two):
+    two.run(on_ranks.random_operations, "tokens", None, 4, SLIDING, "float32", WRITES, 20, 6, True)
+
+
 @pytest.mark.parametrize("mesh", [(1, 3), (3, 1)], ids=str)
 def test_three_ranks_are_one_store(three, mesh):
     """A mesh of two dimensions, of which one cuts."""
@@ -62,12 +66,12 @@ def test_what_is_refused(two):
     assert first[:3] == second[:3] == wanted
     assert "KV heads 3..5 of 6. k, v and q are of the rank's own heads." in second[4]
     for message, kind in zip(
-        first[3:12],
-        ("Position", "Shape", "Shape", "Shape", "Capacity", "Shape", "NotShared", "Option", "Option"),
+        first[3:13],
+        ("Position", "Shape", "Shape", "Shape", "Capacity", "Shape", "NotShared", "Option", "Shape", "Option"),
         strict=True,
     ):
         assert message.startswith(f"{kind}Error: "), message
-    assert first[12:] == second[12:] == [0, False, True, False]
+    assert first[13:] == second[13:] == [0, False, True, False]
 
 
 def test_a_group_that_is_gone(three):

@@ -22,15 +22,19 @@ class Twins:
         queries: dtype of queries.
         deal: how tokens are dealt; None: they are not.
         layouts: of the arrays that come.
+        sinks: whether query heads have sink logits.
     """
 
-    def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",)):
+    def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",), sinks=False):
         self.shared, self.form, self.rng, self.queries, self.layouts = shared, form, rng, queries, layouts
         self.deal = deal or Deal(0, 1, 1)
         self.heads = shared.heads
         self.one = tikv.KVCacheStore(**form)
         self.width, self.width_v = self.one.head_dim, self.one.head_dim_v
         self.group = 4  # query heads of a KV head
+        logits = rng.standard_normal(self.one.num_kv_heads * self.group).astype(np.float32)
+        logits[::3] = -np.inf
+        self.sink_logits = logits if sinks else None
         # Memory as it must be, from random bits on; slots that nobody wrote keep theirs.
         own = np.random.default_rng(self.deal.rank)
         self.memory = [[oracle.random_bits(own, a.shape, a.dtype) for a in arrays] for arrays in self.arrays()]
@@ -151,7 +155,8 @@ class Twins:
 
             def call(s, layer=layer, q=q, k=k, v=v):
                 some = q if s is self.one else self.own(q, layout, self.group)
-                return s.extend(layer, some, *self.of(s, layout, k, v), layout=layout, return_lse=True)
+                options = {"layout": layout, "return_lse": True, "sink_logits": self.sinks_of(s)}
+                return s.extend(layer, some, *self.of(s, layout, k, v), **options)
 
             found = self.both(call)
             if not found:
@@ -166,6 +171,11 @@ class Twins:
         numpy = tikv.dtypes.parse(self.queries, "").numpy
         return self.rng.standard_normal((*shape, self.width)).astype(numpy)
 
+    def sinks_of(self, store):
+        if store is self.one or self.sink_logits is None:
+            return self.sink_logits
+        return self.sink_logits[self.heads[0] * self.group : (self.heads[-1] + 1) * self.group]
+
     def attend(self):
         layer, tokens = int(self.rng.integers(self.one.num_layers)), int(self.rng.choice([0, 1, 2, 6]))
         shape = (self.one.batch_size, self.one.num_kv_heads * self.group, *([tokens] if tokens else []))
@@ -174,7 +184,7 @@ class Twins:
 
         def call(s):
             some = q if s is self.one else np.ascontiguousarray(q[:, heads])
-            return s.attend(layer, some, missing=missing, return_lse=True)
+            return s.attend(layer, some, missing=missing, return_lse=True, sink_logits=self.sinks_of(s))
 
         found = self.both(call)
         if found:

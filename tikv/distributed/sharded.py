@@ -17,6 +17,7 @@ from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.options import query_shape
+from tikv.ops.attention.terms import check_scores
 from tikv.stores import files, replacing
 from tikv.stores.attend import MISSING, AttentionScale, head_major, with_batch
 from tikv.stores.contiguous import KVCacheStore
@@ -164,6 +165,7 @@ class ShardedKVCacheStore:
         out: Any = None,
         missing: str = "raise",
         seq_lens: Any = None,
+        sink_logits: Any = None,
         **options: Any,
     ) -> Any:
         """Attention of the newest tokens' queries over what all ranks hold. See `KVCacheStore.attend`.
@@ -171,9 +173,9 @@ class ShardedKVCacheStore:
         Args:
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D) of the query heads that go with the rank's KV heads.
-            scale, return_lse, softcap, out, missing, seq_lens: as in `KVCacheStore.attend`. With tokens cut,
-                ``seq_lens`` go with one query a sequence, and with windows that are, but for the sinks, a multiple of
-                the ranks times ``interleave``.
+            scale, return_lse, softcap, out, missing, seq_lens, sink_logits: as in `KVCacheStore.attend`, the logits of
+                the query heads that q has. With tokens cut, ``seq_lens`` go with one query a sequence, and with windows
+                that are, but for the sinks, a multiple of the ranks times ``interleave``.
             **options: the others, where heads alone are cut.
 
         Returns:
@@ -183,18 +185,20 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
         """
         operation = "ShardedKVCacheStore.attend"
-        self._agree(operation, layer, q, missing, scale, softcap)
+        self._agree(operation, layer, q, missing, scale, softcap, sink_logits)
         self._refuse("attend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
-                return self.local.attend(layer, q, seq_lens=seq_lens, **asked, **options)
+                asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits}
+                return self.local.attend(layer, q, **asked, **options)
             found = view(q, "q", operation)
             scores = AttentionScale.checked(scale, softcap, operation)
             checks.option(missing, "missing", operation, MISSING)
             shape = query_shape(found, "q", operation)
             checks.integer(layer, "layer", operation, high=store.num_layers - 1)
+            sinks = self._sinks(operation, sink_logits, shape.batch, shape.heads)
             with store.lock:
                 result = self._results(operation, q, found, out)
                 parts = self._parts(q, shape.batch, shape.heads, shape.queries)
@@ -204,7 +208,7 @@ class ShardedKVCacheStore:
                 if found.ndim == 3:
                     to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))
                     to_lse = to_lse.restrided((*to_lse.shape, 1), (*to_lse.strides, 0))
-                self._merge(operation, parts, to, to_lse)
+                self._merge(operation, parts, to, to_lse, sinks)
         except ShapeError as error:
             raise self._of_rank(error) from None
         return result if return_lse else result[0]
@@ -220,12 +224,14 @@ class ShardedKVCacheStore:
         scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
+        sink_logits: Any = None,
         **options: Any,
     ) -> Any:
         """Attend with new tokens' queries over what all ranks hold and the new tokens, and append those.
 
         Args:
             layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
+            sink_logits: as in `attend`.
             q, k, v: the new tokens, all of them, of the rank's own heads.
             **options: the others, where heads alone are cut.
 
@@ -238,17 +244,17 @@ class ShardedKVCacheStore:
         Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
-        self._agree(operation, layer, q, k, v, layout, scale, softcap)
+        self._agree(operation, layer, q, k, v, layout, scale, softcap, sink_logits)
         self._refuse("extend", options)
         store = self._dealt
         try:
             if store is None:
-                return self.local.extend(
-                    layer, q, k, v, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, **options
-                )
+                asked = {"scale": scale, "softcap": softcap, "return_lse": return_lse, "sink_logits": sink_logits}
+                return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
             with store.lock:
                 query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
+                sinks = self._sinks(operation, sink_logits, *query.shape[:2])
                 result = self._results(operation, q, view(q, "q", operation), None)
                 if query.shape[2]:
                     parts = self._parts(q, *query.shape[:3])
@@ -257,7 +263,7 @@ class ShardedKVCacheStore:
                         head_major(with_batch(view(a, "out", operation), n), *axes)
                         for a, n in zip(result, (4, 3), strict=True)
                     )
-                    self._merge(operation, parts, to, to_lse)
+                    self._merge(operation, parts, to, to_lse, sinks)
         except ShapeError as error:
             raise self._of_rank(error) from None
         return result if return_lse else result[0]
@@ -487,10 +493,22 @@ class ShardedKVCacheStore:
         device = q.device if isinstance(q, torch.Tensor) else "cuda" if self.local.runtime.is_cuda else "cpu"
         return torch.empty((*shape, self.local.head_dim_v + 1), dtype=torch.float32, device=device)
 
-    def _merge(self, operation: str, parts: Any, out: ArrayView, lse: ArrayView) -> None:
-        """Gather the parts of all ranks and write what they are together."""
+    def _sinks(self, operation: str, sink_logits: Any, batch: int, heads: int) -> ArrayView | None:
+        """The sink logits as an array of this rank's query heads, if there are any.
+
+        Raises:
+            ShapeError, DTypeError, ArchError: they do not fit.
+        """
+        if sink_logits is None:
+            return None
+        found = view(sink_logits, "sink_logits", operation)
+        check_scores(operation, {"sink_logits": found}, batch, heads, self.local.runtime)
+        return found
+
+    def _merge(self, operation: str, parts: Any, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
+        """Gather the parts of all ranks and write what they are together, sink logits counted once."""
         gathered = self.ranks["tokens"].gather(parts, operation)
-        merge_parts(operation, view(gathered, "parts", operation), out, lse)
+        merge_parts(operation, view(gathered, "parts", operation), out, lse, sinks)
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:

@@ -26,16 +26,19 @@ class MergePartsParams(NamedTuple):
     lse_head: int = 0
     lse_token: int = 0
     lse_first: int = 0
+    sink_head: int = 0
+    sink_first: int = 0
 
 
 P = MergePartsParams(*range(len(MergePartsParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 
 
-def make_merge_parts(style, width, code_out):
+def make_merge_parts(style, width, code_out, sinks):
     """merge(parts, out, lse, params, scalars): one state of each row; items: rows * width, which is parts' extent.
 
-    `parts` are the bits of float32 (parts, rows, width + 1), a row's log-sum-exp behind its result.
+    `parts` are the bits of float32 (parts, rows, width + 1), a row's log-sum-exp behind its result. With `sinks`, the
+    bits of a logit for each head come before the numbers: each counts once, as a part of its own whose result is 0.
     `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2.
     """
     RESULT = element_array(code_out)
@@ -43,9 +46,16 @@ def make_merge_parts(style, width, code_out):
 
     @ti.func
     def merge_item(i, arrays: ti.template(), params, scalars):
-        parts, out, lse = ti.static(arrays)
+        parts, out, lse = ti.static(arrays[:3])
         row, d = i // width, i % width
-        m, counted = ti.f32(MASKED), 0
+        query, rest = row % params[P.queries], row // params[P.queries]
+        head, b = rest % params[P.heads], rest // params[P.heads]
+        m, counted, sink = ti.f32(MASKED), 0, ti.u32(MINUS_INFINITY)
+        if ti.static(sinks):
+            sink = arrays[3][params[P.sink_first] + head * params[P.sink_head]]
+            if sink != ti.u32(MINUS_INFINITY):
+                m = ti.max(m, ti.bit_cast(sink, ti.f32) * ti.f32(LOG2E))
+                counted = 1
         for n in range(params[P.parts]):
             at = params[P.parts_first] + (n * params[P.rows] + row) * (width + 1)
             found = parts[at + width]
@@ -54,6 +64,8 @@ def make_merge_parts(style, width, code_out):
                 counted = 1
         x, total, bits = ti.f32(0.0), ti.f32(0.0), ti.u32(MINUS_INFINITY)
         if counted == 1:
+            if sink != ti.u32(MINUS_INFINITY):
+                total = exp2(ti.bit_cast(sink, ti.f32) * ti.f32(LOG2E) - m)
             for n in range(params[P.parts]):
                 at = params[P.parts_first] + (n * params[P.rows] + row) * (width + 1)
                 found = parts[at + width]
@@ -63,8 +75,6 @@ def make_merge_parts(style, width, code_out):
                     x = x + weight * ti.bit_cast(parts[at + d], ti.f32)
             x = x / total
             bits = ti.bit_cast((m + ti.log(total) * ti.f32(LOG2E)) / scalars[X.lse_scale], ti.u32)
-        query, rest = row % params[P.queries], row // params[P.queries]
-        head, b = rest % params[P.heads], rest // params[P.heads]
         to = params[P.out_first] + b * params[P.out_sequence] + head * params[P.out_head] + query * params[P.out_token]
         store(out, to + d, ti.Vector([x]), ti.f32(1.0))
         if d == 0:
@@ -77,7 +87,12 @@ def make_merge_parts(style, width, code_out):
     def merge_parts(parts: BITS, out: RESULT, lse: BITS, params: PARAMS, scalars: SCALARS):
         loop(parts, params, ((parts, out, lse), params, scalars))
 
-    return merge_parts
+    @ti.kernel
+    def merge_parts_and_sinks(parts: BITS, out: RESULT, lse: BITS, sink_logits: BITS, params: PARAMS,
+                              scalars: SCALARS):  # fmt: skip
+        loop(parts, params, ((parts, out, lse, sink_logits), params, scalars))
+
+    return merge_parts_and_sinks if sinks else merge_parts
 
 
 make_merge_parts.fast_math = True

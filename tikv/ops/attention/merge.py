@@ -111,7 +111,9 @@ def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
     return Plan(live, operation, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None)
 
 
-def merge_parts(operation: str, parts: ArrayView, out: ArrayView, lse: ArrayView) -> None:
+def merge_parts(
+    operation: str, parts: ArrayView, out: ArrayView, lse: ArrayView, sink_logits: ArrayView | None = None
+) -> None:
     """Merge states that were gathered from processes: each row's result and, behind it, its log-sum-exp.
 
     Args:
@@ -119,32 +121,33 @@ def merge_parts(operation: str, parts: ArrayView, out: ArrayView, lse: ArrayView
         parts: (number, B, Hq, T, D_v + 1) float32, contiguous.
         out: (B, Hq, T, D_v), of any float dtype and strides whose last is 1.
         lse: (B, Hq, T) float32, of any strides.
+        sink_logits: (Hq,) float32, which count once, whatever the number of parts; None for none.
     """
     live = runtime.current()
-    arrays = [parts, out, lse]
+    arrays = [parts, out, lse, *([] if sink_logits is None else [sink_logits])]
     key = ("merge_parts", *[a.key for a in arrays])
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, _merge_parts_plan(live, operation, out.shape))
+        plan = live.plans.keep(key, _merge_parts_plan(live, operation, out.shape, sink_logits is not None))
     plan.run(arrays)
 
 
-def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...]) -> Plan:
+def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], sinks: bool) -> Plan:
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         from tikv.kernels.attention.merge_parts import MergePartsParams, make_merge_parts
         from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
 
-        parts, to, lse = arrays
+        parts, to, lse, *logits = arrays
         rows, width = math.prod(shape[:-1]), shape[-1]
         checks.integer(math.prod(parts.shape), "elements of gathered states", operation, high=2**31 - 1)
         firsts = [a.offset // a.dtype.itemsize for a in arrays]
         numbers = MergePartsParams(
             rows * width, parts.shape[0], rows, *shape[1:3], firsts[0],
-            *to.strides[:3], firsts[1], *lse.strides, firsts[2],
+            *to.strides[:3], firsts[1], *lse.strides, firsts[2], *[a.strides[0] for a in logits], *firsts[3:],
         )  # fmt: skip
-        kernel = launch.kernel(live, make_merge_parts, live.kernel_style, width, to.dtype.short)
+        kernel = launch.kernel(live, make_merge_parts, live.kernel_style, width, to.dtype.short, sinks)
         factors = AttentionScalars(lse_scale=LOG2E)
         return [Launch(kernel.bind(rows * width, *arrays, tuple(numbers), tuple(factors)), arrays)]
 
-    names = ("parts", "out", "lse")
-    return Plan(live, operation, names, [False, True, True], bind if math.prod(shape) else None)
+    names = ("parts", "out", "lse", *["sink_logits"] * sinks)
+    return Plan(live, operation, names, [False, True, True, *[False] * sinks], bind if math.prod(shape) else None)
