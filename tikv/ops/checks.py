@@ -275,25 +275,26 @@ def disjoint(named: Sequence[tuple[str, ArrayView, bool]], operation: str) -> No
     Raises:
         ShapeError: two of them overlap, or the system would end the process at the first write.
     """
+    places = [_place_of(array) for _, array, _ in named]
     for i, (name, array, is_destination) in enumerate(named):
-        if is_destination and array.device == "cpu" and array.span and is_protected(array.ptr, array.span):
+        if not is_destination:
+            continue
+        if array.device == "cpu" and array.span and is_protected(array.ptr, array.span):
             raise ShapeError(
                 f"{operation}: the destination {name} ({describe(array)}) is read-only memory, such as a file mapped "
                 f"for reading. Pass a writable array, or a copy."
             )
-        memory, start = _place_of(array)
-        for other_name, other, other_is_destination in named[i + 1 :]:
-            other_memory, other_start = _place_of(other)
-            if not (is_destination or other_is_destination) or memory is not other_memory:
+        memory, start = places[i]
+        end = start + array.span
+        for j, (other_memory, other_start) in enumerate(places):
+            if other_start >= end or memory is not other_memory or j == i:
                 continue
-            if (
-                start < other_start + other.span
-                and other_start < start + array.span
-                and _share_elements(array, start, other, other_start)
-            ):
+            other = named[j][1]
+            if start < other_start + other.span and _share_elements(array, start, other, other_start):
+                first, second = (f"{named[n][0]} ({describe(named[n][1])})" for n in sorted((i, j)))
                 raise ShapeError(
-                    f"{operation}: {name} ({describe(array)}) and {other_name} ({describe(other)}) overlap in memory, "
-                    f"and one of them is written. Pass arrays that share no element."
+                    f"{operation}: {first} and {second} overlap in memory, and one of them is written. Pass arrays "
+                    f"that share no element."
                 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import ArrayView, describe
 from tikv.errors import CapacityError, DTypeError, OptionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -18,7 +18,7 @@ from tikv.ops.attention.options import (
     plan_key,
     real,
     scales_of,
-    values_of,
+    views_of,
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
@@ -170,20 +170,22 @@ def contiguous_call(
     are the scales.
     """
     live = runtime.current()
+    length = 0
+    given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
     of_groups: dict[str, ArrayView] = {}
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         if k_scale is not None or v_scale is not None:
             raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
-        k, v, of_groups, format = _codes_of_caches(live, operation, k_cache, v_cache)
-    else:
-        k = view(k_cache, "k_cache", operation)
-        v = values_of(k, v_cache, head_dim_v, "v_cache", operation)
-    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v}, 0
+        k_codes, v_codes, of_groups, format = _codes_of_caches(live, operation, k_cache, v_cache)
+        given |= {"k": ("k_cache", k_codes), "v": ("v_cache", v_codes)}
+        head_dim_v = None
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
     else:
         seq_lens = index_array(seq_lens)  # a view does not keep an array alive
-        arrays["lens"] = view(seq_lens, "seq_lens", operation)
+        given["lens"] = ("seq_lens", seq_lens)
+    arrays = views_of(operation, given, head_dim_v)
+    k = arrays["k"]
     if v_cache is None and v_scale is None:
         v_scale = k_scale
     arrays |= of_groups

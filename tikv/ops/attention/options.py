@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import ArrayView, describe, view, view_all
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.fixed_scales import scale_given
@@ -183,6 +183,8 @@ def check_table(
     """Each block of each context is in the pool."""
     if table is None or table.size == 0:
         return
+    if table.min() >= 0 and table.max() < cache.blocks:  # needed or not
+        return
     if table.ndim == 2 and lens.ndim == 2:
         lens = lens.max(axis=1)  # of a sequence's heads, which share its blocks
     elif table.ndim == 3 and lens.ndim == 1:
@@ -195,6 +197,21 @@ def check_table(
             f"{operation}: block_tables[{', '.join(map(str, at))}]={int(table[at])} is none of the pool's "
             f"{cache.blocks} blocks, and the context of {int(lens[at[:-1]])} tokens needs it."
         )
+
+
+def views_of(operation: str, given: dict[str, tuple[str, Any]], head_dim_v: Any) -> dict[str, ArrayView]:
+    """Views of q, K, V and what else is given, by their roles: each is its parameter's name and the array.
+
+    Raises:
+        ShapeError: as `values_of`, where V is None.
+    """
+    names, arrays = zip(*given.values(), strict=True)
+    if head_dim_v is None and given["v"][1] is not None:
+        return dict(zip(given, view_all(arrays, names, operation), strict=True))
+    found = {role: view(array, name, operation) for role, (name, array) in given.items() if role != "v"}
+    name, values = given["v"]
+    found["v"] = values_of(found["k"], values, head_dim_v, name, operation)
+    return {role: found[role] for role in given}
 
 
 def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:

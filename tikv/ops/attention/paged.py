@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, view
+from tikv.arrays import ArrayView, describe
 from tikv.errors import OptionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -19,7 +19,7 @@ from tikv.ops.attention.options import (
     real,
     scales_of,
     table_by_head,
-    values_of,
+    views_of,
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
@@ -131,17 +131,17 @@ def paged_call(
     """
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
-    k = view(k_pool, "k_pool", operation)
     if v_pool is None and layout == "VLLM":
         raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
-    v = values_of(k, v_pool, head_dim_v, "v_pool", operation)
-    table = view(block_tables, "block_tables", operation)
-    arrays, length = {"q": view(q, "q", operation), "k": k, "v": v, "table": table}, 0
+    given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_pool", k_pool), "v": ("v_pool", v_pool)}
+    given["table"], length = ("block_tables", block_tables), 0
     if isinstance(context_lens, INTEGERS):
         length = checks.integer(context_lens, "context_lens", operation)
     else:
         context_lens = index_array(context_lens)
-        arrays["lens"] = view(context_lens, "context_lens", operation)
+        given["lens"] = ("context_lens", context_lens)
+    arrays = views_of(operation, given, head_dim_v)
+    table = arrays["table"]
     if v_pool is None and v_scale is None:
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
