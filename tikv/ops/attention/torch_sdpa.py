@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray
@@ -15,6 +15,8 @@ from tikv.ops.attention.terms import NAMES
 if TYPE_CHECKING:
     from tikv.ops.attention.plan import AttentionPlan
 
+BLOCK_QUERIES = 512  # of a prompt on CPU that torch attends with at once
+MOST_KEPT_BYTES = 1 << 24  # of the mask of a plan
 LEAST_QUERIES = {float32: 64, float16: 1024}  # of a prompt on CPU for which torch is faster, by 4,096 keys
 
 
@@ -61,19 +63,48 @@ def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: i
     except ImportError as error:
         raise ArchError(f"{plan.operation}: torch is not installed. Install taichi-kv[torch].") from error
     queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], plan.live)) for n in ("q", "k", "v", "out"))
-    queries = queries if q.ndim == 4 else queries[:, :, None]
+    if q.ndim == 3:
+        queries, to = queries[:, :, None], to[:, :, None]
     tokens = plan.query.queries
-    span = options.span if options.span is not None else length
-    low = max(0, first_valid, length - span - (tokens - 1 if options.causal else 0))
-    if low >= length:
-        to.zero_()
-        return
-    mask = None
-    if tokens > 1 and options.causal:
-        at = torch.arange(length - tokens, length, device=queries.device)[:, None]
-        key = torch.arange(low, length, device=queries.device)[None]
-        mask = (key <= at) & (key > at - span)
-    found = torch.nn.functional.scaled_dot_product_attention(
-        queries, k[:, :, low:length], v[:, :, low:length], attn_mask=mask, scale=options.scale, enable_gqa=True
-    )
-    to.copy_(found.reshape(to.shape))
+    causal, span = options.causal and tokens > 1, length if options.span is None else options.span
+    # Keys that no query of a block sees are not read, and its mask ends at its last query.
+    block = BLOCK_QUERIES if causal and plan.live.is_cpu else tokens
+    for first in range(0, tokens, block):
+        end = min(tokens, first + block)
+        high = length - tokens + end if causal else length
+        low = max(0, first_valid, high - span - (end - first - 1 if causal else 0))
+        if low >= high:
+            to[:, :, first:end].zero_()
+            continue
+        mask = _mask(torch, plan, end - first, high - low, span, queries) if causal else None
+        found = torch.nn.functional.scaled_dot_product_attention(
+            queries[:, :, first:end],
+            k[:, :, low:high],
+            v[:, :, low:high],
+            attn_mask=mask,
+            scale=options.scale,
+            enable_gqa=True,
+        )
+        to[:, :, first:end].copy_(found)
+
+
+def _mask(torch: Any, plan: AttentionPlan, queries: int, keys: int, span: int, like: Any) -> Any:
+    """What the newest `queries` of so many keys see, each `span` tokens: 0, and minus infinity elsewhere.
+
+    On CPU numbers, which torch would make of a mask of bools in each call; one is kept, of whose lower right corner
+    those of fewer keys are, where no query sees the end of its span.
+    """
+    kept = plan.torch_mask
+    slides = span < keys
+    if kept is not None and not slides and kept.shape[0] >= queries and kept.shape[1] >= keys:
+        return kept[-queries:, -keys:]
+    width = keys if slides else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
+    at = torch.arange(width - queries, width, device=like.device)[:, None]
+    key = torch.arange(width, device=like.device)[None]
+    sees = (key <= at) & (key > at - span) if slides else key <= at
+    if not plan.live.is_cpu:
+        return sees[:, -keys:]
+    found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
+    if not slides and found.nbytes <= MOST_KEPT_BYTES:
+        plan.torch_mask = found
+    return found[:, -keys:]
