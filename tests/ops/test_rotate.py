@@ -41,6 +41,24 @@ def test_bits(arch, rng, dtype, width, rope_dim, interleaved):
     guarded.check()
 
 
+def test_positions_of_all_heads_and_of_calls_before(arch, rng):
+    """Positions for all heads or for sequences, and those of calls before again: the bits that each row's own have."""
+    rows = rng.standard_normal((*SHAPE, 8)).astype(np.float32)
+    batch, heads, tokens = SHAPE
+    to = np.arange(batch * tokens).reshape(batch, tokens)
+    cases = [
+        (np.arange(tokens) * 2 + step, after, np.array(freq))
+        for step in (1, 2)
+        for after in (to[0], to, np.tile(to[0], (batch, heads, 1)))
+        for freq in ([1.0, 0.3, 0.05, 0.01], [0.5, 0.1, 0.02, 0.005])
+    ]
+    for before, after, freq in [*cases, *cases[:3], *cases[-2:]]:
+        k = oracle.place(rows.copy(), arch)
+        tikv.rotate(k, before, after, tikv.Rope(freq))
+        moved = np.broadcast_to(after if after.ndim != 2 else after[:, None], SHAPE) - before
+        oracle.assert_same_bits(k, reference.rotate(rows, moved, freq).astype(np.float32))
+
+
 @pytest.mark.parametrize("scale_dtype", [np.float32, np.float16], ids=["f32", "f16"])
 def test_int8_gets_a_new_scale(arch, rng, scale_dtype):
     before, after = places(rng)

@@ -34,6 +34,8 @@ class RotateParams(NamedTuple):
     heads: int = 1
     count: int = 0  # rows of all heads
     angle_first: int = 0
+    angle_sequence: int = 0
+    angle_head: int = 0
     cos_first: int = 0
     sin_first: int = 0
     scale_first: int = 0
@@ -47,7 +49,9 @@ PARAMS = ti.types.vector(len(R), ti.i32)
 
 
 def make_rotate(style, serial, codec, transform, width, lanes, scale):
-    """rotate(x, angles, cos, sin, scales, strides, params): row r by row angles[r] of the tables, none if below 0.
+    """rotate(x, angles, cos, sin, scales, strides, params): a row by the row of the tables that `angles` names.
+
+    None, where it names one below 0, which stays as it is.
 
     Args:
         style: "cpu", "cuda" or "spirv".
@@ -80,11 +84,12 @@ def make_rotate(style, serial, codec, transform, width, lanes, scale):
     def body(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
              scales: ti.template(), strides, params):  # fmt: skip
         r, lane = i // lanes, i % lanes
-        angle = -1
-        if r < params[R.count]:
-            angle = ti.cast(angles[params[R.angle_first] + r], ti.i32)
         group, s = r // params[R.rows], r % params[R.rows]
         b, h = group // params[R.heads], group % params[R.heads]
+        angle = -1
+        if r < params[R.count]:
+            at_angle = params[R.angle_first] + b * params[R.angle_sequence] + h * params[R.angle_head] + s
+            angle = ti.cast(angles[at_angle], ti.i32)
         row = strides[S.first] + b * strides[S.sequence] + h * strides[S.head] + s * strides[S.token]
         cos_row = params[R.cos_first] + angle * (transform.rope_dim // 2)
         sin_row = params[R.sin_first] + angle * (transform.rope_dim // 2)

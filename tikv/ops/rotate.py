@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +17,13 @@ from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
+from tikv.runtime.cache import BoundedCache
 
 Host = np.ndarray[Any, Any]
+ROTATE = "rotate"  # under which a runtime keeps tables
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
+KEPT_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
+KEPT_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +87,9 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     Exactness: cosines and sines of the difference of positions are found in float64 and rounded to float32; products
         and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is
         multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale.
-    Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, which makes a
-        table of a row for each difference.
+    Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, in the shape
+        that they have: those of (S,) once for all heads. It makes a table of a row for each difference, which is there
+        already for the positions of one of the calls before; then the host does not wait for the device.
     Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
 
     Examples:
@@ -133,7 +139,7 @@ def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str
 
 
 def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runtime, operation: str) -> Host:
-    """Positions on the host, (B, H, S).
+    """Positions on the host, (B, H, S), (B, 1, S) or (1, 1, S) as they are given.
 
     Raises:
         ShapeError, DTypeError: they are none.
@@ -148,17 +154,19 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
             f" is needed, a position for each row."
         )
     host = as_numpy(found) if found.device == "cpu" else read_host(found, live)
-    if host.ndim == 2:
-        host = host[:, None]
-    return np.broadcast_to(host, (batch, heads, rows)).astype(np.int64)
+    lead = {1: (1, 1), 2: (batch, 1), 3: (batch, heads)}[host.ndim]
+    return host.reshape(*lead, rows).astype(np.int64)
 
 
 class Angles(NamedTuple):
-    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables (angles, D_r / 2)."""
+    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables (angles, D_r / 2).
 
-    rows: Host
-    cos: Host
-    sin: Host
+    Rows are (B, H, S), or 1 for B or H where all have the same.
+    """
+
+    rows: Any  # on the host, or on the device as an ArrayView
+    cos: Any
+    sin: Any
 
 
 def angles_of(rope: Rope, before: Host, after: Host, operation: str) -> Angles:
@@ -183,6 +191,31 @@ def angles_of(rope: Rope, before: Host, after: Host, operation: str) -> Angles:
     return Angles(index, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
 
 
+def _angles_on_device(
+    live: runtime.Runtime, rope: Rope, before: Host, after: Host, operation: str
+) -> tuple[Angles | None, bool]:
+    """`angles_of` on the device, made now or for one of the calls before, and whether they are kept.
+
+    None where no row moves.
+    """
+    key = (rope.inv_freq.tobytes(), before.shape, after.shape, before.tobytes(), after.tobytes())
+    turns = live.plans.get(ROTATE)
+    if turns is None:
+        turns = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
+    found: Angles | None = turns.get(key)
+    if found is None:
+        angles = angles_of(rope, before, after, operation)
+        if angles.cos.size == 0:
+            return None, True
+        found = Angles(*(to_device(np.ascontiguousarray(a), live) for a in angles))
+        if found.cos.nbytes * 2 <= KEPT_BYTES and before.nbytes + after.nbytes <= KEPT_BYTES // 8:
+            if len(turns) >= KEPT_TURNS:
+                live.synchronize()  # those that go may be in use
+            return turns.keep(key, found), True
+        return found, False
+    return found, True
+
+
 def rotate_rows(
     live: runtime.Runtime,
     operation: str,
@@ -192,11 +225,13 @@ def rotate_rows(
     after: Host,
     rope: Rope,
 ) -> None:
-    """Turn the rows of k (B, H, S, D), which were checked, from positions to others, (B, H, S) each."""
-    angles = angles_of(rope, before, after, operation)
-    if angles.cos.size == 0:
+    """Turn the rows of k (B, H, S, D), which were checked, from positions to others.
+
+    Each are (B, H, S) on the host, or 1 for B or H where all have the same.
+    """
+    tables, kept = _angles_on_device(live, rope, before, after, operation)
+    if tables is None:
         return
-    tables = [to_device(np.ascontiguousarray(a).reshape(-1), live) for a in angles]
     names = ("k", "scale") if scale is not None else ("k",)
     arrays = (k, scale) if scale is not None else (k,)
 
@@ -204,12 +239,11 @@ def rotate_rows(
         return [_bind(live, operation, arrays, tables, rope)]
 
     Plan(live, operation, names, (True,) * len(names), bind).run(arrays)
-    live.synchronize()  # the tables are this call's own
+    if not kept:
+        live.synchronize()  # the tables are this call's own
 
 
-def _bind(
-    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], tables: Sequence[ArrayView], rope: Rope
-) -> Launch:
+def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], tables: Angles, rope: Rope) -> Launch:
     """Bind the rotation of k, and of its scales."""
     from tikv.kernels import lanes as lane_kernels
     from tikv.kernels import rotate as kernels
@@ -244,13 +278,16 @@ def _bind(
     serial = live.is_cpu and count * width * size < SERIAL_BYTES
     code = "" if scale is None else scale.dtype.short
     kernel = launch.kernel(live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, code)
-    index, cos, sin = tables
+    index, cos, sin = (a.restrided((math.prod(a.shape),), (1,)) for a in tables)
+    index_steps = [0 if n == 1 else step for n, step in zip(tables.rows.shape, tables.rows.strides, strict=True)]
     numbers = kernels.RotateParams(
         iterations=iterations,
         rows=rows,
         heads=heads,
         count=count,
         angle_first=index.offset // 4,
+        angle_sequence=index_steps[0],
+        angle_head=index_steps[1],
         cos_first=cos.offset // 4,
         sin_first=sin.offset // 4,
     )
