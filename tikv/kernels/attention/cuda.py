@@ -12,19 +12,13 @@ from typing import NamedTuple
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import (
-    BITS,
-    FLOATS,
     LOG2E,
     MASKED,
-    PARAMS,
-    SCALARS,
-    STRIDES,
-    TERMS,
     Choices,
     P,
     S,
     X,
-    array_types,
+    make_attend_kernel,
 )
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
@@ -115,7 +109,6 @@ def make_attend_lanes(shape, parts, c):
     K and V in words of 64 bits, rows of V in one piece. The extent of q is tasks * `BLOCK`. Choices as in
     `cpu.make_attend_cpu`. Terms as in `subgroup.make_attend_block`.
     """
-    Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
     attend_task = make_attend_task(Exchange(shape, c), parts, c)
 
     @ti.func
@@ -125,19 +118,7 @@ def make_attend_lanes(shape, parts, c):
         for i in range(ti.static(arrays[0]).shape[0]):
             attend_task(i % BLOCK, i // BLOCK, arrays, terms, strides, params, scalars)
 
-    @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
-        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
-
-    @ti.kernel
-    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
-                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
-        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
-
-    return attend_with_terms if c.terms else attend
+    return make_attend_kernel(attend_all, "cuda", c)
 
 
 make_attend_lanes.fast_math = True

@@ -183,3 +183,22 @@ def array_types(style, c):
         scale,
         element_array(c.out),
     )
+
+
+def make_attend_kernel(attend_all, style, c):
+    """attend(...): a kernel of a GPU around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
+    Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
+
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
+
+    @ti.kernel
+    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
+                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
+        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
+        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
+
+    return attend_with_terms if c.terms else attend

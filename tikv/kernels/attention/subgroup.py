@@ -11,19 +11,13 @@ from typing import NamedTuple
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import (
-    BITS,
-    FLOATS,
     LOG2E,
     LOWEST,
     MASKED,
-    PARAMS,
-    SCALARS,
-    STRIDES,
-    TERMS,
     P,
     S,
     X,
-    array_types,
+    make_attend_kernel,
 )
 from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
@@ -79,7 +73,6 @@ def make_attend_block(style, kind, parts, c):
     vectors, and their numbers last. `kind` is how neighbours agree, as in `lanes.make_group_operations`, the other
     choices as in `cpu.make_attend_cpu`.
     """
-    Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
     group_position = make_group_operations(kind).position
     attend_task = make_attend_task(style, kind, parts, c)
 
@@ -101,19 +94,7 @@ def make_attend_block(style, kind, parts, c):
                 position = group_position(i % BLOCK)
                 attend_task(i % BLOCK, position, i // BLOCK, arrays, terms, strides, params, scalars)
 
-    @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
-        attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
-
-    @ti.kernel
-    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
-                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
-        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
-
-    return attend_with_terms if c.terms else attend
+    return make_attend_kernel(attend_all, style, c)
 
 
 make_attend_block.fast_math = True
