@@ -186,7 +186,7 @@ def array_types(style, c):
 
 
 def make_attend_kernel(attend_all, style, c):
-    """attend(...): a kernel of a GPU around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
+    """attend(...): a kernel around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
     Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
 
     @ti.kernel
