@@ -56,6 +56,16 @@ def test_auto_on_a_mac_takes_metal_where_it_shares_memory_with_torch(monkeypatch
         assert why in runtime.why_auto()
 
 
+def test_which_engine_shares_memory_with_torch(monkeypatch):
+    for used, shares in ((engines.TAICHI, False), (engines.QUADRANTS, True)):
+        monkeypatch.setattr(engine, "wanted", lambda used=used: (used, "asked for"))
+        assert engine.shares_mps() == shares
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "_module", None)
+    monkeypatch.setenv("TIKV_ENGINE", "abacus")
+    assert not engine.shares_mps(), "the first operation says what is wrong with it"
+
+
 @pytest.mark.archs("vulkan")
 def test_the_vulkan_driver_is_found(arch):
     """By the loader itself, before Taichi is asked."""
