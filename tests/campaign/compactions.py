@@ -5,10 +5,12 @@ import itertools
 import numpy as np
 
 from campaign.compacted import Compacted
+from campaign.compacted_pool import CompactedPool
 from campaign.progress import Progress, Settings
 
 GOAL, UNIT = 100_000, "sequences"
 STEPS = 12
+SUBJECTS = (CompactedPool, Compacted)
 
 
 def run(settings: Settings, progress: Progress) -> None:
@@ -17,7 +19,7 @@ def run(settings: Settings, progress: Progress) -> None:
         if progress.over:
             return
         rng = np.random.default_rng([settings.seed, number])
-        subject = Compacted(rng, settings.arch, number, settings.folder)
+        subject = SUBJECTS[number % 2](rng, settings.arch, number // 2, settings.folder)
         try:
             for _ in range(STEPS):
                 subject.step()

@@ -6,13 +6,14 @@ import numpy as np
 
 from campaign.calls import Calls
 from campaign.compacted import Compacted
+from campaign.compacted_pool import CompactedPool
 from campaign.contiguous import Contiguous
 from campaign.paged import Paged
 from campaign.progress import Progress, Settings
 
 GOAL, UNIT = 1_000_000, "operations"
 ROW = 100
-SUBJECTS = (Contiguous, Paged, Calls, Compacted)
+SUBJECTS = (Contiguous, Paged, Calls, Compacted, CompactedPool)
 
 
 def run(settings: Settings, progress: Progress) -> None:
