@@ -131,7 +131,7 @@ import json, sys
 import nbclient, nbformat
 
 notebook = nbformat.read(sys.argv[1], as_version=4)
-notebook.cells.insert(0, nbformat.v4.new_code_cell("import tikv\\ntikv.init(arch='cpu')"))
+notebook.cells.insert(0, nbformat.v4.new_code_cell("import tikv\\ntikv.init(arch='cpu');"))
 nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 print(json.dumps([cell.get("outputs", []) for cell in notebook.cells]))
 """
@@ -164,7 +164,7 @@ def seen_by_a_reader(output: dict) -> tuple[str, ...]:
     """A stream's name and text, or a picture with its text; Jupyter keeps a text as a string or a list of lines."""
     if output["output_type"] == "stream":
         return output["name"], "".join(output["text"])
-    return tuple("".join(output["data"][kind]) for kind in ("text/plain", "text/html"))
+    return tuple("".join(output["data"].get(kind, "")) for kind in ("text/plain", "text/html"))
 
 
 def run(*arguments: str) -> list[str]:
