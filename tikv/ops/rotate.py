@@ -198,22 +198,23 @@ def _angles_on_device(
 
     None where no row moves.
     """
-    key = (rope.inv_freq.tobytes(), before.shape, after.shape, before.tobytes(), after.tobytes())
+    small = before.nbytes + after.nbytes <= KEPT_BYTES // 8
+    key = (rope.inv_freq.tobytes(), before.shape, after.shape, before.tobytes(), after.tobytes()) if small else None
     turns = live.plans.get(ROTATE)
     if turns is None:
         turns = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
     found: Angles | None = turns.get(key)
-    if found is None:
-        angles = angles_of(rope, before, after, operation)
-        if angles.cos.size == 0:
-            return None, True
-        found = Angles(*(to_device(np.ascontiguousarray(a), live) for a in angles))
-        if found.cos.nbytes * 2 <= KEPT_BYTES and before.nbytes + after.nbytes <= KEPT_BYTES // 8:
-            if len(turns) >= KEPT_TURNS:
-                live.synchronize()  # those that go may be in use
-            return turns.keep(key, found), True
+    if found is not None:
+        return found, True
+    angles = angles_of(rope, before, after, operation)
+    if angles.cos.size == 0:
+        return None, True
+    found = Angles(*(to_device(np.ascontiguousarray(a), live) for a in angles))
+    if key is None or found.cos.nbytes * 2 > KEPT_BYTES:
         return found, False
-    return found, True
+    if len(turns) >= KEPT_TURNS:
+        live.synchronize()  # those that go may be in use
+    return turns.keep(key, found), True
 
 
 def rotate_rows(
