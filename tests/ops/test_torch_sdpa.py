@@ -19,8 +19,8 @@ pytestmark = pytest.mark.archs("cpu")
     [
         ("cpu", "float32", 63, None, False),
         ("cpu", "float32", 64, None, True),
-        ("cpu", "float16", 1023, None, False),
-        ("cpu", "float16", 1024, None, True),
+        ("cpu", "float16", 63, None, False),
+        ("cpu", "float16", 64, None, True),
         ("cpu", "bfloat16", 5000, None, False),
         ("cuda", "float32", 1, None, True),
         ("cuda", "float16", 1, object(), False),
@@ -32,19 +32,23 @@ def test_torch_serves_where_it_is_faster(device, dtype, queries, tile, faster):
     assert torch_is_faster(live, queries, cache, dtypes.parse(dtype, "test")) == faster
 
 
-@pytest.mark.parametrize(("queries", "served"), [(63, False), (64, True)])
-def test_a_prompt_on_cpu_is_the_same_by_either(arch, rng, monkeypatch, queries, served):
+@pytest.mark.parametrize(
+    ("queries", "dtype", "served"),
+    [(63, np.float32, False), (64, np.float32, True), (700, np.float32, True), (64, np.float16, True)],
+)
+def test_a_prompt_on_cpu_is_the_same_by_either(arch, rng, monkeypatch, queries, dtype, served):
     calls = []
     attend = plan.attend_by_torch
     monkeypatch.setattr(plan, "attend_by_torch", lambda *arguments: (calls.append(1), attend(*arguments)))
-    q = rng.standard_normal((1, 4, queries, 16)).astype(np.float32)
-    k, v = (rng.standard_normal((1, 2, 90, 16)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((1, 4, queries, 16)).astype(dtype)
+    length = max(80, queries)
+    k, v = (rng.standard_normal((1, 2, length + 10, 16)).astype(dtype) for _ in "kv")
     for window in (None, 9):
-        got = tikv.decode_attention(q, k, v, 80, window=window)
+        got = tikv.decode_attention(q, k, v, length, window=window)
         for h, t in ((0, 0), (3, queries - 1), (1, 20)):
-            at = reference.visible_positions(80, t, queries, window=window)
+            at = reference.visible_positions(length, t, queries, window=window)
             want, _ = reference.attention(q[0, h, t], k[0, h // 2, at], v[0, h // 2, at], scale=0.25)
-            assert np.abs(got[0, h, t] - want).max() < 1e-5
+            assert np.abs(got[0, h, t] - want).max() < (1e-5 if dtype is np.float32 else 2e-3)
     assert bool(calls) == served
-    tikv.decode_attention(q, k, v, 80, impl="taichi")
+    tikv.decode_attention(q, k, v, length, impl="taichi")
     assert len(calls) == 2 * served

@@ -85,9 +85,9 @@ def decode_attention(
         first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed; not where heads
             have lengths of their own.
         impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto", which
-            takes torch's, where it is imported, for float32 prompts of 64 queries and float16 ones of 1,024 on CPU, and
-            on CUDA for what the tensor cores do not serve. By torch's a NaN in a key that only the newer of several
-            queries see reaches all of them.
+            takes torch's, where it is imported, for float32 and float16 prompts of 64 queries on CPU, which widens
+            float16 caches to float32 for the call, and on CUDA for what the tensor cores do not serve. By torch's a
+            NaN in a key that only the newer of several queries see reaches all of them.
         sink_logits: (Hq,) float32: one more logit of each query head, which takes its share of the weight and has no
             value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
         alibi_slopes: (Hq,) or (B, Hq) float32: scores, after a soft cap, get ``slope * (key position - query

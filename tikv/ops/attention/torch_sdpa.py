@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK_QUERIES = 512  # of a prompt on CPU that torch attends with at once
 MOST_KEPT_BYTES = 1 << 24  # of the mask of a plan
-LEAST_QUERIES = {float32: 64, float16: 1024}  # of a prompt on CPU for which torch is faster, by 4,096 keys
+LEAST_QUERIES = {float32: 64, float16: 64}  # of a prompt on CPU for which torch is faster, by 4,096 keys
 
 
 def why_not_torch(
@@ -47,7 +47,7 @@ def why_not_torch(
 def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType) -> bool:
     """Whether "auto" leaves a call to torch, which can serve it.
 
-    On CPU prompts: of float32 torch's take 0.4 to 0.8 of the time. On CUDA what the tensor cores do not serve: their
+    On CPU prompts, of which torch's take 0.4 to 0.8 of the time. On CUDA what the tensor cores do not serve: their
     kernel returns to the caller ten times as soon.
     """
     if live.is_cpu:
@@ -67,6 +67,12 @@ def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: i
         queries, to = queries[:, :, None], to[:, :, None]
     tokens = plan.query.queries
     causal, span = options.causal and tokens > 1, length if options.span is None else options.span
+    oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
+    if plan.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
+        # Torch takes 1.2 to 2 times as long with halves, which it widens again and again.
+        queries, k, v = queries.float(), k[:, :, oldest:length].float(), v[:, :, oldest:length].float()
+    else:
+        k, v = k[:, :, oldest:length], v[:, :, oldest:length]
     # Keys that no query of a block sees are not read, and its mask ends at its last query.
     block = BLOCK_QUERIES if causal and plan.live.is_cpu else tokens
     for first in range(0, tokens, block):
@@ -79,8 +85,8 @@ def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: i
         mask = _mask(torch, plan, end - first, high - low, span, queries) if causal else None
         found = torch.nn.functional.scaled_dot_product_attention(
             queries[:, :, first:end],
-            k[:, :, low:high],
-            v[:, :, low:high],
+            k[:, :, low - oldest : high - oldest],
+            v[:, :, low - oldest : high - oldest],
             attn_mask=mask,
             scale=options.scale,
             enable_gqa=True,
