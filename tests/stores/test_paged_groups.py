@@ -63,7 +63,10 @@ class Model:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("quant4_64", "NHD"), ("q8_0", "HND"), pytest.param("quant3_32", "NHD", marks=pytest.mark.full)],
+    [
+        ("quant4_64", "NHD"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("q8_0", "HND"), ("quant3_32", "NHD"))),
+    ],
 )
 def test_sequences_keep_their_codes(arch, rng, tmp_path, name, layout):
     """Through forks, copies on write, cuts, swaps and files; then attention over them, and new tokens with queries."""
