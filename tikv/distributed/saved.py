@@ -78,7 +78,7 @@ def write_share(
     tensors = {}
     for counts, (layer, arrays) in zip(whole, own, strict=True):
         slots = [layer.slot_of(share.deal.count(p)) for p in share.positions(counts)]
-        for name, a in zip(files.LAYER_ARRAYS, arrays, strict=False):
+        for name, a in zip(layer.named, arrays, strict=True):
             tensors[f"layers.{counts.index}.{name}"] = a[:, :, slots]
     facts = {
         "save": save,

@@ -36,6 +36,7 @@ FORM = (
     "runtime",
     "scale_dtype",
     "sinks",
+    "v_dtype",
     "windows",
 )
 CHANGES = ("advance", "positions_on_device", "repeat", "reorder", "reset", "restore", "select", "snapshot", "trim")
@@ -389,7 +390,7 @@ class ShardedKVCacheStore:
         """The arguments that make the whole, as JSON has them."""
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
-        dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "scale_dtype")}
+        dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
         return {**form, **dtypes_, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
 
     def _take_over(self, found: saved.Saved, operation: str) -> None:

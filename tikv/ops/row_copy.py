@@ -168,6 +168,45 @@ def bind_copy(
     return Launch(kernel.bind(iterations, *arrays, *vectors), arrays)
 
 
+def bind_copies(
+    live: runtime.Runtime,
+    operation: str,
+    *,
+    src: Sequence[Rows],
+    dst: Sequence[Rows],
+    widths: Sequence[int],
+    scales: Sequence[ArrayView | None] = (),
+    scale: DType | None = None,
+    **options: Any,
+) -> list[Launch]:
+    """`bind_copy` of K and V: one launch where they are kept alike, else one each.
+
+    Args:
+        live, operation, src, dst, widths: as in `bind_copy`.
+        scales: of K and V, None for one that has none.
+        scale: the dtype of those that there are.
+        **options: the others of `bind_copy`.
+    """
+    kinds = {(a.format, a.array.dtype, b.format, b.array.dtype) for a, b in zip(src, dst, strict=True)}
+    parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
+    found = []
+    for part in parts:
+        given = [a for a in scales[part] if a is not None]
+        found.append(
+            bind_copy(
+                live,
+                operation,
+                src=src[part],
+                dst=dst[part],
+                widths=widths[part],
+                scales=given,
+                scale=scale if given else None,
+                **options,
+            )
+        )
+    return found
+
+
 def _streams(
     live: runtime.Runtime,
     operation: str,

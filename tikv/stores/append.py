@@ -17,7 +17,7 @@ from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
-from tikv.ops.row_copy import bind_copy
+from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import appended
@@ -52,7 +52,8 @@ class AppendPlan(Plan):
         # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.widths = memory.head_dim, memory.head_dim_v
-        self.stored_widths, self.format, self.numbers = memory.stored_widths, memory.format, memory.numbers
+        self.stored_widths = [row.stored_width for row in memory.rows]
+        self.formats, self.numbers = memory.formats, memory.numbers
         self.scale_dtype = memory.scale_dtype
         self.lock = memory.lock
         self.layers = layers
@@ -138,8 +139,9 @@ class AppendPlan(Plan):
     def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         super()._bind_once(arrays, pointers)
         if self.counted and not self.live.is_spirv:
-            (bound,) = self.launches or ()
-            self._put_position, self._start = bound.setter("dst_position"), bound.launcher()
+            setters = [bound.setter("dst_position") for bound in self.launches or ()]
+            starters = [bound.launcher() for bound in self.launches or ()]
+            self._put_position, self._start = _each(setters), _each(starters)
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         if 0 in pointers:
@@ -183,7 +185,8 @@ class AppendPlan(Plan):
             params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
         if self.absolute:
             place, index = Placement("layers"), self._layer_table()
-            dst = [Rows(a, token=a.shape[3], format=self.format) for a in (first.k, first.v)]
+            rows = zip((first.k, first.v), self.formats, strict=True)
+            dst = [Rows(a, token=a.shape[3], format=format) for a, format in rows]
         else:
             place = Placement("ring" if first.ring else "linear") if self.counted else Placement("ragged")
             dst = self._rows_of_layers()
@@ -202,23 +205,21 @@ class AppendPlan(Plan):
             )
             for a, (_, strides) in zip(given, self._forms, strict=False)
         ]
-        return [
-            bind_copy(
-                self.live,
-                self.operation,
-                src=src,
-                dst=dst,
-                widths=self.widths,
-                heads=heads,
-                tokens=self.tokens,
-                groups=len(self.layers) * batch,
-                dst_place=place,
-                index=index,
-                scales=first.scales,
-                scale=self.scale_dtype if scaled else None,
-                **params,
-            )
-        ]
+        return bind_copies(
+            self.live,
+            self.operation,
+            src=src,
+            dst=dst,
+            widths=self.widths,
+            heads=heads,
+            tokens=self.tokens,
+            groups=len(self.layers) * batch,
+            dst_place=place,
+            index=index,
+            scales=(first.k_scale, first.v_scale),
+            scale=self.scale_dtype,
+            **params,
+        )
 
     def _rows_of_layers(self) -> list[Rows]:
         """Where K and V of the layers lie, which all have as many slots."""
@@ -235,9 +236,9 @@ class AppendPlan(Plan):
                 token=width,
                 head=first.slots * width,
                 first=start,
-                format=self.format,
+                format=format,
             )
-            for (a, start), width in zip(ends, self.stored_widths, strict=True)
+            for (a, start), width, format in zip(ends, self.stored_widths, self.formats, strict=True)
         ]
 
     def _layer_table(self) -> ArrayView:
@@ -297,34 +298,46 @@ class UnevenAppendPlan(AppendPlan):
             scaled: dict[str, Any] = {}
             if layer.scales:
                 slots = layer.slots * self.numbers
-                scaled = {"scales": layer.scales, "scale": self.scale_dtype, "scale_group": slots}
+                scaled = {"scale_group": slots}
                 scaled |= {"scale_step": self.numbers, "k_scale": first * slots, "v_scale": first * slots}
             src = [
                 Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
                 for a, s in zip(given, strides, strict=False)
             ]
             dst = [
-                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w, format=self.format)
-                for a, w in zip((layer.k, layer.v), self.stored_widths, strict=True)
+                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w, format=format)
+                for a, w, format in zip((layer.k, layer.v), self.stored_widths, self.formats, strict=True)
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
-            found.append(
-                bind_copy(
-                    self.live,
-                    self.operation,
-                    src=src,
-                    dst=dst,
-                    widths=self.widths,
-                    heads=1,
-                    tokens=self.tokens,
-                    groups=groups,
-                    dst_place=Placement("ragged"),
-                    index=index,
-                    **params,
-                    **scaled,
-                )
+            found += bind_copies(
+                self.live,
+                self.operation,
+                src=src,
+                dst=dst,
+                widths=self.widths,
+                heads=1,
+                tokens=self.tokens,
+                groups=groups,
+                dst_place=Placement("ragged"),
+                index=index,
+                scales=(layer.k_scale, layer.v_scale),
+                scale=self.scale_dtype,
+                **params,
+                **scaled,
             )
         return found
+
+
+def _each(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """A function that makes each of these calls; where there is one, that one."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def each(*given: Any) -> None:
+        for call in calls:
+            call(*given)
+
+    return each
 
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
@@ -455,10 +468,10 @@ class Appends:
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed = appended(memory.dtype)
+        allowed = appended(memory.dtype, memory.v_dtype)
         if k.dtype.name not in allowed:
             raise DTypeError(
-                f"{operation}: cannot append {k.dtype.name} to a {memory.dtype.name} store (k: {describe(k)}). Append "
+                f"{operation}: cannot append {k.dtype.name} to a {memory.kept_as} store (k: {describe(k)}). Append "
                 f"{' or '.join(allowed)}."
             )
         rows = []

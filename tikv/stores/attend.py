@@ -23,7 +23,7 @@ from tikv.ops.attention.terms import NO_TERMS, Terms, check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.kept import most_held
-from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.layer import Formats, Layer, LayerMemory
 
 MISSING = ("raise", "ignore")
 NO_VIEWS: Mapping[str, ArrayView] = {}
@@ -44,8 +44,10 @@ class AttentionScale(NamedTuple):
 def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
     """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
     arrays = {"q": q, "k": layer.k, "v": layer.v}
-    if layer.k_scale is not None and layer.v_scale is not None:
-        arrays["k_scale"], arrays["v_scale"] = layer.k_scale, layer.v_scale
+    if layer.k_scale is not None:
+        arrays["k_scale"] = layer.k_scale
+    if layer.v_scale is not None:
+        arrays["v_scale"] = layer.v_scale
     return {**arrays, **terms} if terms else arrays
 
 
@@ -57,7 +59,7 @@ def layer_plan(
     Raises:
         ArchError, ShapeError, DTypeError, OptionError: the queries do not fit the layer.
     """
-    return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.format)
+    return kept_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.formats)
 
 
 def kept_plan(
@@ -68,16 +70,16 @@ def kept_plan(
     span: int,
     sinks: int,
     ring: int,
-    format: GroupFormat | None = None,
+    formats: Formats = (None, None),
 ) -> AttentionPlan:
     """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache."""
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring, format))
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats))
     plan = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
         k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False)
-        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, format=format)
+        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, formats=formats)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
     found: AttentionPlan = plan
     return found
@@ -355,13 +357,13 @@ class _Extension:
         """Attention of the queries before token `end` over the new rows before it."""
         layer, arrays = self.layer, {"q": q, **stored, **terms}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
-        plan = kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.format)
+        plan = kept_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
         return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
         """The new rows in the layer's dtype: themselves, or what an append makes of them."""
         memory, tokens = self.memory, new[0].shape[2]
-        if new[0].dtype is memory.dtype:
+        if new[0].dtype is memory.dtype and memory.alike:
             return {"k": new[0], "v": new[1]}
         layer = Layer(0, tokens, None, 0)
         rows = LayerMemory(
@@ -373,6 +375,7 @@ class _Extension:
             head_dim_v=memory.head_dim_v,
             dtype=memory.dtype,
             scale_dtype=memory.scale_dtype,
+            v_dtype=memory.v_dtype,
         )
         Appends(rows).append(self.operation, layer, Views(new), "head_major")
         return {name: a for name, a in layer_arrays(layer, new[0]).items() if name != "q"}

@@ -14,7 +14,7 @@ from tikv.ops.kept import Rows as KeptRows
 from tikv.ops.kept import counts_of, host_kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
-from tikv.ops.row_copy import bind_copy
+from tikv.ops.row_copy import bind_copies
 from tikv.stores.kept import Host, Kept, held_rows
 from tikv.stores.layer import Layer, LayerMemory
 
@@ -48,10 +48,10 @@ def compact_layers(
     Raises:
         PositionError, ShapeError, DTypeError, OptionError: one of them is refused. Nothing is written.
     """
-    if rope is not None and memory.format is not None:
-        raise DTypeError(f"{operation}: keys kept as {memory.format} are not rotated. Leave rope out.")
+    if rope is not None and memory.formats[0] is not None:
+        raise DTypeError(f"{operation}: keys kept as {memory.formats[0]} are not rotated. Leave rope out.")
     if rope is not None:
-        check_keys(layers[0].k, layers[0].k_scale, rope, operation)
+        check_keys(layers[0].k, _scales_of_keys(layers[0]), rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for layer, choice in zip(layers, choices, strict=True):
         if one_length and not choice.kept.even:
@@ -79,11 +79,17 @@ def _turn(operation: str, memory: LayerMemory, layer: Layer, kept: Kept, rope: R
     if kept.tokens:
         k, scale = (
             None if a is None else a.restrided((*a.shape[:2], kept.tokens, *a.shape[3:]), a.strides)
-            for a in (layer.k, layer.k_scale)
+            for a in (layer.k, _scales_of_keys(layer))
         )
         assert k is not None
         rotate_rows(memory.runtime, operation, k, scale, kept.positions, index, rope)
     return kept._replace(positions=index, next_position=kept.tokens)
+
+
+def _scales_of_keys(layer: Layer) -> ArrayView | None:
+    """The scales of int8 keys, (batch, heads, slots), which are the first of a row's beside values in groups."""
+    scale = layer.k_scale
+    return None if scale is None else scale.restrided(scale.shape[:3], scale.strides[:3])
 
 
 def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Choice:
@@ -169,7 +175,7 @@ def _gather_by_head(
     **scaled: Any,
 ) -> None:
     """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
-    bind_copy(
+    for launch in bind_copies(
         memory.runtime,
         operation,
         src=src,
@@ -184,7 +190,8 @@ def _gather_by_head(
         index_group=index.shape[-1],
         index_step=1,
         **scaled,
-    ).bound.launch()
+    ):
+        launch.bound.launch()
 
 
 def _rows_by_head(a: ArrayView) -> Rows:
@@ -195,17 +202,17 @@ def _rows_by_head(a: ArrayView) -> Rows:
 def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[CacheArray, CacheArray]:
     """What each head of a layer holds, in temporal order, with zeros behind a head's last, as `LayerMemory.tokens`."""
     live, slots = memory.runtime, held_rows(layer).slots
-    dtype = memory.read_dtype
     widths = memory.head_dim, memory.head_dim_v
-    out = [to_device(np.zeros((*slots.shape, width), dtype.numpy), live) for width in widths]
+    out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows]
     if slots.size:
         scaled: dict[str, Any] = {}
         if layer.scales:
             n = memory.numbers
-            scaled = {"scales": layer.scales, "scale": memory.scale_dtype, "scale_group": layer.slots * n}
-            scaled["scale_step"] = n
+            scaled = {"scales": (layer.k_scale, layer.v_scale), "scale": memory.scale_dtype}
+            scaled |= {"scale_group": layer.slots * n, "scale_step": n}
         index = to_device(slots.astype(np.int32), live)
-        src = [_rows_by_head(a)._replace(format=memory.format) for a in (layer.k, layer.v)]
+        rows = zip((layer.k, layer.v), memory.formats, strict=True)
+        src = [_rows_by_head(a)._replace(format=format) for a, format in rows]
         _gather_by_head(operation, memory, layer, index, src, out, widths, **scaled)
         live.synchronize()  # the index is this call's own
     return CacheArray(out[0], live), CacheArray(out[1], live)

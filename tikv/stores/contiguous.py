@@ -54,6 +54,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         batch_size: sequences, all of one length.
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
             and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
+        v_dtype: storage of V, where that is another than that of K.
         window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
             layer.
         sinks: first tokens that a sliding layer keeps for ever.
@@ -62,8 +63,9 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
 
     Attributes:
         num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks, scale_dtype: as given.
+        v_dtype: what values are stored in.
         batch_size: sequences now; `select` and `repeat` change it.
-        dtype: what keys and values are stored in.
+        dtype: what keys are stored in, and values unless `v_dtype` says otherwise.
         windows: of each layer, the slots of a sliding one or None.
         lock: a lock that each call holds, and that one thread may take again.
 
@@ -73,7 +75,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
 
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
-    few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block.
+    few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block. Of two
+        formats appends and reads are a launch each for K and for V; attention is one.
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
     several calls.
     Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
@@ -105,6 +108,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         sinks: int = 0,
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
+        v_dtype: Any = None,
     ) -> None:
         operation = "KVCacheStore"
         self.runtime = runtime.current()
@@ -116,8 +120,11 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         )
         self.capacity = checks.integer(capacity, "capacity", operation, low=1)
         batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
-        self.dtype, scales = storage_or_format(dtype, scale_dtype, self.runtime, operation)
-        self.scale_dtype = scales or dtypes.parse(scale_dtype, operation)
+        given = dtype, dtype if v_dtype is None else v_dtype
+        (self.dtype, k_scales), (self.v_dtype, v_scales) = (
+            storage_or_format(x, scale_dtype, self.runtime, operation) for x in given
+        )
+        self.scale_dtype = k_scales or v_scales or dtypes.parse(scale_dtype, operation)
         self.sinks = checks.integer(sinks, "sinks", operation)
         self.windows = self._windows(window, operation)
         self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
@@ -131,6 +138,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             head_dim_v=self.head_dim_v,
             dtype=self.dtype,
             scale_dtype=self.scale_dtype,
+            v_dtype=self.v_dtype,
         )
         self._appends = Appends(self._memory)
         self.lock = self._memory.lock
@@ -363,7 +371,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
         given = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, given, operation, self._memory.format)
+        wanted = mass_queries_of(return_mass, mass_queries, given, operation, self._memory.formats[0])
         if wanted != 0 and seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
@@ -454,7 +462,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self._memory.format)
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self._memory.formats[0])
         return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)
 
     @whole
@@ -507,7 +515,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         tensors = {
             f"layers.{layer.index}.{name}": a
             for layer, arrays in self.host_layers()
-            for name, a in zip(files.LAYER_ARRAYS, arrays, strict=False)
+            for name, a in zip(layer.named, arrays, strict=True)
         }
         form = {
             "num_layers": self.num_layers,
@@ -521,6 +529,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             "sinks": self.sinks,
             "scale_dtype": self.scale_dtype.name,
         }
+        if self.v_dtype is not self.dtype:
+            form["v_dtype"] = self.v_dtype.name
         facts = {"form": form, "counts": [[layer.length, layer.valid_from] for layer in self._layers]}
         contiguous_files.add_kept(self._layers, tensors, facts)
         files.write(path, contiguous_files.KIND, tensors, facts, operation)

@@ -18,9 +18,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tikv import dtypes, runtime
+from tikv.dtypes import DType
 from tikv.errors import CacheFileError, CapacityError, DTypeError, TikvError
-from tikv.formats import parse_format
+from tikv.formats import GroupFormat, parse_format
 from tikv.stores import replacing, tensor_file
+from tikv.stores.storage import RowForm
 from tikv.stores.tensor_file import NUMBERS, Entry
 
 Array = np.ndarray[Any, Any]
@@ -202,24 +204,27 @@ def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     Raises:
         ValueError: the form's dtypes or widths are none.
     """
-    names = form["dtype"], form.get("scale_dtype", "float16")
-    format = parse_format(names[0]) if type(names[0]) is str else None
-    if type(names[0]) is not str or (names[0] not in dtypes.APPENDED and format is None):
-        raise ValueError(f"dtype {reprlib.repr(names[0])} is not stored; {', '.join(dtypes.APPENDED)} are")
-    if names[1] not in [row.name for row in dtypes.SCALES]:
-        raise ValueError(f"scale_dtype {reprlib.repr(names[1])} is not offered")
-    scale = dtypes.parse(names[1], "").numpy
+    names, scale_name = (form["dtype"], form.get("v_dtype", form["dtype"])), form.get("scale_dtype", "float16")
+    kept: list[DType | GroupFormat] = []
+    for name in names:
+        format = parse_format(name) if type(name) is str else None
+        if type(name) is not str or (name not in dtypes.APPENDED and format is None):
+            raise ValueError(f"dtype {reprlib.repr(name)} is not stored; {', '.join(dtypes.APPENDED)} are")
+        kept.append(format or dtypes.parse(name, ""))
+    if scale_name not in [row.name for row in dtypes.SCALES]:
+        raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not offered")
+    scale = dtypes.parse(scale_name, "").numpy
     width = integer(form["head_dim"], "head_dim", low=1)
     width_v = width if form.get("head_dim_v") is None else integer(form["head_dim_v"], "head_dim_v", low=1)
-    if format is not None:
-        numbers = max(format.groups(w, "a head", "a file") for w in (width, width_v)) * format.numbers
-        words = [(format.words(w),) for w in (width, width_v)]
-        codes, of_row = np.dtype(np.uint32), (numbers,)
-        return [("k", words[0], codes), ("v", words[1], codes), ("k_scale", of_row, scale), ("v_scale", of_row, scale)]
-    stored = dtypes.parse(names[0], "").numpy
-    found: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [("k", (width,), stored), ("v", (width_v,), stored)]
-    if names[0] == "int8":
-        found += [("k_scale", (), scale), ("v_scale", (), scale)]
+    rows = RowForm(kept[0], width), RowForm(kept[1], width_v)
+    for row in rows:
+        if row.format is not None:
+            row.format.groups(row.width, "a head", "a file")
+    of_row = (max(row.numbers for row in rows),) if any(row.format is not None for row in rows) else ()
+    found: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
+        (name, (row.stored_width,), row.stored.numpy) for name, row in zip(LAYER_ARRAYS, rows, strict=False)
+    ]
+    found += [(name, of_row, scale) for name, row in zip(LAYER_ARRAYS[2:], rows, strict=True) if row.numbers]
     return found
 
 

@@ -121,7 +121,7 @@ class GrowingLayer(runtime.NotCopied):
     @property
     def format(self) -> GroupFormat | None:
         """The format of keys and values, if they are groups of codes: `keys` and `values` are then words."""
-        return self._memory.format
+        return self._memory.formats[0]
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class GrowingLayer(runtime.NotCopied):
             return _takes_nothing
         same, address, key, whole = test
         plan = self._appends.plans.get((0, key))
-        if plan is None or not plan.launches or not plan.pointers:
+        if plan is None or plan.launches is None or len(plan.launches) != 1 or not plan.pointers:
             return _takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
         bound, lock = plan.launches[0], plan.lock

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
-from tikv.ops.row_copy import bind_copy
+from tikv.ops.row_copy import bind_copies, bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.kept import HeadLengths, Kept, lengths_of
-from tikv.stores.storage import BLOCK_BYTES, shared_bytes
+from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes
 from tikv.stores.whole import StoreLock
 
 WIDTHS = ("head_dim", "head_dim_v")
+Formats: TypeAlias = tuple[GroupFormat | None, GroupFormat | None]
 JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
 
 
@@ -41,7 +42,7 @@ class Layer:
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
         self.v_scale: ArrayView | None = None
-        self.format: GroupFormat | None = None  # of what K and V hold, if that is groups of codes
+        self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
 
     @property
     def held(self) -> int:
@@ -70,14 +71,20 @@ class Layer:
         return self.valid_from if self.ring and self.valid_from > max(0, self.length - self.ring) else 0
 
     @property
+    def named(self) -> dict[str, ArrayView]:
+        """The layer's memory by the names that files have: K, V, and the scales of what is int8 or groups."""
+        found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: a for name, a in found.items() if a is not None}
+
+    @property
     def arrays(self) -> list[ArrayView]:
-        """The layer's memory: K, V, and for int8 and groups the scales of both."""
-        return [a for a in (self.k, self.v, self.k_scale, self.v_scale) if a is not None]
+        """`named` without the names."""
+        return list(self.named.values())
 
     @property
     def scales(self) -> list[ArrayView]:
-        """The scales of K and V of a layer of int8 or of groups, these with their biases; else none."""
-        return self.arrays[2:]
+        """The scales of K and of V that there are, those of groups with their biases."""
+        return [a for a in (self.k_scale, self.v_scale) if a is not None]
 
     def slot_of(self, position: int) -> int:
         """The slot of a position."""
@@ -123,9 +130,10 @@ class LayerMemory:
     Args:
         live: the runtime.
         layers: whose arrays are set; a layer's `slots` say how many it needs.
-        batch_size, num_kv_heads, head_dim, head_dim_v, dtype, scale_dtype: as in `KVCacheStore`.
+        batch_size, num_kv_heads, head_dim, head_dim_v, dtype, scale_dtype, v_dtype: as in `KVCacheStore`.
 
     Attributes:
+        rows: how those of K and of V are kept.
         blocks: the layers of each block, in order.
         version: how often memory was made: what is bound to it knows by that when it is gone.
 
@@ -144,6 +152,7 @@ class LayerMemory:
         head_dim_v: int,
         dtype: DType | GroupFormat,
         scale_dtype: DType,
+        v_dtype: DType | GroupFormat | None = None,
     ) -> None:
         self.runtime = live
         self.layers = list(layers)
@@ -151,22 +160,25 @@ class LayerMemory:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.head_dim_v = head_dim_v
-        self.dtype = dtype
+        self.dtype, self.v_dtype = dtype, dtype if v_dtype is None else v_dtype
         self.scale_dtype = scale_dtype
-        self.format = dtype if isinstance(dtype, GroupFormat) else None
-        self.stored = dtype if isinstance(dtype, DType) else dtypes.uint32  # of the arrays of K and V
-        widths = head_dim, head_dim_v
-        self.stored_widths = widths
-        self.numbers = int(dtype is dtypes.int8)  # of a row's scales, of K as of V
-        if self.format is not None:
-            groups = [self.format.groups(w, name, "KVCacheStore") for w, name in zip(widths, WIDTHS, strict=True)]
-            self.stored_widths = self.format.words(head_dim), self.format.words(head_dim_v)
-            self.numbers = max(groups) * self.format.numbers
+        self.rows = RowForm(self.dtype, head_dim), RowForm(self.v_dtype, head_dim_v)
+        for row, name in zip(self.rows, WIDTHS, strict=True):
+            if row.format is not None:
+                row.format.groups(row.width, name, "KVCacheStore")
+        self.formats: Formats = (self.rows[0].format, self.rows[1].format)
+        self.alike = self.dtype is self.v_dtype
+        self.numbers = max(row.numbers for row in self.rows)  # from a row's scales to the next row's, of K as of V
         self.version = 0
         self.lock = StoreLock()  # of the store
         self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
         self.blocks: list[list[Layer]] = []
         self.allocate(batch_size)
+
+    @property
+    def kept_as(self) -> str:
+        """What K and V are kept as, for messages and a `repr`."""
+        return self.dtype.name if self.alike else f"{self.dtype.name}|{self.v_dtype.name}"
 
     @property
     def width(self) -> str:
@@ -185,7 +197,7 @@ class LayerMemory:
             CapacityError: a layer is larger than a launch on this arch can address.
         """
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
-        widest = max(self.stored_widths) * self.stored.itemsize
+        widest = max(row.nbytes for row in self.rows)
         limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
         blocks: list[list[Layer]] = [[]]
         for layer in self.layers:
@@ -206,16 +218,16 @@ class LayerMemory:
         for block, memory in zip(blocks, made, strict=True):
             self._place(block, rows, *memory)
 
-    def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory]]:
+    def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory | None]]:
         """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
-        k_bytes, v_bytes = (rows * width * self.stored.itemsize for width in self.stored_widths)
+        k_bytes, v_bytes = (rows * row.nbytes for row in self.rows)
         v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
-        if self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
+        if self.alike and self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
             k_block = v_block = Memory(v_first + v_bytes, self.runtime)
         else:
             k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
         scale_bytes = rows * self.numbers * self.scale_dtype.itemsize
-        scales = [Memory(scale_bytes, self.runtime) for _ in range(2)] if self.numbers else []
+        scales = [Memory(scale_bytes, self.runtime) if row.numbers else None for row in self.rows]
         return k_block, v_block, v_first, scales
 
     def _place(
@@ -225,25 +237,20 @@ class LayerMemory:
         k_block: Memory,
         v_block: Memory,
         v_first: int,
-        scales: list[Memory],
+        scales: list[Memory | None],
     ) -> None:
-        first, size = 0, self.stored.itemsize
-        k_width, v_width = self.stored_widths
-        of_row = () if self.format is None else (self.numbers,)
+        first, (k, v) = 0, self.rows
+        of_row = () if self.formats == (None, None) else (self.numbers,)
         for layer in block:
             shape = (self.batch_size, self.num_kv_heads, layer.slots)
-            layer.format = self.format
-            layer.k = k_block.array((*shape, k_width), self.stored, first * k_width * size)
-            layer.v = v_block.array((*shape, v_width), self.stored, v_first + first * v_width * size)
-            if scales:
-                offset = first * self.numbers * self.scale_dtype.itemsize
-                layer.k_scale, layer.v_scale = (m.array((*shape, *of_row), self.scale_dtype, offset) for m in scales)
+            layer.formats = self.formats
+            layer.k = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
+            layer.v = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
+            offset = first * self.numbers * self.scale_dtype.itemsize
+            layer.k_scale, layer.v_scale = (
+                None if m is None else m.array((*shape, *of_row), self.scale_dtype, offset) for m in scales
+            )
             first += rows[layer.index]
-
-    @property
-    def read_dtype(self) -> DType:
-        """What `tokens` gives: the stored dtype, or float32 for what has scales."""
-        return dtypes.float32 if self.numbers else self.stored
 
     def recount(self, layer: Layer, length: int, kept: Kept | None, valid_from: int = 0) -> None:
         """Let a layer be one that holds so much, whatever it held before."""
@@ -269,13 +276,12 @@ class LayerMemory:
             self.recount(layer, length, kept.trimmed(kept.tokens - length), min(layer.valid_from, length))
 
     def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy: K and V in `read_dtype`."""
-        dtype = self.read_dtype
+        """What a layer holds from a position on, in temporal order, as a copy, in `RowForm.read_dtype`."""
         fixed = max(0, min(layer.length, layer.sinks) - first)
         start = max(layer.valid_from, layer.sinks, first)
         held = fixed + max(0, layer.length - start)
         shape = (self.batch_size, self.num_kv_heads, held)
-        out = [new_array((*shape, width), dtype, self.runtime) for width in (self.head_dim, self.head_dim_v)]
+        out = [new_array((*shape, row.width), row.read_dtype, self.runtime) for row in self.rows]
         self._gather(operation, layer, out, tokens=fixed, position=first, at=0)
         self._gather(operation, layer, out, tokens=held - fixed, position=start, at=fixed)
         return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
@@ -294,20 +300,21 @@ class LayerMemory:
         if layer.scales:
             n = self.numbers
             params.update(scale_group=self.num_kv_heads * layer.slots * n, scale_head=layer.slots * n, scale_step=n)
-        bind_copy(
+        for launch in bind_copies(
             self.runtime,
             operation,
-            src=[_rows_of(a)._replace(format=self.format) for a in (layer.k, layer.v)],
+            src=[_rows_of(a)._replace(format=f) for a, f in zip((layer.k, layer.v), self.formats, strict=True)],
             dst=[_rows_of(a, at) for a in out],
             widths=(self.head_dim, self.head_dim_v),
             heads=self.num_kv_heads,
             tokens=tokens,
             groups=self.batch_size,
             src_place=Placement("ring") if layer.ring else LINEAR,
-            scales=layer.scales,
-            scale=self.scale_dtype if layer.scales else None,
+            scales=(layer.k_scale, layer.v_scale),
+            scale=self.scale_dtype,
             **params,
-        ).bound.launch()
+        ):
+            launch.bound.launch()
 
     def copy_filled(self, sequences: np.ndarray[Any, Any] | None = None) -> list[list[ArrayView]]:
         """Copies of every layer's filled slots, of the chosen sequences; None: of all."""

@@ -10,7 +10,6 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, to_device
 from tikv.errors import CapacityError, OptionError, ShapeError
-from tikv.stores.files import LAYER_ARRAYS
 
 if TYPE_CHECKING:
     from tikv.stores.kept import Kept
@@ -116,7 +115,7 @@ def take_over(
 
 def _check_layer(operation: str, layer: Any, found: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:
     mine: ArrayView
-    for name, mine, given in zip(LAYER_ARRAYS, layer.arrays, found, strict=False):
+    for name, mine, given in zip(layer.named, layer.arrays, found, strict=False):
         wanted = (*mine.shape[:2], layer.filled, *mine.shape[3:])
         if given.shape != wanted or given.dtype != mine.dtype.numpy or layer.length > 2**62:
             raise ShapeError(

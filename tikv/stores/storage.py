@@ -48,6 +48,11 @@ class RowForm(NamedTuple):
         return self.dtype.words(self.width) if isinstance(self.dtype, GroupFormat) else self.width
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of a row without its scales."""
+        return self.stored_width * self.stored.itemsize
+
+    @property
     def numbers(self) -> int:
         """Scales of a row, those of groups with their biases; 0 for none."""
         if isinstance(self.dtype, GroupFormat):
@@ -101,11 +106,13 @@ def storage_or_format(
     return format, scales
 
 
-def appended(dtype: DType | GroupFormat) -> tuple[str, ...]:
-    """The names of what may be appended to a cache of this dtype or format."""
-    if isinstance(dtype, GroupFormat):
-        return tuple(row.name for row in dtypes.QUANTIZABLE)
-    return dtypes.APPENDED[dtype.name]
+def appended(*kept: DType | GroupFormat) -> tuple[str, ...]:
+    """The names of what may be appended to a cache whose K and V are kept as this, or as these."""
+    found = [
+        tuple(row.name for row in dtypes.QUANTIZABLE) if isinstance(dtype, GroupFormat) else dtypes.APPENDED[dtype.name]
+        for dtype in kept
+    ]
+    return tuple(name for name in found[0] if all(name in names for names in found))
 
 
 def size_in_words(nbytes: int) -> str:

@@ -29,6 +29,7 @@ class StoreFacts(draw.Drawn):
     num_kv_heads: int
     capacity: int
     dtype: DType | GroupFormat
+    v_dtype: DType | GroupFormat
     windows: list[int | None]
     sinks: int
     _layers: list[Layer]
@@ -112,20 +113,23 @@ class StoreFacts(draw.Drawn):
         """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, not a copy."""
         return CacheArray(self._layer(layer, "KVCacheStore.values").v, self.runtime)
 
-    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The scales of K and of V: of int8 each (batch_size, num_kv_heads, slots).
+    def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V, None where one of the two has none: of int8 each (batch_size, num_kv_heads, slots).
 
         Of groups each (batch_size, num_kv_heads, slots, n): a row's scales, each with its bias behind it if it has one.
+        Where K and V have rows of different numbers of them, n is the larger, also of int8, and the first are in use.
 
         Raises:
             DTypeError: the store has none.
         """
         found = self._layer(layer, "KVCacheStore.scales")
-        if found.k_scale is None or found.v_scale is None:
+        if not found.scales:
             raise DTypeError(
-                f"KVCacheStore.scales: a {self.dtype.name} store has no scales; int8 and groups have. Use dtype='int8'."
+                f"KVCacheStore.scales: a {self._memory.kept_as} store has no scales; int8 and groups have. Use "
+                f"dtype='int8'."
             )
-        return CacheArray(found.k_scale, self.runtime), CacheArray(found.v_scale, self.runtime)
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in (found.k_scale, found.v_scale))
+        return k, v
 
     def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
         """Draw which position lies in which slot; a notebook shows a store so.
@@ -217,6 +221,6 @@ class StoreFacts(draw.Drawn):
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
         return (
             f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {self._memory.width}, "
-            f"{self.dtype.name}, {kind}, {self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, "
+            f"{self._memory.kept_as}, {kind}, {self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, "
             f"{self.runtime.arch})"
         )

@@ -18,6 +18,7 @@ from tikv.kernels.attention.cpu_loops import (
     make_unpack,
     rows_per_band,
 )
+from tikv.kernels.attention.cpu_numbers import make_numbers
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -62,6 +63,11 @@ def heads_per_task(rows, width, width_v, heads):
     """KV heads that a task reads together where those of a token, or of a page, lie side by side in memory."""
     most = max(1, min(heads, MAX_FLOATS // head_floats(rows, width, width_v)))
     return -(-heads // -(-heads // most))
+
+
+def number_floats(width, width_v):
+    """Floats more of a worker's memory where K and V are kept in two formats: the numbers of a chunk of one of them."""
+    return CHUNK * max(width, width_v)
 
 
 class WorkerMemory(NamedTuple):
@@ -115,7 +121,8 @@ def make_attend_cpu(workers, parts, c):
 
     `work` holds `work_floats` floats for each worker. Terms as in `subgroup.make_attend_block`.
     """
-    Q, KV, LENS, TABLE, SC, OUT = array_types("cpu", c)
+    Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
+    _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
     rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
     worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
@@ -136,12 +143,12 @@ def make_attend_cpu(workers, parts, c):
                 attend_task(turn * workers + worker, memory, arrays, terms, strides, params, scalars)
 
     @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse, work), (), strides, params, scalars)
 
     @ti.kernel
-    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                           work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES,
                           params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
         arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
@@ -155,6 +162,8 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    if c.values is not None:
+        return make_attend_apart(rows, uid, parts, c)
     if c.groups:
         return make_attend_codes(rows, uid, parts, c)
     keys, decode_task = make_key_loops(c), make_decode_task("cpu", CHUNK, c)
@@ -229,6 +238,56 @@ def make_attend_codes(rows, uid, parts, c):
                        task[T.scale_first] + strides[S.v_scale_first], n, c.width_v, memory[M.unpacked],
                        uid)  # fmt: skip
                 list_unpacked(n, c.width_v, memory, work)
+                if masked == 0:
+                    keys.add_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
+                                    memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                elif ti.static(c.masked):
+                    keys.add_visible_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
+                                            memory[M.scores], memory[M.acc], uid)  # fmt: skip
+        store_rows(1, task, memory, out, lse, work, strides, params, scalars)
+
+    return attend_task
+
+
+def make_attend_apart(rows, uid, parts, c):
+    """`make_attend_task` of K and V in two formats: a chunk's keys, and then its values, are made numbers first."""
+    cv, plain = c.of_values, c._replace(cache="f32", bits=32, scale="", k_inner=(0, 0), v_inner=(0, 0), values=None)
+    k_numbers, v_numbers = make_numbers(c, c.width, c.k_inner), make_numbers(cv, c.width_v, c.v_inner)
+    keys, row_loops, floats = make_key_loops(plain), make_row_loops(plain), number_floats(c.width, c.width_v)
+    decode_task = make_decode_task("cpu", CHUNK, c)
+    list_chunk = make_list_chunk(keys, uid, c._replace(scale=c.scale or cv.scale))
+    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
+    softmax = make_softmax(keys, row_loops, rows, uid, plain)
+
+    @ti.func
+    def list_numbers(n, width, to, memory, work: ti.template()):
+        """Where the rows of numbers lie, in the list of K's scales, which they have taken in."""
+        keys.list_keys(work, memory[M.k_scales], n, to, width, uid)
+        work[memory[M.k_scales] + n] = work[memory[M.k_scales] + n - 1]
+
+    @ti.func
+    def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
+        q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
+        visible, task = decode_task(number, lens, strides, params)
+        to = memory[M.k_list] + params[P.work_floats] - floats  # the end of what the worker has
+        start_rows(1, task, memory, q, work, terms, strides, params)
+        index = task[T.begin]
+        while index < task[T.end]:
+            n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
+            index = index_behind
+            if n > 0:
+                scale_first = task[T.scale_first] + strides[S.k_scale_first]
+                k_numbers(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first], scale_first, n, to,
+                          uid)  # fmt: skip
+                list_numbers(n, c.width, to, memory, work)
+                keys.dots(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1, memory[M.queries],
+                          memory[M.scores], uid)  # fmt: skip
+                masked = softmax(1, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                                 scalars)  # fmt: skip
+                scale_first = task[T.scale_first] + strides[S.v_scale_first]
+                v_numbers(v, v_scale, work, memory[M.v_list], memory[M.scale_list], task[T.v_first], scale_first, n, to,
+                          uid)  # fmt: skip
+                list_numbers(n, c.width_v, to, memory, work)
                 if masked == 0:
                     keys.add_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
                                     memory[M.scores], memory[M.acc], uid)  # fmt: skip

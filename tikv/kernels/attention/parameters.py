@@ -15,6 +15,14 @@ MINUS_INFINITY = 0xFF800000
 MAX_TOKENS = 1 << 30  # more tokens than a launch can see
 
 
+class Kept(NamedTuple):
+    """How V is kept, where that is otherwise than K."""
+
+    cache: str  # as in `Choices`
+    bits: int
+    scale: str
+
+
 class Choices(NamedTuple):
     """Compile-time choices: how keys are found, what the words hold, which rows a task computes."""
 
@@ -43,11 +51,17 @@ class Choices(NamedTuple):
     alibi: bool = False  # slopes of the distance between key and query
     two_sided: bool = False  # which counts as much to a newer key as to an older one
     tree: bool = False  # which of the new tokens a query sees stands in an array
+    values: Kept | None = None  # None: as K
 
     @property
     def terms(self) -> bool:
         """Whether the kernels take arrays of terms: see `terms`."""
         return self.sink_logits or self.alibi or self.tree
+
+    @property
+    def of_values(self) -> "Choices":
+        """The choices by which V is read: as if K were kept as V is."""
+        return self if self.values is None else self._replace(**self.values._asdict(), values=None)
 
     @property
     def groups(self) -> bool:
@@ -187,15 +201,16 @@ def array_types(style, c):
 
 def make_attend_kernel(attend_all, style, c):
     """attend(...): a kernel around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
-    Q, KV, LENS, TABLE, SC, OUT = array_types(style, c)
+    Q, K, LENS, TABLE, KSC, OUT = array_types(style, c)
+    _, V, _, _, VSC, _ = array_types(style, c.of_values)
 
     @ti.kernel
-    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), (), strides, params, scalars)
 
     @ti.kernel
-    def attend_with_terms(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+    def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
                           sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
                           scalars: SCALARS, numbers: TERMS):  # fmt: skip
         arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))

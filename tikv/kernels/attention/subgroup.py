@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 def shape_of(kind, c):
     """The `Shape` for a kind of group."""
-    units, units_v = c.width // c.unit, c.width_v // c.unit
+    units, units_v = c.width // c.unit, c.width_v // c.of_values.unit
     sharers = 1
     while sharers * 2 * units_v <= BLOCK and sharers * 2 * MAX_IN_FLIGHT <= BLOCK:
         sharers *= 2
@@ -106,9 +106,10 @@ def make_attend_task(style, kind, parts, c):
     decode_task = make_decode_task(style, 1, c)
     load_queries, load_key = make_load_queries(shape, c), make_load_key(c)
     group_logits, start_state = make_group_logits(shape, kind, c), make_start_state(c)
-    to_weights, add_values = make_to_weights(shape, c), make_add_values(shape, c)
-    add_sharers, store_rows = make_add_sharers(shape, c), make_store_rows(style, shape, parts, c)
-    R = c.rows
+    cv = c.of_values
+    to_weights, add_values = make_to_weights(shape, cv), make_add_values(shape, cv)
+    add_sharers, store_rows = make_add_sharers(shape, cv), make_store_rows(style, shape, parts, cv)
+    R, groups = c.rows, c.groups or cv.groups
 
     @ti.func
     def attend_task(thread, position, number, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
@@ -116,7 +117,7 @@ def make_attend_task(style, kind, parts, c):
         queries = ti.simt.block.SharedArray((R * c.width,), ti.f32)  # as rows, elements of a word, words
         weights = ti.simt.block.SharedArray((R * BLOCK,), ti.f32)
         of_groups = ti.simt.block.SharedArray((R * shape.max_groups,), ti.f32)
-        k_rows = ti.simt.block.SharedArray((BLOCK * (2 if c.groups else 1),), ti.i32)  # and of groups those of scales
+        k_rows = ti.simt.block.SharedArray((BLOCK * (2 if groups else 1),), ti.i32)  # and of groups those of scales
         v_rows = ti.simt.block.SharedArray((BLOCK,), ti.i32)
         mine = position[G.offset] + position[G.rank]  # which of the block's keys this thread owns
         visible, task = decode_task(number, lens, strides, params)
@@ -127,7 +128,7 @@ def make_attend_task(style, kind, parts, c):
         load_queries(thread, task, q, queries, strides, params)
         m = ti.Vector([ti.f32(MASKED)] * R)
         l = ti.Vector([ti.f32(0.0)] * R)  # of the keys that this thread owns
-        acc = ti.Vector([ti.f32(0.0)] * (R * shape.rounds * c.unit))
+        acc = ti.Vector([ti.f32(0.0)] * (R * shape.rounds * cv.unit))
         if ti.static(c.sink_logits):
             for g in ti.static(range(R)):
                 m[g], weight = start_state(task[T.head], task[T.row] + g, task[T.split], terms)
@@ -139,7 +140,7 @@ def make_attend_task(style, kind, parts, c):
                 index, visible, task, table, k_scale, v_scale, strides, params
             )
             k_rows[mine], v_rows[mine] = k_row, v_row
-            if ti.static(c.groups):
+            if ti.static(groups):
                 k_rows[BLOCK + mine] = scale_row
             ti.simt.block.sync()
             logits = group_logits(position, index, slot, left, k_factor, visible, task, k, k_scale, queries, k_rows,
@@ -198,8 +199,8 @@ def make_load_unit(inner, c):
 
 def make_load_key(c):
     """load_key(index, ...) -> of the key that a thread owns (slot, row of K, of V, of scales, scale of K, of V)."""
-    locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
-    scale_value = make_bits_to_f32(c.scale) if c.scale else None
+    locate, (k_offset, v_offset, scale_offset), cv = make_locate(c), make_slot_offsets(c), c.of_values
+    scale_value = make_bits_to_f32(c.scale or cv.scale) if c.scale or cv.scale else None
 
     @ti.func
     def load_key(index, visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides,
@@ -210,12 +211,12 @@ def make_load_key(c):
             slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
-            if ti.static(c.groups):
+            if ti.static(c.scale != "" or cv.scale != ""):
                 scale_row = task[T.scale_first] + scale_offset(slot, strides)
             if ti.static(c.row_scale):
-                at = task[T.scale_first] + scale_offset(slot, strides)
-                k_factor = scale_value(k_scale[strides[S.k_scale_first] + at])
-                v_factor = scale_value(v_scale[strides[S.v_scale_first] + at])
+                k_factor = scale_value(k_scale[strides[S.k_scale_first] + scale_row])
+            if ti.static(cv.row_scale):
+                v_factor = scale_value(v_scale[strides[S.v_scale_first] + scale_row])
         return slot, k_row, v_row, scale_row, k_factor, v_factor
 
     return load_key

@@ -263,7 +263,7 @@ def _contiguous(
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
     ring_slots = slots - sinks if ring else 0
-    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, format=format)
+    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, formats=(format, format))
 
 
 def contiguous_cache(
@@ -273,23 +273,24 @@ def contiguous_cache(
     *,
     sinks: int = 0,
     ring: int = 0,
-    format: GroupFormat | None = None,
+    formats: tuple[GroupFormat | None, GroupFormat | None] = (None, None),
 ) -> CacheLayout:
     """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none.
 
-    Of a format of groups the arrays hold words of codes, and `scales` the numbers of the groups, side by side.
+    Of a format of groups an array holds words of codes, and its scales the numbers of the groups, side by side.
     """
+    of_k, of_v = formats
     scale_strides = (0, 0, 0, 0)
     if scales:
-        fixed = k.dtype in dtypes.FLOATS8
+        fixed = scales[0].ndim < 3  # of a head or of all
         step = scales[0].strides
         scale_strides = (0, 0, 0, head_step(scales[0])) if fixed else (step[0], 0, step[2], step[1])
     return CacheLayout(
-        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2], format=format),
-        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2], format=format),
+        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2], format=of_k),
+        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2], format=of_v),
         heads=k.shape[1],
-        width=format.columns(k.shape[3]) if format else k.shape[3],
-        width_v=format.columns(v.shape[3]) if format else v.shape[3],
+        width=of_k.columns(k.shape[3]) if of_k else k.shape[3],
+        width_v=of_v.columns(v.shape[3]) if of_v else v.shape[3],
         place="ring" if ring else "linear",
         capacity=k.shape[2],
         sinks=sinks,

@@ -23,6 +23,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose_heads_per_task, rows_of_task
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_of, tree_words
+from tikv.ops.layouts import Rows
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 
 LEAST_SCRATCH = 1 << 16  # bytes
@@ -101,6 +102,8 @@ class AttentionLaunches(Plan):
             chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task, cache.k.format is not None)
+            if not cache.alike:
+                self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(part_bytes, own_lse, tree, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
@@ -132,8 +135,8 @@ class AttentionLaunches(Plan):
         style, split, q = live.kernel_style, self.splits > 1, arrays["q"]
         to = arrays.get("out", q)
         bits = word_bits(arrays["k"], arrays["v"], cache, style)
-        for name in ("k", "v"):
-            checks.addressable(arrays[name], bits // 8, live, name.upper(), self.operation)
+        for name, of in zip("kv", bits, strict=True):
+            checks.addressable(arrays[name], of // 8, live, name.upper(), self.operation)
         choices = self._choices(arrays, bits)
         parts = memory.array((max(1, self.scratch.parts // 4),), dtypes.float32)
         part_lse = memory.array((1,), dtypes.float32, self.scratch.parts)
@@ -145,7 +148,7 @@ class AttentionLaunches(Plan):
         )
         rows = rows_of_task(self.query.queries, choices.group)
         # What attention leaves has the terms.
-        plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, tree=False, rows=rows)
+        plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, tree=False, rows=rows, values=None)
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -161,7 +164,7 @@ class AttentionLaunches(Plan):
                 found.append(tree_launch(live, arrays, tree))
             terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
             term_vector = [term_numbers(arrays, tree, self.query.queries)._replace(newer=self.options.newer)]
-        factory, own_choices = self._factory(style, bits, choices)
+        factory, own_choices = self._factory(style, choices)
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
         used = [*cached, *written, *terms]
@@ -203,22 +206,24 @@ class AttentionLaunches(Plan):
         kernel = launch.kernel(self.live, factory, *own_choices, choices._replace(out="f32"))
         return Launch(kernel.bind(items, *weighed, strides, numbers, self._scalars()), weighed)
 
-    def _choices(self, arrays: dict[str, ArrayView], bits: int) -> Any:
+    def _choices(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
         """What the kernels are compiled for."""
-        from tikv.kernels.attention.parameters import Choices
+        from tikv.kernels.attention.parameters import Choices, Kept
 
         cache, query, options = self.cache, self.query, self.options
-        unit = bits // (arrays["k"].dtype.itemsize * 8)
+        unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
+        scales = [cache.scales[0].dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
+        of_v = cache.v.format.name if cache.v.format else arrays["v"].dtype.short
         group = query.heads // cache.heads
         return Choices(
             place=cache.place,
             page=cache.page,
             sinks=cache.sinks > 0,
             cache=cache.k.format.name if cache.k.format else arrays["k"].dtype.short,
-            bits=bits,
-            scale=cache.scales[0].dtype.short if cache.scales else "",
+            bits=bits[0],
+            scale=scales[0],
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
-            v_inner=(cache.v.inner[0] // unit, cache.v.inner[1] // unit),
+            v_inner=(cache.v.inner[0] // unit_v, cache.v.inner[1] // unit_v),
             query=arrays["q"].dtype.short,
             out="f32" if self.splits > 1 else arrays.get("out", arrays["q"]).dtype.short,
             width=cache.width,
@@ -236,9 +241,10 @@ class AttentionLaunches(Plan):
             alibi="alibi_slopes" in arrays,
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             tree=bool(tree_of(arrays)),
+            values=None if cache.alike else Kept(of_v, bits[1], scales[1]),
         )
 
-    def _strides(self, arrays: dict[str, ArrayView], bits: int) -> Any:
+    def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
         """Where rows lie: of q, of the result, of K and V in words, of scales, lengths and table."""
         from tikv.kernels.attention.parameters import AttentionStrides
 
@@ -246,10 +252,10 @@ class AttentionLaunches(Plan):
         found: list[int] = [*self.query.strides, _first(arrays["q"])]
         found += [*query_shape(to, "out", self.operation).strides, _first(to)]
         found += self._lse_strides(arrays.get("lse"))
-        unit = bits // (arrays["k"].dtype.itemsize * 8)
-        for rows, a in ((self.cache.k, arrays["k"]), (self.cache.v, arrays["v"])):
+        for rows, a, of in ((self.cache.k, arrays["k"], bits[0]), (self.cache.v, arrays["v"], bits[1])):
+            unit = of // (a.dtype.itemsize * 8)
             found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
-            found.append(a.offset * 8 // bits)
+            found.append(a.offset * 8 // of)
         found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
         found += [lens.strides[0] if lens is not None else 0, _first(lens)]
         found += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
@@ -306,7 +312,7 @@ class AttentionLaunches(Plan):
             )
         )
 
-    def _factory(self, style: str, bits: int, choices: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
             from tikv.kernels.attention.cpu import make_attend_cpu
@@ -317,7 +323,7 @@ class AttentionLaunches(Plan):
 
             if self.cache.tile is not None:
                 return tensor_cores.make_attend_tensor, (self.cache.tile,)
-            if bits == cuda.WORD_BITS:
+            if choices.bits == cuda.WORD_BITS:
                 width = max(self.cache.width, self.cache.width_v)
                 shape = cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices))
                 return cuda.make_attend_lanes, (shape,)
@@ -349,26 +355,45 @@ class AttentionLaunches(Plan):
         return make_mass, (style, by_slot)
 
 
-def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> int:
-    """Bits of a word of K and V: an element on CPU, elsewhere the widest at which every row starts."""
+def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:
+    """Bits of a word of K and of V: an element on CPU, elsewhere the widest at which every row starts.
+
+    K and V that are kept alike have the same; of others a word has 32 bits at most.
+    """
     itemsize = k.dtype.itemsize
+    if not cache.alike:
+        both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
+        found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
+        return found[0], found[1]
     if style == "cpu" or cache.k.format is not None:
-        return itemsize * 8
+        return itemsize * 8, itemsize * 8
     widest = 0
     if style == "cuda":
         from tikv.kernels.attention import cuda
 
         widest = cuda.MAX_WIDTH
     common = 8 if max(cache.width, cache.width_v) <= widest and not cache.v.inner[0] else 4
-    return max(itemsize, row_bytes(k, v, cache, common)) * 8
+    bits = max(itemsize, row_bytes(k, v, cache, common)) * 8
+    return bits, bits
+
+
+def _bits_of_other(rows: Rows, a: ArrayView, width: int, style: str) -> int:
+    """Bits of a word of K, or of V, beside one that is kept otherwise."""
+    if style == "cpu" or rows.format is not None:
+        return a.dtype.itemsize * 8
+    return max(a.dtype.itemsize, _bytes_of_rows(rows, a, width, 4)) * 8
 
 
 def row_bytes(k: ArrayView, v: ArrayView, cache: CacheLayout, most: int) -> int:
     """The most bytes, a power of two up to `most`, at a multiple of which every row of K and V, or piece, starts."""
-    common, itemsize = most, k.dtype.itemsize
-    for rows, a, width in ((cache.k, k, cache.width), (cache.v, v, cache.width_v)):
-        jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
-        common = math.gcd(common, a.ptr or 0, a.offset, *(n * itemsize for n in jumps))
+    both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
+    return min(_bytes_of_rows(rows, a, width, most) for rows, a, width in both)
+
+
+def _bytes_of_rows(rows: Rows, a: ArrayView, width: int, most: int) -> int:
+    """`row_bytes` of K, or of V."""
+    jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
+    common = math.gcd(most, a.ptr or 0, a.offset, *(n * a.dtype.itemsize for n in jumps))
     return common & -common
 
 

@@ -38,6 +38,11 @@ class CacheLayout(NamedTuple):
     scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # sequence, block, token, head
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
 
+    @property
+    def alike(self) -> bool:
+        """Whether K and V are kept in one format."""
+        return self.k.format is self.v.format and self.k.array.dtype is self.v.array.dtype
+
 
 class AttentionOptions(NamedTuple):
     """What is asked of a cache, without the arrays."""
@@ -107,18 +112,17 @@ def check_form(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
         raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
-    if cache.k.format is not cache.v.format:
-        raise DTypeError(f"{operation}: K is {cache.k.format or k.dtype} and V {cache.v.format or v.dtype}. Use one.")
-    if k.dtype not in dtypes.ATTENDED and cache.k.format is None:
-        readable = ", ".join(row.name for row in dtypes.ATTENDED)
-        raise DTypeError(f"{operation}: K is {describe(k)}; attention reads {readable}.")
-    checks.same_dtype(k, v, "K", "V", operation)
-    if k.dtype is dtypes.int8 and not cache.scales:
-        raise DTypeError(f"{operation}: K is {describe(k)}; int8 needs k_scale and v_scale.")
+    for name, a, rows in (("K", k, cache.k), ("V", v, cache.v)):
+        if a.dtype not in dtypes.ATTENDED and rows.format is None:
+            readable = ", ".join(row.name for row in dtypes.ATTENDED)
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; attention reads {readable}.")
+        scaled = f"{name.lower()}_scale" in arrays
+        if a.dtype is dtypes.int8 and not scaled:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; int8 needs k_scale and v_scale.")
+        if scaled and a.dtype not in (dtypes.int8, *dtypes.FLOATS8) and rows.format is None:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and floats of 8 bits have scales.")
     if options.mass and cache.k.format is not None:
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
-    if cache.scales and k.dtype is not dtypes.int8 and k.dtype not in dtypes.FLOATS8 and cache.k.format is None:
-        raise DTypeError(f"{operation}: K is {describe(k)}; only int8 and floats of 8 bits have scales.")
     for scale in cache.scales:
         if scale.dtype not in (dtypes.float16, dtypes.float32):
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales are float16 or float32.")

@@ -140,7 +140,9 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
-    if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
+    if (
+        by_head or cache.k.format is not None or not cache.alike
+    ):  # keys are listed once for all heads of a task, and codes unpacked
         if cache.place == "table" and not (cache.k.head or cache.k.inner[0] or cache.v.inner[0]):
             near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # pages of one head
         return 1, near, side

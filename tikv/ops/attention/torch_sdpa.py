@@ -37,8 +37,8 @@ def why_not_torch(
         return "KV heads have lengths of their own"
     if given := [name for name in NAMES if name in arrays]:
         return f"torch has no {given[0]}"
-    if q.dtype is not k.dtype:
-        return f"q is {q.dtype.name} and the cache {k.dtype.name}; torch wants one dtype"
+    if not q.dtype is k.dtype is v.dtype:
+        return f"q is {q.dtype.name}, K {k.dtype.name} and V {v.dtype.name}; torch wants one dtype"
     if len({a.device for a in (q, k, v)}) > 1:
         return "q and the cache lie on different devices"
     return ""
