@@ -229,30 +229,42 @@ def unit_of(name):
     return (32 // bits, 1) if 32 % bits == 0 else (32, bits)
 
 
-def columns_of_block(name):
-    """The column of each of 32 codes."""
-    return [p // 2 + p % 2 * 16 if has_halves(name) else p for p in range(32)]
+def offset_of(name):
+    """What is added to a code as `make_code` reads it, where a scale has no bias beside it."""
+    return {"affine": 0.0, "q8_0": -128.0, "q4_0": -8.0}[FORMATS[name].rule]
+
+
+def step_of_code(name, e):
+    """What `make_code` multiplies code e of a unit by: a power of two, which takes nothing of its precision."""
+    bits = FORMATS[name].bits
+    shift = e * bits % 32
+    return float(1 << shift) if shift + bits < 32 else 1.0
 
 
 @functools.cache
-def make_codes(name):
-    """codes(words) -> the floats of a unit's codes, whose sign or offset is taken in."""
+def make_code(name):
+    """code(words, e) -> code e of a unit as a float, times `step_of_code`: integers, of which LLVM makes vectors.
+
+    What lies below the highest bits of a word is not shifted: a float times a power of two is as good. Signed codes are
+    read with 128 added.
+    """
     row = FORMATS[name]
-    count, _ = unit_of(name)
-    bits = row.bits
-    value_of_code = make_value_of_code(name, "cpu")  # products may be fused here
+    bits, flip = row.bits, 0x80808080 if row.rule == "q8_0" else 0
 
     @ti.func
-    def codes(words: ti.template(), step, bias):
-        values = ti.Vector([ti.f32(0.0) for _ in range(count)])
-        for e in ti.static(range(count)):
-            code = words[ti.static(e * bits // 32)] >> ti.u32(ti.static(e * bits % 32))
-            if ti.static(e * bits % 32 + bits > 32):
-                code = code | (words[ti.static(e * bits // 32 + 1)] << ti.u32(ti.static(32 - e * bits % 32)))
-            values[e] = value_of_code(code & ti.u32(ti.static((1 << bits) - 1)), step, bias, 0)
-        return values
+    def code(words: ti.template(), e: ti.template()):
+        word, shift = ti.static(e * bits // 32, e * bits % 32)
+        x = words[word] ^ ti.u32(flip)
+        if ti.static(shift + bits >= 32):
+            x = x >> ti.u32(shift)
+            if ti.static(shift + bits > 32):
+                x = x | (words[ti.static(word + 1)] << ti.u32(ti.static(32 - shift)))
+                x = x & ti.u32(ti.static((1 << bits) - 1))
+        else:
+            x = x & ti.u32(ti.static(((1 << bits) - 1) << shift))
+        return ti.cast(ti.bit_cast(x, ti.i32), ti.f32)
 
-    return codes
+    return code
 
 
 @functools.cache

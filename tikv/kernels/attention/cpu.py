@@ -8,14 +8,15 @@ read by the same loops as a row of keys is.
 import zlib
 from typing import NamedTuple
 
+from tikv.kernels.attention import cpu_codes
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu_loops import (
     CHUNK,
     LINE_BYTES,
     ROW,
     make_key_loops,
+    make_list_keys,
     make_row_loops,
-    make_unpack,
     rows_per_band,
 )
 from tikv.kernels.attention.cpu_numbers import make_numbers
@@ -47,15 +48,22 @@ LINE = LINE_BYTES // 4  # floats of a cache line
 MAX_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
 
 
+def padded_rows(rows):
+    """Rows of whole bands."""
+    return -(-rows // rows_per_band(rows)) * rows_per_band(rows)
+
+
 def head_floats(rows, width, width_v):
     """Floats that a KV head takes of a worker's memory: queries, accumulators, scores, maxima and sums of its rows."""
-    padded = -(-rows // rows_per_band(rows)) * rows_per_band(rows)
-    return padded * (width + width_v + ROW + 2)
+    return padded_rows(rows) * (width + width_v + ROW + 2)
 
 
-def work_floats(rows, width, width_v, heads, unpacked=False):
-    """Floats of a worker's memory, in whole cache lines; `unpacked`: with a chunk's keys or values of a head."""
-    floats = heads * head_floats(rows, width, width_v) + (CHUNK * max(width, width_v) if unpacked else 0)
+def work_floats(rows, width, width_v, heads, codes=False):
+    """Floats of a worker's memory, in whole cache lines; `codes`: with what a chunk of a head's codes takes."""
+    floats = heads * head_floats(rows, width, width_v)
+    if codes:
+        lists = sum(cpu_codes.list_rows(width, width_v)) + rows_per_band(rows)
+        floats += lists * ROW + padded_rows(rows) * (width // 32) + cpu_codes.ALIGNED
     return -(-floats // LINE) * LINE + LISTS * ROW
 
 
@@ -85,7 +93,10 @@ class WorkerMemory(NamedTuple):
     scores: int = 9
     maxima: int = 10
     sums: int = 11
-    unpacked: int = 12  # of codes: the numbers of a chunk's keys, and then of its values
+    words: int = 12  # of codes: scales beside the units of a chunk's keys, and then lists of the words of its values
+    group_scales: int = 13
+    query_sums: int = 14  # of queries over groups
+    weighed: int = 15  # weights times the scales of a group, of a band of rows
 
 
 M = WorkerMemory()
@@ -93,6 +104,7 @@ M = WorkerMemory()
 
 def make_worker_memory(rows, c):
     """worker_memory(worker, params) -> the vector `WorkerMemory`."""
+    word_rows, scale_rows = cpu_codes.list_rows(c.width, c.width_v)
 
     @ti.func
     def worker_memory(worker, params):
@@ -103,8 +115,12 @@ def make_worker_memory(rows, c):
         scores = acc + heads * rows * c.width_v
         maxima = scores + heads * rows * ROW
         sums = maxima + heads * rows
+        words = (sums + heads * rows + cpu_codes.ALIGNED - 1) // cpu_codes.ALIGNED * cpu_codes.ALIGNED
+        group_scales = words + word_rows * ROW
+        query_sums = group_scales + scale_rows * ROW
         return ti.Vector([lists, lists + ROW, lists + 2 * ROW, lists + 3 * ROW, lists + 4 * ROW, lists + 5 * ROW,
-                          lists + 6 * ROW, queries, acc, scores, maxima, sums, sums + heads * rows])  # fmt: skip
+                          lists + 6 * ROW, queries, acc, scores, maxima, sums, words, group_scales,
+                          query_sums, query_sums + rows * (c.width // 32)])  # fmt: skip
 
     return worker_memory
 
@@ -124,7 +140,7 @@ def make_attend_cpu(workers, parts, c):
     Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
-    rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
+    rows = padded_rows(c.rows)
     worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
     iterations = workers * LEAST_ITERATIONS if workers > 1 else 1
     every = LEAST_ITERATIONS if workers > 1 else 1
@@ -169,10 +185,10 @@ def make_attend_task(rows, uid, parts, c):
     keys, decode_task = make_key_loops(c), make_decode_task("cpu", CHUNK, c)
     row_loops = make_row_loops(c)
     start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
-    list_chunk = make_list_chunk(keys, uid, c)
+    list_chunk = make_list_chunk(keys.list_keys, uid, c)
     prefetch_k = make_prefetch_heads(keys, uid, S.k_head, c.width)
     prefetch_v = make_prefetch_heads(keys, uid, S.v_head, c.width_v)
-    softmax = make_softmax(keys, row_loops, rows, uid, c)
+    softmax = make_softmax(keys.load_scales, row_loops, rows, uid, c)
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
@@ -204,46 +220,40 @@ def make_attend_task(rows, uid, parts, c):
 
 
 def make_attend_codes(rows, uid, parts, c):
-    """`make_attend_task` of codes of groups: a chunk's keys, and then its values, are unpacked first."""
-    plain = c._replace(cache="f32", bits=32, scale="", k_inner=(0, 0), v_inner=(0, 0))
-    keys, row_loops, unpack = make_key_loops(plain), make_row_loops(plain), make_unpack(c)
-    decode_task, list_chunk = make_decode_task("cpu", CHUNK, c), make_list_chunk(keys, uid, c)
+    """`make_attend_task` of codes of groups."""
+    keys, values = cpu_codes.make_key_loops(c), cpu_codes.make_value_loops(c)
+    row_loops = make_row_loops(c)._replace(load_query=keys.load_query)
+    decode_task, list_chunk = make_decode_task("cpu", CHUNK, c), make_list_chunk(make_list_keys(), uid, c)
     start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
-    softmax = make_softmax(keys, row_loops, rows, uid, c)
-
-    @ti.func
-    def list_unpacked(n, width, memory, work: ti.template()):
-        """Where the rows lie that were unpacked, in the list of K's scales, which codes do not have."""
-        keys.list_keys(work, memory[M.k_scales], n, memory[M.unpacked], width, uid)
-        work[memory[M.k_scales] + n] = work[memory[M.k_scales] + n - 1]
+    softmax = make_softmax(None, row_loops, rows, uid, c)
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         start_rows(1, task, memory, q, work, terms, strides, params)
+        keys.sum_queries(work, memory[M.queries], memory[M.query_sums], uid)
+        words, scales = memory[M.words], memory[M.group_scales]
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
             index = index_behind
             if n > 0:
-                unpack(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first],
-                       task[T.scale_first] + strides[S.k_scale_first], n, c.width, memory[M.unpacked], uid)  # fmt: skip
-                list_unpacked(n, c.width, memory, work)
-                keys.dots(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1, memory[M.queries],
-                          memory[M.scores], uid)  # fmt: skip
+                keys.load_scales(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first], n,
+                                 words, scales, uid)  # fmt: skip
+                keys.dots(k, work, memory[M.k_list], task[T.k_first], n, words, scales, memory[M.queries],
+                          memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
                 masked = softmax(1, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
-                unpack(v, v_scale, work, memory[M.v_list], memory[M.scale_list], task[T.v_first],
-                       task[T.scale_first] + strides[S.v_scale_first], n, c.width_v, memory[M.unpacked],
-                       uid)  # fmt: skip
-                list_unpacked(n, c.width_v, memory, work)
+                values.load_words(v, work, memory[M.v_list], task[T.v_first], n, words, uid)
+                values.load_scales(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
+                                   n, scales, uid)  # fmt: skip
                 if masked == 0:
-                    keys.add_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
-                                    memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                    values.add_values(work, n, words, scales, memory[M.scores], memory[M.weighed], memory[M.acc],
+                                      uid)  # fmt: skip
                 elif ti.static(c.masked):
-                    keys.add_visible_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
-                                            memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                    values.add_visible_values(work, n, words, scales, memory[M.scores], memory[M.weighed],
+                                              memory[M.acc], uid)  # fmt: skip
         store_rows(1, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
@@ -317,7 +327,7 @@ def make_start_rows(row_loops, rows, uid, c):
     return start_rows
 
 
-def make_list_chunk(keys, uid, c):
+def make_list_chunk(list_keys, uid, c):
     """list_chunk(index, ...) -> (keys listed, index behind the last): where the next keys lie, at most a chunk."""
     locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
 
@@ -329,13 +339,13 @@ def make_list_chunk(keys, uid, c):
             slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
-                keys.list_keys(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
-                keys.list_keys(work, memory[M.v_list] + n, count, v_first, strides[S.v_token], uid)
+                list_keys(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
+                list_keys(work, memory[M.v_list] + n, count, v_first, strides[S.v_token], uid)
                 if ti.static(c.scale != ""):
                     scale_first = scale_offset(slot, strides)
-                    keys.list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
+                    list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
                 if ti.static(c.masked or c.alibi):
-                    keys.list_keys(work, memory[M.indices] + n, count, index, 1, uid)
+                    list_keys(work, memory[M.indices] + n, count, index, 1, uid)
                 n += count
             index += count
         if n > 0:  # keys are read in pairs
@@ -359,7 +369,7 @@ def make_prefetch_heads(keys, uid, head, width):
     return prefetch_heads
 
 
-def make_softmax(keys, row_loops, rows, uid, c):
+def make_softmax(load_scales, row_loops, rows, uid, c):
     """softmax(heads, n, ...) -> how many keys rows do not see: the scores of a chunk turn into weights.
 
     Where a maximum grows, the row's sum and accumulators fade to it.
@@ -375,8 +385,8 @@ def make_softmax(keys, row_loops, rows, uid, c):
             if ti.static(c.row_scale):
                 at = task[T.scale_first] + h * strides[S.scale_head]
                 k_first, v_first = strides[S.k_scale_first] + at, strides[S.v_scale_first] + at
-                keys.load_scales(k_scale, work, memory[M.scale_list], k_first, n, memory[M.k_scales], uid)
-                keys.load_scales(v_scale, work, memory[M.scale_list], v_first, n, memory[M.v_scales], uid)
+                load_scales(k_scale, work, memory[M.scale_list], k_first, n, memory[M.k_scales], uid)
+                load_scales(v_scale, work, memory[M.scale_list], v_first, n, memory[M.v_scales], uid)
             for g in range(rows):
                 z = h * rows + g
                 scores = memory[M.scores] + z * ROW
@@ -409,7 +419,9 @@ def make_softmax(keys, row_loops, rows, uid, c):
                 work[memory[M.sums] + z] = work[memory[M.sums] + z] + total
                 if ti.static(c.row_scale):
                     row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
-                if n % 2 == 1:  # the last key is added twice, by half each: 0 times infinity is NaN
+                if (
+                    ti.static(not c.groups) and n % 2 == 1
+                ):  # the last key is added twice, by half each: 0 times infinity is NaN
                     half = work[scores + n - 1] * 0.5
                     work[scores + n - 1] = half
                     work[scores + n] = half

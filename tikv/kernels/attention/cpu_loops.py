@@ -6,7 +6,6 @@ memory of the workers; the last argument of each tells kernels apart that differ
 
 from typing import Any, NamedTuple
 
-from tikv.formats import FORMATS
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, MASKED, array_types
 from tikv.kernels.attention.softmax import exp2, make_logit
@@ -14,7 +13,6 @@ from tikv.kernels.attention.terms import make_bias
 from tikv.kernels.attention.tree import index_in_tree
 from tikv.kernels.attention.visible import make_in_bounds
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
-from tikv.kernels.groups import columns_of_block, make_codes, unit_of
 from tikv.runtime import ti
 
 CHUNK = 64  # keys whose scores are held at once
@@ -190,38 +188,6 @@ def make_add_values(careful, c):
                                 work[a0 + g * DV + d] = work[a0 + g * DV + d] + y0 + y1
 
     return add_values
-
-
-def make_unpack(c):
-    """unpack(codes, scales, work, ...): the numbers of listed keys of a head, a row of `work` after the other.
-
-    What a worker unpacks stays in its nearest cache: `CHUNK` keys, read by all query rows.
-    """
-    _, KV, _, _, SC, _ = array_types("cpu", c)
-    row, value = FORMATS[c.cache], make_element_to_f32(c.scale)
-    codes_of, (count, words_of_unit) = make_codes(c.cache), unit_of(c.cache)
-    numbers = row.numbers
-    column = columns_of_block(c.cache)
-
-    @ti.real_func
-    def unpack(codes: KV, scales: SC, work: FLOATS, lists: ti.i32, scale_lists: ti.i32, first: ti.i32,
-               scale_first: ti.i32, n: ti.i32, width: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
-        for j in range(n):
-            row_at = ti.bit_cast(work[lists + j], ti.i32) + first
-            scale_at = ti.bit_cast(work[scale_lists + j], ti.i32) + scale_first
-            for block in range(width // 32):
-                at = scale_at + block * 32 // row.group * numbers
-                step, bias = value(scales[at]), ti.f32(0.0)
-                if ti.static(numbers == 2):
-                    bias = value(scales[at + 1])
-                for u in ti.static(range(32 // count)):
-                    first_word = row_at + (block * (32 // count) + u) * words_of_unit
-                    words = [codes[first_word + i] for i in range(words_of_unit)]
-                    values = codes_of(words, step, bias)
-                    for e in ti.static(range(count)):
-                        work[to + j * width + block * 32 + ti.static(column[u * count + e])] = values[e]
-
-    return unpack
 
 
 def make_row_loops(c):
