@@ -366,3 +366,40 @@ def memory_of(layer):
     """Host copies of a layer's K and V."""
     holder = layer if isinstance(layer, tikv.ContiguousKVLayer) else layer.pool
     return [np.asarray(a.copy_to_host()) for a in (holder.keys, holder.values)]
+
+
+@pytest.mark.parametrize("form", ["parents", "mask"])
+def test_paged_extend_with_a_tree_is_append_and_attend(arch, rng, form):
+    pools = [
+        tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, num_blocks=8, block_size=4, dtype="float32")
+        for _ in range(2)
+    ]
+    seqs = [[pool.add(), pool.add()] for pool in pools]
+    k, v = (rng.standard_normal((7, 2, 16)).astype(np.float32) for _ in "kv")
+    for pool, own in zip(pools, seqs, strict=True):
+        pool.append(0, k, v, own, cu_seqlens=[0, 2, 7])
+    parents = np.array([[-1, 0, 0, 1], [-1, -1, 1, 2]], np.int32)
+    q = rng.standard_normal((8, 4, 16)).astype(np.float32)
+    new = [rng.standard_normal((8, 2, 16)).astype(np.float32) for _ in "kv"]
+    tree = {"parents": parents}
+    if form == "mask":
+        seen = np.zeros((2, 4, 4), bool)
+        for b in range(2):
+            for t in range(4):
+                seen[b, t, t] = True
+                seen[b, t] |= seen[b, parents[b, t]] if parents[b, t] >= 0 else False
+        tree = {"mask": seen}
+    starts = [0, 4, 8]
+    bad = {"parents": np.array([[-1, 1, 0, 1], [-1, -1, 1, 2]], np.int32)}
+    for options, error, says in (
+        ({**tree, "cu_seqlens": [0, 3, 8]}, tikv.ShapeError, "different numbers"),
+        ({**bad, "cu_seqlens": starts}, tikv.PositionError, r"parents\[0, 1\]=1"),
+        ({"parents": parents[:, :3], "cu_seqlens": starts}, tikv.ShapeError, "parents"),
+    ):
+        with pytest.raises(error, match=says):
+            pools[0].extend(0, q, *new, seqs[0], **options)
+    assert pools[0].length(seqs[0][0]) == 2
+    got = pools[0].extend(0, q, *new, seqs[0], cu_seqlens=starts, **tree)
+    pools[1].append(0, *new, seqs[1], cu_seqlens=starts)
+    want = pools[1].attend(0, np.ascontiguousarray(q.reshape(2, 4, 4, 16).swapaxes(1, 2)), seqs[1], **tree)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want).swapaxes(1, 2).reshape(8, 4, 16))

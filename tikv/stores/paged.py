@@ -19,7 +19,7 @@ from tikv.errors import DTypeError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.terms import Terms, tree_of
 from tikv.ops.indices import host_integers, index_array
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
@@ -32,7 +32,7 @@ from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_changes import PoolChanges
 from tikv.stores.pool_form import PoolForm
-from tikv.stores.ragged_attention import RaggedAttention
+from tikv.stores.ragged_attention import RaggedAttention, even_starts
 from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.whole import StoreLock, whole
 
@@ -411,6 +411,8 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         return_lse: bool = False,
         sink_logits: Any = None,
         alibi_slopes: Any = None,
+        mask: Any = None,
+        parents: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
     ) -> Any:
@@ -421,6 +423,8 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
             q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
             k, v, seqs, cu_seqlens: as in `append`.
             scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
+            mask, parents: as in `tikv.paged_decode_attention`, where the new tokens of each sequence are a tree: as
+                many of each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
             return_mass, mass_queries: as in `attend`; the last queries of each sequence.
 
@@ -445,13 +449,16 @@ class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
-        added, pools = Terms(sink_logits, alibi_slopes), self._pools.layers[layer]
+        added = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
+        pools = self._pools.layers[layer]
         wanted = mass_queries_of(return_mass, mass_queries, added, operation, self.form.format)
         seqs = host_integers(seqs, "seqs", operation, self.runtime)
         terms = added.views(operation)
         call = RaggedAttention(
             operation, self.form, pools, q, scale, window, softcap, return_lse, len(seqs), terms, wanted
         )
+        if tree_of(terms) and cu_seqlens is not None:
+            cu_seqlens = even_starts(operation, cu_seqlens, len(seqs), call.q.shape[0], self.runtime)
         rows = view(k, "k", operation)
         checks.rank(rows, (3,), "k", "(T, H, D)", operation)
         checks.extent(call.q.shape[0], rows.shape[0], "the number of rows of q", operation, f"k: {describe(rows)}")

@@ -14,13 +14,15 @@ import numpy as np
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, new_like, to_device, view, write_host
+from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
-from tikv.ops.attention.terms import NO_TERMS, Terms, check_scores
+from tikv.ops.attention.terms import check_parents, check_scores, tree_of
+from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
-from tikv.runtime import current
+from tikv.runtime import Runtime, current
 from tikv.stores.pool_form import PoolForm
 
 Host = np.ndarray[Any, Any]
@@ -37,7 +39,7 @@ class RaggedAttention:
         scale, window, softcap: as in `tikv.paged_decode_attention`.
         return_lse: whether the log-sum-exps are wanted.
         sequences: how many there are.
-        terms: what is added to the scores, by name.
+        terms: what is added to the scores, by name, and which of the new tokens queries see, as many of each sequence.
         mass_queries: over how many of the last queries of a sequence the mass is wanted; None for all, 0 for no mass.
 
     Raises:
@@ -73,11 +75,29 @@ class RaggedAttention:
         checks.on_device([("q", self.q)], self.live, operation)
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         no_blocks = to_device(np.full((1, form.num_kv_heads, 1) if form.per_head else (1, 1), -1, np.int32), self.live)
-        self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0, NO_TERMS)
+        self._call(_as_sequences(self.q, 0, 1, self.q.shape[0]), no_blocks, 0, {})
+        self._check_tree(terms, sequences, no_blocks)
         stage = Staging(self.live, list(terms.values()), [False] * len(terms))
-        self._terms = Terms(**dict(zip(terms, stage.arrays, strict=True)))
+        self._terms = dict(zip(terms, stage.arrays, strict=True))
 
-    def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Terms) -> AttentionCall:
+    def _check_tree(self, terms: Mapping[str, ArrayView], sequences: int, no_blocks: ArrayView) -> None:
+        """Which of the new tokens queries see fits as many of each sequence."""
+        name = tree_of(terms)
+        if not name or not sequences:
+            return
+        tokens = self.q.shape[0] // sequences
+        if tokens * sequences != self.q.shape[0] or tokens > MOST_QUERIES:
+            raise ShapeError(
+                f"{self.operation}: {name.removesuffix('_bits')} is given, and q has {self.q.shape[0]} rows for "
+                f"{sequences} sequences. Use as many new tokens of each, at most {MOST_QUERIES}."
+            )
+        if tokens:
+            tables = no_blocks.restrided((sequences, *no_blocks.shape[1:]), (0, *no_blocks.strides[1:]))
+            self._call(_as_sequences(self.q, 0, sequences, tokens), tables, 0, terms)
+        if "parents" in terms:
+            check_parents(self.operation, terms["parents"], self.live)
+
+    def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
         k_pool, v_pool = self._pools[:2]
         return paged_call(self.operation, q, k_pool, v_pool, table, lens, terms=terms, **self._options)
 
@@ -133,8 +153,13 @@ class RaggedAttention:
             stop = min(tokens, begin + MOST_QUERIES)
             q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
             length = self._lengths(lens.part(0, first, end), ends[first:end], tokens - stop)
-            call = self._call(q, table, length, self._terms.part(first, end))
+            call = self._call(q, table, length, self._terms_of(first, end))
             call.attend(None, out=out, return_lse=bool(lse), lse=lse[0] if lse else None)
+
+    def _terms_of(self, first: int, end: int) -> dict[str, ArrayView]:
+        """The terms of sequences `first` to `end`; those of a tree are of all, which are one run."""
+        slopes = self._terms.get("alibi_slopes")
+        return self._terms | ({"alibi_slopes": slopes.part(0, first, end)} if slopes and slopes.ndim == 2 else {})
 
     def _weigh_run(
         self,
@@ -152,7 +177,7 @@ class RaggedAttention:
         wanted = tokens if self.mass_queries is None else min(tokens, self.mass_queries)
         q, lse = (_as_sequences(a, cu_seqlens[first], count, tokens, tokens - wanted, wanted) for a in (q, lse))
         length = self._lengths(lens.part(0, first, end), ends[first:end], 0)
-        self._call(q, tables.part(0, first, end), length, NO_TERMS).weigh(lse, mass.part(0, first, end))
+        self._call(q, tables.part(0, first, end), length, {}).weigh(lse, mass.part(0, first, end))
 
     def _lengths(self, lens: ArrayView, ends: Host, less: int) -> Any:
         """Lengths of some sequences, less some newest tokens, which only one sequence has."""
@@ -163,6 +188,21 @@ class RaggedAttention:
         if isinstance(lens.owner, KnownOnHost):  # of all sequences: what the host knows of these is `ends`
             lens.owner = KnownOnHost(lens.owner.owner, ends)
         return lens
+
+
+def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live: Runtime) -> list[int]:
+    """Starts of sequences that have as many new tokens each, as the host knows them.
+
+    Raises:
+        ShapeError: they have not.
+    """
+    starts = host_integers(cu_seqlens, "cu_seqlens", operation, live)
+    if len(starts) == sequences + 1 and (starts[-1] != rows or len({b - a for a, b in itertools.pairwise(starts)}) > 1):
+        raise ShapeError(
+            f"{operation}: a mask or parents are given, and cu_seqlens is {starts} for {rows} rows: new tokens of "
+            f"different numbers, or padding. Extend sequences with as many new tokens each."
+        )
+    return starts
 
 
 def _runs(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:

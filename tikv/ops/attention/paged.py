@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tikv import dtypes, runtime
@@ -118,7 +119,7 @@ def paged_call(
     num_splits: int | None = None,
     lse_base2: bool = False,
     impl: str = "auto",
-    terms: Terms = NO_TERMS,
+    terms: Terms | Mapping[str, ArrayView] = NO_TERMS,
     head_dim_v: int | None = None,
     format: GroupFormat | None = None,
     newer: int = 0,
@@ -147,7 +148,7 @@ def paged_call(
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation)
     if terms is not NO_TERMS:
-        arrays |= terms.views(operation)
+        arrays |= terms.views(operation) if isinstance(terms, Terms) else terms
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
