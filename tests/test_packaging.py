@@ -120,6 +120,7 @@ def test_a_release_is_refused_where_the_tag_names_another_version():
     assert f"The tag is v9.9, and tikv.__version__ is {tikv.__version__}." in child.stderr
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
     assert '.ci/release "$GITHUB_REF_NAME"' in workflow
+    assert f"\n## [{tikv.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):

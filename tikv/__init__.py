@@ -10,7 +10,7 @@ import re
 
 from tikv import forks as _forks  # it watches from here on
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Each line `from tikv.ops.copy import copy as copy` of the stub, as {"copy": "tikv.ops.copy"}.
 _LINE = re.compile(r"^from (\S+) import (\w+) as \2$", re.M)
