@@ -265,9 +265,9 @@ def make_attend_apart(rows, uid, parts, c):
     k_numbers, v_numbers = make_numbers(c, c.width, c.k_inner), make_numbers(cv, c.width_v, c.v_inner)
     keys, row_loops, floats = make_key_loops(plain), make_row_loops(plain), number_floats(c.width, c.width_v)
     decode_task = make_decode_task("cpu", CHUNK, c)
-    list_chunk = make_list_chunk(keys, uid, c._replace(scale=c.scale or cv.scale))
+    list_chunk = make_list_chunk(keys.list_keys, uid, c._replace(scale=c.scale or cv.scale))
     start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
-    softmax = make_softmax(keys, row_loops, rows, uid, plain)
+    softmax = make_softmax(None, row_loops, rows, uid, plain)
 
     @ti.func
     def list_numbers(n, width, to, memory, work: ti.template()):
