@@ -139,6 +139,16 @@ def test_generate_writes_the_text_of_the_mask(arch):
     assert cache.nbytes == 2 * 2 * 2 * 2 * WINDOW * 8 * 4  # layers, K and V, batch, heads
 
 
+@pytest.mark.full
+def test_a_compiled_model_leaves_its_graph(arch):
+    model, ids = build("tikv"), text(28)
+    compiled = torch.compile(model, backend="eager")
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    got = fed(compiled, cache, ids, [8, 1, 6, 1, 1, 10, 1])
+    torch.testing.assert_close(got, masked_logits(model, ids), rtol=0, atol=2e-5)
+    torch._dynamo.reset()
+
+
 def test_beams_copies_and_batches(arch):
     model, ids = build(), text(40, batch=3)
     cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)

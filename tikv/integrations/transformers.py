@@ -80,7 +80,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     cache: where gradients are on, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
-    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph.
+    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph, and
+    so does a layer that is streamed by ``window``.
 
     Layers with a state stay transformers' own. An encoder-decoder takes two in an `EncoderDecoderCache`: one for its
     own tokens, and one for those of the encoder, written once.
