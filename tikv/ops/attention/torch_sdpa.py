@@ -104,12 +104,12 @@ def _mask(torch: Any, plan: AttentionPlan, queries: int, keys: int, span: int, l
     slides = span < keys
     if kept is not None and not slides and kept.shape[0] >= queries and kept.shape[1] >= keys:
         return kept[-queries:, -keys:]
-    width = keys if slides else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
+    width = keys if slides or not plan.live.is_cpu else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
     at = torch.arange(width - queries, width, device=like.device)[:, None]
     key = torch.arange(width, device=like.device)[None]
     sees = (key <= at) & (key > at - span) if slides else key <= at
     if not plan.live.is_cpu:
-        return sees[:, -keys:]
+        return sees
     found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
     if not slides and found.nbytes <= MOST_KEPT_BYTES:
         plan.torch_mask = found
