@@ -363,6 +363,20 @@ def test_each_way_of_compressing_keeps_its_share(model, arch):
     assert mask[0].sum() > mask[1].sum() >= 4, "a head keeps what is safe"
 
 
+@pytest.mark.archs("cpu")
+def test_each_format_has_its_bytes_and_loses_little(model, arch):
+    from formats import PLAIN, measure
+
+    rows = {name: rest for name, *rest in measure(model, [encode(model, PROMPTS[-1])[:24]], ["q8_0"], 256)}
+    assert list(rows) == [PLAIN, "q8_0"]
+    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert rows[PLAIN][0] == 4 * numbers
+    assert rows["q8_0"][0] == numbers * (32 + 2) // 32, "a float16 scale for 32 codes"
+    assert rows[PLAIN][1] == 0
+    assert abs(rows["q8_0"][1]) < 0.1
+    assert min(rate for _, _, *rates in rows.values() for rate in rates) > 0
+
+
 def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("rich")

@@ -1,0 +1,156 @@
+"""In how many bits should a KV cache be kept? Every format of `tikv`, measured on a small model.
+
+    python examples/formats.py
+    python examples/formats.py --formats float16 q8_0 quant4_32 --excerpts 4
+    python examples/formats.py --plot formats.png       # needs matplotlib
+    python examples/formats.py --text my_module.py      # Python source is what the model has read
+
+A text is read token by token, each over keys and values that are kept in one of the formats: how much less likely the
+text has become is what the format costs. The table has the bytes of a token's keys and values over all layers, the loss
+of log-likelihood in nats a token, and tokens a second: of the model, and of attention alone over a long cache
+(`--context` tokens of random numbers), which is what longer texts wait for.
+"""
+
+import argparse
+import itertools
+import json.decoder
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
+
+import numpy as np
+from model import FILE_START, Model
+
+import tikv
+
+FORMATS = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e5m2": "float8_e5m2",
+    "int8": "int8",
+    "q8_0": "q8_0",
+    "q4_0": "q4_0",
+    **{f"quant{bits}_32": tikv.Quant(bits=bits, group=32) for bits in (8, 4, 3, 2)},
+}
+PLAIN = "float32"  # what the others are compared with
+TURNS = 7  # of the timing over a long cache, of which the median counts
+
+
+class Memory:
+    """The model's memory (`model.Memory`) in a store of one format."""
+
+    def __init__(self, model: Model, capacity: int, name: str):
+        self.store = tikv.KVCacheStore(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            capacity=capacity,
+            dtype=FORMATS[name],
+            window=model.windows,
+        )
+
+    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Append the rows of a token, and attend over what the store now holds, the token as it is kept."""
+        self.store.append(layer, k, v)
+        return self.store.attend(layer, q.transpose(1, 0, 2)[None])[0].transpose(1, 0, 2)
+
+
+def log_likelihood(model: Model, memory: Memory, ids: list[int]) -> tuple[float, float]:
+    """(nats a token, median seconds of a token) of a text, each token after those before it."""
+    total, times = 0.0, []
+    memory.store.reset()
+    for position, (token, following) in enumerate(itertools.pairwise(ids)):
+        start = time.perf_counter()
+        row = model.forward([token], position, memory)[-1].astype(np.float64)
+        times.append(time.perf_counter() - start)
+        total += row[following] - row.max() - np.log(np.exp(row - row.max()).sum())
+    return total / len(times), float(np.median(times))
+
+
+def long_cache(model: Model, context: int, name: str) -> tuple[int, float]:
+    """(bytes of a token over all layers, median seconds of attention of a token in one layer over `context` tokens)."""
+    heads, width = model.num_kv_heads, model.head_dim
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=width, capacity=context, dtype=FORMATS[name])
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((context, heads, width), dtype=np.float32)
+    store.append(0, rows, rows)
+    q = rng.standard_normal((1, model.num_heads, 1, width), dtype=np.float32)
+    times = []
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        store.attend(0, q)
+        times.append(time.perf_counter() - start)
+    return round(store.nbytes * model.num_layers / context), float(np.median(times))
+
+
+def measure(model: Model, excerpts: list[list[int]], names: list[str], context: int) -> list[tuple]:
+    """Rows of (format, bytes a token, nats a token lost, tokens/s of the model, tokens/s of attention)."""
+    rows = []
+    plain = None
+    names = [PLAIN, *(name for name in names if name != PLAIN)]
+    for number, name in enumerate(names):
+        if sys.stderr.isatty():
+            print(f"\r{number + 1} of {len(names)}: {name:<20}", end="", file=sys.stderr, flush=True)
+        memory = Memory(model, model.config["max_position_embeddings"], name)
+        nats, seconds = np.mean([log_likelihood(model, memory, ids) for ids in excerpts], axis=0)
+        plain = nats if plain is None else plain
+        nbytes, long_seconds = long_cache(model, context, name)
+        rows.append((name, nbytes, float(plain - nats), float(1 / seconds), 1 / (long_seconds * model.num_layers)))
+    if sys.stderr.isatty():
+        print("\r" + " " * 32 + "\r", end="", file=sys.stderr, flush=True)
+    return rows
+
+
+def plot(rows: list[tuple], path: Path) -> None:
+    """Bytes of a token against the loss."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, nbytes, loss, _, _ in rows:
+        axes.plot(nbytes, loss, marker="o", color="C0")
+        axes.annotate(name, (nbytes, loss), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="bytes of a token", ylabel="loss, nats a token", title="What a format costs", xscale="log")
+    figure.savefig(path, dpi=120)
+    print(f"{path} written", file=sys.stderr)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
+                        help=f"of {', '.join(FORMATS)}; {PLAIN} is always there")  # fmt: skip
+    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of an excerpt")
+    parser.add_argument("--context", type=int, default=32768, help="tokens of the long cache")
+    parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
+    parser.add_argument("--plot", type=Path, help="write a picture there")
+    given = parser.parse_args()
+    model = Model.load(Path(__file__).parent / "model")
+    most = model.config["max_position_embeddings"]
+    if not 2 <= given.tokens <= most or given.excerpts < 1 or given.context < 1:
+        parser.error(f"--tokens takes 2 to {most}, --excerpts and --context at least 1")
+    ids = model.tokenizer.encode(model.tokenizer.clean(given.text.read_text(encoding="utf-8")))
+    if len(ids) < given.tokens * given.excerpts:
+        parser.error(f"--text has {len(ids)} tokens, and {given.excerpts} excerpts of {given.tokens} are asked for")
+    start = model.tokenizer.encode(FILE_START)
+    length = given.tokens
+    excerpts = [start + ids[i * length : (i + 1) * length - len(start)] for i in range(given.excerpts)]
+
+    rows = measure(model, excerpts, given.formats, given.context)
+    print(f"{'format':<14} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
+    for name, nbytes, loss, rate, long_rate in rows:
+        print(f"{name:<14} {nbytes:>13,} {loss:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
+    if given.plot:
+        plot(rows, given.plot)
+
+
+if __name__ == "__main__":
+    main()
