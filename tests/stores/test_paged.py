@@ -919,6 +919,7 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, seed):
         self.rng = np.random.default_rng(seed)
         self.store = make(self.dtype, layout=self.layout, num_blocks=9, block_size=2)
+        fill(self.store, self.rng)  # what memory held before could be what a missing copy should bring
         self.model = {}  # sequence: [token ids, [k rows and v rows of each layer], swapped]
 
     def _row(self, layer, ids, position):
