@@ -385,6 +385,18 @@ def test_every_storage_and_grouping(arch, rng, place, dtype, group):
         assert_close(got, case.expected(window=window), "float32")
 
 
+def test_k_and_v_have_dtypes_of_their_own(arch, rng):
+    q = rng.standard_normal((2, 4, 16)).astype(np.float32)
+    k = rng.standard_normal((2, 2, 23, 16)).astype(np.float16)
+    v = rng.standard_normal((2, 2, 23, 16)).astype(ml_dtypes.bfloat16)
+    got = tikv.decode_attention(*(oracle.place(a, arch) for a in (q, k, v)), 23)
+    want = np.empty(q.shape)
+    for b, h in itertools.product(range(2), range(4)):
+        keys, values = (a[b, h // 2].astype(np.float64) for a in (k, v))
+        want[b, h] = reference.attention(q[b, h], keys, values, scale=16**-0.5)[0]
+    np.testing.assert_allclose(oracle.to_numpy(got), want, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize(
     ("place", "dtype"), [("ring", "float8_e4m3fn"), ("HND", "float8_e4m3fn"), ("NHD", "float8_e5m2")]
 )

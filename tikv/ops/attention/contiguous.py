@@ -64,7 +64,7 @@ def decode_attention(
         q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
         k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16,
             float8_e4m3fn, float8_e5m2, or int8 with scales; or each a `Quantized` of such a shape; any strides with a
-            contiguous last axis. Query head ``h`` reads head ``h // (Hq // H)``.
+            contiguous last axis. Each has a dtype of its own. Query head ``h`` reads head ``h // (Hq // H)``.
         seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
             int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own:
             it sees that many of its keys, by which windows, sinks and rings count too.
