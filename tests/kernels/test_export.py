@@ -155,5 +155,5 @@ def test_every_operation_is_exported(vulkan, tmp_path):
 
 def test_the_manual_lists_what_is_exported():
     text = (EXAMPLE.parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|$", text.partition("### Without Python")[2], re.MULTILINE))
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| ([\w, ]+) \|$", text.partition("# Without Python")[2], re.MULTILINE))
     assert listed == {name: ", ".join(operation.stored) for name, operation in export.OPERATIONS.items()}
