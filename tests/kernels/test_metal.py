@@ -24,20 +24,21 @@ FLOAT_ADD, FLOAT_MAX = 350, 358
 
 
 def factories():
-    """The functions in kernels/ that return a kernel for Metal: those with `@ti.kernel` inside."""
-    found = set()
+    """The functions in kernels/ that return a kernel for Metal: `@ti.kernel` stands in them, or in what they call."""
+    calls, defining = {}, set()
     for path in sorted(KERNELS.rglob("*.py")):
         if path.stem in ("cpu", "cuda", "mass_cpu", "mass_cuda", "tensor_cores"):
             continue  # never on Metal
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and any(
-                ast.unparse(d) == "ti.kernel"
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.FunctionDef)
-                for d in inner.decorator_list
-            ):
-                found.add(node.name)
-    return found
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            inside = list(ast.walk(node))
+            named = [n for n in inside if isinstance(n, ast.FunctionDef)]
+            if any(ast.unparse(d) == "ti.kernel" for inner in named for d in inner.decorator_list):
+                defining.add(node.name)
+            calls[node.name] = {n.func.id for n in inside if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    shared = {name for name in defining if any(name in called for called in calls.values())}
+    return defining - shared | {name for name, called in calls.items() if called & shared}
 
 
 def every_group(test):

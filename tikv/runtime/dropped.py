@@ -58,3 +58,11 @@ class Dropped:
             raise
         for array in taken:
             release(array.arr)
+
+    def release_at_end(self, release: Callable[[Any], None]) -> None:
+        """Release what waits in a program that ends: later its addresses may be those of another program's arrays."""
+        self.due()
+        with self._lock:
+            taken, self._counted, self._nbytes = self._counted, [], 0
+        for array in taken:
+            release(array.arr)

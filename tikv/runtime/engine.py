@@ -35,6 +35,7 @@ _why = ""
 _program_at_load: Any = None
 _kept_ndarray: Any = None
 _ndarrays: weakref.WeakSet[Any] = weakref.WeakSet()  # each that was made since, of whichever program
+before_end: list[Callable[[Any], None]] = []  # told of a program that is about to end
 
 
 def wanted(asked: str = "auto") -> tuple[Engine, str]:
@@ -195,6 +196,8 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
         for array in list(_ndarrays) if program is not None else ():
             if array._tikv_program is program and array.arr is not None:
                 program.delete_ndarray(array.arr)
+        for tell in before_end if program is not None else ():
+            tell(program)
         clear(self)
 
     def delete_own(self: Any) -> None:

@@ -164,6 +164,15 @@ class Runtime(NotCopied):
         return f"Runtime({self.arch}, epoch {self.epoch}{'' if self.alive else ', gone'})"
 
 
+def _release_what_waits(program: Any) -> None:
+    for runtime in list(_made):
+        if runtime.program is program:
+            runtime.dropped.release_at_end(program.delete_ndarray)
+
+
+engine.before_end.append(_release_what_waits)
+
+
 def current() -> Runtime:
     """The live runtime: the one in hand, else the caller's, else a new one on the best arch (see `init`).
 
