@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
 import numpy as np
-from model import FILE_START, Model
+from model import Model
 
 import tikv
 
@@ -228,12 +228,11 @@ def main() -> None:
         parser.error(
             f"--prompt and --continuation are at most {model.config['max_position_embeddings']} tokens together"
         )
-    text = model.tokenizer.clean(given.text.read_text(encoding="utf-8"))
-    ids = model.tokenizer.encode(text)
-    if len(ids) < length * given.excerpts:
-        parser.error(f"--text has {len(ids)} tokens, and {given.excerpts} excerpts of {length} are asked for")
-    start = model.tokenizer.encode(FILE_START)
-    excerpts = [start + ids[i * length : (i + 1) * length - len(start)] for i in range(given.excerpts)]
+    text = given.text.read_text(encoding="utf-8")
+    try:
+        excerpts = model.excerpts(text, given.excerpts, length)
+    except ValueError as error:
+        parser.error(f"--text {error}")
 
     rows = measure(model, excerpts, given.prompt, given.keep)
     print(f"{'keeps':<20} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms a token':>11}")

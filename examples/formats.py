@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
 import numpy as np
-from model import FILE_START, Model
+from model import Model
 
 import tikv
 
@@ -137,12 +137,11 @@ def main() -> None:
     most = model.config["max_position_embeddings"]
     if not 2 <= given.tokens <= most or given.excerpts < 1 or given.context < 1:
         parser.error(f"--tokens takes 2 to {most}, --excerpts and --context at least 1")
-    ids = model.tokenizer.encode(model.tokenizer.clean(given.text.read_text(encoding="utf-8")))
-    if len(ids) < given.tokens * given.excerpts:
-        parser.error(f"--text has {len(ids)} tokens, and {given.excerpts} excerpts of {given.tokens} are asked for")
-    start = model.tokenizer.encode(FILE_START)
-    length = given.tokens
-    excerpts = [start + ids[i * length : (i + 1) * length - len(start)] for i in range(given.excerpts)]
+    text = given.text.read_text(encoding="utf-8")
+    try:
+        excerpts = model.excerpts(text, given.excerpts, given.tokens)
+    except ValueError as error:
+        parser.error(f"--text {error}")
 
     rows = measure(model, excerpts, given.formats, given.context)
     print(f"{'format':<14} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")

@@ -116,6 +116,17 @@ class Model:
 
         return cls(json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
 
+    def excerpts(self, text: str, count: int, length: int) -> list[list[int]]:
+        """The first stretches of a text, `length` tokens each, every one read as the beginning of a file.
+
+        Raises:
+            ValueError: the text is too short.
+        """
+        ids, start = self.tokenizer.encode(self.tokenizer.clean(text)), self.tokenizer.encode(FILE_START)
+        if len(ids) < length * count:
+            raise ValueError(f"has {len(ids)} tokens, and {count} excerpts of {length} are asked for")
+        return [start + ids[i * length : (i + 1) * length - len(start)] for i in range(count)]
+
     def forward(self, ids: Sequence[int], position: int | np.ndarray, memory: Memory) -> np.ndarray:
         """Run T tokens over what the memory holds: logits (T, vocabulary), float32.
 

@@ -11,19 +11,14 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
-pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.archs("cpu"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 WINDOW, SINKS = 12, 3
 ROOM = {"float16": 2e-3, "int8": 3e-2}  # how far logits of narrower storage may lie
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(attention="sdpa"):

@@ -23,7 +23,11 @@ from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.stores.growing import GrowingLayer  # noqa: E402
 
-pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.archs("cpu"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 WINDOW = 7
 BASE = {
@@ -56,15 +60,6 @@ MODELS = {
     "gemma3": ("Gemma3", "Gemma3TextConfig", {**HYBRID, "query_pre_attn_scalar": 8}),
     "gemma3n": ("Gemma3n", "Gemma3nTextConfig", SHARED),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -1,17 +1,14 @@
 """Sink logits, ALiBi's slopes, and masks and trees of new tokens, against the float64 oracle; paths that are kept."""
 
-import importlib.util
 import itertools
 
 import numpy as np
 import oracle
 import pytest
-from ops.test_attention import Case, Pages, assert_close
+from ops.test_attention import NEEDS_TORCH, Case, Pages, assert_close
 
 import tikv
 from tikv import reference
-
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
 class Terms:

@@ -48,9 +48,7 @@ class Dropped:
 
     def release_behind(self, synchronize: Callable[[], None], release: Callable[[Any], None]) -> None:
         """Synchronize, then release what had been dropped before; where that fails, all of it goes on waiting."""
-        self.due()
-        with self._lock:
-            taken, self._counted, self._nbytes = self._counted, [], 0
+        taken = self._take()
         try:
             synchronize()
         except BaseException:
@@ -61,8 +59,11 @@ class Dropped:
 
     def release_at_end(self, release: Callable[[Any], None]) -> None:
         """Release what waits in a program that ends: later its addresses may be those of another program's arrays."""
+        for array in self._take():
+            release(array.arr)
+
+    def _take(self) -> list[Array]:
         self.due()
         with self._lock:
             taken, self._counted, self._nbytes = self._counted, [], 0
-        for array in taken:
-            release(array.arr)
+        return taken

@@ -190,13 +190,12 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 digest = self._digest_of.get(block)
-                if digest is None:
-                    self._free.append(block)
-                elif len(self._blocks_of[digest]) == 1:
+                if digest is not None and len(self._blocks_of[digest]) == 1:
                     self._idle[block] = None
-                else:
+                    continue
+                if digest is not None:
                     self.forget(block)  # another has the same tokens
-                    self._free.append(block)
+                self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
         """Let a full block that is held be found by its digest, unless it is found by one already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array
 from tikv.errors import OptionError
 from tikv.ops import blocks, checks, paged
+from tikv.ops.kept import Host
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.pool_form import PoolForm
-
-Host: TypeAlias = np.ndarray[Any, Any]
 
 
 def refuse_per_head(form: PoolForm, operation: str, why: str) -> None:
