@@ -18,7 +18,7 @@ from tikv import arrays, dtypes, launch, runtime
 from tikv.errors import ArchError, CacheFileError, OptionError
 from tikv.launch import ahead
 from tikv.launch.vectors import fields_of
-from tikv.ops import attention, blocks, copy, paged, quantize, ragged, write_qkv
+from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
 from tikv.ops.rope import NormRope
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import contiguous
@@ -114,6 +114,25 @@ def _gather_paged(c: Calls) -> None:
 def _copy_blocks(c: Calls) -> None:
     pairs = arrays.CacheArray(arrays.to_device(np.array([[0, 1]], np.int32), c.live), c.live)
     blocks.copy_blocks(*[*c.pools(), pairs])
+
+
+def _compact(c: Calls) -> None:
+    s = c.sizes
+    cache, out = (c.zeros(1, s.kv_heads, CAPACITY, s.head_dim, dtype=c.stored) for _ in "co")
+    keep = arrays.CacheArray(arrays.to_device(np.zeros((1, s.kv_heads, TOKENS), np.int32), c.live), c.live)
+    compact.compact(cache, keep)
+    compact.compact(cache, keep, out=out)
+    if (scale := c.scales(1, s.kv_heads, CAPACITY, 1).get("k_scale")) is not None:
+        compact.compact(scale, keep)  # as the codes are moved
+
+
+def _rotate(c: Calls) -> None:
+    s = c.sizes
+    keys = c.zeros(1, s.kv_heads, CAPACITY, s.head_dim, dtype=c.stored)
+    scale = c.scales(1, s.kv_heads, CAPACITY).get("k_scale")
+    for interleaved in (False, True):
+        rope = rotate.Rope(np.ones(s.head_dim // 2), interleaved)
+        rotate.rotate(keys, np.arange(CAPACITY), np.zeros(CAPACITY, np.int32), rope, scale=scale)
 
 
 def _quantize(c: Calls) -> None:
@@ -215,6 +234,8 @@ OPERATIONS: dict[str, Operation] = {
     "write_slots": Operation(_write_slots, DTYPES),
     "gather_paged": Operation(_gather_paged, DTYPES),
     "copy_blocks": Operation(_copy_blocks, DTYPES),
+    "compact": Operation(_compact, DTYPES),
+    "rotate": Operation(_rotate, (*FLOATS, "int8")),
     "quantize": Operation(_quantize, FLOATS),
     "dequantize": Operation(_dequantize, FLOATS),
     "write_qkv": Operation(_write_qkv, (*FLOATS, *FLOAT8)),
