@@ -162,17 +162,22 @@ class Compacted:
 
     def check(self):
         for layer in range(LAYERS):
-            assert self.store.layer_length(layer) == self.length[layer]
+            got = self.store.layer_length(layer)
+            assert got == self.length[layer], f"layer {layer}: length {got}, expected {self.length[layer]}"
         layer = self.chance.randrange(LAYERS)
         counts = np.array([[len(held) for held in heads] for heads in self.held[layer]])
-        assert np.broadcast_to(self.store.held(layer), counts.shape).tolist() == counts.tolist()
+        got = np.broadcast_to(self.store.held(layer), counts.shape).tolist()
+        assert got == counts.tolist(), f"layer {layer}: held {got}, expected {counts.tolist()} (sequences, heads)"
         positions = self.store.positions(layer)
         tokens = [oracle.to_numpy(a) for a in self.store.tokens(layer)]
         for b, h in np.ndindex(self.batch, HEADS):
             held = self.held[layer][b][h]
-            assert positions[b, h].tolist() == [row[0] for row in held] + [-1] * (positions.shape[2] - len(held))
+            where = f"layer {layer}, sequence {b}, head {h}"
+            got = positions[b, h].tolist()
+            want = [row[0] for row in held] + [-1] * (positions.shape[2] - len(held))
+            assert got == want, f"{where}: positions {got}, expected {want}"
             for i, got in enumerate(tokens):
                 want = np.zeros(got.shape[2:], got.dtype)
                 for j, row in enumerate(held):
                     want[j] = row[1 + i]
-                oracle.assert_same_bits(got[b, h], want, what=f"{'kv'[i]} of layer {layer}")
+                oracle.assert_same_bits(got[b, h], want, what=f"{'kv'[i]} of {where}")

@@ -206,6 +206,23 @@ def test_trim_stops_at_what_was_dropped(arch, rng):
 
 
 @pytest.mark.archs("cpu")
+def test_sequences_that_are_left_have_one_length_and_have_wrapped(arch, rng):
+    """The first sequence kept less in both heads: alone it is even, and newer tokens took the place of its oldest."""
+    model = Model(rng, arch, "ring", 6)
+    mask = np.ones((2, HEADS, 6), bool)
+    mask[0, :, :2] = False
+    model.keep(0, mask)
+    model.append(0, 5)
+    model.store.reorder([0, 0])
+    model.held = [[[list(held) for held in heads[0]] for _ in range(2)] for heads in model.held]
+    model.check()
+    model.append(0, 1)
+    model.check()
+    with pytest.raises(tikv.PositionError, match="overwritten"):
+        model.store.trim(5)
+
+
+@pytest.mark.archs("cpu")
 def test_heads_that_keep_nothing_give_zero(arch, rng):
     model = Model(rng, arch, "linear", 5)
     mask = np.zeros((1, HEADS, 5), bool)

@@ -388,7 +388,10 @@ class LayerMemory:
             if layer.kept is not None:
                 kept = layer.kept.of_sequences(sequences)
                 length = layer.length - layer.kept.tokens + kept.tokens
-                self.recount(layer, length, kept, min(layer.valid_from, length))
+                oldest = min(layer.valid_from, length)
+                if layer.ring and layer.head_lengths is not None and kept.even:  # one count again, as `grow` has it
+                    oldest = max(oldest, length - layer.ring)
+                self.recount(layer, length, kept, oldest)
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
         """A user's list of sequences as int32.
