@@ -210,6 +210,7 @@ def test_many_processes_write_what_one_writes():
         ("cluster.py", ["--link", "0"], "--link 0.0: more than 0"),
         ("many_processes.py", ["--processes", "1"], "--processes 1: at least 2"),
         ("draw_store.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
+        ("draw_formats.py", ["--out", str(ROOT / "README.md" / "below")], "--out"),
         ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: at least 1"),
         ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: at least 1"),
         ("cuda_graph_decode.py", ["--width", "100"], "--width 100: a multiple of 16"),

@@ -255,9 +255,13 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
 
 @pytest.mark.archs("cpu")
 @pytest.mark.full
-def test_the_pictures_of_the_readme_are_drawn_from_stores(arch, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [("draw_store.py", ["heads", "pages", "ring", "slots"]), ("draw_formats.py", ["exact", "formats"])],
+)
+def test_the_pictures_of_the_manual_are_drawn_from_stores(arch, tmp_path, script, names):
     child = subprocess.run(
-        [sys.executable, str(ROOT / "examples/draw_store.py"), "--out", str(tmp_path)],
+        [sys.executable, str(ROOT / "examples" / script), "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
@@ -265,6 +269,7 @@ def test_the_pictures_of_the_readme_are_drawn_from_stores(arch, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert child.returncode == 0, child.stderr
-    for name in ("ring.svg", "slots.svg", "heads.svg", "pages.svg"):
-        kept, drawn = (folder / name for folder in (ROOT / "docs", tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.svg" for name in names]
+    for name in names:
+        kept, drawn = (folder / f"{name}.svg" for folder in (ROOT / "docs", tmp_path))
         assert kept.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8"), f"run {child.args[1]}"
