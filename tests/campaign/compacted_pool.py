@@ -39,7 +39,7 @@ class CompactedPool:
         self.prompt = list(range(2 * SIZE + 1))
         self.known = [self.rows(len(self.prompt)) for _ in range(LAYERS)]
         self.calls = [self.add] * 2 + [self.append] * 6 + [self.compact] * 6 + [self.truncate, self.fork, self.free]
-        self.calls += [self.swap, self.save]
+        self.calls += [self.swap, self.save, self.commit, self.commit]
 
     def rows(self, tokens):
         """New K and V, and what the store makes of them."""
@@ -132,6 +132,31 @@ class CompactedPool:
             del self.held[seq][layer][len(self.held[seq][layer]) - drop :]
             self.came[seq][layer] -= drop
             self.next[seq][layer] -= drop
+
+    def commit(self):
+        seqs = self.chance.sample(self.sequences(), self.chance.randint(1, min(2, len(self.sequences()))))
+        drafted = self.chance.randint(0, 6)
+        paths = [[i for i in range(drafted) if self.chance.random() < 0.6] for _ in seqs]
+        self.doing = f"commit({seqs}, {paths}, {drafted})"
+        for seq in seqs:
+            came, since = self.came[seq], self.since[seq]
+            if len(set(came)) > 1 or any(came[layer] - since[layer] < drafted for layer in range(LAYERS)):
+                refuses(tikv.PositionError, lambda: self.store.commit(seqs, paths, drafted))
+                return
+        try:
+            self.store.commit(seqs, paths, drafted)
+        except tikv.CapacityError:
+            assert self.store.num_free_blocks < 2 * SIZE
+            return
+        for seq, path in zip(seqs, paths, strict=True):
+            for layer in range(LAYERS):
+                held = self.held[seq][layer]
+                first, less = len(held) - drafted, drafted - len(path)
+                stand = [row[0] for row in held]
+                chosen = [held[first + i] for i in path]
+                held[first:] = [(stand[first + n], *row[1:]) for n, row in enumerate(chosen)]
+                self.came[seq][layer] -= less
+                self.next[seq][layer] -= less
 
     def fork(self):
         if len(self.came) >= MOST:

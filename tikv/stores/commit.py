@@ -114,14 +114,24 @@ def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any
     if host.ndim != 2 or len(host) != batch or (host.size and host.dtype.kind not in "iu"):
         alone = " or (n,)" if batch == 1 else ""
         raise ShapeError(f"{operation}: path has shape {host.shape} where integers (B, n) = ({batch}, n){alone} are.")
-    wrong = (host < 0) | (host >= drafted) | (np.diff(host, axis=1, prepend=-1) <= 0)
-    if wrong.any():
-        b, i = (int(n) for n in np.argwhere(wrong)[0])
-        raise PositionError(
-            f"{operation}: path[{b}, {i}]={int(host[b, i])} does not ascend within the {drafted} drafted tokens. Use "
-            f"ascending indices below {drafted}."
-        )
+    for b, one in enumerate(host):
+        check_ascending(operation, one, drafted, b)
     return host.astype(np.int32)
+
+
+def check_ascending(operation: str, path: np.ndarray[Any, Any], drafted: int, sequence: int) -> None:
+    """The path of one sequence ascends within its draft.
+
+    Raises:
+        PositionError: it does not.
+    """
+    wrong = (path < 0) | (path >= drafted) | (np.diff(path, prepend=-1) <= 0)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise PositionError(
+            f"{operation}: path[{sequence}, {i}]={int(path[i])} does not ascend within the {drafted} drafted tokens. "
+            f"Use ascending indices below {drafted}."
+        )
 
 
 def _launches(memory: LayerMemory) -> list[list[Layer]]:

@@ -108,21 +108,36 @@ def move_rows(
     count, heads = len(moves.src), form.block_heads
     if count == 0:
         return
-    moved = []
-    for stream, pool in enumerate(pools):
-        rows = _as_rows(pool, form)
-        to = new_array((count * heads, *rows.shape[1:]), rows.dtype, live)
-        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, moves.src), np.arange(count * heads)))
-        moved.append(to)
+    moved = take_rows(live, form, pools, moves.src)
     if rope is not None:
         k = moved[0].restrided((1, heads, count, form.head_dim), (0, count * form.head_dim, form.head_dim, 1))
         scale = moved[2].restrided((1, heads, count), (0, count, 1)) if len(pools) > 2 else None
         shape = (1, heads, count)
         before, after = (np.broadcast_to(a, shape) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
-    for stream, (pool, rows) in enumerate(zip(pools, moved, strict=True)):
-        there = _pairs(np.arange(count * heads), _numbers(form, stream, moves.dst))
-        blocks.swap_blocks(rows, _as_rows(pool, form), there)
+    put_rows(form, pools, moved, moves.dst)
+
+
+def take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView], slots: Host) -> list[ArrayView]:
+    """Copies of the rows in these slots, of each pool (heads of a block * slots, width).
+
+    Raises:
+        CapacityError: there is no memory.
+    """
+    taken, count = [], len(slots) * form.block_heads
+    for stream, pool in enumerate(pools):
+        rows = _as_rows(pool, form)
+        to = new_array((count, *rows.shape[1:]), rows.dtype, live)
+        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, slots), np.arange(count)))
+        taken.append(to)
+    return taken
+
+
+def put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayView], slots: Host) -> None:
+    """Write what `take_rows` took into these slots."""
+    for stream, (pool, taken) in enumerate(zip(pools, rows, strict=True)):
+        there = _pairs(np.arange(len(slots) * form.block_heads), _numbers(form, stream, slots))
+        blocks.swap_blocks(taken, _as_rows(pool, form), there)
 
 
 def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tikv.stores.block_pool import slots_of
 from tikv.stores.head_rows import Moves
-from tikv.stores.sequences import AppendStep, Sequences, SequenceState
+from tikv.stores.sequences import AppendStep, PathStep, Sequences, SequenceState
 
 Host = np.ndarray[Any, Any]
 
@@ -44,6 +44,13 @@ class HeadStep(AppendStep):
 
     layer: int = 0
     rows: AppendStep | None = None  # the step of the layer's `Sequences`
+
+
+@dataclass
+class HeadPaths(PathStep):
+    """Which of the newest tokens of some sequences are kept."""
+
+    of_layers: list[PathStep] = field(default_factory=list)  # the same of the heads in each layer
 
 
 class HeadSequences(Sequences):
@@ -116,6 +123,7 @@ class HeadSequences(Sequences):
                 layer.truncate(head, head.lengths[0] - dropped)
             state.lengths[i] -= dropped
             state.since[i] -= dropped
+        state.newest = [0] * self.num_layers
         self._changed()
 
     def free(self, seq: int) -> None:
@@ -143,8 +151,9 @@ class HeadSequences(Sequences):
         return HeadStep(ids, cu_seqlens, states, starts, [], np.zeros(rows, np.int32), slots, layer=layer, rows=inner)
 
     def undo(self, step: AppendStep, *, refused: bool) -> None:
-        """As `Sequences.undo`."""
-        assert isinstance(step, HeadStep)
+        """As `Sequences.undo`; only an append takes blocks."""
+        if not isinstance(step, HeadStep):
+            return
         assert step.rows is not None
         self.layers[step.layer].undo(step.rows, refused=refused)
 
@@ -157,6 +166,7 @@ class HeadSequences(Sequences):
             assert isinstance(state, HeadState)
             state.lengths[layer] += count
             state.since[layer] += count
+            state.newest[layer] = count
 
     def revoke(self, layer: int, step: AppendStep) -> None:
         """As `Sequences.revoke`."""
@@ -166,7 +176,38 @@ class HeadSequences(Sequences):
         for state, start in zip(step.states, step.starts, strict=True):
             assert isinstance(state, HeadState)
             state.since[layer] -= state.lengths[layer] - start
-            state.lengths[layer] = start
+            state.lengths[layer], state.newest[layer] = start, 0
+
+    def begin_paths(
+        self, operation: str, states: Sequence[SequenceState], drafted: Sequence[int], paths: Sequence[Host]
+    ) -> PathStep:
+        """As `Sequences.begin_paths`; every head keeps the same path."""
+        none = np.empty(0, np.int32)
+        step = HeadPaths((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        counts = [n for n in drafted for _ in range(self.heads)]
+        whose = [path for path in paths for _ in range(self.heads)]
+        for i, layer in enumerate(self.layers):
+            of_heads = [head for state in states for head in self.of_heads(i, state)]
+            step.of_layers.append(layer.begin_paths(operation, of_heads, counts, whose))
+        return step
+
+    def moved_slots(self, step: PathStep) -> list[tuple[Host, Host]]:
+        """As `Sequences.moved_slots`, of the rows of all heads."""
+        assert isinstance(step, HeadPaths)
+        return [layer.moved_slots(rows)[0] for layer, rows in zip(self.layers, step.of_layers, strict=True)]
+
+    def commit_paths(self, step: PathStep) -> None:
+        """As `Sequences.commit_paths`."""
+        assert isinstance(step, HeadPaths)
+        for layer, rows in zip(self.layers, step.of_layers, strict=True):
+            layer.commit_paths(rows)
+        for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
+            assert isinstance(state, HeadState)
+            less = drafted - len(path)
+            state.lengths = [n - less for n in state.lengths]
+            state.since = [n - less for n in state.since]
+            state.newest = [len(path)] * self.num_layers
+        self._changed()
 
     def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:
         """The rows that a compaction moves, or turns to a position that is its place, of all heads."""
@@ -188,7 +229,7 @@ class HeadSequences(Sequences):
             kept = [np.arange(len(index)) for index in keep]
             state.shifts[layer] = max(map(len, keep)) - state.lengths[layer]
         state.kept[layer] = kept
-        state.since[layer] = 0
+        state.since[layer], state.newest[layer] = 0, 0
         for head, index in zip(self.of_heads(layer, state), keep, strict=True):
             self.layers[layer].truncate(head, len(index))
         self.compacted = True

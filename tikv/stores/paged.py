@@ -30,14 +30,14 @@ from tikv.stores.device_tables import DeviceTables
 from tikv.stores.head_rows import HeadAppend, refuse_per_head
 from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
-from tikv.stores.pool_changes import PoolChanges
+from tikv.stores.pool_drafts import PoolDrafts
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.ragged_attention import RaggedAttention, even_starts
 from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.whole import StoreLock, whole
 
 
-class PagedKVCacheStore(PoolChanges, runtime.DeepCopied):
+class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
     A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in

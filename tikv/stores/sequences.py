@@ -6,7 +6,7 @@ the store copies those that are shared and writes the rows, and `commit` counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,9 +43,11 @@ class SequenceState:
     swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
     withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
     left: list[Left | None] = field(default_factory=list)  # of each layer, by its newest compaction
+    newest: list[int] = field(default_factory=list, compare=False)  # of each layer: tokens that the last append brought
 
     def __post_init__(self) -> None:
         self.left = self.left or [None] * len(self.lengths)
+        self.newest = self.newest or [0] * len(self.lengths)
 
     @property
     def length(self) -> int:
@@ -105,6 +107,18 @@ class AppendStep:
         if not any(self.shifts):
             return self.places
         return _places(np.add(self.starts, self.shifts).tolist(), self.cu_seqlens, len(self.places))
+
+
+@dataclass
+class PathStep(AppendStep):
+    """Which of the newest tokens of some sequences are kept, and what changes in their block tables."""
+
+    drafted: list[int] = field(default_factory=list)  # of each sequence, how many of its newest tokens are asked about
+    paths: list[np.ndarray[Any, Any]] = field(default_factory=list)  # of each, ascending indices among them
+
+    def starts_in(self, layer: int) -> tuple[int, ...]:
+        """The place of the first drafted token of each sequence."""
+        return tuple(state.lengths[layer] - drafted for state, drafted in zip(self.states, self.drafted, strict=True))
 
 
 class Sequences:
@@ -201,6 +215,7 @@ class Sequences:
                 state.registered,
                 withheld=state.withheld,
                 left=list(state.left),
+                newest=list(state.newest),
             )
         )
 
@@ -215,13 +230,18 @@ class Sequences:
         state.lengths = [
             min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
         ]
+        state.newest = [0] * self.num_layers
+        self._cut(state, n)
+        self._changed()
+
+    def _cut(self, state: SequenceState, known: int) -> None:
+        """Give back the blocks behind the layer that holds the most, and know no tokens from place `known` on."""
         keep = self.blocks_for(state.held)
         self.blocks.release(state.blocks[keep:])
         del state.blocks[keep:]
-        del state.digests[n // self.block_size :]
+        del state.digests[known // self.block_size :]
         state.token_ids = state.token_ids[: len(state.digests) * self.block_size]
         state.registered = min(state.registered, len(state.digests))
-        self._changed()
 
     def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
         """No token is given back that a compaction has dropped, and none missed.
@@ -277,31 +297,100 @@ class Sequences:
         none = np.empty(0, np.int32)
         step = AppendStep((), (0,), [state], [], [], none, none)
         places = range(first // self.block_size, self.blocks_for(keep)) if first < keep else range(0)
-        shared = [place for place in places if self.blocks.holders(state.blocks[place]) > 1]
-        step.overwritten = [state.blocks[place] for place in places if place not in shared]
-        step.allocated = self.blocks.allocate(len(shared), operation, step.lost)
-        table = list(state.blocks)
-        for place, block in zip(shared, step.allocated, strict=True):
-            step.copies.append((table[place], block))
-            table[place] = block
-        step.tables.append(table)
+        self._allocate(operation, step, [places])
         return step
 
     def compact(self, layer: int, step: AppendStep, first: int, left: Left) -> None:
         """Count what a layer of a sequence has kept, whose rows from place `first` on were moved."""
-        (state,), size = step.states, self.block_size
-        state.blocks = step.tables[0]
-        for block in step.overwritten:
-            self.blocks.forget(block)
-        self.blocks.release([shared for shared, _ in step.copies])
-        state.lengths[layer], state.left[layer] = len(left.positions), left
-        del state.digests[first // size :]
-        state.token_ids = state.token_ids[: len(state.digests) * size]
-        state.registered = min(state.registered, len(state.digests))
-        keep = self.blocks_for(state.held)
-        self.blocks.release(state.blocks[keep:])
-        del state.blocks[keep:]
+        (state,) = step.states
+        self._take_over(step)
+        state.lengths[layer], state.left[layer], state.newest[layer] = len(left.positions), left, 0
+        self._cut(state, first)
         self.compacted = True
+        self._changed()
+
+    def check_drafted(
+        self, operation: str, ids: Sequence[int], states: Sequence[SequenceState], drafted: int | None
+    ) -> list[int]:
+        """How many of the newest tokens of each sequence were drafted, the same in all layers; None: the last append's.
+
+        Raises:
+            PositionError: a layer has not so many since it was compacted, or other ones; or nobody said how many.
+        """
+        found = []
+        for seq, state in zip(ids, states, strict=True):
+            came, newest = state.came(0), state.newest[0]
+            for layer in range(self.num_layers):
+                other, brought = state.came(layer), state.newest[layer]
+                if other != came or (brought != newest and drafted is None):
+                    raise PositionError(
+                        f"{operation}: of sequence {seq} layer {layer} has {other} tokens, the last {brought} of one "
+                        f"call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
+                    )
+            if drafted is None and newest == 0:
+                raise PositionError(
+                    f"{operation}: nothing was appended to sequence {seq} since it was cut or compacted. Say how many: "
+                    f"drafted=."
+                )
+            count = newest if drafted is None else drafted
+            for layer in range(self.num_layers):
+                before = state.compacted_at(layer)
+                if came - (before or 0) < count:
+                    known = "" if before is None else f", {came - before} of them since it was compacted"
+                    raise PositionError(
+                        f"{operation}: drafted={count}, and sequence {seq} has {came} tokens in layer {layer}{known}. "
+                        f"Say at most so many."
+                    )
+            found.append(count)
+        return found
+
+    def begin_paths(
+        self,
+        operation: str,
+        states: Sequence[SequenceState],
+        drafted: Sequence[int],
+        paths: Sequence[np.ndarray[Any, Any]],
+    ) -> PathStep:
+        """Take blocks for copies of the shared ones in which rows of a path move.
+
+        The store copies `copies` and moves the rows by `moved_slots`; `commit_paths` or `undo` ends it.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        none = np.empty(0, np.int32)
+        step = PathStep((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        changed: list[set[int]] = [set() for _ in states]
+        for starts in {step.starts_in(layer) for layer in range(self.num_layers)}:
+            for places, start, path in zip(changed, starts, paths, strict=True):
+                if (first := _first_moved(path)) < len(path):
+                    places |= set(range((start + first) // self.block_size, self.blocks_for(start + len(path))))
+        self._allocate(operation, step, [sorted(places) for places in changed])
+        return step
+
+    def moved_slots(self, step: PathStep) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Of each layer the slots of the rows that move, and those where they go."""
+        by_starts: dict[tuple[int, ...], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        for starts in map(step.starts_in, range(self.num_layers)):
+            if starts not in by_starts:
+                pairs = []
+                for table, start, path in zip(step.tables, starts, step.paths, strict=True):
+                    place = np.arange(_first_moved(path), len(path))
+                    src, dst = (slots_of(table, start + some, self.block_size) for some in (path[place], place))
+                    pairs.append((src, dst))
+                none = np.empty(0, np.int64)
+                src, dst = (np.concatenate([none, *(pair[i] for pair in pairs)]) for i in (0, 1))
+                by_starts[starts] = src, dst
+        return [by_starts[step.starts_in(layer)] for layer in range(self.num_layers)]
+
+    def commit_paths(self, step: PathStep) -> None:
+        """Count the drafted tokens that are kept, whose rows have moved, and no others."""
+        self._take_over(step)
+        for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
+            first = min(state.lengths) - drafted + _first_moved(path)
+            state.lengths = [held - drafted + len(path) for held in state.lengths]
+            state.newest = [len(path)] * self.num_layers
+            self._cut(state, first)
         self._changed()
 
     def free(self, seq: int) -> None:
@@ -384,18 +473,33 @@ class Sequences:
         shifts = [state.shift(layer) for state in states] if self.compacted else []
         places = _places(starts, cu_seqlens, rows)
         step = AppendStep(ids, cu_seqlens, states, starts, shifts, places, np.full(rows, -1, np.int32))
-        self._allocate(operation, step)
+        size = self.block_size
+        self._allocate(
+            operation,
+            step,
+            [
+                range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
+                for start, tokens in zip(starts, np.diff(cu_seqlens).tolist(), strict=True)
+            ],
+        )
         self._fill_slots(step)
         return step
 
-    def _allocate(self, operation: str, step: AppendStep) -> None:
-        """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none."""
-        size, pool = self.block_size, self.blocks
+    def _allocate(self, operation: str, step: AppendStep, written: Sequence[Iterable[int]]) -> None:
+        """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none.
+
+        Args:
+            operation, step: whose.
+            written: of each sequence the places in its table whose blocks are written into, ascending.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        pool = self.blocks
         wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
         copied: dict[int, int] = {}
-        for state, start, tokens in zip(step.states, step.starts, np.diff(step.cu_seqlens).tolist(), strict=True):
+        for state, places in zip(step.states, written, strict=True):
             have = len(state.blocks)
-            places = range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
             mine = []
             for place in places:
                 if place >= have:
@@ -439,24 +543,35 @@ class Sequences:
     def commit(self, layer: int, step: AppendStep) -> None:
         """Count the tokens of a step in one layer, which has written them."""
         if not step.committed:
-            for state, table in zip(step.states, step.tables, strict=True):
-                state.blocks = table
-            for block in step.overwritten:
-                self.blocks.forget(block)
-            self.blocks.release([shared for shared, _ in step.copies])
+            self._take_over(step)
             if step.allocated:
                 self.version += 1
             step.committed = True
             self._step = step
         for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
-            state.lengths[layer] = start + step.cu_seqlens[i + 1] - step.cu_seqlens[i]
+            state.newest[layer] = count = step.cu_seqlens[i + 1] - step.cu_seqlens[i]
+            state.lengths[layer] = start + count
             if state.registered < len(state.digests):
                 self.register(state)
 
     def revoke(self, layer: int, step: AppendStep) -> None:
         """Count the tokens of a step no more in one layer; their blocks stay for those that come instead."""
         for state, start in zip(step.states, step.starts, strict=True):
-            state.lengths[layer] = start
+            state.lengths[layer], state.newest[layer] = start, 0
+
+    def _take_over(self, step: AppendStep) -> None:
+        """The sequences hold the blocks of a step, which has copied and written them."""
+        for state, table in zip(step.states, step.tables, strict=True):
+            state.blocks = table
+        for block in step.overwritten:
+            self.blocks.forget(block)
+        self.blocks.release([shared for shared, _ in step.copies])
+
+
+def _first_moved(path: np.ndarray[Any, Any]) -> int:
+    """The first index of a path whose row moves, and with it all that follow; its length if none does."""
+    moved = path != np.arange(len(path))
+    return int(moved.argmax()) if moved.any() else len(path)
 
 
 def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
