@@ -56,6 +56,7 @@ STORED = (*FLOATS, int8)
 ALL = (*STORED, *INDICES, uint32)
 QUANTIZABLE = (float32, float16, bfloat16)  # into int8, and by a scale into 8 bits of floating point
 SCALES = (float16, float32)  # of int8
+GROUP_SCALES = (float16, float32, bfloat16)  # of groups of codes
 ATTENDED = (float32, float16, bfloat16, *FLOATS8, int8)  # caches that attention reads
 
 CONVERSIONS = {

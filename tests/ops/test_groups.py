@@ -10,6 +10,7 @@ from tikv import formats, reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDTH = 128
+FULL = pytest.mark.full
 FORMATS = ["quant2_32", "quant3_64", "quant4_64", "quant8_128", "q8_0", "q4_0"]
 
 
@@ -158,6 +159,188 @@ def test_caches_that_attention_refuses(arch, change, error, match):
         tikv.decode_attention(q, k, v, 3, return_mass=True)
     with pytest.raises(tikv.OptionError, match="a Quantized has its scales"):
         tikv.decode_attention(q, k, v, 3, k_scale=1.0, v_scale=1.0)
+
+
+SHARED = ["quant4_64", pytest.param("q8_0", marks=pytest.mark.full)]
+
+
+def caches_of(rng, arch, name, *shape):
+    """Two caches of codes of random numbers, and all their bits."""
+    found = [tikv.quantize(oracle.place(rng.standard_normal(shape).astype(np.float32), arch), name) for _ in "kv"]
+    return found, [split(cache) for cache in found]
+
+
+def check_rows(caches, before, rows, places, name):
+    """`places` gives the row that each slot of a cache got, and every other bit is as it was."""
+    row = formats.FORMATS[name]
+    for cache, was, new in zip(caches, before, rows, strict=True):
+        coded = reference_of(np.ascontiguousarray(new), row, np.float32 if row.numbers == 2 else np.float16)
+        want = [None if a is None else a.copy() for a in was]
+        for to, source in places:
+            for a, b in zip(want, coded, strict=True):
+                if a is not None:
+                    a[to] = b[source]
+        compare(split(cache), want, name)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_pools_of_codes(arch, rng, name):
+    """Rows go to their slots, come back by a table, and are attended over; no other bit changes."""
+    pools, before = caches_of(rng, arch, name, 5, 4, 2, 64)
+    rows = [rng.standard_normal((4, 2, 64)).astype(np.float32) for _ in "kv"]
+    slots = [3, -1, 17, 8]
+    tikv.write_slots(*(oracle.place(a, arch) for a in rows), *pools, np.array(slots))
+    check_rows(pools, before, rows, [(divmod(s, 4), t) for t, s in enumerate(slots) if s >= 0], name)
+    real = [oracle.to_numpy(tikv.dequantize(pool)) for pool in pools]
+    out = oracle.place(oracle.random_bits(rng, (7, 2, 64), np.float32), arch)
+    assert tikv.gather_paged(pools[1], np.array([4, 1]), 7, out=out) is out
+    oracle.assert_same_bits(out, real[1][[4, 1]].reshape(8, 2, 64)[:7])
+    q = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    got = oracle.to_numpy(tikv.paged_decode_attention(oracle.place(q, arch), *pools, np.array([[4, 1]]), 7))
+    k, v = (a[[4, 1]].reshape(8, 2, 64)[:7].astype(np.float64) for a in real)
+    for h in range(4):
+        want, _ = reference.attention(q[0, h], k[:, h // 2], v[:, h // 2], scale=64**-0.5)
+        np.testing.assert_allclose(got[0, h], want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_caches_of_codes(arch, rng, name):
+    """`copy_kv` into a ring, `copy` into one cache of tokens, `append_ragged` on both sides of a batch's range."""
+    rows = [rng.standard_normal((3, 2, 64)).astype(np.float32) for _ in "kv"]
+    placed = [oracle.place(a, arch) for a in rows]
+    caches, before = caches_of(rng, arch, name, 2, 6, 64)
+    tikv.copy_kv(*placed, *caches, position=9, window=5)
+    by_head = [a.swapaxes(0, 1) for a in rows]
+    check_rows(caches, before, by_head, [((slice(None), (9 + t) % 5), (slice(None), t)) for t in range(3)], name)
+    (cache, _), before = caches_of(rng, arch, name, 6, 2, 64)
+    tikv.copy(placed[0], cache, position=2, cache_layout="token_major")
+    check_rows([cache], before[:1], rows[:1], [(slice(2, 5), slice(None))], name)
+    caches, before = caches_of(rng, arch, name, 2, 2, 5, 64)
+    new = [rng.standard_normal((2, 2, 3, 64)).astype(np.float32) for _ in "kv"]
+    tikv.append_ragged(*(oracle.place(a, arch) for a in new), *caches, np.array([-1, 4]))
+    places = [((b, slice(None), s), (b, slice(None), t)) for b, s, t in ((0, 0, 1), (0, 1, 2), (1, 4, 0))]
+    check_rows(caches, before, new, places, name)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("quant4_64", np.float16), pytest.param("q8_0", BF16, marks=FULL)])
+def test_the_fused_write_into_codes(arch, rng, name, dtype):
+    """What `norm_rope` gives, quantised: in a ring and in pages."""
+    tokens, heads, width = 4, 2, 64
+    angles = rng.standard_normal((16, width // 2)).astype(np.float32)
+    how = tikv.NormRope(mode="half", cos=np.cos(angles), sin=np.sin(angles))
+    qkv = rng.standard_normal((tokens, 3 * heads * width)).astype(dtype)
+    q, k, v = (np.ascontiguousarray(a).reshape(tokens, heads, width) for a in np.split(qkv, 3, axis=1))
+    turned = oracle.to_numpy(tikv.norm_rope(oracle.place(k, arch), how, weight="k", position=7))
+    rows = [turned, v.astype(np.float32)]
+    caches, before = caches_of(rng, arch, name, heads, 6, width)
+    got = tikv.write_qkv(oracle.place(qkv, arch), *caches, num_q_heads=heads, norm_rope=how, position=7, window=5)
+    want = np.empty_like(q) if arch != "cuda" else oracle.place(np.empty_like(q), arch)
+    oracle.assert_same_bits(got, tikv.norm_rope(oracle.place(q, arch), how, position=7, out=want))
+    by_head = [a.swapaxes(0, 1) for a in rows]
+    check_rows(caches, before, by_head, [((slice(None), (7 + t) % 5), (slice(None), t)) for t in range(4)], name)
+    pools, before = caches_of(rng, arch, name, 3, 4, heads, width)
+    slots = [2, -1, 11, 4]
+    options = {"slot_mapping": np.array(slots), "rope_positions": np.arange(7, 11), "layout": "NHD"}
+    tikv.write_qkv(oracle.place(qkv, arch), *pools, num_q_heads=heads, norm_rope=how, **options)
+    check_rows(pools, before, rows, [(divmod(s, 4), t) for t, s in enumerate(slots) if s >= 0], name)
+
+
+def _apart(cache):
+    """Its scales and biases as two arrays, which cannot be written by one launch."""
+    return cache._replace(scales=oracle.to_numpy(cache.scales).copy(), biases=oracle.to_numpy(cache.biases).copy())
+
+
+_ROWS = np.ones((2, 2, 64), np.float32)
+_QKV = np.ones((2, 6 * 64), np.float32)
+REFUSED = {
+    "a write of parts apart": (
+        lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, _apart(v), np.array([0, 1])),
+        tikv.ShapeError,
+        "do not lie so. Write into what tikv.quantize gave",
+    ),
+    "scales beside them": (
+        lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, v, np.array([0, 1]), k_scale=1.0, v_scale=1.0),
+        tikv.OptionError,
+        "a Quantized has its scales",
+    ),
+    "another layout": (
+        lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, v, np.array([0, 1]), layout="HND"),
+        tikv.OptionError,
+        "Use 'NHD', or a PagedKVCacheStore",
+    ),
+    "one cache of codes": (
+        lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, np.ones((3, 4, 2, 64), np.float32), np.array([0, 1])),
+        tikv.DTypeError,
+        "v_pool is a ndarray. Pass a Quantized for both",
+    ),
+    "a slot outside": (
+        lambda k, v: tikv.write_slots(_ROWS, _ROWS, k, v, np.array([0, 12])),
+        tikv.PositionError,
+        "slot",
+    ),
+    "rows of float64": (
+        lambda k, v: tikv.write_slots(_ROWS.astype(np.float64), _ROWS.astype(np.float64), k, v, np.array([0, 1])),
+        tikv.DTypeError,
+        "cannot quantise k",
+    ),
+    "rows of another width": (
+        lambda k, v: tikv.write_slots(_ROWS[..., :32], _ROWS[..., :32], k, v, np.array([0, 1])),
+        tikv.ShapeError,
+        "head width",
+    ),
+    "a gather with a scale": (
+        lambda k, v: tikv.gather_paged(k, np.array([0]), 1, scale=1.0),
+        tikv.OptionError,
+        "Leave scale out",
+    ),
+    "attention in HND": (
+        lambda k, v: tikv.paged_decode_attention(_ROWS, k, v, np.array([[0], [1]]), 1, layout="HND"),
+        tikv.OptionError,
+        "Use 'NHD'",
+    ),
+    "a fused write without a place": (
+        lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=2, layout="NHD"),
+        tikv.PositionError,
+        "Pass one of them",
+    ),
+    "a fused write of other heads": (
+        lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=3, layout="NHD", slot_mapping=np.array([0, 1])),
+        tikv.ShapeError,
+        "the width of qkv",
+    ),
+    "a fused write to a slot outside": (
+        lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=2, layout="NHD", slot_mapping=np.array([0, 12])),
+        tikv.PositionError,
+        "slot",
+    ),
+    "a fused write into a cache that is a pool": (
+        lambda k, v: tikv.write_qkv(_QKV, k, v, num_q_heads=2, position=0),
+        tikv.ShapeError,
+        "k_dst",
+    ),
+}
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_refused_write_changes_no_code(arch, rng, what):
+    call, error, match = REFUSED[what]
+    pools, before = caches_of(rng, arch, "quant4_64", 3, 4, 2, 64)
+    with pytest.raises(error, match=match):
+        call(*pools)
+    for pool, was in zip(pools, before, strict=True):
+        compare(split(pool), was, what)
+
+
+@pytest.mark.archs("cpu")
+def test_a_position_beyond_a_cache_of_codes_writes_nothing(arch, rng):
+    caches, before = caches_of(rng, arch, "quant4_64", 2, 6, 64)
+    with pytest.raises(tikv.CapacityError, match="6"):
+        tikv.write_qkv(_QKV, *caches, num_q_heads=2, position=5)
+    with pytest.raises(tikv.CapacityError, match="6"):
+        tikv.copy_kv(_ROWS, _ROWS, *caches, position=5)
+    for cache, was in zip(caches, before, strict=True):
+        compare(split(cache), was, "a cache")
 
 
 @pytest.mark.archs("cpu")

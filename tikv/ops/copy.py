@@ -11,9 +11,11 @@ from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView, Views, describe, view, view_all
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
+from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, group_scale_arguments, require_quantizable
 from tikv.ops.row_copy import bind_copy
 
 
@@ -37,7 +39,7 @@ def copy(
         src: (T, H, D) token-major or (H, T, D) head-major; any strides with a contiguous last axis.
         cache: (H, capacity, D) head-major or (capacity, H, D) token-major, of the source's dtype; or float16 or
             bfloat16 for float32, or float32 for bfloat16; or float8_e4m3fn or float8_e5m2 for any of these three, or
-            any of the three for one of 8 bits.
+            any of the three for one of 8 bits. Or a `Quantized` of that shape, as `quantize` made it, for these three.
         position: absolute position of the first row copied, counted from 0; not a slot.
         window: slots of a sliding cache, at most the capacity; None for a linear one.
         num_tokens: rows to copy; None for all from ``src_offset`` on.
@@ -52,7 +54,7 @@ def copy(
         OptionError: an unknown layout.
 
     Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, overflow becomes inf, or the largest
-        number of 8 bits.
+        number of 8 bits; groups of codes as in `quantize`.
     Cost: each element is read once and written once; one launch.
     Source: covers ``kv_cache_copy`` and its ``batch``, ``seq``, ``f32``, ``f16`` and ``bf16`` forms.
 
@@ -63,8 +65,16 @@ def copy(
         >>> cache[:, :, 0].tolist()
         [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
-    arrays = view_all((src, cache), _SINGLE, "copy")
-    write("copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
+    scales: Sequence[Any] = ()
+    format = None
+    if isinstance(cache, Quantized):
+        format = cache.format
+        cache, numbers = codes_and_numbers(runtime.current(), "copy", cache, "cache's ", written=True)
+        scales = (numbers,)
+    arrays = view_all((src, cache, *scales), (*_SINGLE, *_SCALES[: len(scales)]), "copy")
+    write(
+        "copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout, format=format
+    )  # fmt: skip
 
 
 def copy_kv(
@@ -84,7 +94,8 @@ def copy_kv(
 
     Args:
         k, v: (T, H, D) and (T, H, D_v) token-major, or (H, T, ...) head-major, of one dtype.
-        k_cache, v_cache: (H, capacity, D) and (H, capacity, D_v) head-major, or (capacity, H, ...), of one dtype.
+        k_cache, v_cache: (H, capacity, D) and (H, capacity, D_v) head-major, or (capacity, H, ...), of one dtype; or
+            each a `Quantized` of one format, and of one width.
         position, window, num_tokens, src_offset, src_layout, cache_layout: as in `copy`.
 
     Raises:
@@ -102,8 +113,15 @@ def copy_kv(
         >>> k_cache[0, :, 0].tolist(), v_cache[0, :, 0].tolist()
         ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    arrays = view_all((k, k_cache, v, v_cache), _PAIR, "copy_kv")
-    write("copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout)
+    scales: Sequence[Any] = ()
+    format = None
+    if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
+        pair = {"k_cache": k_cache, "v_cache": v_cache}
+        (k_cache, v_cache), scales, format = codes_of_pair(runtime.current(), "copy_kv", pair, written=True)
+    arrays = view_all((k, k_cache, v, v_cache, *scales), (*_PAIR, *_SCALES[: len(scales)]), "copy_kv")
+    write(
+        "copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout, format=format
+    )  # fmt: skip
 
 
 class CopyPlan(Plan):
@@ -118,13 +136,16 @@ class CopyPlan(Plan):
         tokens: int,
         capacity: int,
         window: int | None,
-        names: checks.RangeNames,
+        range_names: checks.RangeNames,
+        scales: int,
     ) -> None:
-        super().__init__(live, operation, array_names, [False, True] * (len(array_names) // 2), bind)
+        names = (*array_names, *_SCALES[:scales])
+        written = [False, True] * (len(array_names) // 2) + [True] * scales
+        super().__init__(live, operation, names, written, bind)
         self.tokens = tokens
         self.capacity = capacity
         self.window = window
-        self.range_names = names
+        self.range_names = range_names
 
     def write(self, arrays: Views, position: int) -> None:
         """`run` from a position on.
@@ -164,6 +185,7 @@ class CopyPlan(Plan):
 # What callers call the source and the destination of each stream, in turn.
 _SINGLE = ("src", "cache")
 _PAIR = ("k", "k_cache", "v", "v_cache")
+_SCALES = ("the scales of K", "the scales of V")  # of groups of codes, behind these
 
 
 def write(
@@ -177,10 +199,12 @@ def write(
     src_layout: str,
     cache_layout: str,
     names: checks.RangeNames = checks.RANGE_NAMES,
+    format: GroupFormat | None = None,
 ) -> None:
     """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams.
 
-    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers.
+    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers. `format` is of caches
+    of groups of codes, whose numbers follow the named arrays.
     """
     live = runtime.current()
     if type(arrays) is not Views:
@@ -192,10 +216,10 @@ def write(
         num_tokens = checks.integer(num_tokens, names.num_tokens, operation)
     if type(src_offset) is not int:
         src_offset = checks.integer(src_offset, names.src_offset, operation)
-    key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout)
+    key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout, format)
     plan = live.plans.get(key)
     if plan is None:
-        options = (window, num_tokens, src_offset, src_layout, cache_layout, names)
+        options = (window, num_tokens, src_offset, src_layout, cache_layout, names, format)
         plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, *options))
     plan.write(arrays, position)
 
@@ -211,9 +235,11 @@ def check_copy(
     src_layout: str,
     cache_layout: str,
     names: checks.RangeNames = checks.RANGE_NAMES,
+    format: GroupFormat | None = None,
 ) -> CopyPlan:
     """Check everything but the position and what lies where."""
-    src, dst, src_names, dst_names = given[0::2], given[1::2], array_names[0::2], array_names[1::2]
+    pairs = len(array_names)
+    src, dst, src_names, dst_names = given[0:pairs:2], given[1:pairs:2], array_names[0::2], array_names[1::2]
     src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)
     dst_slot, dst_head = token_and_head_axes(cache_layout, "cache_layout", operation)
     named = [*zip(src_names, src, strict=True), *zip(dst_names, dst, strict=True)]
@@ -225,10 +251,14 @@ def check_copy(
         checks.rank(a, (3,), name, "(H, capacity, D)" if dst_head == 0 else "(capacity, H, D)", operation)
         checks.writable(a, name, operation)
     for a, c, a_name, c_name in zip(src, dst, src_names, dst_names, strict=True):
-        checks.convertible(a, c, a_name, c_name, operation)
+        if format is None:
+            checks.convertible(a, c, a_name, c_name, operation)
+        else:
+            require_quantizable(a, a_name, operation)
         detail = f"{a_name}: {describe(a)}, {c_name}: {describe(c)}"
         checks.extent(c.shape[dst_head], a.shape[src_head], f"the number of heads of {c_name}", operation, detail)
-        checks.extent(c.shape[2], a.shape[2], f"the head width of {c_name}", operation, detail)
+        width = format.columns(c.shape[2]) if format else c.shape[2]
+        checks.extent(width, a.shape[2], f"the head width of {c_name}", operation, detail)
     checks.same_dtype(src[0], src[-1], src_names[0], src_names[-1], operation)
     checks.same_dtype(dst[0], dst[-1], dst_names[0], dst_names[-1], operation)
     for axis, what in ((src_token, "tokens"), (src_head, "heads")):
@@ -245,7 +275,7 @@ def check_copy(
     streams = [i for i, w in enumerate(widths) if w]
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        sources, targets = arrays[0::2], arrays[1::2]
+        sources, targets, scales = arrays[0:pairs:2], arrays[1:pairs:2], arrays[pairs:]
         bound = bind_copy(
             live,
             operation,
@@ -259,7 +289,8 @@ def check_copy(
                 for i in streams
             ],
             dst=[
-                Rows(targets[i], token=targets[i].strides[dst_slot], head=targets[i].strides[dst_head]) for i in streams
+                Rows(targets[i], token=targets[i].strides[dst_slot], head=targets[i].strides[dst_head], format=format)
+                for i in streams
             ],
             widths=[widths[i] for i in streams],
             heads=heads,
@@ -267,11 +298,13 @@ def check_copy(
             dst_place=Placement("ring" if window else "linear"),
             keep=max(0, tokens - window) if window else 0,
             ring=window or 0,
+            **group_scale_arguments([scales[i] for i in streams] if scales else [], token=dst_slot, head=dst_head),
         )
         return [bound]
 
     nothing = tokens == 0 or heads == 0 or not streams
-    return CopyPlan(live, operation, array_names, None if nothing else bind, tokens, capacity, window, names)
+    launches = None if nothing else bind
+    return CopyPlan(live, operation, array_names, launches, tokens, capacity, window, names, len(given) - pairs)
 
 
 def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_major") -> None:

@@ -122,7 +122,7 @@ def pool_scale(
         DTypeError: they have another dtype.
         ShapeError: they have another shape, or gaps between blocks.
     """
-    if scale.dtype not in dtypes.SCALES:
+    if scale.dtype not in (dtypes.SCALES if format is None else dtypes.GROUP_SCALES):
         raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
     wanted = (shape.blocks, shape.page, shape.heads)
     slots = scale.shape

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
-from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale_arguments, scale_given
@@ -26,6 +26,7 @@ from tikv.ops.layouts import (
     scale_step,
 )
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, require_slots_first
 from tikv.ops.row_copy import bind_copy
 
 
@@ -47,7 +48,8 @@ def write_slots(
     Args:
         k, v: (T, H, D) and (T, H, D_v), of one dtype; any strides with a contiguous last axis.
         k_pool, v_pool: "NHD" (N, bs, H, D); "HND" (N, H, bs, D); "VLLM" K (N, H, D/x, bs, x) and V (N, H, D, bs) with x
-            elements in 16 bytes. Dtypes as in `copy`; or int8 for float32, float16 and bfloat16 rows.
+            elements in 16 bytes. Dtypes as in `copy`; or int8 for float32, float16 and bfloat16 rows; or, in "NHD",
+            each a `Quantized` of that shape, of one format, as `quantize` made it.
         slot_mapping: (T,) int32 or int64, on the host or the device.
         layout: "NHD", "HND" or "VLLM".
         k_scale, v_scale: of int8 pools (N, bs, H) float16 or float32, of one dtype: written. Of pools of 8-bit floats a
@@ -60,7 +62,7 @@ def write_slots(
         ShapeError, DTypeError, OptionError: arrays that do not agree, a pool without its scales, an unknown layout.
 
     Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even, with a scale after the quotient was
-        rounded to float32; int8 as in `quantize`.
+        rounded to float32; int8 and groups as in `quantize`.
     Cost: each element is read once and written once; one launch.
     Source: ``int8_kv_append_paged`` and ``split_qkv_norm_rope_into_paged_cache`` without norm and rotation.
 
@@ -74,16 +76,21 @@ def write_slots(
     """
     operation = "write_slots"
     live = runtime.current()
-    given: tuple[Any, ...] = (k, k_pool, v, v_pool, index_array(slot_mapping))
-    if k_scale is not None or v_scale is not None:
+    scales: Sequence[Any] = ()
+    format = None
+    if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
+        require_slots_first(operation, layout)
+        pair = {"k_pool": k_pool, "v_pool": v_pool}
+        (k_pool, v_pool), scales, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
+    elif k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
-        given = (*given, *scales)
+    given = (k, k_pool, v, v_pool, index_array(slot_mapping), *scales)
     arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
-    key = (operation, layout, arrays.key)
+    key = (operation, layout, format, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout))
+        plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, format))
     check_slots(arrays[4], plan.pool, live, operation)
     plan.run(arrays)
 
@@ -125,8 +132,7 @@ def check_write_slots(
     k, k_pool, _, _, index = arrays[:5]
     shape, scales = write.shapes[0], arrays[5:]
     if k_pool.dtype is dtypes.int8 or format is not None:
-        if k.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: cannot quantise k: {describe(k)}. Pass float32, float16 or bfloat16 rows.")
+        require_quantizable(k, "k", operation)
         if not scales:
             _both_scales(None, None, operation)
         for name, scale, of in zip(("k_scale", "v_scale"), scales, write.shapes, strict=True):
@@ -275,7 +281,8 @@ def gather_paged(
             bfloat16.
 
     Returns:
-        ``out``; or a new `CacheArray` on the device, (length, H, D) of the pool's dtype, float32 with a scale.
+        ``out``; or a new `CacheArray` on the device, (length, H, D) of the pool's dtype, float32 with a scale and of
+        a `Quantized`.
 
     Raises:
         PositionError: the table is too short, or a block of it, on the host, is not in the pool. Tokens of a block that
@@ -293,7 +300,15 @@ def gather_paged(
         >>> tikv.gather_paged(pool, np.array([2, 0]), 3).copy_to_host().ravel().tolist()
         [4.0, 5.0, 0.0]
     """
-    return gather("gather_paged", pool, block_table, length, layout=layout, scale=scale, out=out)
+    operation = "gather_paged"
+    format = None
+    if isinstance(pool, Quantized):
+        require_slots_first(operation, layout)
+        if scale is not None:
+            raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")
+        format = pool.format
+        pool, scale = codes_and_numbers(runtime.current(), operation, pool, "pool's ")
+    return gather(operation, pool, block_table, length, layout=layout, scale=scale, out=out, format=format)
 
 
 def gather(

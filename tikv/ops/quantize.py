@@ -6,7 +6,7 @@ Caches and pools quantise by the same kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,9 +176,6 @@ def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, .
     return target, out
 
 
-GROUP_SCALES = (dtypes.float16, dtypes.float32, dtypes.bfloat16)
-
-
 def _quantize_groups(live: runtime.Runtime, operation: str, x: Any, format: GroupFormat, scale_dtype: Any) -> Quantized:
     """`quantize` into a format of groups."""
     rows = view(x, "x", operation)
@@ -187,7 +184,7 @@ def _quantize_groups(live: runtime.Runtime, operation: str, x: Any, format: Grou
         raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
     affine = format.rule == "affine"
     scales = (rows.dtype if affine else dtypes.float16) if scale_dtype is None else dtypes.parse(scale_dtype, operation)
-    if scales not in (GROUP_SCALES if affine else (dtypes.float16,)):
+    if scales not in (dtypes.GROUP_SCALES if affine else (dtypes.float16,)):
         raise DTypeError(f"{operation}: scale_dtype {scales} is not offered for {format}. Leave it out.")
     checks.readable(rows, "x", operation)
     if rows.ndim == 0:
@@ -211,12 +208,13 @@ def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
 
 
 def codes_and_numbers(
-    live: runtime.Runtime, operation: str, given: Quantized, of: str = ""
+    live: runtime.Runtime, operation: str, given: Quantized, of: str = "", written: bool = False
 ) -> tuple[ArrayView, ArrayView]:
     """The codes of a `Quantized`, and the numbers of its groups side by side, checked; `of` is put before their names.
 
     Raises:
-        ShapeError, DTypeError: they do not agree with each other, the format or the shape.
+        ShapeError, DTypeError: they do not agree with each other, the format or the shape; or they are to be written
+            and cannot be, where they lie.
     """
     format, shape = given.format, tuple(given.shape)
     affine = format.rule == "affine"
@@ -235,13 +233,90 @@ def codes_and_numbers(
         wanted = (*lead, format.words(width))
         raise ShapeError(f"{operation}: {of}codes is {describe(codes)} where {wanted} is needed.")
     for name, part in named[1:]:
-        if part.dtype not in GROUP_SCALES:
+        if part.dtype not in dtypes.GROUP_SCALES:
             raise DTypeError(f"{operation}: {name} is {describe(part)}; it is float16, float32 or bfloat16.")
         checks.same_dtype(scales, part, f"{of}scales", name, operation)
         if part.shape != (*lead, groups):
             raise ShapeError(f"{operation}: {name} is {describe(part)} where {(*lead, groups)} is needed.")
     checks.readable(codes, f"{of}codes", operation)
-    return codes, _joined([part for _, part in named[1:]], live)
+    parts = [part for _, part in named[1:]]
+    numbers = _side_by_side(parts)
+    if written:
+        if numbers is None:
+            raise ShapeError(
+                f"{operation}: the scale and the bias of a group are written together, and {of}scales and "
+                f"{of}biases do not lie so. Write into what tikv.quantize gave."
+            )
+        checks.writable(codes, f"{of}codes", operation)
+        checks.writable(numbers, f"{of}scales", operation)
+    return codes, _copied_together(parts, live) if numbers is None else numbers
+
+
+def codes_of_pair(
+    live: runtime.Runtime, operation: str, pair: Mapping[str, Any], scales: Sequence[Any] = (), written: bool = False
+) -> tuple[list[ArrayView], list[ArrayView], GroupFormat]:
+    """(the codes of K and V, the numbers of their groups, the format) of two `Quantized`, given by name.
+
+    Raises:
+        OptionError: scales are given beside them.
+        DTypeError, ShapeError: one is no `Quantized`, or they are of two formats, or their numbers do not lie alike.
+    """
+    if any(scale is not None for scale in scales):
+        raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
+    (k_name, k), (v_name, v) = pair.items()
+    for name, given in pair.items():
+        if not isinstance(given, Quantized):
+            raise DTypeError(f"{operation}: {name} is a {type(given).__name__}. Pass a Quantized for both, or neither.")
+    if k.format is not v.format:
+        raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format.")
+    found = [codes_and_numbers(live, operation, given, f"{name}'s ", written) for name, given in pair.items()]
+    codes, numbers = ([each[i] for each in found] for i in (0, 1))
+    if numbers[0].dtype is not numbers[1].dtype or numbers[0].strides[:-1] != numbers[1].strides[:-1]:
+        raise ShapeError(
+            f"{operation}: the scales of {k_name} are {describe(numbers[0])} and those of {v_name} "
+            f"{describe(numbers[1])}. Use K and V of one width and one dtype of scales."
+        )
+    return codes, numbers, k.format
+
+
+def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:
+    """Rows that become codes are numbers.
+
+    Raises:
+        DTypeError: they are of another dtype.
+    """
+    if rows.dtype not in dtypes.QUANTIZABLE:
+        raise DTypeError(
+            f"{operation}: cannot quantise {name}: {describe(rows)}. Pass float32, float16 or bfloat16 rows."
+        )
+
+
+def group_scale_arguments(
+    numbers: Sequence[ArrayView], *, token: int, head: int, sequence: int | None = None
+) -> dict[str, Any]:
+    """What `bind_copy` needs of the numbers of groups, by their axes of tokens, heads and sequences; nothing without.
+
+    Those of K and of V lie alike.
+    """
+    if not numbers:
+        return {}
+    strides = numbers[0].strides
+    of_group = {} if sequence is None else {"scale_group": strides[sequence]}
+    steps = {"scale_step": strides[token], "scale_head": strides[head]}
+    return {"scales": numbers, "scale": numbers[0].dtype, **steps, **of_group}
+
+
+def require_slots_first(operation: str, layout: str) -> None:
+    """A pool that is a `Quantized` has layout NHD.
+
+    Raises:
+        OptionError: it has another.
+    """
+    if layout in ("HND", "VLLM"):
+        raise OptionError(
+            f"{operation}: in layout {layout!r} the scales of a Quantized, which lie as its rows do, would not follow "
+            f"one another from slot to slot. Use 'NHD', or a PagedKVCacheStore."
+        )
 
 
 def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, out: Any) -> Any:
@@ -253,10 +328,9 @@ def _dequantize_groups(live: runtime.Runtime, operation: str, given: Quantized, 
     return out
 
 
-def _joined(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
-    """Scales and biases with those of a group side by side: as `quantize` left them, or a copy."""
+def _side_by_side(parts: list[ArrayView]) -> ArrayView | None:
+    """Scales and biases as one array, those of a group side by side, where they lie so: as `quantize` left them."""
     first, n = parts[0], len(parts)
-    whole = (*first.shape[:-1], first.shape[-1] * n)
     if all(a.strides[-1] == n or first.shape[-1] == 1 for a in parts) and all(
         a.strides[:-1] == first.strides[:-1]
         and a.handle is first.handle
@@ -264,9 +338,14 @@ def _joined(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
         and a.ptr + a.offset == first.ptr + first.offset + i * a.dtype.itemsize
         for i, a in enumerate(parts)
     ):
-        return first.restrided(whole, (*first.strides[:-1], 1))
-    host = np.stack([read_host(a, live) for a in parts], axis=-1).reshape(whole)
-    return to_device(np.ascontiguousarray(host), live)
+        return first.restrided((*first.shape[:-1], first.shape[-1] * n), (*first.strides[:-1], 1))
+    return None
+
+
+def _copied_together(parts: list[ArrayView], live: runtime.Runtime) -> ArrayView:
+    """A copy of scales and biases with those of a group side by side."""
+    host = np.stack([read_host(a, live) for a in parts], axis=-1)
+    return to_device(np.ascontiguousarray(host.reshape(*parts[0].shape[:-1], -1)), live)
 
 
 def _run(

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Views, describe, view_all
 from tikv.errors import DTypeError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantize import Quantized, codes_of_pair, group_scale_arguments, require_quantizable
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 
 _NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
 _WRITTEN = (False, True, False, True, False)
+_SCALES = ("k_cache's scales", "v_cache's scales")  # of groups of codes
 
 
 def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
@@ -27,14 +30,16 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 
     Args:
         k_new, v_new: (B, H, L, d_k) and (B, H, L, d_v), of one dtype; any strides with a contiguous last axis.
-        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; which dtypes convert is as in `copy`.
+        k_cache, v_cache: (B, H, M, d_k) and (B, H, M, d_v), of one dtype; which dtypes convert is as in `copy`. Or
+            each a `Quantized` of that shape, of one format, as `quantize` made it.
         cache_offsets: (B,) int32 or int64, on the host or the device, of any sign.
 
     Raises:
         ShapeError: arrays that do not agree, overlap, are read-only, or have no contiguous last axis.
         DTypeError: no conversion exists, or the offsets are no integers.
 
-    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even. Deterministic.
+    Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; groups of codes as in `quantize`.
+        Deterministic.
     Cost: each row that fits is read once and written once; one launch. The split of the rows among the sequences is of
         no consequence, and nothing waits for the device, wherever the offsets lie.
     Source: ``KvCacheAppendPlan``.
@@ -49,18 +54,25 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
     """
     operation = "append_ragged"
     live = runtime.current()
-    given = (k_new, k_cache, v_new, v_cache, cache_offsets)
-    arrays = view_all(given, _NAMES, operation)
-    key = (operation, arrays.key)
+    scales: Sequence[Any] = ()
+    format = None
+    if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
+        pair = {"k_cache": k_cache, "v_cache": v_cache}
+        (k_cache, v_cache), scales, format = codes_of_pair(live, operation, pair, written=True)
+    given = (k_new, k_cache, v_new, v_cache, cache_offsets, *scales)
+    arrays = view_all(given, (*_NAMES, *_SCALES)[: len(given)], operation)
+    key = (operation, format, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_append(live, operation, arrays))
+        plan = live.plans.keep(key, check_append(live, operation, arrays, format))
     plan.run(arrays)
 
 
-def check_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> Plan:
-    """Check everything but where the arrays lie."""
-    _check_arrays(live, operation, arrays)
+def check_append(
+    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
+) -> Plan:
+    """Check everything but where the arrays lie; `format` is of caches of groups, whose numbers come last."""
+    _check_arrays(live, operation, arrays[:5], format)
     k_new, k_cache, v_new = arrays[:3]
     batch, heads, tokens, _ = k_new.shape
     capacity = k_cache.shape[2]
@@ -68,12 +80,12 @@ def check_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVi
     streams = [i for i in (0, 1) if widths[i]]
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        new, caches, offsets = arrays[0:4:2], arrays[1:4:2], arrays[4]
+        new, caches, offsets, scales = arrays[0:4:2], arrays[1:4:2], arrays[4], arrays[5:]
         bound = bind_copy(
             live,
             operation,
             src=[_rows(new[i]) for i in streams],
-            dst=[_rows(caches[i]) for i in streams],
+            dst=[_rows(caches[i])._replace(format=format) for i in streams],
             widths=[widths[i] for i in streams],
             heads=heads,
             tokens=tokens,
@@ -82,11 +94,13 @@ def check_append(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVi
             index=offsets,
             index_group=offsets.strides[0],
             dst_limit=capacity,
+            **group_scale_arguments([scales[i] for i in streams] if scales else [], token=2, head=1, sequence=0),
         )
         return [bound]
 
     nothing = 0 in (batch, heads, tokens, capacity) or not streams
-    return Plan(live, operation, _NAMES, _WRITTEN, None if nothing else bind)
+    names, written = (*_NAMES, *_SCALES)[: len(arrays)], (*_WRITTEN, True, True)[: len(arrays)]
+    return Plan(live, operation, names, written, None if nothing else bind)
 
 
 def _rows(array: ArrayView) -> Rows:
@@ -94,7 +108,9 @@ def _rows(array: ArrayView) -> Rows:
     return Rows(array, sequence=sequence, token=token, head=head)
 
 
-def _check_arrays(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
+def _check_arrays(
+    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
+) -> None:
     named = dict(zip(_NAMES, arrays, strict=True))
     checks.on_device(list(named.items()), live, operation)
     k_new, k_cache, v_new, v_cache, offsets = arrays
@@ -106,7 +122,10 @@ def _check_arrays(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
         checks.writable(named[name], name, operation)
     checks.same_dtype(k_new, v_new, "k_new", "v_new", operation)
     checks.same_dtype(k_cache, v_cache, "k_cache", "v_cache", operation)
-    checks.convertible(k_new, k_cache, "k_new", "k_cache", operation)
+    if format is None:
+        checks.convertible(k_new, k_cache, "k_new", "k_cache", operation)
+    else:
+        require_quantizable(k_new, "k_new", operation)
     for one, other, one_name, other_name, axes in (
         (v_new, k_new, "v_new", "k_new", ((0, "sequences"), (1, "heads"), (2, "new tokens"))),
         (k_cache, k_new, "k_cache", "k_new", ((0, "sequences"), (1, "heads"), (3, "elements of a row"))),
@@ -115,7 +134,10 @@ def _check_arrays(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
     ):
         detail = f"{other_name}: {describe(other)}, {one_name}: {describe(one)}"
         for axis, what in axes:
-            checks.extent(one.shape[axis], other.shape[axis], f"the number of {what} of {one_name}", operation, detail)
+            got, wanted = one.shape[axis], other.shape[axis]
+            if axis == 3 and format is not None:
+                got = format.columns(got)
+            checks.extent(got, wanted, f"the number of {what} of {one_name}", operation, detail)
     checks.indices(offsets, "cache_offsets", operation)
     checks.rank(offsets, (1,), "cache_offsets", "(B,)", operation)
     detail = f"k_new: {describe(k_new)}, cache_offsets: {describe(offsets)}"

@@ -6,6 +6,7 @@ bits of the whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +32,10 @@ from tikv.ops.layouts import (
     token_and_head_axes,
 )
 from tikv.ops.plan import Entries, Launch, Plan
+from tikv.ops.quantize import Quantized
 from tikv.ops.rope import UNCHANGED, NormRope, Transform
 from tikv.ops.row_copy import alignment, choose_codec, inner_words, strides_in_words, unaligned
+from tikv.ops.write_qkv_codes import write_codes
 
 TABLES = ("cos", "sin", "q_weight", "k_weight")  # of a NormRope, as the kernel takes them
 WORKER_BYTES = 1 << 17  # on CPU, of the rows of a worker: with fewer, one is done before another is awake
@@ -270,7 +273,7 @@ def write_qkv(
         qkv: (T, (Hq + 2H) * D) float32, float16 or bfloat16; a row is [Hq heads of Q | H of K | H of V]. Any row
             stride.
         k_dst, v_dst: caches (H, capacity, D) or (capacity, H, D), or pools as in `write_slots`; of the dtype of
-            ``qkv``, or of one that `copy` converts it to, or int8.
+            ``qkv``, or of one that `copy` converts it to, or int8; or each a `Quantized`, its pools in "NHD".
         num_q_heads: Hq; H is that of the destinations.
         norm_rope: what to do to Q and K; None for nothing.
         position: absolute position of row 0 in a contiguous cache; row ``t`` goes to ``position + t``.
@@ -298,7 +301,8 @@ def write_qkv(
 
     Exactness: arithmetic in float32, one rounding at each store; bit for bit what `tikv.norm_rope` followed by
     `copy`, `write_slots` or `quantize` gives. Without a transform bit-exact.
-    Cost: ``qkv`` is read once, Q, K and V are written once; one launch.
+    Cost: ``qkv`` is read once, Q, K and V are written once; one launch. Into a `Quantized` two: K and V are written in
+        float32, and read again for their codes.
     Source: ``split_qkv_norm_rope_into_paged_cache``, its varlen form, and ``split_qkv_norm_rope_into_cache``.
 
     Examples:
@@ -310,6 +314,12 @@ def write_qkv(
         >>> k_cache[0].tolist(), v_cache[0, 1].tolist()
         ([[0.0, 0.0], [4.0, 5.0], [0.0, 0.0], [0.0, 0.0]], [6.0, 7.0])
     """
+    if isinstance(k_dst, Quantized) or isinstance(v_dst, Quantized):
+        return write_codes(
+            functools.partial(write_fused, widened=True), "write_qkv", qkv, k_dst, v_dst, num_q_heads=num_q_heads,
+            norm_rope=norm_rope, position=position, window=window, slot_mapping=slot_mapping,
+            rope_positions=rope_positions, layout=layout, q_layout=q_layout, k_scale=k_scale, v_scale=v_scale, out=out,
+        )  # fmt: skip
     return write_fused(
         "write_qkv", qkv, k_dst, v_dst, num_q_heads=num_q_heads, norm_rope=norm_rope, position=position, window=window,
         slot_mapping=slot_mapping, rope_positions=rope_positions, layout=layout, q_layout=q_layout, k_scale=k_scale,
@@ -334,8 +344,9 @@ def write_fused(
     k_scale: Any = None,
     v_scale: Any = None,
     out: Any = None,
+    widened: bool = False,
 ) -> Any:
-    """`write_qkv`, by the name that errors give as the operation."""
+    """`write_qkv`, by the name that errors give as the operation; `widened`: into float32 from whatever dtype."""
     how = UNCHANGED if norm_rope is None else norm_rope
     given = {
         "qkv": qkv,
@@ -349,7 +360,7 @@ def write_fused(
     }
     num_q_heads = checks.integer(num_q_heads, "num_q_heads", operation, low=1)
     window = checks.integer_or_none(window, "window", operation)
-    options = (num_q_heads, position is None, window, layout, q_layout)
+    options = (num_q_heads, position is None, window, layout, q_layout, widened)
     return _run(operation, how, given, options, check_write_qkv, position)
 
 
@@ -436,6 +447,7 @@ def check_write_qkv(
     window: int | None,
     layout: str,
     q_layout: str,
+    widened: bool,
 ) -> WriteQkvPlan:
     """Check everything but positions and slots."""
     qkv, k, v = arrays["qkv"], arrays["k_dst"], arrays["v_dst"]
@@ -480,7 +492,7 @@ def check_write_qkv(
     _transformed(qkv, "qkv", operation)
     checks.same_dtype(k, v, "k_dst", "v_dst", operation)
     scales = _scales(arrays, k, pool, (heads, capacity), operation)
-    if not scales:
+    if not scales and not widened:
         checks.convertible(qkv, k, "qkv", "k_dst", operation)
     tokens = qkv.shape[0]
     transform = how.transform_of(width, operation)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -67,7 +67,35 @@ class Bench:
         return found, {name: abs(self.rows("float32", 6, 4, 2)) + np.float32(0.01) for name in sorted(scales)}
 
 
+def _into_codes(
+    bench: Bench,
+    stored: str,
+    rows: Sequence[Array],
+    shape: tuple[int, ...],
+    run: Callable[[list[Any], list[Any]], Any],
+    wanted: Callable[[Array, Array], Array],
+) -> Trials:
+    """Rows written by `run` into caches of codes of that shape; `wanted` does the same to each part of the codes."""
+    row = FORMATS[stored]
+    made = [_groups(bench, stored, *shape) for _ in rows]
+    caches, befores = [quantised for quantised, _, _ in made], [parts for _, parts, _ in made]
+    run([bench.on_device(r) for r in rows], caches)
+    for new, cache, before in zip(rows, caches, befores, strict=True):
+        scales = np.float32 if row.numbers == 2 else np.float16
+        coded = reference.quantize_groups(new, row.bits, row.group, row.rule, scales)
+        for part, got, old in zip(coded, cache, before, strict=False):
+            if part is not None:
+                yield got, wanted(part, old), None
+
+
 def _copy(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        yield from _into_codes(
+            bench, stored, [bench.rows(src, 9, 3, 64)], (3, 6),
+            lambda rows, caches: copy.copy(*rows, *caches, position=4, window=5),
+            lambda new, old: reference.copy(new, old, position=4, window=5),
+        )  # fmt: skip
+        return
     rows, before = bench.rows(src, 9, 3, 16), bench.rows(stored, 3, 6, 16)
     cache = bench.on_device(before)
     copy.copy(bench.on_device(rows), cache, position=4, window=5)
@@ -75,6 +103,17 @@ def _copy(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _copy_kv(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        yield from _into_codes(
+            bench, stored, [bench.rows(src, 3, 5, 64) for _ in "kv"], (12, 3),
+            lambda rows, caches: copy.copy_kv(
+                *rows, *caches, position=6, src_layout="head_major", cache_layout="token_major"
+            ),
+            lambda new, old: reference.copy(
+                new, old, position=6, src_layout="head_major", cache_layout="token_major"
+            ),
+        )  # fmt: skip
+        return
     rows, before = ([bench.rows(*form) for _ in "kv"] for form in ((src, 3, 5, 16), (stored, 12, 3, 16)))
     caches = [bench.on_device(b) for b in before]
     layouts: dict[str, Any] = {"src_layout": "head_major", "cache_layout": "token_major"}
@@ -124,6 +163,13 @@ def _rotate(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        starts = np.array([-2, 0, 7], np.int32)
+        yield from _into_codes(
+            bench, stored, [bench.rows(src, 3, 2, 4, 64) for _ in "kv"], (3, 2, 9),
+            lambda rows, caches: ragged.append_ragged(*[*rows, *caches, bench.on_device(starts)]),
+            lambda new, old: reference.append_ragged(new, old, starts),
+        )  # fmt: skip
     if src == stored:
         rows, before = ([bench.rows(stored, 3, 2, n, 16) for _ in "kv"] for n in (4, 9))
         offsets = np.array([-2, 0, 7], np.int32)
@@ -134,7 +180,15 @@ def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _write_slots(bench: Bench, src: str, stored: str) -> Trials:
-    rows, slots = [bench.rows(src, 5, 2, 16) for _ in "kv"], np.array([3, 17, -1, 8, 0], np.int32)
+    slots = np.array([3, 17, -1, 8, 0], np.int32)
+    if stored in FORMATS:
+        yield from _into_codes(
+            bench, stored, [bench.rows(src, 5, 2, 64) for _ in "kv"], (6, 4, 2),
+            lambda rows, pools: paged.write_slots(*[*rows, *pools, bench.on_device(slots)]),
+            lambda new, old: reference.write_slots(new, old, slots),
+        )  # fmt: skip
+        return
+    rows = [bench.rows(src, 5, 2, 16) for _ in "kv"]
     before, scales = bench.pool(stored)
     to = [bench.on_device(p) for p in before]
     scales_to: dict[str, Any] = {name: bench.on_device(scale) for name, scale in scales.items()}
@@ -150,6 +204,11 @@ def _write_slots(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _gather_paged(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        quantised, _, numbers = _groups(bench, stored, 6, 4, 2)
+        got = paged.gather_paged(quantised, np.array([4, 1], np.int32), 7)
+        yield got, reference.gather_paged(numbers, [4, 1], 7), None
+        return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         (pool, _), scales = bench.pool(stored)
         given: dict[str, Any] = {"scale": bench.on_device(scales["k_scale"])} if scales else {}
@@ -209,6 +268,16 @@ def _dequantize(bench: Bench, src: str, stored: str) -> Trials:
 def _write_qkv(bench: Bench, src: str, stored: str) -> Trials:
     if stored == "int8":
         return
+    if stored in FORMATS:
+        projected = bench.rows(src, 5, (4 + 2 + 2) * 64)
+        yield from _into_codes(
+            bench, stored, reference.split_qkv(projected, 4, 2)[1:], (2, 8),
+            lambda _, caches: write_qkv.write_qkv(
+                bench.on_device(projected), *caches, num_q_heads=4, position=6, window=8
+            ),
+            lambda new, old: reference.copy(new, old, position=6, window=8),
+        )  # fmt: skip
+        return
     projected, before = bench.rows(src, 5, (4 + 2 + 2) * 16), [bench.rows(stored, 2, 8, 16) for _ in "kv"]
     caches = [bench.on_device(b) for b in before]
     got = write_qkv.write_qkv(bench.on_device(projected), *caches, num_q_heads=4, position=6, window=8)
@@ -241,6 +310,14 @@ def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _paged_decode_attention(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        q, groups = bench.rows(src, 1, 4, 64), [_groups(bench, stored, 6, 4, 2) for _ in "kv"]
+        pools = [quantised for quantised, _, _ in groups]
+        pages = bench.on_device(np.array([[4, 1]], np.int32))
+        got = attention.paged_decode_attention(bench.on_device(q), pools[0], pools[1], pages, 7, scale=0.25)
+        seen = [reference.gather_paged(numbers, [4, 1], 7).swapaxes(0, 1) for _, _, numbers in groups]
+        yield got, _attended(q[0], seen), _tolerance(src)
+        return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         q, table = bench.rows(src, 1, 4, 16), np.array([[4, 1]], np.int32)
         caches, scales = bench.pool(stored)

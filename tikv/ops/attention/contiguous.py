@@ -6,7 +6,7 @@ from typing import Any
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe
-from tikv.errors import CapacityError, DTypeError, OptionError, ShapeError
+from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
@@ -26,7 +26,7 @@ from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
-from tikv.ops.quantize import Quantized, codes_and_numbers
+from tikv.ops.quantize import Quantized, codes_of_pair
 
 
 def decode_attention(
@@ -174,10 +174,10 @@ def contiguous_call(
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
     of_groups: dict[str, ArrayView] = {}
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
-        if k_scale is not None or v_scale is not None:
-            raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
-        k_codes, v_codes, of_groups, format = _codes_of_caches(live, operation, k_cache, v_cache)
-        given |= {"k": ("k_cache", k_codes), "v": ("v_cache", v_codes)}
+        pair = {"k_cache": k_cache, "v_cache": v_cache}
+        codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        given |= {"k": ("k_cache", codes[0]), "v": ("v_cache", codes[1])}
+        of_groups = dict(zip(("k_scale", "v_scale"), numbers, strict=True))
         head_dim_v = None
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
@@ -206,29 +206,6 @@ def contiguous_call(
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass, newer, short)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
     return AttentionCall(plan, arrays, length, (seq_lens, terms))
-
-
-def _codes_of_caches(
-    live: runtime.Runtime, operation: str, k_cache: Any, v_cache: Any
-) -> tuple[ArrayView, ArrayView, dict[str, ArrayView], GroupFormat]:
-    """(K's codes, V's, the numbers of their groups, the format) of caches that are both `Quantized`.
-
-    Raises:
-        DTypeError, ShapeError: one is not, or they are of two formats, or their numbers do not lie alike.
-    """
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(cache, Quantized):
-            raise DTypeError(f"{operation}: {name} is a {type(cache).__name__}. Pass a Quantized for both, or neither.")
-    if k_cache.format is not v_cache.format:
-        raise DTypeError(f"{operation}: K is {k_cache.format} and V {v_cache.format}. Use one format.")
-    k, k_numbers = codes_and_numbers(live, operation, k_cache, "k_cache's ")
-    v, v_numbers = codes_and_numbers(live, operation, v_cache, "v_cache's ")
-    if k_numbers.dtype is not v_numbers.dtype or k_numbers.strides[:-1] != v_numbers.strides[:-1]:
-        raise ShapeError(
-            f"{operation}: the scales of k_cache are {describe(k_numbers)} and those of v_cache {describe(v_numbers)}. "
-            f"Use K and V of one width and one dtype of scales."
-        )
-    return k, v, {"k_scale": k_numbers, "v_scale": v_numbers}, k_cache.format
 
 
 def _contiguous(

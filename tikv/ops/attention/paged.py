@@ -28,6 +28,7 @@ from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
+from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
 
 
 def paged_decode_attention(
@@ -61,7 +62,7 @@ def paged_decode_attention(
 
     Args:
         q: (B, Hq, D) or (B, Hq, T, D).
-        k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales.
+        k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales; or each a `Quantized`.
         block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
             negative. (B, H, max_blocks) gives each KV head pages of its own: a block then holds ``bs`` tokens of one
             head, and the pools have H = 1.
@@ -134,6 +135,11 @@ def paged_call(
     block_tables = index_array(block_tables)  # a view does not keep an array alive
     if v_pool is None and layout == "VLLM":
         raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
+    if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
+        require_slots_first(operation, layout)
+        pair = {"k_pool": k_pool, "v_pool": v_pool}
+        (k_pool, v_pool), (k_scale, v_scale), format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        head_dim_v = None
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_pool", k_pool), "v": ("v_pool", v_pool)}
     given["table"], length = ("block_tables", block_tables), 0
     if isinstance(context_lens, INTEGERS):

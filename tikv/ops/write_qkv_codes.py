@@ -1,0 +1,124 @@
+"""The fused write into groups of codes: rows in float32 by the fused write, then their codes, in two launches.
+
+A group's scale needs all its numbers, which lie with several threads of the fused kernel once pairs are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, new_array, view, view_all
+from tikv.errors import PositionError
+from tikv.ops import checks
+from tikv.ops.copy import CopyPlan, check_copy
+from tikv.ops.indices import check_slots, host_indices, index_array
+from tikv.ops.layouts import token_and_head_axes
+from tikv.ops.paged import WriteSlotsPlan, check_write_slots
+from tikv.ops.plan import NO_ENTRIES
+from tikv.ops.quantize import codes_of_pair, require_slots_first
+
+_CONTIGUOUS = ("k", "k_dst", "v", "v_dst")
+
+
+def write_codes(
+    fused: Callable[..., Any],
+    operation: str,
+    qkv: Any,
+    k_dst: Any,
+    v_dst: Any,
+    *,
+    position: int | None,
+    window: int | None,
+    slot_mapping: Any,
+    rope_positions: Any,
+    layout: str,
+    k_scale: Any,
+    v_scale: Any,
+    out: Any,
+    **how: Any,
+) -> Any:
+    """`write_qkv` into two `Quantized`; `fused` writes the rows of K and V to float32 arrays, and Q.
+
+    Raises:
+        As `write_qkv`, before anything is written.
+    """
+    live = runtime.current()
+    pair = {"k_dst": k_dst, "v_dst": v_dst}
+    codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
+    if (position is None) is (slot_mapping is None) or (slot_mapping is not None and window is not None):
+        raise PositionError(
+            f"{operation}: position, and maybe a window, says where rows go in caches, slot_mapping in pools. Pass one "
+            f"of them."
+        )
+    given = view(qkv, "qkv", operation)
+    checks.rank(given, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)
+    tokens = given.shape[0]
+    index = None if slot_mapping is None else view(index_array(slot_mapping), "slot_mapping", operation)
+    if index is None:
+        _, head = token_and_head_axes(layout, "layout", operation)
+    else:
+        require_slots_first(operation, checks.option(layout, "layout", operation, ("NHD", "HND", "VLLM")))
+        head = 2
+    rope = None if rope_positions is None else view(index_array(rope_positions), "rope_positions", operation)
+    unknown = rope is not None and host_indices(rope, live) is None  # rows beyond the tables are left out
+    rows = []
+    for name, array, quantised in zip(pair, codes, pair.values(), strict=True):
+        checks.rank(array, (3 if index is None else 4,), name, "(H, capacity, D), or a pool (N, bs, H, D)", operation)
+        shape = (tokens, array.shape[head], quantised.shape[-1])
+        rows.append(new_array(shape, dtypes.float32, live, zeroed=unknown))
+    arrays = [rows[0], codes[0], rows[1], codes[1]]
+    plan: CopyPlan | WriteSlotsPlan
+    if index is None:
+        plan, entries = _into_caches(live, operation, arrays, numbers, position, window, layout, format)
+        arrays += numbers
+    else:
+        arrays += [index, *numbers]
+        plan, entries = _into_pools(live, operation, arrays, layout, format), NO_ENTRIES
+    named: list[tuple[str, ArrayView, bool]] = [("qkv", given, False)]
+    if out is not None:
+        named.append(("out", view(out, "out", operation), True))
+    checks.disjoint([*named, *((f"{n}'s codes", a, True) for n, a in zip(pair, codes, strict=True))], operation)
+    if rope_positions is None and position is not None:
+        rope_positions = np.arange(position, position + tokens)
+    q = fused(operation, qkv, *rows, position=0, rope_positions=rope_positions, layout="token_major", out=out, **how)
+    plan.run(arrays, entries)
+    return q
+
+
+def _into_caches(
+    live: runtime.Runtime,
+    operation: str,
+    arrays: list[ArrayView],
+    numbers: list[ArrayView],
+    position: Any,
+    window: Any,
+    layout: str,
+    format: Any,
+) -> tuple[CopyPlan, Any]:
+    """The plan that quantises rows into contiguous caches, and its entries; all is checked."""
+    window = checks.integer_or_none(window, "window", operation)
+    found = view_all((*arrays, *numbers), (*_CONTIGUOUS, "k_scale", "v_scale"), operation)
+    key = (operation, "codes", found.key, window, layout, format)
+    plan: CopyPlan | None = live.plans.get(key)
+    if plan is None:
+        options = (window, None, 0, "token_major", layout)
+        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, *options, format=format))
+    return plan, plan.entries_at(position)
+
+
+def _into_pools(
+    live: runtime.Runtime, operation: str, arrays: list[ArrayView], layout: str, format: Any
+) -> WriteSlotsPlan:
+    """The plan that quantises rows into pools; the slots are checked."""
+    names = ("k", "k_dst", "v", "v_dst", "slot_mapping", "k_scale", "v_scale")
+    found = view_all(tuple(arrays), names, operation)
+    key = (operation, "codes", found.key, layout, format)
+    plan: WriteSlotsPlan | None = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, format))
+    check_slots(arrays[4], plan.pool, live, operation)
+    return plan
