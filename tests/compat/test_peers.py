@@ -1,5 +1,6 @@
 """The peers' names give the peers' results: each is compared with a plain NumPy or torch reference of its own."""
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import tikv
 from tikv.compat import flash_attn, flashinfer, mlx, vllm
 
+BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.float32, np.float16]
 
 
@@ -526,6 +528,134 @@ def test_mlx_lm_itself_reads_and_writes(arch, rng, tmp_path, steps):
             assert sorted(np.array(a)[0, 0].tolist()) == sorted(np.array(b)[0, 0].tolist())
 
 
+def mlx_parts(cache):
+    """Words, scales and biases of a `Quantized`, by the names that mlx-lm's files end with."""
+    return {str(n): oracle.to_numpy(part) for n, part in enumerate(cache[:3])}
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("since", mlx.SINCE)
+def test_mlx_files_of_quantised_caches_both_ways(arch, rng, tmp_path, since):
+    """Keys of 128 columns and values of 64; arrays with room for more; scales of bfloat16 become float32."""
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    heads, tokens, widths, quant = 2, 5, (128, 64), tikv.Quant(bits=4, group=64)
+    form = {"num_layers": 2, "num_kv_heads": heads, "head_dim": 128, "head_dim_v": 64, "dtype": quant}
+    store = tikv.KVCacheStore(**form, capacity=16, scale_dtype="float32")
+    rows = [[rng.standard_normal((tokens, heads, w)).astype(np.float32) for w in widths] for _ in range(2)]
+    for layer, (k, v) in enumerate(rows):
+        store.append(layer, k, v)
+    ours = tmp_path / "ours.safetensors"
+    mlx.save_prompt_cache(ours, store, {"model": "tiny"}, since=since)
+    with safe_open(ours, "np") as file:
+        facts, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    names = {f"{i}.{j}" for i in range(2) for j in (2, 3, 4)} if since == "0.32" else set()
+    assert set(found) == names | {f"{i}.{j}.{n}" for i in range(2) for j in range(2) for n in range(3)}
+    for i, layer in enumerate(rows):
+        for j, a in enumerate(layer):
+            for n, want in mlx_parts(tikv.quantize(np.ascontiguousarray(a.swapaxes(0, 1)[None]), quant)).items():
+                oracle.assert_same_bits(found[f"{i}.{j}.{n}"], want)
+    state = {"0.2": 5, "0.3": 64, "0.4": 4} if since == "0.32" else {"0.0.0": "5", "0.0.1": "64", "0.0.2": "4"}
+    assert {name: int(found[name]) if since == "0.32" else facts[name] for name in state} == state
+
+    theirs = tmp_path / "theirs.safetensors"
+    parts = {name: a for name, a in found.items() if name.count(".") == 2}
+    if since == "0.32":
+        parts = {name: np.concatenate([a, a[:, :, :2]], axis=2) for name, a in parts.items()}
+    parts = {name: a.astype(BF16) if name[-1] != "0" else a for name, a in parts.items()}
+    save_file({**found, **{name: np.ascontiguousarray(a) for name, a in parts.items()}}, theirs, facts)
+    loaded, metadata = mlx.load_prompt_cache(theirs, return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    assert (loaded.dtype.name, loaded.scale_dtype.name, loaded.length) == ("quant4_64", "float32", tokens)
+    mlx.save_prompt_cache(ours, loaded, {"model": "tiny"}, since=since)
+    with safe_open(ours, "np") as file:
+        assert file.metadata() == facts
+        for name, a in parts.items():
+            want = a[:, :, :tokens] if name[-1] == "0" else a[:, :, :tokens].astype(np.float32)
+            oracle.assert_same_bits(file.get_tensor(name), np.ascontiguousarray(want), what=name)
+    loaded.append(0, *rows[1])
+    assert loaded.held(0) == 2 * tokens
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("bits", "group", "dtype"), [(4, 64, np.float16), (8, 32, np.float32)])
+def test_mlx_lm_itself_reads_and_writes_quantised_caches(arch, rng, tmp_path, bits, group, dtype):
+    """It has the bits that the store has, from rows of its own dtype, and both go on alike."""
+    cache = pytest.importorskip("mlx_lm.models.cache", reason="mlx-lm is not installed")
+    import mlx.core as mx
+
+    theirs = [cache.QuantizedKVCache(group_size=group, bits=bits) for _ in range(2)]
+    form = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "capacity": 64}
+    scales = np.dtype(dtype).name
+    store = tikv.KVCacheStore(**form, dtype=tikv.Quant(bits=bits, group=group), scale_dtype=scales)
+    for n in (4, 1):
+        k, v = (rng.standard_normal((n, 2, 64)).astype(dtype) for _ in "kv")
+        for layer, own in enumerate(theirs):
+            own.update_and_fetch(*(mx.array(a.swapaxes(0, 1)[None]) for a in (k, v)))
+            store.append(layer, k, v)
+    cache.save_prompt_cache(str(tmp_path / "theirs.safetensors"), theirs, {"model": "tiny"})
+    loaded, metadata = mlx.load_prompt_cache(tmp_path / "theirs.safetensors", return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    mlx.save_prompt_cache(tmp_path / "ours.safetensors", store, {"model": "tiny"})
+    again, metadata = cache.load_prompt_cache(str(tmp_path / "ours.safetensors"), return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    for layer in range(2):
+        for a, b in zip(loaded.tokens(layer), store.tokens(layer), strict=True):
+            oracle.assert_same_bits(a, b)
+        assert (again[layer].offset, again[layer].group_size, again[layer].bits) == (5, group, bits)
+    row = mx.array(rng.standard_normal((1, 2, 1, 64)).astype(dtype))
+    for one, other in zip(again, theirs, strict=True):
+        for mine, his in zip(one.update_and_fetch(row, row), other.update_and_fetch(row, row), strict=True):
+            for a, b in zip(mine, his, strict=True):
+                oracle.assert_same_bits(np.array(a), np.array(b))
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"0.2": np.array(9, np.int32)}, tikv.CacheFileError, "has no 9 tokens"),
+        ({"0.4": np.array(5, np.int32)}, tikv.OptionError, "layer 0 has 5 bits in groups of 32"),
+        ({"0.3": np.array(48, np.int32)}, tikv.OptionError, "groups of 48"),
+        ({"0.3": np.array(64, np.int32)}, tikv.CacheFileError, "scales of keys that fit"),
+        ({"0.4": np.array(8, np.int32)}, tikv.CacheFileError, "scales of keys that fit"),
+        ({"0.0.0": np.ones((1, 1, 2, 8), np.float32)}, tikv.CacheFileError, "words of keys"),
+        ({"0.1.2": np.ones((1, 1, 2, 2), np.float16)}, tikv.CacheFileError, "biases of values in float16"),
+        ({"0.1.2": np.ones((1, 1, 3, 2), np.float32)}, tikv.CacheFileError, "biases of values that fit"),
+        ({"0.1.0": np.ones((1, 1, 2), np.uint32)}, tikv.CacheFileError, "words of values that fit"),
+        ({"0.1.1": None}, tikv.CacheFileError, r"0\.1\.1"),
+    ],
+)
+def test_mlx_files_of_quantised_caches_that_cannot_be(arch, tmp_path, change, error, match):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "cache.safetensors"
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=64, capacity=8, dtype=tikv.Quant(4, 32))
+    facts = {"1.0": "QuantizedKVCache", "2.0": ""}
+    tensors = {"0.2": np.array(2, np.int32), "0.3": np.array(32, np.int32), "0.4": np.array(4, np.int32)}
+    for j in range(2):
+        tensors[f"0.{j}.0"] = np.ones((1, 1, 2, 8), np.uint32)
+        tensors |= {f"0.{j}.{n}": np.ones((1, 1, 2, 2), np.float32) for n in (1, 2)}
+    save_file(tensors, path, facts)
+    assert mlx.load_prompt_cache(path).length == 2
+    wrong = {name: a for name, a in (tensors | change).items() if a is not None}
+    save_file(wrong, path, facts)
+    with pytest.raises(error, match=match):
+        mlx.load_prompt_cache(path)
+    save_file(tensors, path, facts | {"1.1": "KVCache"})
+    with pytest.raises(tikv.OptionError, match="some layers are quantised and others are not"):
+        mlx.load_prompt_cache(path)
+    ring = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=64, capacity=8, dtype=store.dtype, window=4)
+    with pytest.raises(tikv.OptionError, match="a window over quant4_32"):
+        mlx.save_prompt_cache(path, ring)
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "capacity": 8}
+    with pytest.raises(tikv.OptionError, match="dtype='q8_0' is not offered"):
+        mlx.save_prompt_cache(path, tikv.KVCacheStore(**form, dtype="q8_0"))
+    with pytest.raises(tikv.OptionError, match="v_dtype='float16' differ"):
+        mlx.save_prompt_cache(path, tikv.KVCacheStore(**form, dtype=store.dtype, v_dtype="float16"))
+
+
 @pytest.mark.parametrize(
     ("shape", "state"),
     [
@@ -554,8 +684,8 @@ def test_mlx_refusals(arch, rng, tmp_path):
     from safetensors.numpy import save_file
 
     path = tmp_path / "cache.safetensors"
-    save_file({"0.0": np.ones((1, 1, 2, 4), np.float32)}, path, {"0.0": "", "2.0": "QuantizedKVCache"})
-    with pytest.raises(tikv.TikvError, match="QuantizedKVCache"):
+    save_file({"0.0": np.ones((1, 1, 2, 4), np.float32)}, path, {"0.0": "", "2.0": "ChunkedKVCache"})
+    with pytest.raises(tikv.TikvError, match="ChunkedKVCache"):
         mlx.load_prompt_cache(path)
     save_file({name: np.ones((1, 1, 2, 4), np.float32) for name in ("0.0", "0.1")}, path, {"0.0": "", "2.0": "KVCache"})
     for capacity in (0, 1):

@@ -1,8 +1,9 @@
 """mlx-lm's prompt-cache files: `save_prompt_cache` writes what mlx-lm reads, `load_prompt_cache` reads what it writes.
 
-A layer without a window is its `KVCache`, one with a window its `RotatingKVCache`, whose `keep` are the sinks. mlx-lm
-has written two forms. Both are safetensors with keys at "LAYER.0" and values at "LAYER.1"; the numbers of a layer are
-arrays "LAYER.2" and on since 0.32, which the metadata lists, and were strings of the metadata before.
+A layer without a window is its `KVCache`, or of a store of `tikv.Quant` its `QuantizedKVCache`; one with a window its
+`RotatingKVCache`, whose `keep` are the sinks. mlx-lm has written two forms. Both are safetensors with keys at "LAYER.0"
+and values at "LAYER.1", of codes with ".0", ".1" and ".2" behind for words, scales and biases; the numbers of a layer
+are arrays "LAYER.2" and on since 0.32, which the metadata lists, and were strings of the metadata before.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv.errors import CacheFileError, CapacityError, OptionError
+from tikv.formats import BITS, FORMATS, GROUPS, GroupFormat
 from tikv.ops import checks
 from tikv.stores import files, tensor_file
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.kept import require_uncompacted
 
 SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
+
+
+PARTS = ("words", "scales", "biases")
+CLASSES = ("KVCache", "RotatingKVCache", "QuantizedKVCache")
 
 
 class Rotation(NamedTuple):
@@ -44,23 +50,36 @@ def save_prompt_cache(
 
     Args:
         file_name: ends in ``.safetensors``.
-        cache: a store of float32, float16 or bfloat16.
+        cache: a store of float32, float16 or bfloat16, or of a `tikv.Quant`.
         metadata: strings kept with it.
         since: the mlx-lm that is to read it: "0.32" and newer, or "0.6" to 0.31, which read another form.
 
     Raises:
-        OptionError: an unknown ``since``; an int8 or float64 store, which mlx-lm's plain caches cannot hold; or a ring
-            that was trimmed after it wrapped, which they cannot describe.
+        OptionError: an unknown ``since``; a store of another dtype or of two, which mlx-lm's caches cannot hold; a
+            window over a `tikv.Quant`, which they do not know; or a ring that was trimmed after it wrapped, which
+            they cannot describe.
         CacheFileError: the system refuses to write.
 
     Exactness: every bit.
     """
     operation = "mlx.save_prompt_cache"
-    if cache.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise OptionError(
-            f"{operation}: dtype={cache.dtype.name!r} is not offered. Use a float32, float16 or bfloat16 store."
-        )
     checks.option(since, "since", operation, SINCE)
+    format = cache.dtype if isinstance(cache.dtype, GroupFormat) and cache.dtype.rule == "affine" else None
+    if cache.v_dtype is not cache.dtype:
+        raise OptionError(
+            f"{operation}: dtype={cache.dtype.name!r} and v_dtype={cache.v_dtype.name!r} differ, which is not offered. "
+            f"Use a store of one dtype."
+        )
+    if format is None and cache.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise OptionError(
+            f"{operation}: dtype={cache.dtype.name!r} is not offered. Use a float32, float16 or bfloat16 store, or one "
+            f"of a tikv.Quant."
+        )
+    if format is not None and any(window is not None for window in cache.windows):
+        raise OptionError(
+            f"{operation}: a window over {format} is not offered: mlx-lm's quantised caches have none. Use a store "
+            f"without one, or save() it."
+        )
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     classes: list[str] = []
     numbers: dict[str, int] = {}  # of the layers, by the names of either form
@@ -70,14 +89,21 @@ def save_prompt_cache(
             raise OptionError(
                 f"{operation}: layer {i} was trimmed after its window had wrapped, which is not offered. Fill it first."
             )
-        tensors[f"{i}.0"], tensors[f"{i}.1"] = arrays[0], arrays[1]
+        if format is None:
+            tensors[f"{i}.0"], tensors[f"{i}.1"] = arrays[0], arrays[1]
+        else:
+            for j in range(2):
+                tensors |= {f"{i}.{j}.{n}": part for n, part in enumerate(_parts(format, arrays[j], arrays[2 + j]))}
         last = state.slot_of(state.length - 1) if state.length else -1
         own: tuple[int, ...] = ()
         if state.window is not None:
             own = Rotation(state.sinks, state.window, state.length, last + 1)
-        classes.append("RotatingKVCache" if own else "KVCache")
-        if since == SINCE[0]:
+        classes.append("QuantizedKVCache" if format else "RotatingKVCache" if own else "KVCache")
+        if format is not None:
+            own = (state.length, format.group, format.bits)
+        elif since == SINCE[0]:
             own = (own[2], own[0], own[1], own[3]) if own else (state.length,)
+        if since == SINCE[0]:
             numbers |= {f"{i}.{2 + j}": value for j, value in enumerate(own)}
         else:
             numbers |= {f"{i}.{j}": value for j, value in enumerate(own)}
@@ -108,9 +134,9 @@ def load_prompt_cache(
         CacheFileError: the file is missing, damaged, or no prompt cache; its numbers or shapes cannot be; or this
             machine has too little memory for its windows, and then it is a CapacityError too.
         CapacityError: ``capacity`` is less than what it holds.
-        OptionError: it holds a kind of cache that is not offered, by its name.
+        OptionError: it holds a kind of cache that is not offered, by its name; or layers of several.
 
-    Exactness: every bit.
+    Exactness: every bit; scales and biases of bfloat16 become float32, which has each of them.
     """
     operation = "mlx.load_prompt_cache"
     if capacity is not None:
@@ -130,18 +156,20 @@ def load_prompt_cache(
         raise CapacityError(
             f"{operation}: capacity={capacity} and {str(file_name)!r} needs {needed}. Give that or more."
         )
-    k, v = layers[0].arrays
-    row = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    k, v, *scales = layers[0].arrays
+    format = layers[0].format
+    row = sum(math.prod(a.shape[:2]) * a.shape[3] * a.dtype.itemsize for a in layers[0].arrays)
     files.require_memory(file_name, row * sum(layer.window or capacity for layer in layers), operation)
     with files.understanding(file_name, operation):
         store = KVCacheStore(
             num_layers=len(layers),
             num_kv_heads=k.shape[1],
-            head_dim=k.shape[3],
-            head_dim_v=v.shape[3],
+            head_dim=format.columns(k.shape[3]) if format else k.shape[3],
+            head_dim_v=format.columns(v.shape[3]) if format else v.shape[3],
             capacity=capacity,
             batch_size=k.shape[0],
-            dtype=k.dtype,
+            dtype=format or k.dtype,
+            scale_dtype=scales[0].dtype if scales else "float16",
             window=[layer.window for layer in layers],
             sinks=sinks.pop() if sinks else 0,
         )
@@ -154,12 +182,16 @@ def load_prompt_cache(
 
 
 class _Loaded(NamedTuple):
-    """A layer of a file: `keep` and `window` of one that rotates, its tokens, and K and V in our slots."""
+    """A layer of a file: `keep` and `window` of one that rotates, its tokens, and K and V in our slots.
+
+    Of codes the arrays are their words, and the scales and biases of both as a store has them.
+    """
 
     keep: int
     window: int | None
     length: int
     arrays: list[np.ndarray[Any, Any]]
+    format: GroupFormat | None = None
 
 
 def _is_newer(file: tensor_file.TensorFile) -> bool:
@@ -183,15 +215,25 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     if not classes or sorted(classes) != list(range(len(classes))):
         raise CacheFileError(f"{operation}: {shown!r} is no prompt cache: it names no layers. Give a file of mlx-lm's.")
     for i in range(len(classes)):
-        if classes[i] not in ("KVCache", "RotatingKVCache"):
+        if classes[i] not in CLASSES:
             raise OptionError(
-                f"{operation}: layer {i} is a {files.words(classes[i])}, which is not offered. KVCache and "
-                f"RotatingKVCache are."
+                f"{operation}: layer {i} is a {files.words(classes[i])}, which is not offered. Use a file of "
+                f"{', '.join(CLASSES[:2])} or {CLASSES[2]}."
             )
-    found = []
+    quantised = [name == "QuantizedKVCache" for name in classes.values()]
+    if any(quantised) and not all(quantised):
+        raise OptionError(
+            f"{operation}: some layers are quantised and others are not, which no store holds. Use a file of one kind."
+        )
+    found: list[_Loaded] = []
     for i in range(len(classes)):
         try:
-            found.append(_layer(file, i, classes[i] == "RotatingKVCache"))
+            if quantised[i]:
+                found.append(_layer_of_codes(file, i, found[0] if found else None))
+            else:
+                found.append(_layer(file, i, classes[i] == "RotatingKVCache"))
+        except OptionError:
+            raise
         except (KeyError, ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
             raise CacheFileError(
                 f"{operation}: {shown!r} is damaged: layer {i} has no {files.words(error)}. Save it again."
@@ -232,6 +274,62 @@ def _layer(file: tensor_file.TensorFile, i: int, rotates: bool) -> _Loaded:
         raise ValueError(f"state of {held} tokens: keep={keep}, max_size={window}, offset={length}, idx={index}")
     arrays = [file.read(f"{i}.{j}")[:, :, :held] for j in range(2)]
     return _Loaded(keep, window, length, [_in_slots(a, keep, window, length, index) for a in arrays])
+
+
+def _parts(format: GroupFormat, words: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]) -> list[Any]:
+    """Words, scales and biases of rows of codes, whose scales and biases lie side by side in a store."""
+    groups = format.columns(words.shape[3]) // format.group
+    return [words, numbers[..., 0 : 2 * groups : 2], numbers[..., 1 : 2 * groups : 2]]
+
+
+def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None) -> _Loaded:
+    """One layer of a quantised cache; `first` is layer 0, if this is another.
+
+    Raises:
+        KeyError, ValueError, TypeError: what the file says of it cannot be.
+        OptionError: bits or groups that no format has.
+    """
+    newer = _is_newer(file)
+    names = [f"{i}.{j}" for j in (2, 3, 4)] if newer else [f"0.{i}.{j}" for j in range(3)]
+    length, group, bits = (_number(file, name, newer) for name in names)
+    if bits not in BITS or group not in GROUPS:
+        raise OptionError(
+            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which no format has."
+        )
+    format = FORMATS[f"quant{bits}_{group}"]
+    if first is not None and first.format is not format:
+        raise ValueError(f"format of layer 0: it is {format}")
+    entries = [[file.entries[f"{i}.{j}.{n}"] for n in range(len(PARTS))] for j in range(2)]
+    words, scales = entries[0][0], entries[0][1]
+    for name, of_stream in zip(("keys", "values"), entries, strict=True):
+        for part, entry in zip(PARTS, of_stream, strict=True):
+            width = of_stream[0].shape[-1] if entry.shape else 0
+            wanted = width if part == "words" else format.columns(width) // format.group
+            if (
+                len(entry.shape) != 4
+                or entry.shape != (*words.shape[:3], wanted)
+                or 0 in (*entry.shape[:2], wanted)
+                or format.columns(width) % format.group
+            ):
+                raise ValueError(f"{part} of {name} that fit: they are {entry.shape} in {format}")
+            if part == "words" and entry.dtype != np.uint32:
+                raise ValueError(f"words of {name}: they are {entry.stored}")
+            if part != "words" and (entry.dtype != scales.dtype or entry.dtype.name not in _SCALES):
+                raise ValueError(f"{part} of {name} in float16, bfloat16 or float32 as the others: {entry.stored}")
+    if not 0 <= length <= words.shape[2]:
+        raise ValueError(f"{length} tokens: keys are {words.shape}")
+    numbers = 2 * max(of_stream[1].shape[3] for of_stream in entries)
+    arrays = [file.read(f"{i}.{j}.0")[:, :, :length] for j in range(2)]
+    for j in range(2):
+        parts = [file.read(f"{i}.{j}.{n}")[:, :, :length] for n in (1, 2)]
+        joined = np.zeros((*parts[0].shape[:3], numbers), _SCALES[parts[0].dtype.name])
+        for n, read in enumerate(parts):
+            joined[..., n : 2 * read.shape[3] : 2] = read
+        arrays.append(joined)
+    return _Loaded(0, None, length, arrays, format)
+
+
+_SCALES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}  # of a file, and of a store
 
 
 def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
