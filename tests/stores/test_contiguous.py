@@ -659,6 +659,10 @@ def test_a_helpful_repr(arch):
         f"KVCacheStore(3 layers x batch 2 x 2 heads x 4|6, float32, window 4/7 and linear, 1 sinks, 0/16 tokens, "
         f"4.3 kB, {arch})"
     )
+    compacted = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=16)
+    compacted.append(0, *np.zeros((2, 9, 2, 4), np.float32))
+    compacted.compact(0, np.arange(18).reshape(1, 2, 9) % 9 < [[3], [5]])
+    assert ", 9 tokens, up to 5/16 held, " in repr(compacted)
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,11 @@ class StoreFacts(draw.Drawn):
         if self.sinks:
             kind += f", {self.sinks} sinks"
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
+        tokens = f"{self.length}/{self.capacity} tokens"
+        if any(layer.kept is not None for layer in self._counts):
+            most = max(most_held(layer) for layer in self._counts)
+            tokens = f"{self.length} tokens, up to {most}/{self.capacity} held"
         return (
             f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {self._memory.width}, "
-            f"{self._memory.kept_as}, {kind}, {self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, "
-            f"{self.runtime.arch})"
+            f"{self._memory.kept_as}, {kind}, {tokens}, {size_in_words(self.nbytes)}, {self.runtime.arch})"
         )
