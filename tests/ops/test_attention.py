@@ -586,12 +586,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(change, error, 
         ([[0, 1]], [9], "the table names 8 slots"),
         ([[0, 7]], [5], "none of the pool's 3 blocks"),
         ([[0, -1]], [5], "none of the pool's 3 blocks"),
+        ([[0, -1]], 5, "none of the pool's 3 blocks"),
     ],
 )
 def test_tables_that_do_not_reach_are_refused(table, lens, says, arch):
     k, v = np.zeros((2, 3, 4, 2, 16), np.float16)
     with pytest.raises(tikv.PositionError, match=says):
         tikv.paged_decode_attention(np.zeros((1, 2, 16), np.float32), k, v, np.array(table), lens)
+    assert np.isfinite(tikv.paged_decode_attention(np.zeros((1, 2, 16), np.float32), k, v, [[0, -1]], 4)).all()
 
 
 @pytest.mark.archs("cpu")

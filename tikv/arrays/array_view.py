@@ -32,7 +32,20 @@ def _form_number(form: tuple[Any, ...]) -> int:
 class ArrayView:
     """Where an array lies: pointer (or handle and byte offset), shape, strides in elements, dtype, device."""
 
-    __slots__ = ("device", "dtype", "handle", "key", "offset", "owner", "ptr", "shape", "span", "strides", "writable")
+    __slots__ = (
+        "device",
+        "dtype",
+        "handle",
+        "host",
+        "key",
+        "offset",
+        "owner",
+        "ptr",
+        "shape",
+        "span",
+        "strides",
+        "writable",
+    )
 
     def __init__(
         self,
@@ -56,6 +69,7 @@ class ArrayView:
         self.handle = handle  # where memory has no address: Taichi's ndarray, or the storage of a tensor on MPS
         self.offset = offset  # bytes from the start of the handle's memory to element 0; 0 where ptr says it all
         self.owner = owner  # keeps the memory alive
+        self.host: np.ndarray[Any, Any] | None = None  # the elements, once they were read; they may be gone with others
         self.span = span_bytes(shape, strides, dtype.itemsize)
         self.key = _form_number(
             (shape, strides, dtype.short, device, ptr % ALIGNMENT, writable, offset, handle is None)
@@ -82,7 +96,7 @@ class ArrayView:
         found.ptr = ptr
         found.shape, found.strides, found.dtype = self.shape, self.strides, self.dtype
         found.device, found.writable, found.handle = self.device, self.writable, None
-        found.offset, found.owner = self.offset, None
+        found.offset, found.owner, found.host = self.offset, None, None
         found.span, found.key = self.span, self.key
         return found
 

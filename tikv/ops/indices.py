@@ -37,7 +37,9 @@ def host_indices(index: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any
             return known
         index = known
     if index.device == "cpu":
-        return as_numpy(index)
+        if index.host is None:
+            index.host = as_numpy(index)
+        return index.host
     return read_host(index, live) if live.debug else None
 
 

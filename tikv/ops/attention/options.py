@@ -182,13 +182,15 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
 
 
 def check_table(
-    operation: str, table: np.ndarray[Any, Any] | None, lens: np.ndarray[Any, Any], cache: CacheLayout
+    operation: str, table: np.ndarray[Any, Any] | None, length: np.ndarray[Any, Any] | int, cache: CacheLayout
 ) -> None:
-    """Each block of each context is in the pool."""
+    """Each block of each context is in the pool; `length` of each sequence, of each head, or one of all."""
     if table is None or table.size == 0:
         return
-    if table.min() >= 0 and table.max() < cache.blocks:  # needed or not
+    unsigned = table.view(np.uint32 if table.itemsize == 4 else np.uint64)  # a negative block is above all others
+    if np.maximum.reduce(unsigned, axis=None) < cache.blocks:  # needed or not
         return
+    lens = np.full(len(table), length) if isinstance(length, int) else length
     if table.ndim == 2 and lens.ndim == 2:
         lens = lens.max(axis=1)  # of a sequence's heads, which share its blocks
     elif table.ndim == 3 and lens.ndim == 1:

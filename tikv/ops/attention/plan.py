@@ -184,8 +184,7 @@ class AttentionPlan(Plan):
         if "lens" not in arrays:
             check_length(length, needed, limit, cache, "the length", operation)
             if "table" in arrays:
-                lens = np.full(arrays["table"].shape[0], length)
-                check_table(operation, host_indices(arrays["table"], self.live), lens, cache)
+                check_table(operation, host_indices(arrays["table"], self.live), length, cache)
             return Lengths(length)
         known = host_indices(arrays["lens"], self.live)
         if known is None:

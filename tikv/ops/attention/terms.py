@@ -26,7 +26,9 @@ class Terms(NamedTuple):
 
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask of 8 keys a byte."""
-        found = {}
+        found: dict[str, ArrayView] = {}
+        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is None:
+            return found
         for name, array in zip(self._fields, self, strict=True):
             if array is None or name in ("mask", "parents"):
                 continue
