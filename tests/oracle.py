@@ -5,6 +5,8 @@ import re
 import ml_dtypes
 import numpy as np
 
+from tikv import formats, reference
+
 _WORD = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -115,6 +117,17 @@ def isnan(array) -> np.ndarray:
     """NaNs, without the warning that NumPy gives for the signalling ones of bfloat16."""
     with np.errstate(invalid="ignore"):
         return np.isnan(array)
+
+
+def as_stored(rows, name) -> np.ndarray:
+    """What a store of that dtype or format gives back of float32 rows."""
+    if name in formats.FORMATS:
+        row = formats.FORMATS[name]
+        quantised = reference.quantize_groups(rows, row.bits, row.group, row.rule, np.float16)
+        return reference.dequantize_groups(*quantised, row.bits, row.rule)
+    if name == "int8":
+        return reference.dequantize(*reference.quantize(rows))
+    return reference.encode(rows, getattr(ml_dtypes, name, None) or np.dtype(name).type)
 
 
 def assert_same_bits(got, want, *, what="buffer", any_nan=False) -> None:

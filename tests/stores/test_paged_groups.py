@@ -1,4 +1,4 @@
-"""Page pools whose rows are groups of codes, against lists of rows that were quantised once."""
+"""Page pools of groups of codes, and of K and V in two formats, against lists of rows that were quantised once."""
 
 import numpy as np
 import oracle
@@ -13,16 +13,17 @@ HEADS, WIDTH, PAGE = 2, 64, 4
 class Model:
     """A pool of one layer, and of each sequence its rows as the codes say."""
 
-    def __init__(self, rng, arch, name, **form):
-        self.rng, self.arch, self.row = rng, arch, formats.FORMATS[name]
+    def __init__(self, rng, arch, names, **form):
+        self.rng, self.arch, self.names = rng, arch, (names[0], names[-1])
+        form |= {"dtype": names[0]} if len(names) == 1 else {"dtype": names[0], "v_dtype": names[1]}
         self.store = tikv.PagedKVCacheStore(
-            num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, num_blocks=24, block_size=PAGE, dtype=name, **form
+            num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, num_blocks=24, block_size=PAGE, **form
         )
         self.held = {}
 
     def add(self):
         seq = self.store.add()
-        self.held[seq] = [np.empty((0, HEADS, WIDTH), np.float32) for _ in "kv"]
+        self.held[seq] = [oracle.as_stored(np.zeros((1, HEADS, WIDTH), np.float32), name)[:0] for name in self.names]
         return seq
 
     def fork(self, seq):
@@ -35,9 +36,8 @@ class Model:
 
     def take(self, k, v, seqs, counts):
         """Count rows that are given to the store."""
-        for i, rows in enumerate((k, v)):
-            quantised = reference.quantize_groups(rows, self.row.bits, self.row.group, self.row.rule, np.float16)
-            numbers = reference.dequantize_groups(*quantised, self.row.bits, self.row.rule)
+        for i, (rows, name) in enumerate(zip((k, v), self.names, strict=True)):
+            numbers = oracle.as_stored(rows, name)
             for seq, part in zip(seqs, np.split(numbers, np.cumsum(counts)[:-1]), strict=True):
                 self.held[seq][i] = np.concatenate([self.held[seq][i], part])
 
@@ -53,7 +53,7 @@ class Model:
 
     def attended(self, q, seq, heads=None):
         """(Hq, WIDTH) of one query of each head over all that a sequence, or each of its heads, holds."""
-        found, keys_values = [], self.held[seq]
+        found, keys_values = [], [a.astype(np.float64) for a in self.held[seq]]
         for h, row in enumerate(q):
             kv_head = h // (len(q) // HEADS)
             k, v = (a[:, kv_head] if heads is None else a[heads[kv_head], kv_head] for a in keys_values)
@@ -62,16 +62,27 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("names", "layout"),
     [
-        ("quant4_64", "NHD"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("q8_0", "HND"), ("quant3_32", "NHD"))),
+        (("quant4_64",), "NHD"),
+        pytest.param(("float16", "quant4_64"), "NHD", marks=pytest.mark.full("vulkan")),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (("q8_0",), "HND"),
+                (("quant3_32",), "NHD"),
+                (("int8", "quant4_64"), "HND"),
+                (("q8_0", "float32"), "NHD"),
+                (("float16", "float8_e4m3fn"), "VLLM"),
+            )
+        ),
     ],
 )
-def test_sequences_keep_their_codes(arch, rng, tmp_path, name, layout):
+def test_sequences_keep_their_codes(arch, rng, tmp_path, names, layout):
     """Through forks, copies on write, cuts, swaps and files; then attention over them, and new tokens with queries."""
-    model = Model(rng, arch, name, layout=layout)
+    model = Model(rng, arch, names, layout=layout)
     store = model.store
+    assert "|".join(names) in repr(store)
     a, b = model.add(), model.add()
     model.append([a, b], [6, 3])
     model.append([b, a], [1, 1])
@@ -80,17 +91,25 @@ def test_sequences_keep_their_codes(arch, rng, tmp_path, name, layout):
     model.check()
     store.truncate(b, 2)
     model.held[b] = [rows[:2] for rows in model.held[b]]
-    codes = [oracle.to_numpy(array).copy() for array in (store.keys(0), *store.scales(0))]
     store.swap_out(a)
     model.append([b], [3])
     store.swap_in(a)
     model.check()
     store.save(tmp_path / "pool.safetensors")
     again = tikv.PagedKVCacheStore.load(tmp_path / "pool.safetensors")
-    assert again.dtype is model.row
+    assert (again.dtype, again.v_dtype) == (store.dtype, store.v_dtype)
     model.check(again)
-    assert codes[0].dtype == np.uint32
-    assert codes[1].shape[-1] == WIDTH // model.row.group * model.row.numbers
+    for name, codes, numbers in zip(
+        model.names,
+        (store.keys(0), store.values(0)),
+        store.scales(0) if store.form.scale_dtype else (None, None),
+        strict=True,
+    ):
+        row = formats.FORMATS.get(name)
+        assert (numbers is not None) == (row is not None or name == "int8")
+        if row is not None:
+            assert oracle.to_numpy(codes).dtype == np.uint32
+            assert numbers.shape[-1] == WIDTH // row.group * row.numbers
 
     seqs = [a, b, twin]
     q = rng.standard_normal((3, 4, WIDTH)).astype(np.float32)
@@ -110,7 +129,7 @@ def test_sequences_keep_their_codes(arch, rng, tmp_path, name, layout):
 
 @pytest.mark.full("vulkan")
 def test_heads_are_compacted_by_themselves(arch, rng):
-    model = Model(rng, arch, "quant4_64", per_head=True)
+    model = Model(rng, arch, ("int8", "quant4_64"), per_head=True)
     seq = model.add()
     model.append([seq], [7])
     mask = np.array([[1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 0, 1, 1]], bool)
@@ -145,3 +164,37 @@ def test_what_pools_of_groups_refuse(arch):
         store.attend(0, np.ones((1, 1, 64), np.float32), [seq], return_mass=True)
     oracle.assert_same_bits(store.keys(0), before)
     assert store.length(seq) == 0
+
+
+@pytest.mark.archs("cpu")
+def test_what_two_formats_take_and_refuse(arch, rng, tmp_path):
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 8, "block_size": PAGE}
+    for wrong, error, match in (
+        ({"v_dtype": "int32"}, tikv.DTypeError, "int32"),
+        ({"v_dtype": "q8_0", "layout": "VLLM"}, tikv.OptionError, "groups of q8_0 lie whole"),
+        ({"v_dtype": tikv.Quant(4, 64), "head_dim_v": 80}, tikv.ShapeError, "head_dim_v is 80 wide"),
+        ({"v_dtype": "q8_0", "scale_dtype": "float32"}, tikv.DTypeError, "not offered for q8_0"),
+    ):
+        with pytest.raises(error, match=match):
+            tikv.PagedKVCacheStore(**form, **wrong)
+    k, v = rng.standard_normal((2, 6, HEADS, WIDTH)).astype(np.float32)
+    rope = tikv.Rope(inv_freq=np.geomspace(1, 1e-3, WIDTH // 2).astype(np.float32))
+    apart, alone = (tikv.PagedKVCacheStore(**form, dtype="int8", v_dtype=name) for name in ("quant4_32", None))
+    for store in (apart, alone):
+        seq = store.add()
+        with pytest.raises(tikv.DTypeError, match="cannot quantise k"):
+            store.append(0, k.astype(np.float64), v.astype(np.float64), [seq], [0, 6])
+        store.append(0, k, v, [seq], [0, 6])
+        store.compact(0, seq, np.array([1, 3, 4]), rope=rope)
+    oracle.assert_same_bits(apart.tokens(0, seq)[0], alone.tokens(0, seq)[0])
+    mass = apart.attend(0, np.ones((1, 4, WIDTH), np.float32), [seq], return_mass=True)[1]
+    np.testing.assert_allclose(np.asarray(mass).sum(axis=-1), 2, rtol=1e-5)
+    with pytest.raises(tikv.DTypeError, match=r"keeps K and V alike, and this store is int8\|quant4_32"):
+        apart.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4)
+    assert apart.length(seq) == 6
+    apart.save(tmp_path / "apart.safetensors")
+    with pytest.raises(tikv.DTypeError, match="had v_dtype=quant4_32, this one has int8"):
+        alone.load_sequences(tmp_path / "apart.safetensors")
+    alone.save(tmp_path / "alone.safetensors")
+    with pytest.raises(tikv.DTypeError, match="had v_dtype=int8, this one has quant4_32"):
+        apart.load_sequences(tmp_path / "alone.safetensors")

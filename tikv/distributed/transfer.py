@@ -146,7 +146,8 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
     """What two pools have in common that exchange blocks."""
-    return {name: fact for name, fact in pool._pools.facts().items() if name != "num_blocks"}
+    facts = pool._pools.facts() | {"v_dtype": pool.v_dtype.name}
+    return {name: fact for name, fact in facts.items() if name != "num_blocks"}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:

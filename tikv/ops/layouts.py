@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, describe
 from tikv.errors import DTypeError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
+
+Formats: TypeAlias = tuple[GroupFormat | None, GroupFormat | None]  # of K and of V, None where rows are numbers
 
 
 def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, int]:
@@ -116,7 +118,8 @@ def pool_scale(
 ) -> None:
     """The scales of an int8 pool are (N, bs, H), float16 or float32, and their slots follow one another.
 
-    Those of a format of groups are (N, bs, H, n), the numbers of a row's groups side by side.
+    Those of a format of groups are (N, bs, H, n), the numbers of a row's groups side by side; as many there may be of
+    int8 beside groups, of which the first is in use.
 
     Raises:
         DTypeError: they have another dtype.
@@ -125,11 +128,11 @@ def pool_scale(
     if scale.dtype not in (dtypes.SCALES if format is None else dtypes.GROUP_SCALES):
         raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
     wanted = (shape.blocks, shape.page, shape.heads)
-    slots = scale.shape
+    slots = scale.shape[:3] if scale.ndim == 4 and scale.shape[3] else scale.shape
     if format is not None:
         checks.rank(scale, (4,), name, "(N, bs, H, n)", operation)
         checks.readable(scale, name, operation)
-        slots, n = scale.shape[:3], scale.shape[3]
+        n = scale.shape[3]
         needed = format.groups(shape.width, name, operation) * format.numbers
         if n < needed:
             raise ShapeError(f"{operation}: {name} is {describe(scale)}; a row of {format} has {needed} numbers.")

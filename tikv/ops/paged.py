@@ -15,6 +15,7 @@ from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_s
 from tikv.ops.indices import check_blocks, check_slots, host_indices, index_array
 from tikv.ops.layouts import (
     POOL_LAYOUTS,
+    Formats,
     Placement,
     PoolShape,
     Rows,
@@ -77,20 +78,21 @@ def write_slots(
     operation = "write_slots"
     live = runtime.current()
     scales: Sequence[Any] = ()
-    format = None
+    formats: Formats | None = None
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}
         (k_pool, v_pool), scales, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
+        formats = format, format
     elif k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
     given = (k, k_pool, v, v_pool, index_array(slot_mapping), *scales)
     arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
-    key = (operation, layout, format, arrays.key)
+    key = (operation, layout, formats, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, format))
+        plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
     plan.run(arrays)
 
@@ -107,16 +109,19 @@ class WriteSlotsPlan(Plan):
 
 
 _SLOT_NAMES = ("k", "k_pool", "v", "v_pool", "slot_mapping", "k_scale", "v_scale")
-_SLOT_WRITTEN = (False, True, False, True, False, True, True)
 
 
 def _both_scales(k_scale: Any, v_scale: Any, operation: str) -> None:
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
-            raise ShapeError(
-                f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have a number "
-                f"or (H,) each; pass both."
-            )
+            raise _missing(name, operation)
+
+
+def _missing(name: str, operation: str) -> ShapeError:
+    return ShapeError(
+        f"{operation}: {name} is missing. An int8 pool needs (N, bs, H) scales, 8-bit floats may have a number or (H,) "
+        f"each; pass both."
+    )
 
 
 def check_write_slots(
@@ -124,38 +129,25 @@ def check_write_slots(
     operation: str,
     arrays: Sequence[ArrayView],
     layout: str,
-    format: GroupFormat | None = None,
+    formats: Formats | None = None,
+    scale_names: Sequence[str] = ("k_scale", "v_scale"),
 ) -> WriteSlotsPlan:
-    """Check everything but the slots, which may change from call to call; `format` is of pools of groups of codes."""
-    names, written = _SLOT_NAMES[: len(arrays)], _SLOT_WRITTEN[: len(arrays)]
-    write = check_pool_write(live, operation, names, arrays, layout, format)
-    k, k_pool, _, _, index = arrays[:5]
-    shape, scales = write.shapes[0], arrays[5:]
-    if k_pool.dtype is dtypes.int8 or format is not None:
-        require_quantizable(k, "k", operation)
-        if not scales:
-            _both_scales(None, None, operation)
-        for name, scale, of in zip(("k_scale", "v_scale"), scales, write.shapes, strict=True):
-            checks.writable(scale, name, operation)
-            pool_scale(scale, of, name, operation, format)
-        checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
-        if scale_step(scales[0]) != scale_step(scales[1]):
-            raise ShapeError(
-                f"{operation}: k_scale and v_scale have different strides ({scales[0].strides} and {scales[1].strides} "
-                f"elements). Pass two contiguous arrays."
-            )
-    elif scales and k_pool.dtype in dtypes.FLOATS8:
-        written = (*written[:5], False, False)
-        if k.dtype not in dtypes.QUANTIZABLE:
-            raise DTypeError(f"{operation}: k is {describe(k)}; a scale divides float32, float16 and bfloat16 rows.")
-        check_fixed_scales(scales, write.heads, operation)
-    elif scales:
-        raise DTypeError(
-            f"{operation}: k_pool is {describe(k_pool)}; only pools of int8 and of 8-bit floats have scales. Leave "
-            f"them out."
-        )
-    else:
-        checks.convertible(k, k_pool, "k", "k_pool", operation)
+    """Check everything but the slots, which may change from call to call.
+
+    `formats` are as in `check_pool_write`, `scale_names` what the arrays behind the slots are.
+    """
+    names = (*_SLOT_NAMES[:5], *scale_names)[: len(arrays)]
+    given = dict(zip(names, arrays, strict=True))
+    write = check_pool_write(live, operation, names, arrays, layout, formats)
+    k, shape, index = given["k"], write.shapes[0], given["slot_mapping"]
+    for name, of, format in zip("kv", write.shapes, write.formats, strict=True):
+        _check_stored(operation, given, name, of, format)
+    scales = {name: given[name] for name in scale_names if name in given}
+    if len(scales) == 2:
+        _check_scales_alike(operation, scales, write.heads)
+    # A scale of 8-bit floats divides what is stored; every other is found by what is stored, and stored too.
+    found = [name for name in scales if given[f"{name[0]}_pool"].dtype not in dtypes.FLOATS8]
+    written = [name.endswith("_pool") or name in found for name in names]
     checks.indices(index, "slot_mapping", operation)
     checks.rank(index, (1,), "slot_mapping", "(T,)", operation)
     checks.extent(
@@ -165,16 +157,63 @@ def check_write_slots(
         operation,
         f"k: {describe(k)}, slot_mapping: {describe(index)}",
     )
-    of_scales = fixed_scale_arguments if k_pool.dtype in dtypes.FLOATS8 else scale_arguments
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        index, scales = arrays[4], arrays[5:]
-        given = of_scales([scales[i] for i in write.streams] if scales else [])
-        return [write.bind(live, operation, arrays, "slots", index=index, index_step=index.strides[0], **given)]
+        given = dict(zip(names, arrays, strict=True))
+        index, scales = given["slot_mapping"], [given.get("k_scale"), given.get("v_scale")]
+        return write.bind(live, operation, arrays, "slots", scales, index=index, index_step=index.strides[0])
 
     plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
     plan.pool = shape
     return plan
+
+
+def _check_stored(
+    operation: str, given: Mapping[str, ArrayView], name: str, shape: PoolShape, format: GroupFormat | None
+) -> None:
+    """Rows of K, or of V, can be stored in their pool, by the scales that they have.
+
+    Raises:
+        ShapeError, DTypeError: they cannot.
+    """
+    rows, pool, scale = given[name], given[f"{name}_pool"], given.get(f"{name}_scale")
+    if pool.dtype is dtypes.int8 or format is not None:
+        require_quantizable(rows, name, operation)
+        if scale is None:
+            raise _missing(f"{name}_scale", operation)
+        checks.writable(scale, f"{name}_scale", operation)
+        pool_scale(scale, shape, f"{name}_scale", operation, format)
+    elif scale is not None and pool.dtype in dtypes.FLOATS8:
+        if rows.dtype not in dtypes.QUANTIZABLE:
+            raise DTypeError(
+                f"{operation}: {name} is {describe(rows)}; a scale divides float32, float16 and bfloat16 rows."
+            )
+        check_fixed_scale(scale, shape.heads, f"{name}_scale", operation)
+    elif scale is not None:
+        raise DTypeError(
+            f"{operation}: {name}_pool is {describe(pool)}; only pools of int8 and of 8-bit floats have scales. Leave "
+            f"them out."
+        )
+    else:
+        checks.convertible(rows, pool, name, f"{name}_pool", operation)
+
+
+def _check_scales_alike(operation: str, scales: Mapping[str, ArrayView], heads: int) -> None:
+    """The scales of K and V are found by one stride.
+
+    Raises:
+        ShapeError, DTypeError: they are not.
+    """
+    k, v = scales["k_scale"], scales["v_scale"]
+    if max(k.ndim, v.ndim) < 3:
+        check_fixed_scales([k, v], heads, operation)
+        return
+    checks.same_dtype(k, v, "k_scale", "v_scale", operation)
+    if scale_step(k) != scale_step(v):
+        raise ShapeError(
+            f"{operation}: k_scale and v_scale have different strides ({k.strides} and {v.strides} elements). Pass two "
+            f"contiguous arrays."
+        )
 
 
 class PoolWrite(NamedTuple):
@@ -184,7 +223,7 @@ class PoolWrite(NamedTuple):
     tokens: int
     heads: int
     shapes: tuple[PoolShape, PoolShape]
-    format: GroupFormat | None = None  # of pools of groups of codes
+    formats: Formats = (None, None)  # of pools of groups of codes
 
     @property
     def streams(self) -> list[int]:
@@ -197,22 +236,46 @@ class PoolWrite(NamedTuple):
         return self.tokens == 0 or self.heads == 0 or self.shapes[0].slots == 0 or not self.streams
 
     def bind(
-        self, live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], place: str, **options: Any
-    ) -> Launch:
-        """The launch over (k, k_pool, v, v_pool, ...), each token placed so; options as in `bind_copy`."""
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        arrays: Sequence[ArrayView],
+        place: str,
+        scales: Sequence[ArrayView | None] = (None, None),
+        **options: Any,
+    ) -> list[Launch]:
+        """The launch over (k, k_pool, v, v_pool, ...), or one each where K and V are kept in two ways.
+
+        Args:
+            live, operation, arrays: as `bind_copy` has them.
+            place: where each token goes.
+            scales: of K and of V, None for none.
+            **options: the others of `bind_copy`.
+        """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
-        return bind_copy(
-            live,
-            operation,
-            src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in self.streams],
-            dst=[pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.format) for i in self.streams],
-            widths=[self.shapes[i].width for i in self.streams],
-            heads=self.heads,
-            tokens=self.tokens,
-            dst_place=Placement(place, shape.page),
-            dst_limit=shape.slots,
-            **options,
-        )
+        alike = pools[0].dtype is pools[1].dtype and self.formats[0] is self.formats[1]
+        found = []
+        for streams in [self.streams] if alike else [[i] for i in self.streams]:
+            bound = bind_copy(
+                live,
+                operation,
+                src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in streams],
+                dst=[pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.formats[i]) for i in streams],
+                widths=[self.shapes[i].width for i in streams],
+                heads=self.heads,
+                tokens=self.tokens,
+                dst_place=Placement(place, shape.page),
+                dst_limit=shape.slots,
+                **_arguments_of([scale for i in streams if (scale := scales[i]) is not None]),
+                **options,
+            )
+            found.append(bound)
+        return found
+
+
+def _arguments_of(scales: Sequence[ArrayView]) -> dict[str, Any]:
+    """What `bind_copy` needs of scales that were checked: of rows, or of heads or a whole pool."""
+    return fixed_scale_arguments(scales) if scales and scales[0].ndim < 3 else scale_arguments(scales)
 
 
 def check_pool_write(
@@ -221,9 +284,11 @@ def check_pool_write(
     names: Sequence[str],
     arrays: Sequence[ArrayView],
     layout: str,
-    format: GroupFormat | None = None,
+    formats: Formats | None = None,
 ) -> PoolWrite:
     """Rows and pools, of which (k, k_pool, v, v_pool) are the first arrays, agree in shape.
+
+    `formats` are of the pools of a store, whose K and V may be kept in two ways; None for those of a caller.
 
     Raises:
         ShapeError, DTypeError, OptionError, ArchError: they do not, or an array lies elsewhere.
@@ -233,19 +298,21 @@ def check_pool_write(
     k, k_pool, v, v_pool = arrays[:4]
     tokens, heads = rows_shape(k, v, operation)
     shapes = []
+    kept = formats or (None, None)
     for stream, (rows, pool, name) in enumerate(((k, k_pool, "k"), (v, v_pool, "v"))):
         axes = POOL_LAYOUTS[layout][stream]
         checks.writable(pool, f"{name}_pool", operation)
-        shape = pool_shape(pool, axes, f"{name}_pool", operation, format)
+        shape = pool_shape(pool, axes, f"{name}_pool", operation, kept[stream])
         detail = f"{name}: {describe(rows)}, {name}_pool: {describe(pool)}, layout {layout}"
         checks.extent(shape.heads, heads, f"the number of heads of {name}_pool", operation, detail)
         checks.extent(shape.width, rows.shape[2], f"the head width of {name}_pool", operation, detail)
         shapes.append(shape)
-    checks.same_dtype(k_pool, v_pool, "k_pool", "v_pool", operation)
+    if formats is None:
+        checks.same_dtype(k_pool, v_pool, "k_pool", "v_pool", operation)
     detail = f"k_pool: {describe(k_pool)}, v_pool: {describe(v_pool)}"
     checks.extent(shapes[1].blocks, shapes[0].blocks, "the number of blocks of v_pool", operation, detail)
     checks.extent(shapes[1].page, shapes[0].page, "the block size of v_pool", operation, detail)
-    return PoolWrite(layout, tokens, heads, (shapes[0], shapes[1]), format)
+    return PoolWrite(layout, tokens, heads, (shapes[0], shapes[1]), kept)
 
 
 def rows_shape(k: ArrayView, v: ArrayView, operation: str) -> tuple[int, int]:

@@ -61,6 +61,6 @@ def _checked(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView],
         checks.extent(a.shape[0], write.tokens, f"the length of {name}", operation, "one for each token")
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        return [write.bind(live, operation, arrays, "pages", pages=arrays[4:])]
+        return write.bind(live, operation, arrays, "pages", pages=arrays[4:])
 
     return Plan(live, operation, _NAMES, _WRITTEN, None if write.nothing else bind)

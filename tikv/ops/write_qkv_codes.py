@@ -119,6 +119,6 @@ def _into_pools(
     key = (operation, "codes", found.key, layout, format)
     plan: WriteSlotsPlan | None = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, format))
+        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, (format, format)))
     check_slots(arrays[4], plan.pool, live, operation)
     return plan

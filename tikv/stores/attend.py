@@ -20,10 +20,11 @@ from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES, AttentionOptions, plan_key, real
 from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms, check_parents, tree_of
+from tikv.ops.layouts import Formats
 from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.kept import most_held
-from tikv.stores.layer import Formats, Layer, LayerMemory
+from tikv.stores.layer import Layer, LayerMemory
 
 MISSING = ("raise", "ignore")
 NO_VIEWS: Mapping[str, ArrayView] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ class HeadAppend:
         form: PoolForm,
         rows: Sequence[ArrayView],
         pools: Sequence[ArrayView],
+        scales: Mapping[str, ArrayView],
     ) -> None:
         tokens, heads = paged.rows_shape(rows[0], rows[1], operation)
         detail = f"rows of {heads} heads, a store of {form.num_kv_heads}"
@@ -50,8 +51,8 @@ class HeadAppend:
         self.together = all(a.strides[0] == heads * a.strides[1] for a in rows)
         index = new_array((tokens * heads,), dtypes.int32, live)
         k, v, slots = self._parts(rows, index)[0]
-        arrays = [k, pools[0], v, pools[1], slots, *pools[2:]]
-        self.plan = paged.check_write_slots(live, operation, arrays, form.layout, form.format)
+        arrays = [k, pools[0], v, pools[1], slots, *scales.values()]
+        self.plan = paged.check_write_slots(live, operation, arrays, form.layout, form.formats, [*scales])
 
     def _parts(self, rows: Sequence[ArrayView], slots: ArrayView) -> list[tuple[ArrayView, ArrayView, ArrayView]]:
         """K, V and slots of each launch."""
@@ -71,10 +72,16 @@ class HeadAppend:
         """The slots of tokens by head in the order in which the launches read them."""
         return slots if self.together else slots.reshape(-1, self.heads).T.ravel()
 
-    def run(self, rows: Sequence[ArrayView], pools: Sequence[ArrayView], slots: ArrayView) -> None:
+    def run(
+        self,
+        rows: Sequence[ArrayView],
+        pools: Sequence[ArrayView],
+        scales: Mapping[str, ArrayView],
+        slots: ArrayView,
+    ) -> None:
         """Write rows of the form that was checked; `slots` as `ordered` has them."""
         for k, v, index in self._parts(rows, slots):
-            self.plan.run([k, pools[0], v, pools[1], index, *pools[2:]])
+            self.plan.run([k, pools[0], v, pools[1], index, *scales.values()])
 
 
 class Moves(NamedTuple):
@@ -111,7 +118,10 @@ def move_rows(
     moved = take_rows(live, form, pools, moves.src)
     if rope is not None:
         k = moved[0].restrided((1, heads, count, form.head_dim), (0, count * form.head_dim, form.head_dim, 1))
-        scale = moved[2].restrided((1, heads, count), (0, count, 1)) if len(pools) > 2 else None
+        scale = None
+        if form.rows[0].numbers:
+            n = moved[2].shape[1]
+            scale = moved[2].restrided((1, heads, count), (0, count * n, n))
         shape = (1, heads, count)
         before, after = (np.broadcast_to(a, shape) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
@@ -147,9 +157,10 @@ def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation
         ShapeError, DTypeError, OptionError: they cannot.
     """
     k = _as_rows(pools[0], form)
-    scale = _as_rows(pools[2], form) if len(pools) > 2 else None
+    scale = _as_rows(pools[2], form) if form.rows[0].numbers else None
     rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
-    check_keys(rows, None if scale is None else scale.restrided(rows.shape[:3], (0, 0, 1)), rope, operation)
+    scales = None if scale is None else scale.restrided(rows.shape[:3], (0, 0, scale.strides[0]))
+    check_keys(rows, scales, rope, operation)
 
 
 def _pairs(src: Host, dst: Host) -> Host:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.formats import GroupFormat
-from tikv.ops.layouts import LINEAR, Placement, Rows, reduced_position
+from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copies, bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.kept import HeadLengths, Kept, lengths_of
@@ -20,7 +20,6 @@ from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes
 from tikv.stores.whole import StoreLock
 
 WIDTHS = ("head_dim", "head_dim_v")
-Formats: TypeAlias = tuple[GroupFormat | None, GroupFormat | None]
 JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
 
 

@@ -20,14 +20,14 @@ HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers:
 
 
 class LayerGroup:
-    """Layers whose pools lie one after the other: an array each for K, for V and for the scales of both."""
+    """Layers whose pools lie one after the other: an array each for K, for V and for the scales that there are."""
 
     def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
         self.form = form
         self.layers = layers
-        shapes = [(form.shape(stream, layers * form.num_blocks), form.stored) for stream in (0, 1)]
+        shapes = [(form.shape(i, layers * form.num_blocks), row.stored) for i, row in enumerate(form.rows)]
         if form.scale_dtype is not None:
-            shapes += [(form.scale_shape(layers * form.num_blocks), form.scale_dtype)] * 2
+            shapes += [(form.scale_shape(layers * form.num_blocks), form.scale_dtype)] * len(form.scale_names)
         self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
 
     def of_layer(self, i: int) -> list[ArrayView]:
@@ -53,6 +53,7 @@ class LayerPools:
     Attributes:
         groups: the layers that lie in one piece of memory each.
         layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
+        scales: of each layer those scales by name, as operations take them.
     """
 
     def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
@@ -61,6 +62,7 @@ class LayerPools:
         most = min(num_layers, form.layers_together(live))
         self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
         self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
+        self.scales = [form.scales(arrays) for arrays in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +78,12 @@ class LayerPools:
         src, dst = zip(*pairs, strict=True)
         for group in self.groups:
             found = group.pairs(src, dst, self.form.num_blocks, self.form.num_blocks)
-            for k, v in zip(group.arrays[::2], group.arrays[1::2], strict=True):
-                blocks.copy_blocks(k, v, found)
+            k, v, *scales = group.arrays
+            blocks.copy_blocks(k, v, found)
+            if len(scales) == 2:
+                blocks.copy_blocks(scales[0], scales[1], found)
+            elif scales:
+                blocks.swap_blocks(scales[0], scales[0], found)
 
     def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
         """Copies of these blocks of all layers on the host, waited for."""

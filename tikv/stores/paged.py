@@ -51,6 +51,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         block_size: tokens of a block.
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a scale per token and
             head; or codes of groups along a row, a `tikv.Quant`, "q8_0" or "q4_0", which `tikv.quantize` describes.
+        v_dtype: storage of V, where that is another than that of K.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
         head_dim_v: width of a head of V.
@@ -101,6 +102,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
         per_head: bool = False,
+        v_dtype: Any = None,
     ) -> None:
         operation = "PagedKVCacheStore"
         self.runtime = runtime.current()
@@ -117,6 +119,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
             scale_dtype=scale_dtype,
             layout=layout,
             per_head=per_head,
+            v_dtype=v_dtype,
         )
         self._pools = LayerPools(self.form, self.num_layers, self.runtime)
         sizes = self.num_layers, self.form.num_blocks, self.form.block_size
@@ -195,20 +198,20 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         """`append`, by the name that errors give as the operation; where the tokens went."""
         k_view, v_view = view(k, "k", operation), view(v, "v", operation)
         checks.rank(k_view, (3,), "k", "(T, H, D)", operation)
-        pools = self._pools.layers[layer]
+        pools, scales = self._pools.layers[layer], self._pools.scales[layer]
         key = (layer, k_view.key, v_view.key)
         if self.form.per_head:
             return self._append_heads(operation, layer, (k_view, v_view), seqs, cu_seqlens, key)
         plan = self._appends.get(key)
         if plan is None:
-            index = new_array(k_view.shape[:1], dtypes.int32, self.runtime)
-            arrays = [k_view, pools[0], v_view, pools[1], index, *pools[2:]]
-            checked = paged.check_write_slots(self.runtime, operation, arrays, self.layout, self.form.format)
+            form, index = self.form, new_array(k_view.shape[:1], dtypes.int32, self.runtime)
+            arrays = [k_view, pools[0], v_view, pools[1], index, *scales.values()]
+            checked = paged.check_write_slots(self.runtime, operation, arrays, form.layout, form.formats, [*scales])
             plan = self._appends.keep(key, checked)
 
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
-            plan.run([k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *pools[2:]])
+            plan.run([k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *scales.values()])
         except BaseException as error:
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
@@ -225,14 +228,14 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         key: tuple[Any, ...],
     ) -> AppendStep:
         """`_append` by a slot for each token and head."""
-        pools = self._pools.layers[layer]
+        pools, scales = self._pools.layers[layer], self._pools.scales[layer]
         write = self._head_appends.get(key)
         if write is None:
-            write = self._head_appends.keep(key, HeadAppend(self.runtime, operation, self.form, rows, pools))
+            write = self._head_appends.keep(key, HeadAppend(self.runtime, operation, self.form, rows, pools, scales))
         step = self._begin(operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         try:
             step.slots = write.ordered(step.slots)
-            write.run(rows, pools, self._on_device.slots(step))
+            write.run(rows, pools, scales, self._on_device.slots(step))
         except BaseException as error:
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
@@ -274,16 +277,17 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.write_qkv"
         refuse_per_head(self.form, operation, "the fused write has one slot for all heads of a token")
-        if self.form.format is not None:
+        if self.form.formats != (None, None) or not self.form.alike:
+            why = "makes no codes of" if self.form.alike else "keeps K and V alike, and this store is"
             raise DTypeError(
-                f"{operation}: the fused write makes no codes of {self.dtype}. Write to arrays with tikv.write_qkv and "
+                f"{operation}: the fused write {why} {self.form.kept_as}. Write to arrays with tikv.write_qkv and "
                 f"append them."
             )
         layer = self._layer(layer, operation)
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
         pools = self._pools.layers[layer]
-        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+        scales: dict[str, Any] = self._pools.scales[layer]
 
         step = self._begin(operation, layer, seqs, cu_seqlens, rows.shape[0])
         try:
@@ -376,14 +380,14 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
                 self._sequences.check_queries(operation, layer, seq, state, queries, distances)
         tables, lens, most = self._tables(layer, ids, states)
         pools = self._pools.layers[layer]
-        scales: dict[str, Any] = dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+        scales: dict[str, Any] = self._pools.scales[layer]
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self.form.format)
+        wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self.form.formats[0])
 
         def call(queries: Any) -> AttentionCall:
             return paged_call(
                 operation, queries, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
-                softcap=softcap, impl=impl, terms=terms, format=self.form.format, **scales,
+                softcap=softcap, impl=impl, terms=terms, formats=self.form.formats, **scales,
             )  # fmt: skip
 
         if wanted == 0:
@@ -450,12 +454,12 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
         added = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
-        pools = self._pools.layers[layer]
-        wanted = mass_queries_of(return_mass, mass_queries, added, operation, self.form.format)
+        pools, scales = self._pools.layers[layer], self._pools.scales[layer]
+        wanted = mass_queries_of(return_mass, mass_queries, added, operation, self.form.formats[0])
         seqs = host_integers(seqs, "seqs", operation, self.runtime)
         terms = added.views(operation)
         call = RaggedAttention(
-            operation, self.form, pools, q, scale, window, softcap, return_lse, len(seqs), terms, wanted
+            operation, self.form, pools, scales, q, scale, window, softcap, return_lse, len(seqs), terms, wanted
         )
         if tree_of(terms) and cu_seqlens is not None:
             cu_seqlens = even_starts(operation, cu_seqlens, len(seqs), call.q.shape[0], self.runtime)
@@ -524,10 +528,10 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
 
     def _gather(self, layer: int, stream: int, table: np.ndarray[Any, Any], length: int, out: ArrayView) -> None:
         """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
-        pools, row = self._pools.layers[layer], self.form.rows[stream]
+        scale = self._pools.scales[layer].get(("k_scale", "v_scale")[stream])
         paged.gather(
-            "PagedKVCacheStore.tokens", pools[stream], table, length, layout=self.layout,
-            scale=pools[2 + stream] if row.numbers else None, out=out, format=row.format,
+            "PagedKVCacheStore.tokens", self._pools.layers[layer][stream], table, length, layout=self.layout,
+            scale=scale, out=out, format=self.form.formats[stream],
         )  # fmt: skip
 
     @whole

@@ -138,7 +138,8 @@ def add(
     """
     _, facts = contents
     with files.understanding(path, operation):
-        theirs, ours = facts["form"], pools.facts()
+        forms = facts["form"], pools.facts()
+        theirs, ours = (form | {"v_dtype": form.get("v_dtype", form["dtype"])} for form in forms)
         numbers = list(range(sequences.next, sequences.next + len(facts["sequences"])))
         other = [name for name, mine in ours.items() if theirs[name] != mine]
     for name in other:

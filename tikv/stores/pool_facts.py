@@ -58,8 +58,13 @@ class PoolFacts(draw.Drawn):
 
     @property
     def dtype(self) -> DType | GroupFormat:
-        """What keys and values are stored in."""
+        """What keys are stored in, and values unless `v_dtype` says otherwise."""
         return self.form.dtype
+
+    @property
+    def v_dtype(self) -> DType | GroupFormat:
+        """What values are stored in."""
+        return self.form.v_dtype
 
     @property
     def layout(self) -> str:
@@ -159,21 +164,23 @@ class PoolFacts(draw.Drawn):
         """A layer's pool of values where it lies, in the store's layout; not a copy."""
         return CacheArray(self._pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
-    def scales(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """The scales of a layer's keys and values where they lie: of int8 each (N, bs, H).
+    def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V where they lie, None where one of the two has none: of int8 each (N, bs, H).
 
-        Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one.
+        Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one. Where K and V have
+        rows of different numbers of them, n is the larger, also of int8, and the first are in use.
 
         Raises:
             DTypeError: the store has none.
         """
         operation = "PagedKVCacheStore.scales"
-        found = self._pools.layers[self._layer(layer, operation)][2:]
-        if not found:
+        arrays = self._pools.layers[self._layer(layer, operation)][2:]
+        if not arrays:
             raise DTypeError(
-                f"{operation}: a {self.dtype.name} store has no scales; int8 and groups have. Use dtype='int8'."
+                f"{operation}: a {self.form.kept_as} store has no scales; int8 and groups have. Use dtype='int8'."
             )
-        return CacheArray(found[0], self.runtime), CacheArray(found[1], self.runtime)
+        found = {name: CacheArray(a, self.runtime) for name, a in zip(self.form.scale_names, arrays, strict=True)}
+        return found.get("k_scale"), found.get("v_scale")
 
     def _layer(self, index: int, operation: str) -> int:
         runtime.require_alive(self.runtime, operation)
@@ -213,7 +220,7 @@ class PoolFacts(draw.Drawn):
         swapped = sum(state.swapped is not None for state in self._sequences.states.values())
         gone = f" ({swapped} swapped out)" if swapped else ""
         return (
-            f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.dtype.name}, "
+            f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.form.kept_as}, "
             f"{self.layout}{', per head' * self.form.per_head}, {len(self)} sequences{gone}, "
             f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"

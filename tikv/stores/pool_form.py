@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from tikv import dtypes, runtime
+from tikv.arrays import ArrayView
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
+from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS, Formats
 from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes, storage_or_format
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
@@ -32,7 +34,8 @@ class PoolForm:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
-    dtype: DType | GroupFormat
+    dtype: DType | GroupFormat  # of K
+    v_dtype: DType | GroupFormat
     scale_dtype: DType | None  # of int8 and of groups
     layout: str
     per_head: bool = False  # a block holds tokens of one head
@@ -52,6 +55,7 @@ class PoolForm:
         scale_dtype: Any,
         layout: str,
         per_head: bool = False,
+        v_dtype: Any = None,
     ) -> PoolForm:
         """The form that a user's arguments mean.
 
@@ -59,15 +63,17 @@ class PoolForm:
             CapacityError: a layer is larger than a launch on this arch addresses.
             DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
         """
-        stored, scales = storage_or_format(dtype, scale_dtype, live, operation)
+        given = dtype, dtype if v_dtype is None else v_dtype
+        (of_k, k_scales), (of_v, v_scales) = (storage_or_format(x, scale_dtype, live, operation) for x in given)
         form = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
             checks.integer(block_size, "block_size", operation, low=1),
             checks.integer(num_kv_heads, "num_kv_heads", operation, low=1),
             checks.integer(head_dim, "head_dim", operation, low=1),
             checks.integer(head_dim if head_dim_v is None else head_dim_v, "head_dim_v", operation, low=1),
-            stored,
-            scales,
+            of_k,
+            of_v,
+            k_scales or v_scales,
             checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
             bool(per_head),
         )
@@ -76,25 +82,28 @@ class PoolForm:
                 f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
                 f"Use NHD or HND with per_head=True."
             )
-        if form.format is not None:
+        for name, row in zip(("head_dim", "head_dim_v"), form.rows, strict=True):
+            if row.format is None:
+                continue
             if form.layout == "VLLM":
                 raise OptionError(
-                    f"{operation}: layout VLLM cuts rows into pieces, and groups of {stored} lie whole. Use NHD or HND."
+                    f"{operation}: layout VLLM cuts rows into pieces, and groups of {row.dtype} lie whole. Use NHD or "
+                    f"HND."
                 )
-            for name, row in zip(("head_dim", "head_dim_v"), form.rows, strict=True):
-                form.format.groups(row.width, name, operation)
-        chunk = CHUNK_BYTES // form.stored.itemsize
+            row.format.groups(row.width, name, operation)
+        chunk = CHUNK_BYTES // form.rows[0].stored.itemsize
         if "X" in POOL_LAYOUTS[form.layout][0] and form.head_dim % chunk:
             raise ShapeError(
-                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {form.stored.name} elements of a "
+                f"{operation}: head_dim={form.head_dim} is no multiple of the {chunk} {of_k.name} elements of a "
                 f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
             )
-        if form.bytes_of_layer > form.limit(live):
-            raise CapacityError(
-                f"{operation}: a layer needs {form.bytes_of_layer} bytes in one piece of memory "
-                f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
-                f"{live.arch} addresses {form.limit(live)}. Use fewer blocks, or several stores."
-            )
+        for row in form.rows:
+            if form.bytes_of_rows(row) > form.limit(row, live):
+                raise CapacityError(
+                    f"{operation}: a layer needs {form.bytes_of_rows(row)} bytes in one piece of memory "
+                    f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
+                    f"{live.arch} addresses {form.limit(row, live)}. Use fewer blocks, or several stores."
+                )
         return form
 
     @property
@@ -105,40 +114,45 @@ class PoolForm:
     @property
     def rows(self) -> tuple[RowForm, RowForm]:
         """How rows of K and of V are kept."""
-        return RowForm(self.dtype, self.head_dim), RowForm(self.dtype, self.head_dim_v)
+        return RowForm(self.dtype, self.head_dim), RowForm(self.v_dtype, self.head_dim_v)
 
     @property
-    def format(self) -> GroupFormat | None:
-        """The format of K and V, if they are groups of codes."""
-        return self.rows[0].format
+    def formats(self) -> Formats:
+        """The formats of K and of V, of those that are groups of codes."""
+        return self.rows[0].format, self.rows[1].format
 
     @property
-    def stored(self) -> DType:
-        """The dtype of the pools of K and V."""
-        return self.rows[0].stored
+    def alike(self) -> bool:
+        """Whether K and V are kept in one dtype or format."""
+        return self.dtype is self.v_dtype
 
     @property
-    def read_dtype(self) -> DType:
-        """What `tokens` gives."""
-        return self.rows[0].read_dtype
+    def kept_as(self) -> str:
+        """What K and V are kept as, for messages and a `repr`."""
+        return self.dtype.name if self.alike else f"{self.dtype.name}|{self.v_dtype.name}"
+
+    def bytes_of_rows(self, row: RowForm) -> int:
+        """Bytes of a layer's pool of such rows."""
+        return self.num_blocks * self.block_size * self.block_heads * row.nbytes
 
     @property
     def bytes_of_layer(self) -> int:
         """Bytes of the larger of a layer's two pools."""
-        rows = self.num_blocks * self.block_size * self.block_heads
-        return rows * max(row.stored_width for row in self.rows) * self.stored.itemsize
+        return max(map(self.bytes_of_rows, self.rows))
 
-    def limit(self, live: runtime.Runtime) -> int:
+    def limit(self, row: RowForm, live: runtime.Runtime) -> int:
         """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
-        return min(BLOCK_BYTES[live.arch], 2**31 * self.stored.itemsize)
+        return min(BLOCK_BYTES[live.arch], 2**31 * row.stored.itemsize)
 
     def layers_together(self, live: runtime.Runtime) -> int:
         """How many layers share one piece of memory."""
-        return max(1, min(self.limit(live), shared_bytes(live)) // self.bytes_of_layer)
+        shared = shared_bytes(live)
+        return max(1, min(min(self.limit(row, live), shared) // self.bytes_of_rows(row) for row in self.rows))
 
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of K's (0) or V's (1) pool of that many blocks."""
-        width, chunk = self.rows[stream].stored_width, CHUNK_BYTES // self.stored.itemsize
+        row = self.rows[stream]
+        width, chunk = row.stored_width, CHUNK_BYTES // row.stored.itemsize
         extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
 
@@ -149,7 +163,7 @@ class PoolForm:
     @property
     def _numbers(self) -> tuple[int, ...]:
         """The axis of a row's scales, if it has several; K and V have as many."""
-        return () if self.format is None else (max(row.numbers for row in self.rows),)
+        return () if self.formats == (None, None) else (max(row.numbers for row in self.rows),)
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
@@ -159,8 +173,17 @@ class PoolForm:
         }
         if self.scale_dtype is not None:
             of_slot = (*slots, *self._numbers)
-            found |= {"k_scale": (of_slot, self.scale_dtype), "v_scale": (of_slot, self.scale_dtype)}
+            found |= dict.fromkeys(self.scale_names, (of_slot, self.scale_dtype))
         return found
+
+    @property
+    def scale_names(self) -> list[str]:
+        """The names of the scales there are."""
+        return [name for name, row in zip(("k_scale", "v_scale"), self.rows, strict=True) if row.numbers]
+
+    def scales(self, pools: Sequence[ArrayView]) -> dict[str, ArrayView]:
+        """The scales of a layer's arrays by name."""
+        return dict(zip(self.scale_names, pools[2:], strict=True))
 
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
         """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
@@ -183,6 +206,7 @@ class PoolForm:
 
     def facts(self) -> dict[str, Any]:
         """The arguments that make a store of this form, as JSON has them."""
+        apart = {} if self.alike else {"v_dtype": self.v_dtype.name}
         return {
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
@@ -192,4 +216,5 @@ class PoolForm:
             "dtype": self.dtype.name,
             "scale_dtype": (self.scale_dtype or dtypes.float16).name,
             "layout": self.layout,
+            **apart,
         }

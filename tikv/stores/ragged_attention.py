@@ -34,7 +34,8 @@ class RaggedAttention:
     Args:
         operation: for messages.
         form: of the pools.
-        pools: K's and V's, and for int8 and groups the scales.
+        pools: K's and V's.
+        scales: for int8 and groups theirs, by name.
         q: the queries.
         scale, window, softcap: as in `tikv.paged_decode_attention`.
         return_lse: whether the log-sum-exps are wanted.
@@ -51,6 +52,7 @@ class RaggedAttention:
         operation: str,
         form: PoolForm,
         pools: Sequence[ArrayView],
+        scales: Mapping[str, ArrayView],
         q: Any,
         scale: Any,
         window: Any,
@@ -69,8 +71,7 @@ class RaggedAttention:
         self._form = form
         self._pools = pools
         self._options: dict[str, Any] = {"layout": form.layout, "scale": scale, "window": window, "softcap": softcap}
-        self._options["format"] = form.format
-        self._options |= dict(zip(("k_scale", "v_scale"), pools[2:], strict=False))
+        self._options |= {"formats": form.formats, **scales}
         checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
         checks.on_device([("q", self.q)], self.live, operation)
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)

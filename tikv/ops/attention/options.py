@@ -248,25 +248,29 @@ def window_or_none(window: Any, operation: str) -> int | None:
     return None if window is None else checks.integer(window, "window", operation, low=1)
 
 
-def add_scales(arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, live: runtime.Runtime, operation: str) -> None:
-    """Views of both scales into `arrays`.
+def add_scales(
+    arrays: dict[str, ArrayView], k_scale: Any, v_scale: Any, live: runtime.Runtime, operation: str, both: bool = True
+) -> None:
+    """Views of the scales into `arrays`; both have to be given, unless they are a store's.
 
     Raises:
         ShapeError: one is missing.
         OptionError: a number that is no scale.
     """
-    if k_scale is None or v_scale is None:
+    if both and (k_scale is None or v_scale is None):
         missing = "k_scale" if k_scale is None else "v_scale"
         raise ShapeError(f"{operation}: {missing} is missing. Pass both scales, or neither.")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        arrays[name] = view(scale_given(scale, live, name, operation), name, operation)
+        if scale is not None:
+            arrays[name] = view(scale_given(scale, live, name, operation), name, operation)
 
 
 def scales_of(arrays: dict[str, ArrayView], operation: str) -> tuple[ArrayView, ...]:
     """The scales of K and V, where there are any; they lie alike."""
-    if "k_scale" not in arrays:
-        return ()
-    a, b = arrays["k_scale"], arrays["v_scale"]
+    found = tuple(arrays[name] for name in ("k_scale", "v_scale") if name in arrays)
+    if len(found) < 2:
+        return found
+    a, b = found
     if a.strides != b.strides and a.shape == b.shape:
         raise ShapeError(f"{operation}: k_scale has strides {a.strides}, v_scale {b.strides}. Lay them out alike.")
     return a, b

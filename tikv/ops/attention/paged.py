@@ -8,7 +8,6 @@ from typing import Any
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe
 from tikv.errors import OptionError, ShapeError
-from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -27,7 +26,7 @@ from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
-from tikv.ops.layouts import POOL_LAYOUTS, pool_rows, pool_scale, pool_shape
+from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape
 from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
 
 
@@ -122,14 +121,14 @@ def paged_call(
     impl: str = "auto",
     terms: Terms | Mapping[str, ArrayView] = NO_TERMS,
     head_dim_v: int | None = None,
-    format: GroupFormat | None = None,
+    formats: Formats | None = None,
     newer: int = 0,
     short: bool = False,
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
 
-    `format` is of pools of groups of codes, whose numbers are the scales; `newer` and `short` are those of
-    `AttentionOptions`.
+    `formats` are of the pools of a store, where either of K and V may be groups of codes, whose numbers are the scales,
+    and may have none; `newer` and `short` are those of `AttentionOptions`.
     """
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
@@ -139,6 +138,7 @@ def paged_call(
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}
         (k_pool, v_pool), (k_scale, v_scale), format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        formats = format, format
         head_dim_v = None
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_pool", k_pool), "v": ("v_pool", v_pool)}
     given["table"], length = ("block_tables", block_tables), 0
@@ -152,7 +152,7 @@ def paged_call(
     if v_pool is None and v_scale is None:
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, live, operation)
+        add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     if terms is not NO_TERMS:
         arrays |= terms.views(operation) if isinstance(terms, Terms) else terms
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
@@ -160,11 +160,11 @@ def paged_call(
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
-    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, format, newer, short)
+    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, formats, newer, short)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
-        cache = _pages(arrays, layout, live, operation, format)
+        cache = _pages(arrays, layout, live, operation, formats or (None, None))
         span = window_or_none(window, operation)
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, newer=newer, short=short)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
@@ -172,7 +172,7 @@ def paged_call(
 
 
 def _pages(
-    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, format: GroupFormat | None
+    arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats
 ) -> CacheLayout:
     """What page pools hold behind a block table, checked."""
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
@@ -182,7 +182,7 @@ def _pages(
     shapes = []
     for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
         checks.readable(a, name, operation)
-        shapes.append(pool_shape(a, POOL_LAYOUTS[layout][stream], name, operation, format))
+        shapes.append(pool_shape(a, POOL_LAYOUTS[layout][stream], name, operation, formats[stream]))
     detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}, layout {layout}"
     for what in ("blocks", "page", "heads"):
         checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
@@ -196,17 +196,19 @@ def _pages(
         )
     scales = scales_of(arrays, operation)
     heads = table.shape[1] if by_head else shape.heads
-    rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], format) for stream, a in enumerate((k, v))]
+    rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], formats[stream]) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
     scale_strides = (0, 0, 0, 0)
-    if scales and k.dtype in dtypes.FLOATS8:
+    of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
+    if scales and all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales):
         check_fixed_scales(scales, heads, operation)
         scale_strides = (0, 0, 0, head_step(scales[0]))
     elif scales:
-        for name, a, of in zip(("k_scale", "v_scale"), scales, shapes, strict=True):
-            checks.readable(a, name, operation)
-            pool_scale(a, of, name, operation, format)
+        for name, of, format in zip(("k_scale", "v_scale"), shapes, formats, strict=True):
+            if name in arrays:
+                checks.readable(arrays[name], name, operation)
+                pool_scale(arrays[name], of, name, operation, format)
         block, token, head = scales[0].strides[:3]
         scale_strides = (0, block, token, 0 if by_head else head)
     return CacheLayout(
