@@ -31,13 +31,22 @@ def rows(rng, tokens, dtype=torch.float32):
     return [torch.from_numpy(oracle.numbers(rng, (1, 2, tokens, WIDTH), np.float32)).to(dtype) for _ in "kv"]
 
 
-@pytest.mark.parametrize(("format", "dtype"), [(tikv.Quant(4), torch.float32), ("q8_0", torch.bfloat16)])
-def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, format, dtype):
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ({"dtype": tikv.Quant(4)}, torch.float32),
+        ({"dtype": "q8_0"}, torch.bfloat16),
+        ({"dtype": "int8", "v_dtype": tikv.Quant(4)}, torch.float32),
+        ({"dtype": None, "v_dtype": "q8_0"}, torch.bfloat16),
+    ],
+)
+def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, stored, dtype):
     """However often the tokens are moved to the front, cropped, copied and selected."""
     for name, room in (("ROLLBACK", 2), ("SPARE", 4), ("FIRST_CAPACITY", 4)):
         monkeypatch.setattr(layers, name, room)
-    cache = TikvCache(config(), dtype=format)
-    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=WIDTH, capacity=64, dtype=format)
+    cache = TikvCache(config(), **stored)
+    stored["dtype"] = stored["dtype"] or str(dtype).removeprefix("torch.")
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=WIDTH, capacity=64, **stored)
     for tokens in (6, 1, 1, 9, 1, 1, 2, 1):
         k, v = rows(rng, tokens, dtype)
         store.append(0, k, v, layout="head_major")
@@ -57,12 +66,14 @@ def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, format, dtype):
         assert torch.equal(got[1], held[0])
     layer = cache.layers[1].store
     assert layer.nbytes / layer.capacity == store.nbytes / store.capacity
+    assert (layer.dtype, layer.v_dtype) == (store.dtype, store.v_dtype)
 
 
 def test_a_streaming_layer_overwrites_codes(arch, rng):
-    """The sinks and the newest tokens of a ring of the same format, in order again where they are asked for."""
-    cache = TikvCache(config(), dtype="q8_0", window=8, sinks=2)
-    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=WIDTH, capacity=8, window=8, sinks=2, dtype="q8_0")
+    """The sinks and the newest tokens of a ring of the same formats, in order again where they are asked for."""
+    cache = TikvCache(config(), dtype="float32", v_dtype="q8_0", window=8, sinks=2)
+    form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH, "capacity": 8, "window": 8, "sinks": 2}
+    store = tikv.KVCacheStore(**form, dtype="float32", v_dtype="q8_0")
     for tokens in (6, 1, 1, 1, 1, 1):
         k, v = rows(rng, tokens)
         store.append(0, k, v, layout="head_major")
@@ -71,8 +82,16 @@ def test_a_streaming_layer_overwrites_codes(arch, rng):
         assert torch.equal(got, torch.cat((held.torch()[:, :, :2], held.torch()[:, :, 3:]), 2))
 
 
-@pytest.mark.parametrize("format", [tikv.Quant(8, 32), "q4_0"])
-def test_attention_by_name_reads_the_codes(arch, format, monkeypatch):
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"dtype": tikv.Quant(8, 32)},
+        {"dtype": "q4_0"},
+        {"dtype": None, "v_dtype": tikv.Quant(8, 32)},
+        pytest.param({"dtype": tikv.Quant(8, 32), "v_dtype": "int8"}, marks=pytest.mark.full),
+    ],
+)
+def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
     """The logits of torch's attention over the numbers that the codes stand for, to rounding."""
     logits, decoded = [], []
     read = layers.TikvLayer._read
@@ -83,13 +102,13 @@ def test_attention_by_name_reads_the_codes(arch, format, monkeypatch):
         model = transformers.Gemma3ForCausalLM(config()).eval()
         model.set_attn_implementation(implementation)
         found = model.generate(
-            torch.arange(2, 13)[None], past_key_values=TikvCache(model.config, dtype=format), max_new_tokens=12,
+            torch.arange(2, 13)[None], past_key_values=TikvCache(model.config, **stored), max_new_tokens=12,
             do_sample=False, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         logits.append(torch.stack(found.logits))
     assert len(decoded) == 2  # the prompt of each layer
     # A difference of rounding can move a stored value to its neighbour.
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2e-2 if format != "q4_0" else 2e-1)
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2e-1 if stored["dtype"] == "q4_0" else 2e-2)
 
 
 def test_what_a_cache_of_groups_refuses(arch, rng):
@@ -102,3 +121,7 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
     assert cache.get_seq_length() == 0
     with pytest.raises(tikv.DTypeError, match=r"dtype=int32 is not stored.*a tikv\.Quant"):
         TikvCache(config(), dtype="int32")
+    with pytest.raises(tikv.DTypeError, match="v_dtype=int32 is not stored"):
+        TikvCache(config(), v_dtype="int32")
+    with pytest.raises(tikv.DTypeError, match="values of float64 are not stored as q8_0"):
+        TikvCache(config(), v_dtype="q8_0").update(*rows(rng, 3, torch.float64), 1)

@@ -14,7 +14,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
-from tikv.integrations._transformers_storage import OPERATION, check_storage, share_memory_with
+from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with
 from tikv.stores.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
@@ -49,7 +49,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         index: the layer's number, for messages.
         window: tokens a query sees, itself included; None for all.
         max_cache_len: tokens a sequence may have; None for any number.
-        dtype: what is stored, as `TikvCache` says.
+        dtype: what is stored, a `Storage`.
         config: the model's configuration, which says whether its attention reads what is stored.
     """
 
@@ -57,7 +57,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
+    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
         self.store: GrowingLayer | None = None
         self._staged: dict[str, Any] = {}
         super().__init__()
@@ -90,7 +90,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             head_dim_v=value_states.shape[3],
             capacity=self._room_for(tokens),
             batch_size=batch,
-            dtype=self.dtype if self.storage is None else self.storage,
+            dtype=self.storage.k or self.dtype,
+            v_dtype=self.storage.v or self.dtype,
         )
         self.is_initialized = True
         self._settled = 0
@@ -127,12 +128,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         assert store is not None
         with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
             self._k, self._v = store.keys.torch(), store.values.torch()
-            self._scales = [a.torch() for a in store.scales] or None
+            self._scales: list[Any] = [None if a is None else a.torch() for a in store.scales]
         self.batch_size, self.num_heads = self._k.shape[:2]
         self.max_batch_size = self.batch_size
         self.head_dim, self._v_width = store.widths
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
-        self._as_stored = self._k.dtype is self.dtype
+        self._as_stored = self._k.dtype is self.dtype is self._v.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
         self._bound = self._bound_of(store)
 
@@ -218,7 +219,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             or self._staged
             or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
-            or store.format is not None
+            or store.formats != (None, None)
+            or store.dtype is not store.v_dtype
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
@@ -228,7 +230,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if end > store.capacity or (self.limit is not None and store.end + tokens > self.limit):
             return _update_outside_the_graph(self, key_states, value_states)
         if drop:
-            for a in (self._k, self._v, *(self._scales or ())):
+            for a in self._memory():
                 a[:, :, :keep] = a[:, :, drop : store.length].clone()
             store.recount(length=keep, origin=store.origin + drop)
             self._bound = self._bound_of(store)
@@ -237,16 +239,21 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         slots = pages[:, None] * store.capacity + torch.arange(keep, end, device=self.device)
         k, v = (a.flatten(0, 2)[:, None] for a in (key_states, value_states))
         k_pool, v_pool = (a.flatten(0, 1)[:, :, None] for a in (self._k, self._v))
-        k_scale, v_scale = [a.flatten(0, 1)[:, :, None] for a in self._scales or ()] or (None, None)
+        k_scale, v_scale = (None if a is None else a.flatten(0, 1)[:, :, None] for a in self._scales)
         torch_ops.write_slots(k, v, k_pool, v_pool, slots.flatten(), k_scale=k_scale, v_scale=v_scale)
         store.recount(length=end, origin=store.origin)
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
         copied = self._as_stored and torch.is_grad_enabled()  # as in `_seen`
         k, v = (a[:, :, first:end].to(self.dtype, copy=copied) for a in (self._k, self._v))
-        if self._scales is not None:
-            scales = (a[:, :, first:end, None] for a in self._scales)
-            k, v = ((a * scale).to(self.dtype) for a, scale in zip((k, v), scales, strict=True))
+        if k_scale is not None:
+            k, v = (
+                (a * scale[:, :, first:end, None]).to(self.dtype) for a, scale in zip((k, v), self._scales, strict=True)
+            )
         return k, v
+
+    def _memory(self) -> list[Any]:
+        """Torch's views of the memory: keys, values, and the scales there are."""
+        return [a for a in (self._k, self._v, *self._scales) if a is not None]
 
     def _takes(self, key_states: Any, value_states: Any) -> bool:
         """Whether tokens are of the form that the cache has."""
@@ -306,7 +313,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _read(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end in the model's dtype: a view where that is what is stored."""
-        if self._scales is not None:
+        if self._scales != [None, None]:
             assert self.store is not None
             k, v = (a.torch() for a in self.store.decoded(first))
             return k.to(self.dtype), v.to(self.dtype)
@@ -328,7 +335,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _stored(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
         k, v = self._slices(first, end)
-        scales = [a.narrow(2, first, end - first) for a in self._scales] if self._scales else [None] * 2
+        scales = [None if a is None else a.narrow(2, first, end - first) for a in self._scales]
         k.tikv_stored = (self, first, end, *scales)  # a tensor of codes is as wide as their words
         return k, v
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
@@ -13,43 +13,55 @@ from tikv.stores.storage import appended
 OPERATION = "TikvCache"
 
 
-def storage_of(dtype: Any) -> DType | GroupFormat | None:
-    """What a user's ``dtype`` means; None for the model's.
+class Storage(NamedTuple):
+    """What keys and what values are stored in; None for the model's dtype."""
+
+    k: DType | GroupFormat | None
+    v: DType | GroupFormat | None
+
+
+def storage_of(dtype: Any, v_dtype: Any = None) -> Storage:
+    """What a user's ``dtype`` and ``v_dtype`` mean.
 
     Raises:
-        DTypeError: nothing is stored in that.
+        DTypeError: nothing is stored in one of them.
     """
+    k = _stored_as(dtype, "dtype")
+    return Storage(k, k if v_dtype is None else _stored_as(v_dtype, "v_dtype"))
+
+
+def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
     if dtype is None:
         return None
     found = parse_format(dtype) or dtypes.parse(dtype, OPERATION, OR_FORMATS)
     if isinstance(found, DType) and found.name not in APPENDED:
         raise DTypeError(
-            f"{OPERATION}: dtype={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "
+            f"{OPERATION}: {name}={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "
             f"{', '.join(APPENDED)}, q8_0, q4_0."
         )
     return found
 
 
-def check_storage(name: str, storage: DType | GroupFormat | None, keys: Any, values: Any) -> None:
+def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
     """Tokens of these dtypes and widths are stored so; `name` is the layer's.
 
     Raises:
         DTypeError: they are not.
         ShapeError: groups do not divide the width of a head.
     """
-    if storage is None:
-        return
-    model = dtypes.parse(keys.dtype, name)
-    if model.name not in appended(storage):
-        fit = [row for row, sources in APPENDED.items() if model.name in sources]
-        fit += [row for row, format in FORMATS.items() if format.numbers == 1 and model.name in appended(format)]
-        raise DTypeError(
-            f"{name}: keys of {model.name} are not stored as {storage.name}. Use dtype=None, or one of "
-            f"{', '.join(fit)}."
-        )
-    if isinstance(storage, GroupFormat):
-        for what, states in (("keys", keys), ("values", values)):
-            storage.groups(states.shape[3], f"a head of {what}", name)
+    for what, states, stored in (("keys", keys, storage.k), ("values", values, storage.v)):
+        if stored is None:
+            continue
+        model = dtypes.parse(states.dtype, name)
+        if model.name not in appended(stored):
+            fit = [row for row, sources in APPENDED.items() if model.name in sources]
+            fit += [row for row, format in FORMATS.items() if format.numbers == 1 and model.name in appended(format)]
+            raise DTypeError(
+                f"{name}: {what} of {model.name} are not stored as {stored.name}. Use dtype=None, or one of "
+                f"{', '.join(fit)}."
+            )
+        if isinstance(stored, GroupFormat):
+            stored.groups(states.shape[3], f"a head of {what}", name)
 
 
 def share_memory_with(device: Any) -> None:

@@ -17,6 +17,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._gradients import has_gradient
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_storage import Storage
 
 _INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
@@ -35,7 +36,7 @@ class StreamingLayer(TikvLayer):
         sinks: first tokens, which every query sees.
     """
 
-    def __init__(self, index: int, window: int, sinks: int, dtype: Any, config: Any) -> None:
+    def __init__(self, index: int, window: int, sinks: int, dtype: Storage, config: Any) -> None:
         self.window, self.sinks = window, sinks
         super().__init__(index, None, None, dtype, config)
         self._goes_on = True
@@ -111,7 +112,7 @@ class StreamingLayer(TikvLayer):
             return
         behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
         order = torch.as_tensor(np.r_[: self.sinks, behind], device=self.device)
-        for a in (self._k, self._v, *(self._scales or ())):
+        for a in self._memory():
             words = a.view(_INDEXED.get(a.dtype.itemsize, a.dtype))
             words[:, :, : self.window] = words[:, :, order]
         self._oldest = self.sinks

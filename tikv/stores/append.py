@@ -141,7 +141,7 @@ class AppendPlan(Plan):
         if self.counted and not self.live.is_spirv:
             setters = [bound.setter("dst_position") for bound in self.launches or ()]
             starters = [bound.launcher() for bound in self.launches or ()]
-            self._put_position, self._start = _each(setters), _each(starters)
+            self._put_position, self._start = in_turn(setters), in_turn(starters)
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         if 0 in pointers:
@@ -328,7 +328,7 @@ class UnevenAppendPlan(AppendPlan):
         return found
 
 
-def _each(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
     """A function that makes each of these calls; where there is one, that one."""
     if len(calls) == 1:
         return calls[0]

@@ -16,8 +16,9 @@ from tikv.arrays import CacheArray, last_call_test, new_array, view_all
 from tikv.errors import PositionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
+from tikv.ops.layouts import Formats
 from tikv.runtime import require_alive
-from tikv.stores.append import ROWS, Appends
+from tikv.stores.append import ROWS, Appends, in_turn
 from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.storage import size_in_words, storage_or_format
@@ -40,7 +41,7 @@ class GrowingLayer(runtime.NotCopied):
     less those trimmed.
 
     Args:
-        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype: as in `KVCacheStore`.
+        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype, v_dtype: as in `KVCacheStore`.
 
     Raises:
         As `KVCacheStore`.
@@ -70,13 +71,15 @@ class GrowingLayer(runtime.NotCopied):
         dtype: Any = "float16",
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
+        v_dtype: Any = None,
     ) -> None:
         operation = "GrowingLayer"
         self.runtime = runtime.current()
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
-        stored, scales = storage_or_format(dtype, scale_dtype, self.runtime, operation)
+        given = dtype, dtype if v_dtype is None else v_dtype
+        (of_k, k_scales), (of_v, v_scales) = (storage_or_format(x, scale_dtype, self.runtime, operation) for x in given)
         self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
         self._memory = LayerMemory(
             self.runtime,
@@ -85,8 +88,9 @@ class GrowingLayer(runtime.NotCopied):
             num_kv_heads=heads,
             head_dim=width,
             head_dim_v=width_v,
-            dtype=stored,
-            scale_dtype=scales or dtypes.parse(scale_dtype, operation),
+            dtype=of_k,
+            scale_dtype=k_scales or v_scales or dtypes.parse(scale_dtype, operation),
+            v_dtype=of_v,
         )
         self._appends = Appends(self._memory)
         self.origin = 0
@@ -115,13 +119,18 @@ class GrowingLayer(runtime.NotCopied):
 
     @property
     def dtype(self) -> dtypes.DType | GroupFormat:
-        """What keys and values are stored in."""
+        """What keys are stored in."""
         return self._memory.dtype
 
     @property
-    def format(self) -> GroupFormat | None:
-        """The format of keys and values, if they are groups of codes: `keys` and `values` are then words."""
-        return self._memory.formats[0]
+    def v_dtype(self) -> dtypes.DType | GroupFormat:
+        """What values are stored in."""
+        return self._memory.v_dtype
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of keys and of values, of those that are groups of codes: `keys` or `values` are then words."""
+        return self._memory.formats
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -144,9 +153,11 @@ class GrowingLayer(runtime.NotCopied):
         return CacheArray(self._layer.v, self.runtime)
 
     @property
-    def scales(self) -> tuple[CacheArray, ...]:
-        """The scales of K and of V, as `KVCacheStore.scales` gives them; none where a dtype has none."""
-        return tuple(CacheArray(a, self.runtime) for a in self._layer.scales)
+    def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V, as `KVCacheStore.scales` gives them; None for what has none."""
+        layer = self._layer
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in (layer.k_scale, layer.v_scale))
+        return k, v
 
     def append(self, k: Any, v: Any) -> None:
         """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them.
@@ -176,11 +187,11 @@ class GrowingLayer(runtime.NotCopied):
             return _takes_nothing
         same, address, key, whole = test
         plan = self._appends.plans.get((0, key))
-        if plan is None or plan.launches is None or len(plan.launches) != 1 or not plan.pointers:
+        if plan is None or plan.launches is None or not plan.pointers:
             return _takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
-        bound, lock = plan.launches[0], plan.lock
-        put, start = bound.setter("dst_position"), bound.launcher()
+        lock, put = plan.lock, in_turn([bound.setter("dst_position") for bound in plan.launches])
+        start = in_turn([bound.launcher() for bound in plan.launches])
         program = live.program
 
         def append_alike(k: Any, v: Any, room: int) -> int:
@@ -346,6 +357,7 @@ class GrowingLayer(runtime.NotCopied):
             dtype=memory.dtype,
             head_dim_v=memory.head_dim_v,
             scale_dtype=memory.scale_dtype,
+            v_dtype=memory.v_dtype,
         )
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from
@@ -357,10 +369,7 @@ class GrowingLayer(runtime.NotCopied):
 
     def __repr__(self) -> str:
         memory = self._memory
-        width = (
-            str(memory.head_dim) if memory.head_dim == memory.head_dim_v else f"{memory.head_dim}|{memory.head_dim_v}"
-        )
         return (
-            f"GrowingLayer(batch {memory.batch_size} x {memory.num_kv_heads} heads x {width}, {memory.dtype.name}, "
+            f"GrowingLayer(batch {memory.batch_size} x {memory.num_kv_heads} heads x {memory.width}, {memory.kept_as}, "
             f"{self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

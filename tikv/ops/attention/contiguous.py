@@ -7,7 +7,6 @@ from typing import Any
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe
 from tikv.errors import CapacityError, ShapeError
-from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -25,7 +24,7 @@ from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.fixed_scales import check_fixed_scales, head_step
 from tikv.ops.indices import index_array
-from tikv.ops.layouts import Rows
+from tikv.ops.layouts import Formats, Rows
 from tikv.ops.quantize import Quantized, codes_of_pair
 
 
@@ -162,12 +161,12 @@ def contiguous_call(
     head_dim_v: int | None = None,
     newer: int = 0,
     short: bool = False,
-    format: GroupFormat | None = None,
+    formats: Formats | None = None,
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation.
 
-    `newer` and `short` are those of `AttentionOptions`; `format` is of caches that are words of codes, whose numbers
-    are the scales.
+    `newer` and `short` are those of `AttentionOptions`; `formats` are of a store's caches, either of which may be words
+    of codes, whose numbers are the scales, or have no scales.
     """
     live = runtime.current()
     length = 0
@@ -178,6 +177,7 @@ def contiguous_call(
         codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
         given |= {"k": ("k_cache", codes[0]), "v": ("v_cache", codes[1])}
         of_groups = dict(zip(("k_scale", "v_scale"), numbers, strict=True))
+        formats = format, format
         head_dim_v = None
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
@@ -190,18 +190,18 @@ def contiguous_call(
         v_scale = k_scale
     arrays |= of_groups
     if k_scale is not None or v_scale is not None:
-        add_scales(arrays, k_scale, v_scale, live, operation)
+        add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     sinks = checks.integer(sinks, "sinks", operation)
-    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, format, newer, short)
+    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, formats, newer, short)
     key = plan_key(operation, arrays, options)
     plan = live.plans.get(key)
     if plan is None:
-        cache = _contiguous(arrays, window, ring, sinks, live, operation, format)
+        cache = _contiguous(arrays, window, ring, sinks, live, operation, formats or (None, None))
         span = None if window is None else window - cache.sinks
         asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass, newer, short)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
@@ -215,7 +215,7 @@ def _contiguous(
     sinks: int,
     live: runtime.Runtime,
     operation: str,
-    format: GroupFormat | None = None,
+    formats: Formats,
 ) -> CacheLayout:
     """What contiguous caches and rings hold, checked."""
     names = {"k": "k_cache", "v": "v_cache", "lens": "seq_lens"}
@@ -233,14 +233,16 @@ def _contiguous(
     if sinks and (window is not None or ring) and sinks >= slots:
         raise CapacityError(f"{operation}: sinks={sinks} leave nothing of the window of {slots}. Use sinks < {slots}.")
     scales = scales_of(arrays, operation)
-    if scales and k.dtype in dtypes.FLOATS8:
+    of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
+    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
+    if scales and fixed:
         check_fixed_scales(scales, k.shape[1], operation)
-    for name, a in zip(("k_scale", "v_scale"), scales, strict=False):
-        if k.dtype not in dtypes.FLOATS8 and a.shape[: 3 if format else None] != k.shape[:3]:
+    for name, a in zip(of_scales, scales, strict=True):
+        if not fixed and a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
     ring_slots = slots - sinks if ring else 0
-    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, formats=(format, format))
+    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
 
 
 def contiguous_cache(
@@ -250,7 +252,7 @@ def contiguous_cache(
     *,
     sinks: int = 0,
     ring: int = 0,
-    formats: tuple[GroupFormat | None, GroupFormat | None] = (None, None),
+    formats: Formats = (None, None),
 ) -> CacheLayout:
     """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none.
 

@@ -127,8 +127,8 @@ def paged_call(
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
 
-    `formats` are of the pools of a store, where either of K and V may be groups of codes, whose numbers are the scales,
-    and may have none; `newer` and `short` are those of `AttentionOptions`.
+    `formats` are of a store's pools, either of which may be groups of codes, whose numbers are the scales, or have no
+    scales; `newer` and `short` are those of `AttentionOptions`.
     """
     live = runtime.current()
     block_tables = index_array(block_tables)  # a view does not keep an array alive
