@@ -1,6 +1,8 @@
 """Memory is given back: by the process, when stores and arrays are dropped, and without the garbage collector."""
 
 import gc
+import threading
+import time
 import weakref
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import pytest
 
 import tikv
 from tikv import runtime
-from tikv.arrays import Memory, read_host, write_host
+from tikv.arrays import Memory, read_host, to_device, write_host
 from tikv.dtypes import DType
 from tikv.runtime.dropped import KEPT_BYTES, Array, Dropped
 from tikv.stores.growing import GrowingLayer
@@ -197,3 +199,30 @@ def test_memory_is_read_back_in_a_dtype_that_numpy_has_no_name_for(arch, rng):
     given = oracle.random_bits(rng, (4, 6), float8.numpy)
     write_host(given, kept)
     oracle.assert_same_bits(read_host(kept, live), given)
+
+
+@pytest.mark.archs("vulkan")
+def test_memory_waits_while_another_thread_compiles(arch):
+    live, compiles = runtime.current(), threading.Event()
+    engine = runtime.ti.lang.impl.get_runtime()
+    given = np.arange(8, dtype=np.float32)
+
+    def compile_something():
+        with live.lock:
+            engine.inside_kernel = True  # as the engine says to all threads while one of them compiles
+            compiles.set()
+            time.sleep(0.1)
+            engine.inside_kernel = False
+
+    def meanwhile(work):
+        compiles.clear()
+        thread = threading.Thread(target=compile_something)
+        thread.start()
+        compiles.wait()
+        try:
+            return work()
+        finally:
+            thread.join()
+
+    there = meanwhile(lambda: to_device(given, live))
+    assert np.array_equal(meanwhile(lambda: read_host(there, live)), given)

@@ -65,7 +65,8 @@ class Memory:
             whole = (-(-self.nbytes // ALIGNMENT) * ALIGNMENT,)
             write_host(read_host(self.array(whole, dtypes.int8), live), found.array(whole, dtypes.int8))
         elif hasattr(self.block, "copy_from"):
-            found.block.copy_from(self.block)
+            with live.engine_calls():
+                found.block.copy_from(self.block)
         else:
             found.block.copy_(self.block)
             sys.modules["torch"].cuda.synchronize()
@@ -89,7 +90,7 @@ class Memory:
         if hasattr(self.block, "zero_"):
             self.block.zero_()
         else:
-            with self.runtime.turns:
+            with self.runtime.engine_calls():
                 self.block.fill(0)
 
 
@@ -118,7 +119,7 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
     elif hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        with to.owner.runtime.turns:
+        with to.owner.runtime.engine_calls():
             block.from_numpy(words.view(dtypes.NUMPY_WORDS[str(block.dtype)]))
     else:
         import torch
@@ -146,21 +147,23 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     if array.device == "cpu":
         raw = ctypes.string_at(array.ptr, array.span)
     elif array.device.startswith("cuda"):
-        raw = _read_cuda(array)
+        raw = _read_cuda(array, live)
     elif array.device == "mps":
         raw = array.handle.bytes[array.offset : array.offset + array.span].cpu().numpy().tobytes()
     else:
-        words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
+        with live.engine_calls():
+            words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     strides = [s * itemsize for s in array.strides]
     found: np.ndarray[Any, Any] = np.ndarray(array.shape, array.dtype.numpy, raw, 0, strides).copy()
     return found
 
 
-def _read_cuda(array: ArrayView) -> bytes:
+def _read_cuda(array: ArrayView, live: runtime.Runtime) -> bytes:
     block: Any = getattr(array.owner, "block", None)
     if hasattr(block, "to_numpy"):  # Taichi's own memory
-        words = block.to_numpy().view(np.uint8)
+        with live.engine_calls():
+            words = block.to_numpy().view(np.uint8)
         start = array.ptr - array.owner.ptr
         return bytes(words[start : start + array.span].tobytes())
     import torch
@@ -183,8 +186,10 @@ class StagedNdarray:
 
     def __init__(self, array: Any) -> None:
         self.array = array
-        self.host = np.ascontiguousarray(array.to_numpy())
+        with runtime.current().engine_calls():
+            self.host = np.ascontiguousarray(array.to_numpy())
 
     def write_back(self) -> None:
         """Put the host copy into the ndarray."""
-        self.array.from_numpy(self.host)
+        with runtime.current().engine_calls():
+            self.array.from_numpy(self.host)

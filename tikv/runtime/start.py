@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tikv import engines, forks
@@ -148,12 +148,18 @@ class Runtime(NotCopied):
         if self.alive:  # else its memory is gone, and an array of another program may have been given the address
             self.program.delete_ndarray(arr)
 
+    @contextlib.contextmanager
+    def engine_calls(self) -> Iterator[None]:
+        """Around the engine's own calls on a `ti.ndarray`: while a thread compiles a kernel, it refuses them to all."""
+        with self.lock, self.turns:
+            yield
+
     def new_words(self, count: int) -> Any:
         """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is surely given back when it is dropped."""
-        if not self.is_spirv:
-            return engine.new_words(count)
-        self.give_back()
-        return engine.new_words(count, self.dropped.fresh.append)
+        if self.is_spirv:
+            self.give_back()
+        with self.lock:
+            return engine.new_words(count, self.dropped.fresh.append if self.is_spirv else None)
 
     def give_back(self) -> None:
         """Where much memory was dropped, synchronize and release it."""
