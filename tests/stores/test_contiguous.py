@@ -656,7 +656,7 @@ def test_sizes_and_words(arch, row):
 def test_a_helpful_repr(arch):
     kept = ROWS[3].make()
     assert repr(kept) == (
-        f"KVCacheStore(3 layers x batch 2 x 2 heads x 4|6, float32, window 4/7 and linear, 1 sinks, 0/16 tokens, "
+        f"KVCacheStore(3 layers x batch 2 x 2 heads x 4|6, float32, window 4/7 and linear, 1 sink, 0/16 tokens, "
         f"4.3 kB, {arch})"
     )
     compacted = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=16)

@@ -905,6 +905,12 @@ def test_the_repr_says_what_there_is(arch, rng):
     )
     assert store.nbytes == 2 * 12 * 4 * HEADS * (16 + 8) * 2
     assert len(store) == 2
+    small = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=16, num_blocks=1, block_size=1)
+    assert small.add() == 0
+    assert repr(small) == (
+        "PagedKVCacheStore(1 layer x 1 head x 16, float16, NHD, 1 sequence, 0/1 block of 1 token used, 0 shared, "
+        f"64 B, {arch})"
+    )
 
 
 # --- all of it, in any order

@@ -18,6 +18,7 @@ from tikv.integrations._gradients import has_gradient
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import Storage
+from tikv.stores.storage import counted
 
 _INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
@@ -178,7 +179,7 @@ class StreamingLayer(TikvLayer):
         return found
 
     def __repr__(self) -> str:
-        kind = f"window {self.window} with {self.sinks} sinks"
+        kind = f"window {self.window} with {counted(self.sinks, 'sink')}"
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 

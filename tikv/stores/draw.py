@@ -15,6 +15,7 @@ from html import escape
 
 from tikv.errors import OptionError
 from tikv.stores import replacing
+from tikv.stores.storage import counted
 
 # class: (property, light, dark). Both columns are opaque or drawn over the panel only.
 COLOURS = {
@@ -257,7 +258,7 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
         over.append(_text(*rim, slot, "soft", 9))
     rounds = max(0, row.length - row.sinks) // ring
     over += [
-        _text(cx, cy - 12, f"{row.length} tokens", size=15),
+        _text(cx, cy - 12, counted(row.length, "token"), size=15),
         _text(cx, cy + 6, f"ring of {ring}", "soft", 11),
         _text(cx, cy + 22, f"full {rounds}×" if rounds else "not full yet", "soft", 11),
     ]
@@ -323,7 +324,7 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
         x, y = MARGIN + i * (PANEL + MARGIN), 80.0
         form = f"window {row.slots}" if row.wraps else f"capacity {row.slots}"
         if row.wraps and row.sinks:
-            form += f", {row.sinks} sinks"
+            form += f", {counted(row.sinks, 'sink')}"
         parts.append(_text(x, y, _fitted(f"{row.name}: {form}", PANEL, 12), anchor="start"))
         parts.append(_text(x, y + 17, _fitted(_kept(row), PANEL, 11), "soft", 11, "start"))
         y += 30
@@ -389,11 +390,13 @@ def table(
     width = 2 * MARGIN + left + MAX_BLOCKS * cell
     shown = rows[:MAX_SEQUENCES]
     parts = _heading(title, width)
-    parts.append(_text(MARGIN, 76, f"page table: blocks of {block_size} tokens, in order", "soft", 11, "start"))
+    parts.append(
+        _text(MARGIN, 76, f"page table: blocks of {counted(block_size, 'token')}, in order", "soft", 11, "start")
+    )
     y = 88.0
     for row in shown:
         parts.append(_text(MARGIN, y + 18, f"sequence {row.seq}", anchor="start"))
-        parts.append(_text(MARGIN + left - 14, y + 18, f"{row.length} tokens", "soft", 11, "end"))
+        parts.append(_text(MARGIN + left - 14, y + 18, counted(row.length, "token"), "soft", 11, "end"))
         if row.swapped:
             parts.append(_text(MARGIN + left, y + 18, "swapped out to the host", "soft", 11, "start"))
         for i, at in enumerate(around(len(row.blocks), [], MAX_BLOCKS)):
@@ -411,7 +414,7 @@ def table(
         parts.append(_text(MARGIN, y + 14, f"and {len(rows) - len(shown)} more sequences", "soft", 11, "start"))
         y += 24
     y += 24
-    parts.append(_text(MARGIN, y, f"pool: {num_blocks} blocks, {free} free", "soft", 11, "start"))
+    parts.append(_text(MARGIN, y, f"pool: {counted(num_blocks, 'block')}, {free} free", "soft", 11, "start"))
     y += 12
     size = (width - 2 * MARGIN) / POOL_COLUMN
     named = [b for row in shown for b in (*row.blocks[:1], *row.blocks[-1:])]

@@ -21,7 +21,7 @@ from tikv.runtime import require_alive
 from tikv.stores.append import ROWS, Appends, in_turn
 from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import size_in_words, storage_or_format
+from tikv.stores.storage import counted, size_in_words, storage_or_format
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
@@ -370,6 +370,7 @@ class GrowingLayer(runtime.NotCopied):
     def __repr__(self) -> str:
         memory = self._memory
         return (
-            f"GrowingLayer(batch {memory.batch_size} x {memory.num_kv_heads} heads x {memory.width}, {memory.kept_as}, "
-            f"{self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, {self.runtime.arch})"
+            f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {memory.width}, "
+            f"{memory.kept_as}, {self.length}/{counted(self.capacity, 'token')}, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

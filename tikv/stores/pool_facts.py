@@ -17,7 +17,7 @@ from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.sequences import Sequences, SequenceState
-from tikv.stores.storage import size_in_words
+from tikv.stores.storage import counted, size_in_words
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -220,8 +220,9 @@ class PoolFacts(draw.Drawn):
         swapped = sum(state.swapped is not None for state in self._sequences.states.values())
         gone = f" ({swapped} swapped out)" if swapped else ""
         return (
-            f"PagedKVCacheStore({self.num_layers} layers x {self.num_kv_heads} heads x {width}, {self.form.kept_as}, "
-            f"{self.layout}{', per head' * self.form.per_head}, {len(self)} sequences{gone}, "
-            f"{used}/{self.num_blocks} blocks of {self.block_size} tokens used, {self.num_shared_blocks} shared, "
+            f"PagedKVCacheStore({counted(self.num_layers, 'layer')} x {counted(self.num_kv_heads, 'head')} x {width}, "
+            f"{self.form.kept_as}, {self.layout}{', per head' * self.form.per_head}, {counted(len(self), 'sequence')}"
+            f"{gone}, {used}/{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} used, "
+            f"{self.num_shared_blocks} shared, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

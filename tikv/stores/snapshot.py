@@ -10,6 +10,7 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, to_device
 from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.stores.storage import counted
 
 if TYPE_CHECKING:
     from tikv.stores.kept import Kept
@@ -69,7 +70,8 @@ class Snapshot(runtime.NotCopied):
         memory.write_filled(self.arrays)
 
     def __repr__(self) -> str:
-        return f"Snapshot({len(self.counts)} layers, length {max(length for length, *_ in self.counts)})"
+        length = max(length for length, *_ in self.counts)
+        return f"Snapshot({counted(len(self.counts), 'layer')}, length {length})"
 
 
 def require_snapshot(operation: str, snapshot: Any) -> Snapshot:

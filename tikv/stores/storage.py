@@ -115,6 +115,16 @@ def appended(*kept: DType | GroupFormat) -> tuple[str, ...]:
     return tuple(name for name in found[0] if all(name in names for names in found))
 
 
+def counted(number: int, what: str) -> str:
+    """So many of something, in the singular where it is one.
+
+    Examples:
+        >>> counted(1, "layer"), counted(0, "layer"), counted(2, "layer")
+        ('1 layer', '0 layers', '2 layers')
+    """
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def size_in_words(nbytes: int) -> str:
     """Bytes in the unit that shows them.
 

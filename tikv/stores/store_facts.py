@@ -16,7 +16,7 @@ from tikv.ops import checks
 from tikv.stores import draw
 from tikv.stores.kept import held_rows, lengths_of, most_held
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import size_in_words
+from tikv.stores.storage import counted, size_in_words
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -217,13 +217,14 @@ class StoreFacts(draw.Drawn):
         if distinct and any(w is None for w in self.windows):
             kind += " and linear"
         if self.sinks:
-            kind += f", {self.sinks} sinks"
+            kind += f", {counted(self.sinks, 'sink')}"
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
-        tokens = f"{self.length}/{self.capacity} tokens"
+        tokens = f"{self.length}/{counted(self.capacity, 'token')}"
         if any(layer.kept is not None for layer in self._counts):
             most = max(most_held(layer) for layer in self._counts)
-            tokens = f"{self.length} tokens, up to {most}/{self.capacity} held"
+            tokens = f"{counted(self.length, 'token')}, up to {most}/{self.capacity} held"
         return (
-            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {self._memory.width}, "
-            f"{self._memory.kept_as}, {kind}, {tokens}, {size_in_words(self.nbytes)}, {self.runtime.arch})"
+            f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
+            f"{self._memory.width}, {self._memory.kept_as}, {kind}, {tokens}, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

@@ -306,4 +306,4 @@ def test_the_reprs_say_what_there_is(arch):
     layer.set_len(7)
     assert repr(layer) == f"PagedKVLayer(2 heads x 16, int8, 7/24 tokens, {arch})"
     assert repr(layer.pool) == f"KVPool(6 blocks of 4 x 2 heads x 16, int8, NHD, {arch})"
-    assert repr(layers.ContiguousKVLayer(5, 1, 8)) == f"ContiguousKVLayer(1 heads x 8, float16, 0/5 tokens, {arch})"
+    assert repr(layers.ContiguousKVLayer(5, 1, 8)) == f"ContiguousKVLayer(1 head x 8, float16, 0/5 tokens, {arch})"

@@ -16,6 +16,7 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import Terms
 from tikv.stores.attend import last_queries, mass_queries_of, results_of
+from tikv.stores.storage import counted
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -223,8 +224,8 @@ class KVLayer(runtime.DeepCopied):
     @whole
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.num_kv_heads} heads x {self.head_dim}, {self.dtype.name}, "
-            f"{len(self)}/{self.capacity} tokens, {self.runtime.arch})"
+            f"{type(self).__name__}({counted(self.num_kv_heads, 'head')} x {self.head_dim}, {self.dtype.name}, "
+            f"{len(self)}/{counted(self.capacity, 'token')}, {self.runtime.arch})"
         )
 
 

@@ -27,7 +27,7 @@ from tikv.stores.attend import mass_queries_of
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
-from tikv.stores.storage import storage
+from tikv.stores.storage import counted, storage
 from tikv.stores.whole import whole
 
 # Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
@@ -319,8 +319,8 @@ class KVPool(runtime.DeepCopied):
     def __repr__(self) -> str:
         form = self.form
         return (
-            f"KVPool({form.num_blocks} blocks of {form.block_size} x {form.num_kv_heads} heads x {form.head_dim}, "
-            f"{form.dtype.name}, {form.layout}, {self.runtime.arch})"
+            f"KVPool({counted(form.num_blocks, 'block')} of {form.block_size} x {counted(form.num_kv_heads, 'head')} x "
+            f"{form.head_dim}, {form.dtype.name}, {form.layout}, {self.runtime.arch})"
         )
 
 
