@@ -130,6 +130,19 @@ def test_a_pipe_keeps_to_the_columns_that_it_is_told():
     assert "tikv variants, continued" in narrow
 
 
+def test_what_stands_around_a_table_keeps_to_its_width(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    table.show("a title of more than thirty characters", ("a", "b"), [("1", "2")])
+    table.tell("a sentence below the table that is longer than a line")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 30
+    words = "a title of more than thirty characters a b - - 1 2 a sentence below the table that is longer than a line"
+    assert " ".join(" ".join(lines).split()) == words
+    monkeypatch.delenv("COLUMNS")
+    table.tell("a sentence below the table that is longer than a line")
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("alias", "command"), [("show-config", "info"), ("collect-env", "info"), ("diagnose", "doctor")]
 )

@@ -194,7 +194,9 @@ def test_the_manual_shows_what_commands_print():
     for arch, status, _, remedy in shown[1:]:
         assert status in ("PASS", "absent")
         assert remedy == (doctor.REMEDIES[arch] if status == "absent" else "")
-    shown = columns(output("support"))
+    *table, legend = output("support")
+    assert legend.startswith("not offered: ")
+    shown = columns(table)
     assert shown[0] == ["operation", *support.DTYPES]
     assert [row[0] for row in shown[1:]] == list(support.OPERATIONS)
     assert {cell for row in shown[1:] for cell in row[1:]} == {"tested", "not offered", ""}

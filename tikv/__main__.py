@@ -168,6 +168,7 @@ def show_support(arguments: argparse.Namespace) -> int:
                     for name in support.OPERATIONS
                 ]
                 table.show(f"tikv support, {arch}: tested here, now", ("operation", *support.DTYPES), rows, styles)
+                table.tell("not offered: refused with an error; empty: not tried")
                 print()
         for trial in found:
             if trial.status == doctor.FAILED:
@@ -232,7 +233,9 @@ def run_export(arguments: argparse.Namespace) -> int:
         checked = "valid" if kernel["validated"] else "not checked: no spirv-val"
         rows.append((name, files, checked, launched, f"{kernel['threadgroup_memory_bytes']:,}"))
     table.show("tikv export", ("kernel", "files", "SPIR-V", "threads", "bytes a group shares"), rows)
-    print(f"{len(rows)} kernels of {len(found['launches'])} launches; how they are bound is in {folder / export.INDEX}")
+    table.tell(
+        f"{len(rows)} kernels of {len(found['launches'])} launches; how they are bound is in {folder / export.INDEX}"
+    )
     return 0
 
 
@@ -252,12 +255,12 @@ def show_bench(machine: str, rows: Sequence[bench.Row]) -> None:
         for row in rows
     ]
     table.show("tikv bench (each result checked; memcpy moves the same bytes)", header, cells, {"noisy": "yellow"})
-    print(machine)
+    table.tell(machine)
     for row in rows:
         for peer, why in row.left_out.items():
-            print(f"left out: {peer} in {row.case}: {why}")
+            table.tell(f"left out: {peer} in {row.case}: {why}")
     if any(row.noisy for row in rows):
-        print("noisy: rounds of the same call differed by a third and more, as when other programs run; try again")
+        table.tell("noisy: rounds of the same call differed by a third and more, as when other programs run; try again")
 
 
 def back_ends(text: str) -> list[str]:
@@ -316,7 +319,7 @@ The folder then holds, of each kernel, NAME.spv for Vulkan 1.1 and NAME.metal fo
   launches  what one call of each operation launches, in its order, with the arguments it gives: shapes and numbers.
             A program changes those with a name, such as dst_position, and the strides, which count words
 
-A kernel takes any number of tokens, heads, slots and pages; the sizes below and the dtype are compiled in. What is
+A kernel takes any number of tokens, heads, slots and pages; the sizes above and the dtype are compiled in. What is
 stored as int8 or float8 comes from float16 rows, and attention over it has float16 queries and results.
 A Vulkan driver has to be here, Mesa's on the CPU will do; for Metal source spirv-cross; spirv-val checks what it finds.
 examples/export_vulkan/ is such a program in C++.
@@ -371,6 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "info",
         aliases=["show-config", "collect-env"],
         help="versions, back end, device, memory",
+        description="What is installed, which back end an operation would start or has started, and why. It starts "
+        "nothing.",
     )
     info.add_argument("--json", action="store_true", help="as JSON, for a bug report")
     info.set_defaults(run=show_info)
@@ -378,6 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor",
         aliases=["env-report", "diagnose"],
         help="run real operations on each back end and compare bits",
+        description="Try each back end in a process of its own: run operations there, compare their bits with the "
+        "NumPy reference, and say what is missing where one does not work.",
     )
     add_archs(check, "pass")
     check.add_argument("--json", action="store_true", help="as JSON")
@@ -388,11 +395,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "one JSON file to send: some minutes",
     )
     check.set_defaults(run=run_doctor)
-    variants = commands.add_parser("variants", help="the named copies and what each does")
+    variants = commands.add_parser(
+        "variants",
+        help="the named copies and what each does",
+        description="The copies of the source systems that have a name of their own: which layouts, dtypes and slots.",
+    )
     variants.add_argument("--json", action="store_true", help="as JSON")
     variants.set_defaults(run=show_variants)
     matrix = commands.add_parser(
-        "support", help="operation x dtype x back end: run here now, each compared with the reference"
+        "support",
+        help="operation x dtype x back end: run here now, each compared with the reference",
+        description="Run every operation with every dtype on each back end and compare it with the NumPy reference. "
+        "The first run compiles each kernel, some minutes a back end.",
     )
     add_archs(matrix, "work")
     matrix.add_argument("--json", action="store_true", help="as JSON, with the reason of each refusal")
@@ -401,6 +415,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench",
         aliases=["benchmark", "performance"],
         help="about 20 seconds of timings beside numpy, torch and memcpy",
+        description="Time prompts, single tokens and attention beside NumPy, torch where it is installed, and a plain "
+        "copy of the same bytes. Each result is checked before it is timed.",
     )
     times.add_argument(
         "--arch",

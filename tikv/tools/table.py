@@ -37,8 +37,15 @@ def show(
         if drawn:
             _draw(drawn, above, part, [widths[c] for c in columns], styles or {})
         else:
-            print("\n" * (i > 0) + above)
+            print(end="\n" * (i > 0))
+            tell(above)
             print("\n".join(_lines(part, [widths[c] for c in columns])))
+
+
+def tell(text: str) -> None:
+    """Print a sentence that belongs to a table, in lines no wider than the table's."""
+    limit = line_width()
+    print(text if limit is None else textwrap.fill(text, limit, break_on_hyphens=False))
 
 
 def line_width() -> int | None:
