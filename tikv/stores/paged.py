@@ -634,7 +634,8 @@ def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: run
     """The cumulated numbers of tokens, which agree with the rows there are."""
     if cu_seqlens is None:
         if rows != count:
-            detail = f"{count} sequences; cu_seqlens=None is one each"
+            wanted = f"[0, {rows}]" if count == 1 else f"[0, ..., {rows}]"
+            detail = f"one for each sequence, as cu_seqlens is None; for more give cu_seqlens={wanted}"
             checks.extent(rows, count, "the number of rows", operation, detail)
         return tuple(range(count + 1))
     bounds = tuple(host_integers(cu_seqlens, "cu_seqlens", operation, live))
