@@ -1,4 +1,4 @@
-"""Draw what live stores keep of the values that they are given: formats.svg and exact.svg in docs/ of this repository.
+"""Draw the memory of live stores: layouts.svg, formats.svg and exact.svg in docs/ of this repository.
 
 python examples/draw_formats.py [--out FOLDER]
 """
@@ -72,6 +72,35 @@ def staircase(left: float, middle: float, values: np.ndarray) -> str:
     points = [(left + STEP * (n + 1), middle - HALF * value) for n, value in enumerate(values)]
     moves = "".join(f"V{y:.1f}H{x:.1f}" for x, y in points)
     return f'<path class="kept" d="M{left} {points[0][1]:.1f}{moves}"/>'
+
+
+def layouts() -> str:
+    """The memory of K in the order of its addresses: as given, and as stores and pools keep it."""
+    tokens, heads, slots = 3, 2, 4
+    ids = 1 + np.arange(tokens * heads, dtype=np.float32).reshape(tokens, heads, 1)  # 0 is a free slot
+    kept = [("given to append: token-major (tokens, heads, width)", ids)]
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=1, capacity=slots, dtype="float32")
+    store.keys(0).numpy()[:] = 0
+    store.append(0, ids, ids)
+    kept.append(("a store: head-major (heads, slots, width)", store.keys(0).numpy()))
+    for layout, shape in (("NHD", "slots, heads"), ("HND", "heads, slots")):
+        pool = tikv.PagedKVCacheStore(
+            num_layers=1, num_kv_heads=heads, head_dim=1, num_blocks=2, block_size=2, layout=layout, dtype="float32"
+        )
+        pool.keys(0).numpy()[:] = 0
+        pool.append(0, ids, ids, [pool.add()], cu_seqlens=[0, tokens])
+        kept.append((f'a pool of blocks of 2 slots, layout="{layout}": (blocks, {shape}, width)', pool.keys(0).numpy()))
+    parts = []
+    for i, (name, memory) in enumerate(kept):
+        top = 48 + 72 * i
+        parts.append(text(16, top + 12, name))
+        for at, number in enumerate(memory.ravel().astype(int)):
+            token, head = divmod(number - 1, heads)
+            x = 16 + 112 * at
+            parts.append(box(x, top + 22, 108, 30, "plain" if number == 0 else ("same", "rounded")[head]))
+            words = "free" if number == 0 else f"token {token}, head {head}"
+            parts.append(text(x + 54, top + 41, words, "soft" if number == 0 else "ink", 11, "middle"))
+    return picture(928, 340, "Keys of three tokens and two heads, in the order of memory", parts)
 
 
 def formats() -> str:
@@ -153,12 +182,12 @@ def exact() -> str:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"), metavar="FOLDER")
     options = parser.parse_args()
     tikv.init("cpu")
-    pictures = {f"{make.__name__}.svg": make() for make in (formats, exact)}
+    pictures = {f"{make.__name__}.svg": make() for make in (layouts, formats, exact)}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for name, svg in pictures.items():

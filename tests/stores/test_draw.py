@@ -257,7 +257,7 @@ def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "names"),
-    [("draw_store.py", ["heads", "pages", "ring", "slots"]), ("draw_formats.py", ["exact", "formats"])],
+    [("draw_store.py", ["heads", "pages", "ring", "slots"]), ("draw_formats.py", ["exact", "formats", "layouts"])],
 )
 def test_the_pictures_of_the_manual_are_drawn_from_stores(arch, tmp_path, script, names):
     child = subprocess.run(
