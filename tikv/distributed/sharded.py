@@ -22,6 +22,7 @@ from tikv.stores import files, replacing
 from tikv.stores.attend import MISSING, AttentionScale, head_major, with_batch
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
+from tikv.stores.storage import named_divisors
 
 SHARDS = ("heads", "tokens")
 # What a `KVCacheStore` has that means the same where tokens are dealt.
@@ -62,7 +63,7 @@ class ShardedKVCacheStore:
         interleave: tokens of a block; position p lies on rank ``p // interleave % world`` of those that share tokens.
             Smaller ones keep short caches even; prompts are read in pieces of this many queries.
         **form: what `KVCacheStore` takes, the sizes of the whole model: ``num_kv_heads`` is of all ranks together,
-            ``capacity`` and ``window`` count all tokens.
+            ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 
     Attributes:
         num_kv_heads: as given.
@@ -117,6 +118,12 @@ class ShardedKVCacheStore:
                 f"{operation}: num_kv_heads={self.num_kv_heads} do not divide among {world} ranks. Use a number of "
                 f"ranks that divides them, or cut tokens."
             )
+        for name in ("k_scale", "v_scale"):
+            if hasattr(form.get(name), "__len__"):
+                raise OptionError(
+                    f"{operation}: {name} has a number for each head, and heads may lie on other ranks. Use one number "
+                    f"for all."
+                )
         share = self.num_kv_heads // world
         self.heads = range(rank * share, (rank + 1) * share)
         by_tokens = self.ranks.get("tokens")
@@ -391,7 +398,8 @@ class ShardedKVCacheStore:
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
         dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
-        return {**form, **dtypes_, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
+        divisors = {name: numbers[0] for name, numbers in named_divisors(self.local.divisors).items()}
+        return {**form, **dtypes_, **divisors, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
 
     def _take_over(self, found: saved.Saved, operation: str) -> None:
         """Hold this rank's part of a saved cache."""

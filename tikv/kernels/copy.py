@@ -233,7 +233,7 @@ def make_find_rows(src, dst, scales_at_src):
                 d = row_of_layer(b, h, d, index, params[P.dst_index])
                 rows_of_head = ti.cast(index[params[P.dst_index] + 4 * b + 1], ti.i32)
                 k_head, v_head = rows_of_head * strides[K_DST + S.token], rows_of_head * strides[V_DST + S.token]
-                scale_head = rows_of_head * params[P.scale_step]
+                scale_head = scale_head + rows_of_head * params[P.scale_step]
         if ti.static(src.placement == "group"):
             if ok:
                 src_sequence = ti.cast(index[b * params[P.index_group] + params[P.src_index]], ti.i32)

@@ -27,16 +27,44 @@ def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) ->
     Raises:
         OptionError: a number that float32 does not divide by.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_number(value):
         return value
-    number = float(value)
-    if not (math.isfinite(number) and SMALLEST <= number <= LARGEST):
-        raise OptionError(f"{operation}: {name}={value} is no positive normal float32. Use one such as 1.0.")
+    number = _checked(value, name, operation)
     key = ("fixed scale", number)
     found = live.plans.get(key)
     if found is None:
         found = live.plans.keep(key, CacheArray(to_device(np.array([number], np.float32), live), live))
     return found
+
+
+def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[float, ...]:
+    """The scale of a store as the host knows it: one number or one a head, rounded to float32.
+
+    Raises:
+        OptionError: a number that float32 does not divide by.
+        ShapeError: another number of them.
+    """
+    given = value.tolist() if hasattr(value, "tolist") else value
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    if len(listed) not in (1, heads):
+        raise ShapeError(f"{operation}: {name} has {len(listed)} numbers. Give one, or one a head: {heads}.")
+    return tuple(float(np.float32(_checked(number, name, operation))) for number in listed)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Real)
+
+
+def _checked(value: Any, name: str, operation: str) -> float:
+    """A number that float32 divides by.
+
+    Raises:
+        OptionError: it is none.
+    """
+    number = float(value) if _is_number(value) else math.nan
+    if not (math.isfinite(number) and SMALLEST <= number <= LARGEST):
+        raise OptionError(f"{operation}: {name}={value} is no positive normal float32. Use one such as 1.0.")
+    return number
 
 
 def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str) -> None:
@@ -59,14 +87,21 @@ def head_step(scale: ArrayView) -> int:
     return scale.strides[0] if scale.shape and scale.shape[0] > 1 else 0
 
 
+def of_heads(scale: ArrayView, first: int) -> ArrayView:
+    """The scales of heads from this one on; the scale, where it is one of all."""
+    return scale.restrided(scale.shape, scale.strides, first * head_step(scale))
+
+
 def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str) -> None:
     """The scales of K and V, which are read by one stride.
 
     Raises:
         DTypeError, ShapeError: they are no such scales, or one is a number and the other one a head.
     """
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
         check_fixed_scale(scale, heads, name, operation)
+    if len(scales) < 2:
+        return
     checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
     if heads > 1 and head_step(scales[0]) != head_step(scales[1]):
         raise ShapeError(

@@ -15,6 +15,7 @@ from tikv.arrays import ArrayView, describe
 from tikv.dtypes import DType
 from tikv.errors import ShapeError
 from tikv.ops import checks
+from tikv.ops.fixed_scales import head_step
 from tikv.ops.layouts import LINEAR, Placement, Rows
 from tikv.ops.plan import Launch
 
@@ -176,22 +177,25 @@ def bind_copies(
     dst: Sequence[Rows],
     widths: Sequence[int],
     scales: Sequence[ArrayView | None] = (),
-    scale: DType | None = None,
+    fixed_group: int = 0,
     **options: Any,
 ) -> list[Launch]:
     """`bind_copy` of K and V: one launch where they are kept alike, else one each.
 
     Args:
         live, operation, src, dst, widths: as in `bind_copy`.
-        scales: of K and V, None for one that has none.
-        scale: the dtype of those that there are.
-        **options: the others of `bind_copy`.
+        scales: of K and V, None for one that has none; of fewer axes than rows have, one of all rows or of a head's.
+        fixed_group: entries of such a scale between groups.
+        **options: the others of `bind_copy`, which say where scales of rows lie.
     """
     kinds = {(a.format, a.array.dtype, b.format, b.array.dtype) for a, b in zip(src, dst, strict=True)}
     parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
     found = []
     for part in parts:
         given = [a for a in scales[part] if a is not None]
+        of_part = dict(options)
+        if given and given[0].ndim < 3:
+            of_part |= {"scale_group": fixed_group, "scale_step": 0, "scale_head": head_step(given[0])}
         found.append(
             bind_copy(
                 live,
@@ -200,8 +204,8 @@ def bind_copies(
                 dst=dst[part],
                 widths=widths[part],
                 scales=given,
-                scale=scale if given else None,
-                **options,
+                scale=given[0].dtype if given else None,
+                **of_part,
             )
         )
     return found

@@ -15,6 +15,7 @@ from tikv import launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
 from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
+from tikv.ops.fixed_scales import of_heads
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.row_copy import bind_copies
@@ -54,7 +55,6 @@ class AppendPlan(Plan):
         self.widths = memory.head_dim, memory.head_dim_v
         self.stored_widths = [row.stored_width for row in memory.rows]
         self.formats, self.numbers = memory.formats, memory.numbers
-        self.scale_dtype = memory.scale_dtype
         self.lock = memory.lock
         self.layers = layers
         self.absolute = absolute
@@ -216,8 +216,7 @@ class AppendPlan(Plan):
             groups=len(self.layers) * batch,
             dst_place=place,
             index=index,
-            scales=(first.k_scale, first.v_scale),
-            scale=self.scale_dtype,
+            scales=first.read_scales,
             **params,
         )
 
@@ -320,8 +319,8 @@ class UnevenAppendPlan(AppendPlan):
                 groups=groups,
                 dst_place=Placement("ragged"),
                 index=index,
-                scales=(layer.k_scale, layer.v_scale),
-                scale=self.scale_dtype,
+                scales=[a if a is None or a.ndim > 2 else of_heads(a, first) for a in layer.read_scales],
+                fixed_group=layer.divisor_step,
                 **params,
                 **scaled,
             )
@@ -468,7 +467,7 @@ class Appends:
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
-        allowed = appended(memory.dtype, memory.v_dtype)
+        allowed = appended(memory.dtype, memory.v_dtype, divided=memory.divisors != (None, None))
         if k.dtype.name not in allowed:
             raise DTypeError(
                 f"{operation}: cannot append {k.dtype.name} to a {memory.kept_as} store (k: {describe(k)}). Append "

@@ -45,10 +45,9 @@ class AttentionScale(NamedTuple):
 def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
     """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
     arrays = {"q": q, "k": layer.k, "v": layer.v}
-    if layer.k_scale is not None:
-        arrays["k_scale"] = layer.k_scale
-    if layer.v_scale is not None:
-        arrays["v_scale"] = layer.v_scale
+    for name, scale in zip(("k_scale", "v_scale"), layer.read_scales, strict=True):
+        if scale is not None:
+            arrays[name] = scale
     return {**arrays, **terms} if terms else arrays
 
 
@@ -377,6 +376,7 @@ class _Extension:
             dtype=memory.dtype,
             scale_dtype=memory.scale_dtype,
             v_dtype=memory.v_dtype,
+            divisors=memory.divisors,
         )
         Appends(rows).append(self.operation, layer, Views(new), "head_major")
         return {name: a for name, a in layer_arrays(layer, new[0]).items() if name != "q"}

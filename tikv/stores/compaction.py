@@ -205,11 +205,9 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
     widths = memory.head_dim, memory.head_dim_v
     out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows]
     if slots.size:
-        scaled: dict[str, Any] = {}
+        scaled: dict[str, Any] = {"scales": layer.read_scales, "fixed_group": layer.divisor_step}
         if layer.scales:
-            n = memory.numbers
-            scaled = {"scales": (layer.k_scale, layer.v_scale), "scale": memory.scale_dtype}
-            scaled |= {"scale_group": layer.slots * n, "scale_step": n}
+            scaled |= {"scale_group": layer.slots * memory.numbers, "scale_step": memory.numbers}
         index = to_device(slots.astype(np.int32), live)
         rows = zip((layer.k, layer.v), memory.formats, strict=True)
         src = [_rows_by_head(a)._replace(format=format) for a, format in rows]

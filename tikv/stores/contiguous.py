@@ -38,7 +38,7 @@ from tikv.stores.compaction import tokens_by_head
 from tikv.stores.kept import Kept, require_uncompacted
 from tikv.stores.layer import Layer, LayerMemory
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
-from tikv.stores.storage import storage_or_format
+from tikv.stores.storage import divisors_of, named_divisors, storage_or_format
 from tikv.stores.store_changes import StoreChanges
 from tikv.stores.whole import whole
 
@@ -55,6 +55,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
             and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
         v_dtype: storage of V, where that is another than that of K.
+        k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,): rows are divided by it before they are stored,
+            and multiplied where they are read. None for 1.
         window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
             layer.
         sinks: first tokens that a sliding layer keeps for ever.
@@ -109,6 +111,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
         v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         operation = "KVCacheStore"
         self.runtime = runtime.current()
@@ -125,6 +129,8 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             storage_or_format(x, scale_dtype, self.runtime, operation) for x in given
         )
         self.scale_dtype = k_scales or v_scales or dtypes.parse(scale_dtype, operation)
+        kept = self.dtype, self.v_dtype
+        divisors = divisors_of(kept, (k_scale, v_scale), self.num_kv_heads, operation)
         self.sinks = checks.integer(sinks, "sinks", operation)
         self.windows = self._windows(window, operation)
         self._layers = [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
@@ -139,6 +145,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             dtype=self.dtype,
             scale_dtype=self.scale_dtype,
             v_dtype=self.v_dtype,
+            divisors=divisors,
         )
         self._appends = Appends(self._memory)
         self.lock = self._memory.lock
@@ -531,6 +538,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         }
         if self.v_dtype is not self.dtype:
             form["v_dtype"] = self.v_dtype.name
+        form |= named_divisors(self.divisors)
         facts = {"form": form, "counts": [[layer.length, layer.valid_from] for layer in self._layers]}
         contiguous_files.add_kept(self._layers, tensors, facts)
         files.write(path, contiguous_files.KIND, tensors, facts, operation)

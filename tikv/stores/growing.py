@@ -21,7 +21,7 @@ from tikv.runtime import require_alive
 from tikv.stores.append import ROWS, Appends, in_turn
 from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import counted, size_in_words, storage_or_format
+from tikv.stores.storage import counted, divisors_of, size_in_words, storage_or_format
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
@@ -41,7 +41,8 @@ class GrowingLayer(runtime.NotCopied):
     less those trimmed.
 
     Args:
-        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype, v_dtype: as in `KVCacheStore`.
+        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype, v_dtype, k_scale, v_scale:
+            as in `KVCacheStore`.
 
     Raises:
         As `KVCacheStore`.
@@ -72,6 +73,8 @@ class GrowingLayer(runtime.NotCopied):
         head_dim_v: int | None = None,
         scale_dtype: Any = "float16",
         v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         operation = "GrowingLayer"
         self.runtime = runtime.current()
@@ -91,6 +94,7 @@ class GrowingLayer(runtime.NotCopied):
             dtype=of_k,
             scale_dtype=k_scales or v_scales or dtypes.parse(scale_dtype, operation),
             v_dtype=of_v,
+            divisors=divisors_of((of_k, of_v), (k_scale, v_scale), heads, operation),
         )
         self._appends = Appends(self._memory)
         self.origin = 0
@@ -155,8 +159,7 @@ class GrowingLayer(runtime.NotCopied):
     @property
     def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
         """The scales of K and of V, as `KVCacheStore.scales` gives them; None for what has none."""
-        layer = self._layer
-        k, v = (None if a is None else CacheArray(a, self.runtime) for a in (layer.k_scale, layer.v_scale))
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in self._layer.read_scales)
         return k, v
 
     def append(self, k: Any, v: Any) -> None:
@@ -358,6 +361,8 @@ class GrowingLayer(runtime.NotCopied):
             head_dim_v=memory.head_dim_v,
             scale_dtype=memory.scale_dtype,
             v_dtype=memory.v_dtype,
+            k_scale=memory.divisors[0],
+            v_scale=memory.divisors[1],
         )
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from

@@ -12,11 +12,12 @@ from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.formats import GroupFormat
+from tikv.ops.fixed_scales import head_step
 from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position
 from tikv.ops.row_copy import bind_copies, bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.kept import HeadLengths, Kept, lengths_of
-from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes
+from tikv.stores.storage import BLOCK_BYTES, Divisors, RowForm, shared_bytes
 from tikv.stores.whole import StoreLock
 
 WIDTHS = ("head_dim", "head_dim_v")
@@ -41,6 +42,7 @@ class Layer:
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
         self.v_scale: ArrayView | None = None
+        self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
         self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
 
     @property
@@ -84,6 +86,17 @@ class Layer:
     def scales(self) -> list[ArrayView]:
         """The scales of K and of V that there are, those of groups with their biases."""
         return [a for a in (self.k_scale, self.v_scale) if a is not None]
+
+    @property
+    def read_scales(self) -> tuple[ArrayView | None, ArrayView | None]:
+        """What stored rows of K and of V are multiplied by: scales of rows, or one of all rows or each head's."""
+        k, v = self.divisors
+        return self.k_scale if k is None else k, self.v_scale if v is None else v
+
+    @property
+    def divisor_step(self) -> int:
+        """Entries from a head's divisor to the next head's."""
+        return max((head_step(a) for a in self.divisors if a is not None), default=0)
 
     def slot_of(self, position: int) -> int:
         """The slot of a position."""
@@ -130,6 +143,7 @@ class LayerMemory:
         live: the runtime.
         layers: whose arrays are set; a layer's `slots` say how many it needs.
         batch_size, num_kv_heads, head_dim, head_dim_v, dtype, scale_dtype, v_dtype: as in `KVCacheStore`.
+        divisors: what all rows are divided by.
 
     Attributes:
         rows: how those of K and of V are kept.
@@ -152,6 +166,7 @@ class LayerMemory:
         dtype: DType | GroupFormat,
         scale_dtype: DType,
         v_dtype: DType | GroupFormat | None = None,
+        divisors: Divisors = (None, None),
     ) -> None:
         self.runtime = live
         self.layers = list(layers)
@@ -161,7 +176,11 @@ class LayerMemory:
         self.head_dim_v = head_dim_v
         self.dtype, self.v_dtype = dtype, dtype if v_dtype is None else v_dtype
         self.scale_dtype = scale_dtype
-        self.rows = RowForm(self.dtype, head_dim), RowForm(self.v_dtype, head_dim_v)
+        self.divisors = divisors
+        self.rows = (
+            RowForm(self.dtype, head_dim, divisors[0] is not None),
+            RowForm(self.v_dtype, head_dim_v, divisors[1] is not None),
+        )
         for row, name in zip(self.rows, WIDTHS, strict=True):
             if row.format is not None:
                 row.format.groups(row.width, name, "KVCacheStore")
@@ -211,11 +230,22 @@ class LayerMemory:
                 blocks.append([])
             blocks[-1].append(layer)
         made = [self._memory_for(sum(rows[layer.index] for layer in block)) for block in blocks]
+        divisors = [self._divisors_for(batch_size, numbers) for numbers in self.divisors]
         self.batch_size, self.blocks = batch_size, blocks
         self.version += 1
+        for layer in self.layers:
+            layer.divisors = divisors[0], divisors[1]
         self.plans.clear()
         for block, memory in zip(blocks, made, strict=True):
             self._place(block, rows, *memory)
+
+    def _divisors_for(self, batch_size: int, numbers: tuple[float, ...] | None) -> ArrayView | None:
+        """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""
+        if numbers is None:
+            return None
+        heads = len(numbers)
+        found = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
+        return found.restrided((heads,), found.strides)
 
     def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory | None]]:
         """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
@@ -309,8 +339,7 @@ class LayerMemory:
             tokens=tokens,
             groups=self.batch_size,
             src_place=Placement("ring") if layer.ring else LINEAR,
-            scales=(layer.k_scale, layer.v_scale),
-            scale=self.scale_dtype,
+            scales=layer.read_scales,
             **params,
         ):
             launch.bound.launch()

@@ -28,6 +28,7 @@ class Snapshot(runtime.NotCopied):
     def __init__(self, memory: LayerMemory) -> None:
         self.runtime = memory.runtime
         self.batch_size = memory.batch_size
+        self.divisors = memory.divisors
         self.windows = [(layer.window, layer.sinks) for layer in memory.layers]
         self.counts = [(layer.length, layer.valid_from, layer.filled) for layer in memory.layers]
         self.kept = [layer.kept for layer in memory.layers]
@@ -53,7 +54,7 @@ class Snapshot(runtime.NotCopied):
         ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in layer.arrays] for layer in memory.layers]
         theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in self.arrays]
         windows = [(layer.window, layer.sinks) for layer in memory.layers]
-        if ours != theirs or windows != self.windows:
+        if ours != theirs or windows != self.windows or memory.divisors != self.divisors:
             raise ShapeError(
                 f"{operation}: {self!r} is not of this store ({store!r}). Restore it into the store it was taken from."
             )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
-from tikv.errors import DTypeError
+from tikv.errors import DTypeError, OptionError
 from tikv.formats import OR_FORMATS, GroupFormat, parse_format
+from tikv.ops.fixed_scales import fixed_numbers
+
+# What all rows of K, and all of V, are divided by: one number, or one a head; None for nothing.
+Divisors: TypeAlias = tuple[tuple[float, ...] | None, tuple[float, ...] | None]
 
 # The largest block that a launch addresses.
 BLOCK_BYTES = {"cpu": 2**33, "cuda": 2**33, **dict.fromkeys(("vulkan", "metal", "amdgpu"), 2**32 - 64)}
@@ -27,10 +32,12 @@ class RowForm(NamedTuple):
     Attributes:
         dtype: a dtype, or a format of groups of codes.
         width: numbers of a row.
+        divided: all rows are divided by a scale before they are stored.
     """
 
     dtype: DType | GroupFormat
     width: int
+    divided: bool = False
 
     @property
     def format(self) -> GroupFormat | None:
@@ -62,7 +69,7 @@ class RowForm(NamedTuple):
     @property
     def read_dtype(self) -> DType:
         """What `tokens` gives: the stored dtype, or float32 for what has scales."""
-        return dtypes.float32 if self.numbers else self.stored
+        return dtypes.float32 if self.numbers or self.divided else self.stored
 
 
 def storage(
@@ -106,11 +113,46 @@ def storage_or_format(
     return format, scales
 
 
-def appended(*kept: DType | GroupFormat) -> tuple[str, ...]:
+def divisors_of(kept: Sequence[DType | GroupFormat], given: Sequence[Any], heads: int, operation: str) -> Divisors:
+    """What K and V are divided by, as `k_scale` and `v_scale` of a caller say; 1 where only the other is given.
+
+    Raises:
+        OptionError: a scale of what is not kept in floats of 8 bits, or beside scales of rows; or no such number.
+        ShapeError: it is neither one number nor one a head.
+    """
+    found: list[tuple[float, ...] | None] = [None, None]
+    if all(scale is None for scale in given):
+        return None, None
+    for i, (name, dtype, scale) in enumerate(zip(("k_scale", "v_scale"), kept, given, strict=True)):
+        if scale is not None and dtype not in dtypes.FLOATS8:
+            raise OptionError(
+                f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {dtype.name}. Leave it "
+                f"out, or use float8_e4m3fn or float8_e5m2."
+            )
+        if isinstance(dtype, GroupFormat) or dtype is dtypes.int8:
+            raise OptionError(
+                f"{operation}: {dtype.name} has scales of rows, and attention finds those of K and V by the same "
+                f"strides, so that the other one has no scale of its own. Leave k_scale and v_scale out."
+            )
+        if dtype in dtypes.FLOATS8:
+            found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
+    k, v = found
+    if k is not None and v is not None and len(k) != len(v):
+        k, v = (numbers * (heads if len(numbers) == 1 else 1) for numbers in (k, v))
+    return k, v
+
+
+def named_divisors(divisors: Divisors) -> dict[str, list[float]]:
+    """Divisors as the arguments that make a store with them, as JSON has them; none where there are none."""
+    return {name: [*found] for name, found in zip(("k_scale", "v_scale"), divisors, strict=True) if found is not None}
+
+
+def appended(*kept: DType | GroupFormat, divided: bool = False) -> tuple[str, ...]:
     """The names of what may be appended to a cache whose K and V are kept as this, or as these."""
+    numbers = tuple(row.name for row in dtypes.QUANTIZABLE)
     found = [
-        tuple(row.name for row in dtypes.QUANTIZABLE) if isinstance(dtype, GroupFormat) else dtypes.APPENDED[dtype.name]
-        for dtype in kept
+        numbers if isinstance(dtype, GroupFormat) or (divided and dtype in dtypes.FLOATS8) else dtypes.APPENDED[name]
+        for name, dtype in ((dtype.name, dtype) for dtype in kept)
     ]
     return tuple(name for name in found[0] if all(name in names for names in found))
 

@@ -16,7 +16,7 @@ from tikv.ops import checks
 from tikv.stores import draw
 from tikv.stores.kept import held_rows, lengths_of, most_held
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import counted, size_in_words
+from tikv.stores.storage import Divisors, counted, size_in_words
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -62,6 +62,11 @@ class StoreFacts(draw.Drawn):
         if self.length >= 2**31:
             raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
         return np.full(self.batch_size, self.length, np.int32)
+
+    @property
+    def divisors(self) -> Divisors:
+        """What rows of K and of V are divided by: (1,) or (num_kv_heads,) numbers each, or None."""
+        return self._memory.divisors
 
     @property
     def nbytes(self) -> int:
@@ -118,17 +123,18 @@ class StoreFacts(draw.Drawn):
 
         Of groups each (batch_size, num_kv_heads, slots, n): a row's scales, each with its bias behind it if it has one.
         Where K and V have rows of different numbers of them, n is the larger, also of int8, and the first are in use.
+        Of 8-bit floats (1,) or (num_kv_heads,), what the store was given.
 
         Raises:
             DTypeError: the store has none.
         """
-        found = self._layer(layer, "KVCacheStore.scales")
-        if not found.scales:
+        found = self._layer(layer, "KVCacheStore.scales").read_scales
+        if found == (None, None):
             raise DTypeError(
                 f"KVCacheStore.scales: a {self._memory.kept_as} store has no scales; int8 and groups have. Use "
                 f"dtype='int8'."
             )
-        k, v = (None if a is None else CacheArray(a, self.runtime) for a in (found.k_scale, found.v_scale))
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in found)
         return k, v
 
     def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
