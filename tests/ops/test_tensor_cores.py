@@ -15,12 +15,15 @@ from ops.test_attention import Case, Pages
 
 import tikv
 from tikv import dtypes, engines, launch, runtime
+from tikv.formats import FORMATS
 from tikv.launch.cuda import compiler, driver
 from tikv.ops.attention import options, tensor_cores
+from tikv.ops.attention.launches import choose_most_rows
 from tikv.ops.attention.splits import choose_splits, rows_of_task
 from tikv.ops.layouts import Rows
 
 on_cuda = pytest.mark.archs("cuda")
+TERMS = ("sink_logits", "alibi_slopes")
 TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the result, relative to its largest number
 
 
@@ -335,6 +338,26 @@ def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, g
 def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
     tile = tensor_cores.choose_tile(CUDA, *given(group=group, queries=queries, width=width))
     assert rows_of_task(queries, group, tile) == rows
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [({"dtype": "float16", "queries": 3}, 8), ({"dtype": "int8"}, 8), ({"dtype": "float32", "terms": TERMS}, 8),
+     ({"dtype": "int8", "queries": 3}, 4), ({"dtype": "float8_e4m3fn"}, 4), ({"format": "quant4_64"}, 4),
+     ({"dtype": "float16", "queries": 3, "terms": ("parents", *TERMS)}, 4),
+     ({"dtype": "int8", "queries": 3, "width": 128}, 8)],
+)  # fmt: skip
+def test_a_task_whose_code_would_be_too_long_has_fewer_rows(arch, form, rows):
+    form = {"width": 288, **form}
+    codes = form.pop("format", None)
+    arrays, query, cache = given(**form, group=8)
+    if codes is not None:
+        arrays["k"].dtype = arrays["v"].dtype = dtypes.uint32
+        cache = cache._replace(k=cache.k._replace(format=FORMATS[codes]), v=cache.v._replace(format=FORMATS[codes]))
+    causal = options.AttentionOptions(None, True, None, None, None, False)
+    most = choose_most_rows(CUDA, arrays, query, cache, causal)
+    assert rows_of_task(query.queries, 8, None, most) == rows
 
 
 @pytest.mark.archs("cpu")

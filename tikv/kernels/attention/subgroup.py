@@ -32,6 +32,9 @@ from tikv.runtime import ti
 
 MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
 NARROW = 32  # words of a key; where there are more, a thread reads two at a time
+# The code of a row of a task on CUDA, in quarters of what an element of a unit takes of it, and the most of 8 rows.
+CODE = {"decoded": 4, "masked": 4, "tree": 4, "softcap": 2, "sinks": 2, "alibi_slopes": 1, "sink_logits": 1}
+LONGEST = 16
 
 
 class Shape(NamedTuple):
@@ -45,6 +48,15 @@ class Shape(NamedTuple):
     keys: int  # of which a group reads K at a time
     v_keys: int  # of which a thread reads V at a time
     words: int  # of a key that a thread reads at a time
+
+
+def most_rows(unit, parts):
+    """Query rows of a task at most on CUDA, 8 or 4, for units of so many elements and the named parts of `CODE`.
+
+    All rows of a task are unrolled. LLVM makes one function with a loop's body only up to some length, about 3,700
+    lines of PTX; a longer body it calls, as the native launcher cannot.
+    """
+    return 8 if 4 * unit + sum(CODE[name] for name in parts) <= LONGEST else 4
 
 
 def shape_of(kind, c):

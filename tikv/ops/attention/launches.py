@@ -14,6 +14,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory
 from tikv.ops import checks
 from tikv.ops.attention.options import (
+    MOST_ROWS,
     AttentionOptions,
     CacheLayout,
     QueryShape,
@@ -229,9 +230,9 @@ class AttentionLaunches(Plan):
             width=cache.width,
             width_v=cache.width_v,
             group=group,
-            rows=rows_of_task(query.queries, group, cache.tile),
+            rows=rows_of_task(query.queries, group, cache.tile, cache.most_rows),
             causal=options.causal,
-            masked=options.causal and (query.queries > 1 or bool(tree_of(arrays))),
+            masked=masked(arrays, query, options),
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
@@ -274,7 +275,8 @@ class AttentionLaunches(Plan):
 
         cache, query, options = self.cache, self.query, self.options
         rows = query.heads // cache.heads * query.queries
-        row_blocks = -(-rows // rows_of_task(query.queries, query.heads // cache.heads, cache.tile))
+        of_task = rows_of_task(query.queries, query.heads // cache.heads, cache.tile, cache.most_rows)
+        row_blocks = -(-rows // of_task)
         return AttentionParams(
             tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
             splits=self.splits,
@@ -353,6 +355,45 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.mass import make_mass
 
         return make_mass, (style, by_slot)
+
+
+def choose_most_rows(
+    live: runtime.Runtime,
+    arrays: dict[str, ArrayView],
+    query: QueryShape,
+    cache: CacheLayout,
+    options: AttentionOptions,
+) -> int:
+    """Query rows of a task at most: on CUDA fewer where the code of more would be too long."""
+    style = live.kernel_style
+    if style != "cuda":
+        return MOST_ROWS
+    from tikv.kernels.attention import cuda, subgroup
+    from tikv.kernels.codec import FLOAT8
+    from tikv.kernels.groups import UNIT
+
+    bits = word_bits(arrays["k"], arrays["v"], cache, style)
+    if bits[0] == cuda.WORD_BITS:
+        return MOST_ROWS
+    unit, parts = 1, {str(name) for name in ("sink_logits", "alibi_slopes") if name in arrays}
+    for name, rows, of in zip("kv", (cache.k, cache.v), bits, strict=True):
+        dtype = arrays[name].dtype
+        unit = max(unit, of // (dtype.itemsize * 8) if rows.format is None else UNIT)
+        if rows.format is not None or dtype.short in FLOAT8:
+            parts.add("decoded")
+    if masked(arrays, query, options):
+        parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
+    if tree_of(arrays):
+        parts.add("tree")
+    if options.softcap is not None:
+        parts.add("softcap")
+    found: int = subgroup.most_rows(unit, parts)
+    return found
+
+
+def masked(arrays: dict[str, ArrayView], query: QueryShape, options: AttentionOptions) -> bool:
+    """Whether queries of a task may see different keys."""
+    return options.causal and (query.queries > 1 or bool(tree_of(arrays)))
 
 
 def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
 
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
+MOST_ROWS = 8  # query rows that share a pass over the keys
 
 
 class CacheLayout(NamedTuple):
@@ -37,6 +38,7 @@ class CacheLayout(NamedTuple):
     scales: tuple[ArrayView, ...] = ()
     scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # sequence, block, token, head
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
+    most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
 
     @property
     def alike(self) -> bool:

@@ -12,7 +12,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, new_like, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.attention.launches import AttentionLaunches, length_entries
+from tikv.ops.attention.launches import AttentionLaunches, choose_most_rows, length_entries
 from tikv.ops.attention.options import (
     AttentionOptions,
     CacheLayout,
@@ -61,6 +61,7 @@ class AttentionPlan(Plan):
             v=cache.v._replace(array=cache.v.array.without_owner()),
             scales=tuple(a.without_owner() for a in cache.scales),
             tile=choose_tile(live, arrays, self.query, cache),
+            most_rows=choose_most_rows(live, arrays, self.query, cache, options),
         )
         self.shape = (*q.shape[:-1], cache.width_v)
         self.lse_shape = q.shape[:-1]

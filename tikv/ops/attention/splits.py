@@ -7,9 +7,8 @@ import math
 from typing import Any, NamedTuple
 
 from tikv import launch, runtime
-from tikv.ops.attention.options import MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
+from tikv.ops.attention.options import MOST_ROWS, MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
-MOST_ROWS = 8  # query rows that share a pass over the keys
 LEAST_KEYS = 256  # of a split that nobody asked for
 SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before another is awake
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
@@ -91,7 +90,8 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
 def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
     """Tasks that one part of the keys has, over all sequences and KV heads, a head each."""
     group = query.heads // cache.heads
-    return query.batch * cache.heads * -(-query.queries * group // rows_of_task(query.queries, group, cache.tile))
+    rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows)
+    return query.batch * cache.heads * -(-query.queries * group // rows)
 
 
 @functools.cache
@@ -160,15 +160,15 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     return min(most, -(-cache.heads // blocks)), near, side
 
 
-def rows_of_task(queries: int, group: int, tile: Any = None) -> int:
+def rows_of_task(queries: int, group: int, tile: Any = None, most: int = MOST_ROWS) -> int:
     """Query rows that one task computes, of those that share a KV head; by tensor cores those of a `Tile`.
 
-    Those of a prompt are 4 or 8 whatever its length: a kernel of its own for each would be compiled for seconds.
+    Those of a prompt are 4 or the most whatever its length: a kernel of its own for each would be compiled for seconds.
     """
     rows = queries * group
     if queries > 1:
-        return int(tile.rows) if tile is not None else 4 if rows <= 4 else MOST_ROWS
-    blocks = -(-rows // (MOST_ROWS if tile is None else tile.rows))
+        return int(tile.rows) if tile is not None else 4 if rows <= 4 else most
+    blocks = -(-rows // (most if tile is None else tile.rows))
     return -(-rows // blocks)
 
 
