@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import types
 import weakref
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import pytest
 import tikv
 from tikv import arrays, dtypes, reference, runtime
 from tikv.arrays import dlpack
+from tikv.ops import checks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), BF16]
@@ -535,3 +537,25 @@ def test_an_array_describes_itself(arch):
     seen = arrays.view(np.zeros((8, 4096, 2), np.float16), "k", "test")
     assert repr(seen) == "f16[8,4096,2]"
     assert (seen.ndim, seen.nbytes, seen.span) == (3, 8 * 4096 * 2 * 2, 8 * 4096 * 2 * 2)
+
+
+class OnSecondGpu:
+    """An array as CuPy has it on a GPU that is not the first; nobody reads its memory."""
+
+    __cuda_array_interface__ = {  # noqa: RUF012
+        "shape": (4, 8), "typestr": "<f4", "data": (4096, False), "version": 3, "strides": None
+    }  # fmt: skip
+
+    def __dlpack_device__(self):
+        return 2, 1
+
+
+@pytest.mark.archs("cpu")
+def test_arrays_of_another_gpu_are_refused_with_the_way_out(arch):
+    found = arrays.view(OnSecondGpu(), "src", "copy")
+    assert found.device == "cuda:1"
+    live = types.SimpleNamespace(arch="cuda", engine=runtime.current().engine, has_float64=True)
+    with pytest.raises(tikv.ArchError, match=r"src lies on cuda:1, .* a process for each GPU.*CUDA_VISIBLE_DEVICES=1,"):
+        checks.on_device([("src", found)], live, "copy")
+    with pytest.raises(tikv.ArchError, match=r"lies on cuda:1 and .* runs on cpu"):
+        tikv.copy(OnSecondGpu(), np.zeros((1, 8, 4), np.float32), position=0)

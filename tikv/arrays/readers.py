@@ -287,6 +287,8 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     byte_strides = described.get("strides")
     strides = contiguous_strides(shape) if byte_strides is None else tuple(s // dtype.itemsize for s in byte_strides)
     pointer, read_only = described["data"]
-    found = ArrayView(pointer or 0, shape, strides, dtype, "cuda:0", writable=not read_only, owner=array)
+    # The interface does not say which GPU it is; CuPy and others say so beside it.
+    number = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else 0
+    found = ArrayView(pointer or 0, shape, strides, dtype, f"cuda:{number}", writable=not read_only, owner=array)
     require_memory(found, name, operation)
     return found

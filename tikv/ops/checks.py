@@ -149,8 +149,10 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
             )
         if device.startswith("cuda") and device != "cuda:0":
             raise ArchError(
-                f"{operation}: {name} lies on {device}; {live.engine.title} drives cuda:0. Choose the "
-                f"GPU by CUDA_VISIBLE_DEVICES."
+                f"{operation}: {name} lies on {device}, and {live.engine.title} drives one GPU of a process, cuda:0, "
+                f"the first that it sees. Start a process for each GPU, which sees that one alone: "
+                f"CUDA_VISIBLE_DEVICES={device.partition(':')[2]}, or under torchrun its LOCAL_RANK, set before CUDA "
+                f"starts. torch.cuda.set_device is not enough. tikv.distributed shares a cache among them."
             )
         if array.dtype is dtypes.float64 and not live.has_float64:
             raise DTypeError(
