@@ -59,7 +59,8 @@ def refusals(rank, world, group):
     refused(lambda: by_tokens.append(0, np.zeros((49, 6, 8), np.float32), np.zeros((49, 6, 8), np.float32)))
     refused(lambda: by_tokens.extend(0, k, k[:2], k[:2]))
     refused(lambda: by_tokens.keys(0))
-    refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True))
+    refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=np.zeros(6, np.float32)))
+    refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True, seq_lens=np.array([0])))
     refused(lambda: by_tokens.attend(0, k[None, 0], sink_logits=np.zeros(5, np.float32)))
     refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
     return [*found, by_tokens.length, hasattr(by_tokens, "tokens"), hasattr(by_heads, "tokens"), hasattr(by_heads, "x")]
@@ -187,6 +188,25 @@ def refuse_to_receive(rank, world, group):
     except tikv.TikvError as error:
         found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def masses(rank, world, group):
+    """The mass of single queries over a sliding layer and one that is not, against one store."""
+    rng = np.random.default_rng(12)
+    form = FORM | {"window": [11, None], "sinks": 2}
+    one = tikv.KVCacheStore(**form)
+    shared = ShardedKVCacheStore(group, shard="tokens", interleave=4, **form)
+    assert shared.attend(1, np.ones((1, 24, 8), np.float32), return_mass=True)[1].shape == (1, 6, 0)
+    for tokens in (1, 5, 7, 9, 2):
+        for layer in (0, 1):
+            rows, q = rng.standard_normal((2, tokens, 6, 8)), rng.standard_normal((1, 24, 8))
+            options = {"return_lse": tokens % 2 == 0, "return_mass": True, "mass_queries": (None, 1)[tokens > 5]}
+            options["sink_logits"] = rng.standard_normal(24).astype(np.float32) if tokens == 7 else None
+            for store in (one, shared):
+                store.append(layer, *rows.astype(np.float32))
+            for want, got in zip(*(s.attend(layer, q.astype("f"), **options) for s in (one, shared)), strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=f"{tokens}, layer {layer}")
+    return shared.held(0), shared.held(1)
 
 
 def at_positions(rank, world, group):

@@ -12,6 +12,7 @@ from tikv.ops.attention.merge import merge_parts
 from tikv.ops.deal import deal
 from tikv.stores.attend import AttentionScale
 
+torch = pytest.importorskip("torch")
 PLAIN = AttentionScale(None, None)
 
 
@@ -76,7 +77,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng):
         for layer in (0, 1):
             q = rng.standard_normal((1, tokens, 8, 8)).astype(np.float32)
             k, v = rng.standard_normal((2, 1, tokens, 1, 8)).astype(np.float32)
-            want = one.extend(layer, q, k, v)
+            want, want_mass = one.extend(layer, q, k, v, return_mass=True)
             parts = np.zeros((2, 1, 8, tokens, 9), np.float32)
             for store, part in zip(shares, parts, strict=True):
                 query, rows, _ = store.extension("extend", layer, (q, k, v), "token_major", PLAIN)
@@ -85,4 +86,11 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng):
             to = view(out, "out", "extend").transposed(0, 2, 1, 3)
             merge_parts("extend", view(parts, "parts", "extend"), to, view(lse, "lse", "extend"))
             np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
+            (ranks, places), counts = Deal(0, 2, 4).places(shares[0].held_positions(layer))
+            masses = torch.zeros(2, 1, 1, max(counts))
+            by_head = np.ascontiguousarray(q.swapaxes(1, 2))
+            for store, mass in zip(shares, masses, strict=True):
+                asked = view(by_head, "q", "extend"), view(lse, "lse", "extend")
+                store.weigh_own("extend", layer, *asked, mass, PLAIN)
+            np.testing.assert_allclose(masses[ranks, 0, 0, places], want_mass[0, 0], rtol=1e-5, atol=1e-5)
     assert [store.length for store in shares] == [one.length] * 2

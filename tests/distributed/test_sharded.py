@@ -28,6 +28,12 @@ def test_sink_logits_count_once(two):
     two.run(on_ranks.random_operations, "tokens", None, 4, SLIDING, "float32", WRITES, 20, 6, True)
 
 
+@pytest.mark.parametrize("ranks", ["two", "three"])
+def test_the_mass_is_of_the_tokens_of_all_ranks(ranks, request):
+    for found in request.getfixturevalue(ranks).run(on_ranks.masses):
+        assert found == (11, 24)
+
+
 @pytest.mark.parametrize("mesh", [(1, 3), (3, 1)], ids=str)
 def test_three_ranks_are_one_store(three, mesh):
     """A mesh of two dimensions, of which one cuts."""
@@ -65,13 +71,10 @@ def test_what_is_refused(two):
     ]
     assert first[:3] == second[:3] == wanted
     assert "KV heads 3..5 of 6. k, v and q are of the rank's own heads." in second[4]
-    for message, kind in zip(
-        first[3:13],
-        ("Position", "Shape", "Shape", "Shape", "Capacity", "Shape", "NotShared", "Option", "Shape", "Option"),
-        strict=True,
-    ):
+    kinds = ["Position", *["Shape"] * 3, "Capacity", "Shape", "NotShared", *["Option"] * 2, "Shape", "Option"]
+    for message, kind in zip(first[3:14], kinds, strict=True):
         assert message.startswith(f"{kind}Error: "), message
-    assert first[13:] == second[13:] == [0, False, True, False]
+    assert first[14:] == second[14:] == [0, False, True, False]
 
 
 def test_a_group_that_is_gone(three):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.stores.layer import Layer
@@ -60,6 +62,19 @@ class Deal(NamedTuple):
             after = min(end, (first // self.interleave + 1) * self.interleave)
             yield first, after
             first = after
+
+    def places(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], list[int]]:
+        """Where tokens at ascending positions are, if each rank has its own side by side: their ranks and places there.
+
+        Returns:
+            (ranks and places, (2, n) int64; how many each rank has).
+        """
+        ranks = positions // self.interleave % self.world
+        places = np.empty_like(ranks)
+        counts = [int((ranks == rank).sum()) for rank in range(self.world)]
+        for rank, count in enumerate(counts):
+            places[ranks == rank] = np.arange(count)
+        return np.stack([ranks, places]), counts
 
     def stretches(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[Stretch]:
         """Queries at consecutive positions, in parts that are each like a plain causal attention over this rank's keys.

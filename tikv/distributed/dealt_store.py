@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tikv import dtypes, launch
 from tikv.arrays import ArrayView, Views, new_array, view, view_all
 from tikv.distributed.deal import Deal, Stretch
 from tikv.errors import OptionError, PositionError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.deal import deal
 from tikv.ops.staging import Staging
@@ -266,7 +269,7 @@ class DealtStore(KVCacheStore):
         deal(self.runtime, operation, seq_lens, lens, self.deal, True)
         arrays = {**layer_arrays(found, q), "lens": lens}
         span = counts.ring // self.deal.world
-        plan = kept_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring)
+        plan = kept_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
         out, lse = self._out_and_lse(parts)
         oldest = self.deal.count(counts.trimmed_to)
         plan.attend(None, arrays, out, True, "taichi", 0, oldest, lse=lse, is_part=True)
@@ -334,9 +337,54 @@ class DealtStore(KVCacheStore):
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some)
-            plan = kept_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring)
+            plan = kept_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
             plan.attend(None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True)
         stage.finish()
+
+    @property
+    def key_format(self) -> GroupFormat | None:
+        """The format of keys that are groups of codes."""
+        return self._memory.formats[0]
+
+    def held_positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """The positions of the tokens of a layer that are there to be seen, on all ranks together, ascending."""
+        counts = self._counts[layer]
+        fixed = np.arange(min(counts.length, counts.sinks))
+        return np.concatenate([fixed, np.arange(max(counts.valid_from, counts.sinks), counts.length)])
+
+    @whole
+    def weigh_own(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale
+    ) -> None:
+        """How much weight the newest tokens' queries gave this rank's keys, of those that are held.
+
+        Args:
+            operation: for messages.
+            layer: its index.
+            q: (batch, Hq, T, D).
+            lse: (batch, Hq, T), the log-sum-exps over the keys of all ranks.
+            to: a tensor (batch, num_kv_heads, n) of zeros, n at least this rank's share of `held_positions`.
+            scores: the scale and the soft cap.
+        """
+        counts, found, live = self._counts[layer], self._layers[layer], self.runtime
+        start = counts.length - q.shape[2]
+        fixed = self.deal.count(min(counts.sinks, counts.length))
+        behind = self.deal.count(max(counts.valid_from, counts.sinks))  # this rank's first that is held behind these
+        for at in self.deal.stretches(counts, counts.valid_from, start, counts.length):
+            oldest = max(found.sinks, at.first_valid, at.length - found.ring if found.ring else 0)
+            own_fixed, recent = min(found.sinks, at.length), max(0, at.length - oldest)
+            mass = to.new_zeros((*to.shape[:2], own_fixed + recent))
+            some, of_some = (a.part(2, at.first - start, at.end - start) for a in (q, lse))
+            stage = Staging(live, [some, of_some, view(mass, "mass", operation)], [False, False, True])
+            some, of_some, own = stage.arrays
+            arrays = layer_arrays(found, some)
+            plan = kept_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
+            plan.weigh(arrays, of_some, own, at.length, at.first_valid, at.ahead)
+            stage.finish()
+            to[..., :own_fixed] += mass[..., :own_fixed]
+            if recent:
+                first = fixed + oldest - behind
+                to[..., first : first + recent] += mass[..., own_fixed:]
 
     # --- counts
 

@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_like, to_device, view
 from tikv.distributed import saved
 from tikv.distributed.deal import Deal
 from tikv.distributed.dealt_store import DealtStore
@@ -17,9 +19,17 @@ from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.options import query_shape
-from tikv.ops.attention.terms import check_scores
+from tikv.ops.attention.terms import Terms, check_scores
 from tikv.stores import files, replacing
-from tikv.stores.attend import MISSING, AttentionScale, head_major, with_batch
+from tikv.stores.attend import (
+    MISSING,
+    AttentionScale,
+    head_major,
+    last_queries,
+    mass_queries_of,
+    results_of,
+    with_batch,
+)
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
 from tikv.stores.storage import named_divisors
@@ -174,6 +184,8 @@ class ShardedKVCacheStore:
         missing: str = "raise",
         seq_lens: Any = None,
         sink_logits: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
         **options: Any,
     ) -> Any:
         """Attention of the newest tokens' queries over what all ranks hold. See `KVCacheStore.attend`.
@@ -184,6 +196,8 @@ class ShardedKVCacheStore:
             scale, return_lse, softcap, out, missing, seq_lens, sink_logits: as in `KVCacheStore.attend`, the logits of
                 the query heads that q has. With tokens cut, ``seq_lens`` go with one query a sequence, and with windows
                 that are, but for the sinks, a multiple of the ranks times ``interleave``.
+            return_mass, mass_queries: as in `KVCacheStore.attend`; the mass of the tokens that all ranks hold, on every
+                rank, of its own heads. With tokens cut it is one collective more.
             **options: the others, where heads alone are cut.
 
         Returns:
@@ -193,13 +207,14 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
         """
         operation = "ShardedKVCacheStore.attend"
-        self._agree(operation, layer, q, missing, scale, softcap, sink_logits)
+        self._agree(operation, layer, q, missing, scale, softcap, sink_logits, return_mass, mass_queries)
         self._refuse("attend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
                 asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits}
+                asked |= {"return_mass": return_mass, "mass_queries": mass_queries}
                 return self.local.attend(layer, q, **asked, **options)
             found = view(q, "q", operation)
             scores = AttentionScale.checked(scale, softcap, operation)
@@ -207,6 +222,11 @@ class ShardedKVCacheStore:
             shape = query_shape(found, "q", operation)
             checks.integer(layer, "layer", operation, high=store.num_layers - 1)
             sinks = self._sinks(operation, sink_logits, shape.batch, shape.heads)
+            wanted = mass_queries_of(return_mass, mass_queries, Terms(sink_logits), operation, store.key_format)
+            if wanted != 0 and seq_lens is not None:
+                raise OptionError(
+                    f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
+                )
             with store.lock:
                 result = self._results(operation, q, found, out)
                 parts = self._parts(q, shape.batch, shape.heads, shape.queries)
@@ -217,9 +237,10 @@ class ShardedKVCacheStore:
                     to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))
                     to_lse = to_lse.restrided((*to_lse.shape, 1), (*to_lse.strides, 0))
                 self._merge(operation, parts, to, to_lse, sinks)
+                mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return result if return_lse else result[0]
+        return results_of(result[0], result[1] if return_lse else None, mass)
 
     def extend(
         self,
@@ -233,13 +254,15 @@ class ShardedKVCacheStore:
         softcap: float | None = None,
         return_lse: bool = False,
         sink_logits: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
         **options: Any,
     ) -> Any:
         """Attend with new tokens' queries over what all ranks hold and the new tokens, and append those.
 
         Args:
             layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
-            sink_logits: as in `attend`.
+            sink_logits, return_mass, mass_queries: as in `attend`.
             q, k, v: the new tokens, all of them, of the rank's own heads.
             **options: the others, where heads alone are cut.
 
@@ -252,29 +275,32 @@ class ShardedKVCacheStore:
         Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
-        self._agree(operation, layer, q, k, v, layout, scale, softcap, sink_logits)
+        self._agree(operation, layer, q, k, v, layout, scale, softcap, sink_logits, return_mass, mass_queries)
         self._refuse("extend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "softcap": softcap, "return_lse": return_lse, "sink_logits": sink_logits}
+                asked |= {"return_mass": return_mass, "mass_queries": mass_queries}
                 return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
+            wanted = mass_queries_of(return_mass, mass_queries, Terms(sink_logits), operation, store.key_format)
             with store.lock:
                 query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
                 sinks = self._sinks(operation, sink_logits, *query.shape[:2])
                 result = self._results(operation, q, view(q, "q", operation), None)
+                to, to_lse = (
+                    head_major(with_batch(view(a, "out", operation), n), *axes)
+                    for a, n in zip(result, (4, 3), strict=True)
+                )
                 if query.shape[2]:
                     parts = self._parts(q, *query.shape[:3])
                     store.extend_own(operation, layer, rows, layout, query, view(parts, "parts", operation), scores)
-                    to, to_lse = (
-                        head_major(with_batch(view(a, "out", operation), n), *axes)
-                        for a, n in zip(result, (4, 3), strict=True)
-                    )
                     self._merge(operation, parts, to, to_lse, sinks)
+                mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return result if return_lse else result[0]
+        return results_of(result[0], result[1] if return_lse else None, mass)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
@@ -497,10 +523,14 @@ class ShardedKVCacheStore:
 
     def _parts(self, q: Any, *shape: int) -> Any:
         """A tensor for this rank's part: each row's result, and behind it its log-sum-exp."""
+        return self._floats(q, *shape, self.local.head_dim_v + 1)
+
+    def _floats(self, q: Any, *shape: int) -> Any:
+        """A float32 tensor, where q lies."""
         import torch
 
         device = q.device if isinstance(q, torch.Tensor) else "cuda" if self.local.runtime.is_cuda else "cpu"
-        return torch.empty((*shape, self.local.head_dim_v + 1), dtype=torch.float32, device=device)
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     def _sinks(self, operation: str, sink_logits: Any, batch: int, heads: int) -> ArrayView | None:
         """The sink logits as an array of this rank's query heads, if there are any.
@@ -518,6 +548,42 @@ class ShardedKVCacheStore:
         """Gather the parts of all ranks and write what they are together, sink logits counted once."""
         gathered = self.ranks["tokens"].gather(parts, operation)
         merge_parts(operation, view(gathered, "parts", operation), out, lse, sinks)
+
+    def _mass(
+        self,
+        operation: str,
+        layer: int,
+        like: Any,
+        q: ArrayView,
+        lse: ArrayView,
+        wanted: int | None,
+        scores: AttentionScale,
+    ) -> Any:
+        """How much weight the last `wanted` of these queries gave each token that all ranks hold, in their order.
+
+        Args:
+            operation: for messages.
+            layer: its index.
+            like: the result is a new array of its kind.
+            q, lse: (batch, Hq, T, D) and (batch, Hq, T), the log-sum-exps over the keys of all ranks.
+            wanted: None for all.
+            scores: the scale and the soft cap.
+        """
+        import torch
+
+        store = self._dealt
+        assert store is not None
+        where, counts = store.deal.places(store.held_positions(layer))
+        own = self._floats(like, store.batch_size, store.num_kv_heads, max(counts)).zero_()
+        found = own
+        if own.shape[2]:
+            store.weigh_own(operation, layer, *last_queries(q, lse, wanted), own, scores)
+            ranks, places = (torch.from_numpy(a).to(own.device) for a in where)
+            found = self.ranks["tokens"].gather(own, operation)[ranks, :, :, places].permute(1, 2, 0).contiguous()
+        if isinstance(like, torch.Tensor):
+            return found
+        host = found.cpu().numpy()
+        return host if isinstance(like, np.ndarray) else CacheArray(to_device(host, store.runtime), store.runtime)
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:

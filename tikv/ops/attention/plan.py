@@ -147,15 +147,16 @@ class AttentionPlan(Plan):
         mass: ArrayView,
         length: int = 0,
         first_valid: int = 0,
+        ahead: int = 0,
     ) -> None:
         """The attention mass of the keys: how much weight the queries give each, summed over those of a KV head.
 
         Args:
-            arrays, length, first_valid: as in `attend`, whose queries these are, or the last of them.
+            arrays, length, first_valid, ahead: as in `attend`, whose queries these are, or the last of them.
             lse: the log-sum-exps that it gave for them.
             mass: (batch, heads, n) float32 zeros, of keys in the order of a store's `tokens`, at most n of a head.
         """
-        lengths = Lengths(self.cache.capacity) if self.device_only else self._lengths(arrays, length)
+        lengths = Lengths(self.cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
         if self.empty or 0 in mass.shape:
             return
         arrays |= {"lse": lse, "mass": mass}
@@ -166,7 +167,7 @@ class AttentionPlan(Plan):
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
             launches = self.by_split.keep(key, AttentionLaunches(*given))
-        launches.attend(arrays, length, first_valid, 0)
+        launches.attend(arrays, length, first_valid, ahead)
 
     def _first_valid(self, value: Any, high: int) -> int:
         """The oldest position that is still there, checked."""
