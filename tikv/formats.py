@@ -6,7 +6,7 @@ A format says how many bits and numbers a group has and by which rule they are f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tikv.errors import OptionError, ShapeError
@@ -14,6 +14,7 @@ from tikv.errors import OptionError, ShapeError
 WORD_BITS = 32  # codes lie in words of so many bits, the first in the lowest
 BITS = (2, 3, 4, 8)
 GROUPS = (32, 64, 128)
+MOST_RESIDUAL = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,17 @@ class GroupFormat:
 
 @dataclass(frozen=True)
 class Quant:
-    """A format as mlx quantises: groups of columns, each with a scale and a bias.
+    """A format as mlx quantises: groups of numbers, each with a scale and a bias.
 
     Args:
         bits: of a code: 2, 3, 4 or 8.
-        group: columns that share a scale and a bias: 32, 64 or 128.
-        axis: "head_dim", along the columns of a row.
+        group: numbers that share a scale and a bias: 32, 64 or 128.
+        axis: "head_dim", along the columns of a row; or "tokens": of keys a channel over a group of tokens, of values
+            still along the columns, as KIVI has it. A `tikv.KVCacheStore` keeps it.
+        residual: with "tokens", how many of the newest tokens, at least, stay as they came; not below the group.
 
     Raises:
-        OptionError: another number of bits or columns, or another axis.
+        OptionError: another number of bits or columns, another axis, or a residual that does not fit.
 
     Examples:
         >>> Quant(bits=4).format.name
@@ -71,18 +74,46 @@ class Quant:
     bits: int
     group: int = 64
     axis: str = "head_dim"
+    residual: int = 0
 
     def __post_init__(self) -> None:
         for name, value, offered in (("bits", self.bits, BITS), ("group", self.group, GROUPS)):
             if type(value) is not int or value not in offered:
                 raise OptionError(f"Quant: {name}={value!r} is not offered. Use one of {offered}.")
-        if self.axis != "head_dim":
-            raise OptionError(f"Quant: axis={self.axis!r} is not offered. Use 'head_dim'.")
+        if self.axis not in ("head_dim", "tokens"):
+            raise OptionError(f"Quant: axis={self.axis!r} is not offered. Use 'head_dim' or 'tokens'.")
+        if type(self.residual) is not int or not (
+            self.group <= self.residual < MOST_RESIDUAL if self.axis == "tokens" else self.residual == 0
+        ):
+            wanted = f"an int from {self.group}, the group, on" if self.axis == "tokens" else "0 with axis='head_dim'"
+            raise OptionError(f"Quant: residual={self.residual!r} is not offered. Use {wanted}.")
+
+    def __repr__(self) -> str:
+        residual = f", residual={self.residual}" if self.residual else ""
+        return f"Quant(bits={self.bits}, group={self.group}, axis={self.axis!r}{residual})"
+
+    @property
+    def row(self) -> GroupFormat:
+        """The row of the table, by which groups are encoded, whatever their axis."""
+        return FORMATS[f"quant{self.bits}_{self.group}"]
 
     @property
     def format(self) -> GroupFormat:
-        """The row of the table."""
-        return FORMATS[f"quant{self.bits}_{self.group}"]
+        """The row of the table, of groups of columns.
+
+        Raises:
+            OptionError: the groups are of tokens.
+        """
+        if self.axis == "tokens":
+            raise OptionError(
+                f"{self}: groups along tokens are kept by tikv.KVCacheStore(dtype=...) alone. Use axis='head_dim'."
+            )
+        return self.row
+
+    @property
+    def by_tokens(self) -> GroupFormat:
+        """What a store of groups along tokens is said to keep."""
+        return replace(self.row, name=f"{self.row.name}_tokens", rule="tokens")
 
 
 FORMATS = {

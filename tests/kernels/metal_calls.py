@@ -10,6 +10,8 @@ import numpy as np
 import tikv
 from tikv import runtime
 from tikv.arrays import view
+from tikv.formats import FORMATS
+from tikv.ops.attention.by_channel import channel_scores
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.deal import deal
 from tikv.ops.write_pages import write_pages
@@ -145,6 +147,7 @@ def attention(values):
         yield from attend(values, dtype, [values((1, 2, 6, 32), dtype) for _ in "kv"])
     yield from attend_in_parts(values, F32)
     yield from attend_with_terms(values)
+    yield from scores_by_channel(values)
 
 
 def attention_in_parts(values):
@@ -190,6 +193,15 @@ def attend_with_terms(values):
     yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, **terms)
     for tree in ({"parents": [[-1, 0]]}, {"mask": np.eye(2, dtype=bool)[None]}, {"mask": np.uint8([[[1], [2]]])}):
         yield "decode_attention", [tikv.decode_attention(q, *caches, 6, **terms, **tree)]
+
+
+def scores_by_channel(values):
+    codes = np.arange(2 * 2 * 32 * 4, dtype=np.uint32).reshape(1, 2, 2, 32, 4) * np.uint32(2654435761)
+    scores = values((2, 4, 64), F32)
+    arrays = values((1, 4, 2, 32), F16) / F16.type(64), codes, values((1, 2, 2, 32, 2), F16), scores
+    views = [view(a, "a", "channel_scores") for a in arrays]
+    channel_scores(runtime.current(), "channel_scores", *views, FORMATS["quant4_32"], 2)
+    yield "channel_scores", [scores]
 
 
 GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

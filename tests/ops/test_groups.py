@@ -361,7 +361,7 @@ def test_strided_rows_and_parts_of_others(arch, rng):
     [
         (lambda x: tikv.Quant(bits=5), tikv.OptionError, r"bits=5 is not offered\. Use one of \(2, 3, 4, 8\)"),
         (lambda x: tikv.Quant(bits=4, group=48), tikv.OptionError, "group=48"),
-        (lambda x: tikv.Quant(bits=4, axis="tokens"), tikv.OptionError, "axis='tokens' is not offered"),
+        (lambda x: tikv.Quant(bits=4, axis="rows"), tikv.OptionError, "axis='rows' is not offered"),
         (lambda x: tikv.quantize(x[:, :96], tikv.Quant(4, 64)), tikv.ShapeError, "x is 96 wide"),
         (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
         (lambda x: tikv.quantize(x.astype(np.float64), "q8_0"), tikv.DTypeError, "Pass float32"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tikv import dtypes, runtime
 from tikv.arrays import CacheArray, read_host, to_device, view, view_all
 from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS
 from tikv.ops.attention.terms import Terms
@@ -53,7 +54,12 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
-            and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
+            and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`. With groups along
+            tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
+            ``scale_dtype``; older ones are quantised once, a group at a time, by their position: keys by channel,
+            values along their columns. `append`, `append_all`, `attend`, `extend`, `trim` as far as to the codes,
+            `reset`, `snapshot`, `save` and `draw` are what such a store has, and ``quantised(layer)``, the number of
+            tokens that are codes; it has no window.
         v_dtype: storage of V, where that is another than that of K.
         k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,): rows are divided by it before they are stored,
             and multiplied where they are read. None for 1.
@@ -96,6 +102,15 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
     """
 
     instead = "Use copy.deepcopy(); snapshot() to return to what it holds; save() and load() for another process."
+
+    of_token_groups: ClassVar[Any]  # the store for groups along tokens: `stores.token_groups`
+
+    def __new__(cls, *args: Any, **form: Any) -> KVCacheStore:
+        """A store of the kind that the dtype asks for."""
+        dtype = form.get("dtype")
+        if cls is KVCacheStore and isinstance(dtype, Quant) and dtype.axis == "tokens":
+            cls = cls.of_token_groups
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -554,6 +569,9 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
+        if cls is KVCacheStore and files.kind_of(path, operation) == cls.of_token_groups.file_kind:
+            of_others: KVCacheStore = cls.of_token_groups.load(path)
+            return of_others
         form, counts, kept, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
             store = cls(**form)

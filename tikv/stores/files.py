@@ -121,6 +121,16 @@ def read(
     return tensors, facts
 
 
+def kind_of(path: str | os.PathLike[str], operation: str) -> str:
+    """The kind of cache that a file says it holds; nothing of it is checked.
+
+    Raises:
+        CacheFileError: it is missing, or no such file.
+    """
+    with tensor_file.opened(path, operation) as file:
+        return file.metadata.get("tikv") or ""
+
+
 @contextlib.contextmanager
 def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
     """Around what makes sense of a file's facts, which are those saved: what they contradict is no fault of the caller.
