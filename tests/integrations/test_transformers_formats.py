@@ -38,6 +38,7 @@ def rows(rng, tokens, dtype=torch.float32):
         ({"dtype": "q8_0"}, torch.bfloat16),
         ({"dtype": "int8", "v_dtype": tikv.Quant(4)}, torch.float32),
         ({"dtype": None, "v_dtype": "q8_0"}, torch.bfloat16),
+        ({"dtype": "float8_e4m3fn", "k_scale": (0.3, 4.0), "v_scale": 0.5}, torch.float32),
     ],
 )
 def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, stored, dtype):
@@ -89,6 +90,7 @@ def test_a_streaming_layer_overwrites_codes(arch, rng):
         {"dtype": "q4_0"},
         {"dtype": None, "v_dtype": tikv.Quant(8, 32)},
         pytest.param({"dtype": tikv.Quant(8, 32), "v_dtype": "int8"}, marks=pytest.mark.full),
+        pytest.param({"dtype": "float8_e4m3fn", "k_scale": 0.1}, marks=pytest.mark.full),
     ],
 )
 def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
@@ -108,7 +110,9 @@ def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
         logits.append(torch.stack(found.logits))
     assert len(decoded) == 2  # the prompt of each layer
     # A difference of rounding can move a stored value to its neighbour.
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2e-1 if stored["dtype"] == "q4_0" else 2e-2)
+    torch.testing.assert_close(
+        logits[1], logits[0], rtol=0, atol=2e-1 if stored["dtype"] in ("q4_0", "float8_e4m3fn") else 2e-2
+    )
 
 
 def test_what_a_cache_of_groups_refuses(arch, rng):
@@ -123,5 +127,7 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
         TikvCache(config(), dtype="int32")
     with pytest.raises(tikv.DTypeError, match="v_dtype=int32 is not stored"):
         TikvCache(config(), v_dtype="int32")
+    with pytest.raises(tikv.OptionError, match="k_scale is of float8_e4m3fn and float8_e5m2"):
+        TikvCache(config(), dtype="int8", k_scale=1.0)
     with pytest.raises(tikv.DTypeError, match="values of float64 are not stored as q8_0"):
         TikvCache(config(), v_dtype="q8_0").update(*rows(rng, 3, torch.float64), 1)

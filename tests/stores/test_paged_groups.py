@@ -198,3 +198,52 @@ def test_what_two_formats_take_and_refuse(arch, rng, tmp_path):
     alone.save(tmp_path / "alone.safetensors")
     with pytest.raises(tikv.DTypeError, match="had v_dtype=int8, this one has quant4_32"):
         apart.load_sequences(tmp_path / "alone.safetensors")
+
+
+@pytest.mark.full("vulkan")
+def test_floats_of_8_bits_with_a_scale(arch, rng, tmp_path):
+    """Appended, shared, read back, attended over, extended and saved: what a contiguous store of that form gives."""
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "dtype": "float8_e4m3fn"}
+    form |= {"k_scale": (0.3, 2.0), "v_scale": 0.7}
+    pool, store = tikv.PagedKVCacheStore(num_blocks=8, block_size=PAGE, **form), tikv.KVCacheStore(capacity=16, **form)
+    k, v = (oracle.place(a, arch) for a in rng.standard_normal((2, 6, HEADS, WIDTH)).astype(np.float32))
+    seq = pool.add()
+    pool.append(0, k, v, [seq], [0, 6])
+    store.append(0, k, v)
+    seq = pool.fork(seq)
+    q, k, v = (rng.standard_normal((3, h, WIDTH)).astype(np.float32) for h in (4, HEADS, HEADS))
+    q, k, v = (oracle.place(a, arch) for a in (q, k, v))
+    got, want = (oracle.to_numpy(a) for a in (pool.extend(0, q, k, v, [seq], [0, 3]), store.extend(0, q, k, v)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    pool.save(tmp_path / "pool.safetensors", [seq])
+    again = tikv.PagedKVCacheStore.load(tmp_path / "pool.safetensors")
+    assert again.divisors == pool.divisors == store.divisors
+    for one in (pool, again):
+        for got, want in zip(one.tokens(0, seq), store.tokens(0), strict=True):
+            oracle.assert_same_bits(got, oracle.to_numpy(want)[0].swapaxes(0, 1))
+    assert [a.numpy().tolist() for a in pool.scales(0)] == [a.numpy().tolist() for a in store.scales(0)]
+
+
+@pytest.mark.archs("cpu")
+def test_what_pools_with_a_scale_refuse(arch, tmp_path):
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 4, "block_size": PAGE}
+    for given, match in (
+        ({"v_scale": 1.0}, "v_scale is of floats of 8 bits, and V is kept as float16"),
+        ({"dtype": "float8_e5m2", "k_scale": (1.0, 2.0), "per_head": True}, "a pool is of one head"),
+        ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 1.0}, "int8 has scales of rows"),
+    ):
+        with pytest.raises(tikv.OptionError, match=match):
+            tikv.PagedKVCacheStore(**form, **given)
+    pool, other = (tikv.PagedKVCacheStore(**form, dtype="float8_e5m2", k_scale=s) for s in (2.0, None))
+    seq, rows = pool.add(), np.ones((1, HEADS, WIDTH), np.float32)
+    with pytest.raises(tikv.DTypeError, match="the fused write divides by no scale"):
+        pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4)
+    assert pool.length(seq) == 0
+    pool.append(0, rows, rows, [seq])
+    pool.save(tmp_path / "pool.safetensors")
+    with pytest.raises(tikv.ShapeError, match=r"had k_scale=\[2.0\], this one has None"):
+        other.load_sequences(tmp_path / "pool.safetensors")
+    alone = tikv.PagedKVCacheStore(**form, dtype="float8_e5m2", k_scale=2.0, per_head=True)
+    seq = alone.add()
+    alone.append(0, 3 * rows, 3 * rows, [seq])
+    assert [float(np.asarray(a)[0, 1, 0]) for a in alone.tokens(0, seq)] == [3.0, 3.0]

@@ -146,7 +146,7 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
     """What two pools have in common that exchange blocks."""
-    facts = pool._pools.facts() | {"v_dtype": pool.v_dtype.name}
+    facts = {"k_scale": None, "v_scale": None, **pool._pools.facts(), "v_dtype": pool.v_dtype.name}
     return {name: fact for name, fact in facts.items() if name != "num_blocks"}
 
 

@@ -92,6 +92,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             batch_size=batch,
             dtype=self.storage.k or self.dtype,
             v_dtype=self.storage.v or self.dtype,
+            k_scale=self.storage.k_scale,
+            v_scale=self.storage.v_scale,
         )
         self.is_initialized = True
         self._settled = 0
@@ -221,6 +223,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             or not self._takes(key_states, value_states)
             or store.formats != (None, None)
             or store.dtype is not store.v_dtype
+            or store.divisors != (None, None)
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
@@ -252,8 +255,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return k, v
 
     def _memory(self) -> list[Any]:
-        """Torch's views of the memory: keys, values, and the scales there are."""
-        return [a for a in (self._k, self._v, *self._scales) if a is not None]
+        """Torch's views of the memory: keys, values, and the scales of rows."""
+        return [a for a in (self._k, self._v, *self._scales) if a is not None and a.ndim > 2]
 
     def _takes(self, key_states: Any, value_states: Any) -> bool:
         """Whether tokens are of the form that the cache has."""
@@ -335,7 +338,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _stored(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
         k, v = self._slices(first, end)
-        scales = [None if a is None else a.narrow(2, first, end - first) for a in self._scales]
+        scales = [a if a is None or a.ndim < 3 else a.narrow(2, first, end - first) for a in self._scales]
         k.tikv_stored = (self, first, end, *scales)  # a tensor of codes is as wide as their words
         return k, v
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
-from tikv.errors import ArchError, DTypeError
+from tikv.errors import ArchError, DTypeError, OptionError
 from tikv.formats import FORMATS, OR_FORMATS, GroupFormat, parse_format
 from tikv.stores.storage import appended
 
@@ -14,20 +14,27 @@ OPERATION = "TikvCache"
 
 
 class Storage(NamedTuple):
-    """What keys and what values are stored in; None for the model's dtype."""
+    """What keys and what values are stored in, None for the model's dtype; and what they are divided by."""
 
     k: DType | GroupFormat | None
     v: DType | GroupFormat | None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
-def storage_of(dtype: Any, v_dtype: Any = None) -> Storage:
-    """What a user's ``dtype`` and ``v_dtype`` mean.
+def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: Any = None) -> Storage:
+    """What a user's ``dtype``, ``v_dtype`` and scales mean.
 
     Raises:
-        DTypeError: nothing is stored in one of them.
+        DTypeError: nothing is stored in one of the dtypes.
+        OptionError: a scale of what is not stored in floats of 8 bits.
     """
     k = _stored_as(dtype, "dtype")
-    return Storage(k, k if v_dtype is None else _stored_as(v_dtype, "v_dtype"))
+    v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype")
+    for name, stored, scale in (("k_scale", k, k_scale), ("v_scale", v, v_scale)):
+        if scale is not None and stored not in dtypes.FLOATS8:
+            raise OptionError(f"{OPERATION}: {name} is of float8_e4m3fn and float8_e5m2. Leave it out, or use those.")
+    return Storage(k, v, k_scale, v_scale)
 
 
 def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:

@@ -63,6 +63,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0" or "q4_0",
             whose groups divide the heads. What is stored narrower is widened for each read.
         v_dtype: what values are stored in, where that is another than keys; as ``dtype``.
+        k_scale, v_scale: of 8-bit floats, a number or one a KV head of every layer, as in `tikv.KVCacheStore`.
         window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
             for ever in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
@@ -108,13 +109,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         window: int | None = None,
         sinks: int = 0,
         v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
-        storage = storage_of(dtype, v_dtype)
+        storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
         layers: list[Any] = []
         kinds, limit = shim.bounded(shim.layer_kinds(text), limit)

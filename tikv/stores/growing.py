@@ -21,7 +21,7 @@ from tikv.runtime import require_alive
 from tikv.stores.append import ROWS, Appends, in_turn
 from tikv.stores.compaction import compact_layers
 from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.storage import counted, divisors_of, size_in_words, storage_or_format
+from tikv.stores.storage import Divisors, counted, divisors_of, size_in_words, storage_or_format
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
@@ -135,6 +135,11 @@ class GrowingLayer(runtime.NotCopied):
     def formats(self) -> Formats:
         """The formats of keys and of values, of those that are groups of codes: `keys` or `values` are then words."""
         return self._memory.formats
+
+    @property
+    def divisors(self) -> Divisors:
+        """What keys and values are divided by."""
+        return self._memory.divisors
 
     @property
     def widths(self) -> tuple[int, int]:

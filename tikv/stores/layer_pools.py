@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, new_array
+from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks
 from tikv.stores.pool_form import HostArray, PoolForm
+from tikv.stores.storage import named_divisors
 
 HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers: the arrays of each group
 
@@ -53,7 +54,7 @@ class LayerPools:
     Attributes:
         groups: the layers that lie in one piece of memory each.
         layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
-        scales: of each layer those scales by name, as operations take them.
+        scales: of each layer those scales by name, as operations take them; or what all rows are divided by.
     """
 
     def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
@@ -62,7 +63,11 @@ class LayerPools:
         most = min(num_layers, form.layers_together(live))
         self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
         self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
-        self.scales = [form.scales(arrays) for arrays in self.layers]
+        divisors = {
+            name: to_device(np.array(numbers, np.float32), live)
+            for name, numbers in named_divisors(form.divisors).items()
+        }
+        self.scales = [{**form.scales(arrays), **divisors} for arrays in self.layers]
 
     @property
     def nbytes(self) -> int:

@@ -52,6 +52,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a scale per token and
             head; or codes of groups along a row, a `tikv.Quant`, "q8_0" or "q4_0", which `tikv.quantize` describes.
         v_dtype: storage of V, where that is another than that of K.
+        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
         head_dim_v: width of a head of V.
@@ -103,6 +104,8 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         scale_dtype: Any = "float16",
         per_head: bool = False,
         v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         operation = "PagedKVCacheStore"
         self.runtime = runtime.current()
@@ -120,6 +123,8 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
             layout=layout,
             per_head=per_head,
             v_dtype=v_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         self._pools = LayerPools(self.form, self.num_layers, self.runtime)
         sizes = self.num_layers, self.form.num_blocks, self.form.block_size
@@ -277,12 +282,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.write_qkv"
         refuse_per_head(self.form, operation, "the fused write has one slot for all heads of a token")
-        if self.form.formats != (None, None) or not self.form.alike:
-            why = "makes no codes of" if self.form.alike else "keeps K and V alike, and this store is"
-            raise DTypeError(
-                f"{operation}: the fused write {why} {self.form.kept_as}. Write to arrays with tikv.write_qkv and "
-                f"append them."
-            )
+        _refuse_fused(self.form, operation)
         layer = self._layer(layer, operation)
         rows = view(qkv, "qkv", operation)
         checks.rank(rows, (2,), "qkv", "(T, (Hq + 2 H) * D)", operation)
@@ -628,6 +628,23 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         own = self._sequences, self._pools, operation, share_prefixes, salt_bytes(salt, operation)
         return paged_files.add(path, paged_files.read(path, operation), *own)
+
+
+def _refuse_fused(form: PoolForm, operation: str) -> None:
+    """What the fused write does not make.
+
+    Raises:
+        DTypeError: the store keeps that.
+    """
+    why = ""
+    if not form.alike:
+        why = f"keeps K and V alike, and this store is {form.kept_as}"
+    elif form.formats != (None, None):
+        why = f"makes no codes of {form.kept_as}"
+    elif form.divisors != (None, None):
+        why = "divides by no scale"
+    if why:
+        raise DTypeError(f"{operation}: the fused write {why}. Write to arrays with tikv.write_qkv and append them.")
 
 
 def _cumulated(cu_seqlens: Any, count: int, rows: int, operation: str, live: runtime.Runtime) -> tuple[int, ...]:

@@ -139,7 +139,7 @@ def add(
     _, facts = contents
     with files.understanding(path, operation):
         forms = facts["form"], pools.facts()
-        theirs, ours = (form | {"v_dtype": form.get("v_dtype", form["dtype"])} for form in forms)
+        theirs, ours = ({"k_scale": None, "v_scale": None, "v_dtype": form["dtype"], **form} for form in forms)
         numbers = list(range(sequences.next, sequences.next + len(facts["sequences"])))
         other = [name for name, mine in ours.items() if theirs[name] != mine]
     for name in other:

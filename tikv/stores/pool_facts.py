@@ -17,7 +17,7 @@ from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_form import PoolForm
 from tikv.stores.sequences import Sequences, SequenceState
-from tikv.stores.storage import counted, size_in_words
+from tikv.stores.storage import Divisors, counted, size_in_words
 from tikv.stores.whole import StoreLock, whole
 
 
@@ -65,6 +65,11 @@ class PoolFacts(draw.Drawn):
     def v_dtype(self) -> DType | GroupFormat:
         """What values are stored in."""
         return self.form.v_dtype
+
+    @property
+    def divisors(self) -> Divisors:
+        """What rows of K and of V are divided by: (1,) or (H,) numbers each, or None."""
+        return self.form.divisors
 
     @property
     def layout(self) -> str:
@@ -168,18 +173,19 @@ class PoolFacts(draw.Drawn):
         """The scales of K and of V where they lie, None where one of the two has none: of int8 each (N, bs, H).
 
         Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one. Where K and V have
-        rows of different numbers of them, n is the larger, also of int8, and the first are in use.
+        rows of different numbers of them, n is the larger, also of int8, and the first are in use. Of 8-bit floats (1,)
+        or (H,), what the store was given.
 
         Raises:
             DTypeError: the store has none.
         """
         operation = "PagedKVCacheStore.scales"
-        arrays = self._pools.layers[self._layer(layer, operation)][2:]
+        arrays = self._pools.scales[self._layer(layer, operation)]
         if not arrays:
             raise DTypeError(
                 f"{operation}: a {self.form.kept_as} store has no scales; int8 and groups have. Use dtype='int8'."
             )
-        found = {name: CacheArray(a, self.runtime) for name, a in zip(self.form.scale_names, arrays, strict=True)}
+        found = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
         return found.get("k_scale"), found.get("v_scale")
 
     def _layer(self, index: int, operation: str) -> int:

@@ -15,7 +15,15 @@ from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS, Formats
-from tikv.stores.storage import BLOCK_BYTES, RowForm, shared_bytes, storage_or_format
+from tikv.stores.storage import (
+    BLOCK_BYTES,
+    Divisors,
+    RowForm,
+    divisors_of,
+    named_divisors,
+    shared_bytes,
+    storage_or_format,
+)
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -39,6 +47,7 @@ class PoolForm:
     scale_dtype: DType | None  # of int8 and of groups
     layout: str
     per_head: bool = False  # a block holds tokens of one head
+    divisors: Divisors = (None, None)  # what all rows of K and of V are divided by
 
     @classmethod
     def checked(
@@ -56,6 +65,8 @@ class PoolForm:
         layout: str,
         per_head: bool = False,
         v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> PoolForm:
         """The form that a user's arguments mean.
 
@@ -76,7 +87,13 @@ class PoolForm:
             k_scales or v_scales,
             checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
             bool(per_head),
+            divisors_of((of_k, of_v), (k_scale, v_scale), num_kv_heads, operation),
         )
+        if form.per_head and any(numbers is not None and len(numbers) > 1 for numbers in form.divisors):
+            raise OptionError(
+                f"{operation}: k_scale or v_scale has a number for each head, and with per_head=True a pool is of one "
+                f"head. Use one number for all."
+            )
         if form.per_head and form.layout == "VLLM":
             raise OptionError(
                 f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
@@ -114,7 +131,11 @@ class PoolForm:
     @property
     def rows(self) -> tuple[RowForm, RowForm]:
         """How rows of K and of V are kept."""
-        return RowForm(self.dtype, self.head_dim), RowForm(self.v_dtype, self.head_dim_v)
+        k, v = self.divisors
+        return (
+            RowForm(self.dtype, self.head_dim, k is not None),
+            RowForm(self.v_dtype, self.head_dim_v, v is not None),
+        )
 
     @property
     def formats(self) -> Formats:
@@ -217,4 +238,5 @@ class PoolForm:
             "scale_dtype": (self.scale_dtype or dtypes.float16).name,
             "layout": self.layout,
             **apart,
+            **named_divisors(self.divisors),
         }
