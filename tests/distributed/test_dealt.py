@@ -94,3 +94,16 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng):
                 store.weigh_own("extend", layer, *asked, mass, PLAIN)
             np.testing.assert_allclose(masses[ranks, 0, 0, places], want_mass[0, 0], rtol=1e-5, atol=1e-5)
     assert [store.length for store in shares] == [one.length] * 2
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.full
+def test_groups_of_codes_are_dealt(arch, rng):
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 16, "dtype": "q8_0"}
+    one, share = tikv.KVCacheStore(**form), DealtStore(Deal(0, 1, 4), **form)
+    k, v = rng.standard_normal((2, 6, 1, 32)).astype(np.float32)
+    for store in (one, share):
+        store.append(0, k, v)
+    q, part = rng.standard_normal((1, 2, 1, 32)).astype(np.float32), np.zeros((1, 2, 1, 33), np.float32)
+    share.attend_own("attend", 0, view(q, "q", "attend"), view(part, "part", "attend"), PLAIN, "raise")
+    np.testing.assert_allclose(part[..., 0, :32], one.attend(0, q[:, :, 0]), rtol=2e-6, atol=2e-6)
