@@ -1,11 +1,11 @@
 """Rows of a head moved down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
 
 Since index[j] >= j, a head whose rows are moved in their order never reads a row that was written before. So heads are
-independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head. On Vulkan and Metal
-a thread moves one word of each of a head's rows, `HELD` rows at a time, all read before one is written, and waits for
-nobody. On CUDA, where that would leave memory waiting, the threads of a block share a head's words and neighbouring
-rows, and a barrier stands between reading and writing: what a block reads in a later round lies above all that it has
-written.
+independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head, and reads the rows
+between those that it keeps as well, where that is sooner done (`make_wants_gaps`). On Vulkan and Metal a thread moves
+one word of each of a head's rows, `HELD` rows at a time, all read before one is written, and waits for nobody. On CUDA,
+where that would leave memory waiting, the threads of a block share a head's words and neighbouring rows, and a barrier
+stands between reading and writing: what a block reads in a later round lies above all that it has written.
 """
 
 import zlib
@@ -19,6 +19,9 @@ from tikv.runtime import ti
 HELD = 16  # rows of which a GPU thread holds a word: what 256 heads of 32 words need in flight on an H200
 WARP = 32  # words side by side that one read of a warp takes
 STREAMS = 4  # K, V, and the scales of both
+LINE = 64  # bytes that a CPU's core fetches at once
+GAP = 1024  # bytes between two rows of a head, on average, above which a CPU does not read them
+READ_AHEAD = 1024  # bytes of kept rows by which it reads ahead of what it moves
 ENTRIES = len(S)  # strides of an array; a constant, since Taichi warns of `len` in what it compiles
 
 
@@ -35,6 +38,7 @@ class CompactParams(NamedTuple):
     index_head: int = 0
     index_step: int = 0
     index_first: int = 0
+    write_read: int = 0  # never 1: a compiler does not know that, and leaves in what is read for its time alone
 
 
 C = CompactParams(*range(len(CompactParams._fields)))
@@ -101,7 +105,7 @@ def make_compact(style, serial, barrier, streams, index_bits):
                         row, at = find_head(lane, n * ENTRIES, strides, params)
                         token = strides[n * ENTRIES + S.token]
                         move[n](given[n], index, row, token, units[n], at, params[C.index_step], params[C.tokens],
-                                params[C.limit], uid + n)  # fmt: skip
+                                params[C.limit], params[C.write_read], uid + n)  # fmt: skip
     else:
         moves = [make_move_words(shape_of(words.units, barrier), words, barrier) for words in streams]
         threads = [threads_of(words.units, barrier) for words in streams]
@@ -136,19 +140,61 @@ def find_head(lane, first, strides, params):
     return row, params[C.index_first] + b * params[C.index_group] + h * params[C.index_head]
 
 
+def make_wants_gaps(bits, IX, uid):
+    """CPU: wants_gaps(...): 1 where a head is moved sooner if the rows between those that it keeps are read as well.
+
+    A core fetches ahead of what it reads in order only: half of the rows of 256 bytes, any of them, take longer to read
+    than all of them. That pays where no more than three fifths are dropped, in short gaps.
+    """
+
+    @ti.real_func
+    def wants_gaps(index: IX, token: ti.i32, units: ti.i32, at: ti.i32, step: ti.i32, tokens: ti.i32, limit: ti.i32,
+                   number: ti.i32) -> ti.i32:  # fmt: skip
+        rows, skipped, gaps, last = 0, 0, 0, -1
+        if token == units and units * ti.static(bits // 8) >= LINE:
+            for j in range(tokens):
+                s = ti.cast(index[at + j * step], ti.i32)
+                if s > last and s < limit:
+                    rows += 1
+                    skipped += s - last - 1
+                    gaps += ti.min(s - last - 1, 1)
+                    last = s
+        found = 0
+        if skipped > 0 and 2 * ti.cast(skipped, ti.i64) <= 3 * ti.cast(rows, ti.i64):
+            if ti.cast(skipped, ti.i64) * units * ti.static(bits // 8) <= ti.cast(gaps, ti.i64) * GAP:
+                found = 1
+        return found
+
+    return wants_gaps
+
+
 def make_move_head(bits, IX, uid):
     """CPU: move_head(...): all rows of a head. The number tells kernels apart, as in `kernels.copy`."""
     A = word_array(bits)
+    word, line = A.dtype, LINE * 8 // bits
+    wants_gaps = make_wants_gaps(bits, IX, uid)
 
     @ti.real_func
     def move_head(a: A, index: IX, row: ti.i32, token: ti.i32, units: ti.i32, at: ti.i32, step: ti.i32,
-                  tokens: ti.i32, limit: ti.i32, number: ti.i32):  # fmt: skip
+                  tokens: ti.i32, limit: ti.i32, write_read: ti.i32, number: ti.i32):  # fmt: skip
+        ahead, end, read = 0, 0, ti.cast(0, word)
+        if wants_gaps(index, token, units, at, step, tokens, limit, number) == 1:
+            ahead = 1 + ti.static(READ_AHEAD * 8 // bits) // units
         for j in range(tokens):
             s = ti.cast(index[at + j * step], ti.i32)
+            if ahead > 0:
+                later = ti.cast(index[at + ti.min(j + ahead, tokens - 1) * step], ti.i32)
+                if later >= 0 and later < limit:
+                    lines = ((later + 1) * token - end + line - 1) // line
+                    for n in range(lines):
+                        read = read ^ a[row + ti.min(end + n * line, (later + 1) * token - 1)]
+                    end += ti.max(lines, 0) * line
             if s > j and s < limit:
                 source, target = row + s * token, row + j * token
                 for u in range(units):
                     a[target + u] = a[source + u]
+        if write_read == 1:
+            a[row] = read
 
     return move_head
 
