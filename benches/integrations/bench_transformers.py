@@ -1,8 +1,11 @@
-"""One token into a transformers cache, and a whole generation: TikvCache beside transformers' own two."""
+"""One token into a transformers cache, and a whole generation: TikvCache beside transformers' own."""
+
+import types
 
 import oracle
 import pytest
 
+import tikv
 from tikv import dtypes
 from tikv.tools import roofline
 
@@ -59,6 +62,45 @@ def bench_update(arch, rng, length, peer, smoke, sizes, timed):
             oracle.assert_same_bits(cached[:, :, :length].cpu().numpy(), past.cpu().numpy(), what=f"{peer}: the past")
         moved = roofline.bytes_moved(1, heads, width, *[dtypes.float32] * 2)
         timed(call, op="update", peer=peer, case=f"at {length} tokens", bytes_moved=moved, calls=calls)
+
+
+@pytest.mark.parametrize("peer", ["tikv", "quanto", "hqq"])
+def bench_decode_in_4_bits(arch, peer, smoke, timed):
+    """One token into a layer of 4 bits and its attention; the others are the back ends of transformers' QuantizedCache.
+
+    That dequantises all its tokens for each new one.
+    """
+    if peer != "tikv":
+        pytest.importorskip({"quanto": "optimum.quanto"}.get(peer, peer), reason=f"{peer} is not installed")
+    from tikv.integrations import _transformers_attention
+    from tikv.integrations.transformers import TikvCache
+
+    torch.manual_seed(0)
+    config, length = llama(False, layers=1), 256 if smoke else 8192
+    config._attn_implementation = "tikv"
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    if peer == "tikv":
+        cache, attend = TikvCache(config, dtype=tikv.Quant(4)), _transformers_attention.attend
+    else:
+        axis = {"axis_key": 1, "axis_value": 1} if peer == "hqq" else {}
+        cache = transformers.QuantizedCache(peer, config, nbits=4, **axis)
+        attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    rows = [torch.randn(1, heads, length, width, device=arch) for _ in "kv"]
+    k, v, q = (torch.randn(1, heads, 1, width, device=arch) for _ in "kvq")
+    module = types.SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+
+    def call():
+        keys, values = cache.update(k, v, 0)
+        return attend(module, q, keys, values, None)[0]
+
+    with torch.no_grad():
+        cache.update(*rows, 0)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            q, *(torch.cat(pair, 2) for pair in zip(rows, (k, v), strict=True))
+        )
+        torch.testing.assert_close(call(), exact.transpose(1, 2), rtol=0, atol=0.1)
+        moved = 2 * length * heads * width * 9 // 16
+        timed(call, op="decode", peer=peer, case=f"4 bits, {length:,} tokens", bytes_moved=moved)
 
 
 @pytest.mark.parametrize("peer", ["tikv", "DynamicCache"])

@@ -1,4 +1,4 @@
-"""int8 pools: quantising on the way against a plain write of the same rows, and reading back."""
+"""Pools of int8 and of groups: quantising on the way against a plain write of the same rows, and reading back."""
 
 import numpy as np
 import oracle
@@ -6,10 +6,41 @@ import pytest
 import shapes
 
 import tikv
-from tikv import dtypes, reference
+from tikv import dtypes, formats, reference
 from tikv.tools import roofline
 
 SCALE = dtypes.float16
+
+
+@pytest.mark.parametrize("peer", ["tikv"], indirect=True)
+@pytest.mark.parametrize("stored", ["quant8_64", "q8_0", "quant4_64", "q4_0"])
+def bench_write_groups(arch, rng, peer, stored, sizes, smoke, timed):
+    """The same write into codes of groups; `bench_write_int8` has the float16 that they are compared with."""
+    if smoke and stored != "quant4_64":
+        pytest.skip("one format is enough to see that it runs")
+    heads, width, _ = shapes.MODELS["8x128"]
+    block = shapes.SCATTER.block
+    tokens = (sizes.prefill if not smoke else 32) // block * block
+    row = formats.FORMATS[stored]
+    few = [(rng.random((block, heads, width), np.float32) - np.float32(0.5)).astype(np.float16) for _ in "kv"]
+    new = [oracle.place(np.concatenate([a] * (tokens // block)), arch) for a in few]
+    slots = rng.permutation(tokens)
+    empty = oracle.place(np.zeros((tokens // block, block, heads, width), np.float16), arch)
+    pools, places = [tikv.quantize(empty, stored) for _ in "kv"], oracle.place(slots, arch)
+
+    def call():
+        tikv.write_slots(*new, *pools, places)
+
+    call()
+    for pool, rows, name in zip(pools, few, "kv", strict=True):
+        want = reference.quantize_groups(rows, row.bits, row.group, row.rule, np.float16)
+        for got, part in zip((pool.codes, pool.scales, pool.biases), want, strict=True):
+            if part is not None:
+                whole = np.concatenate([part] * (tokens // block))
+                before = np.zeros((tokens // block, block, *part.shape[1:]), part.dtype)
+                oracle.assert_same_bits(got, reference.write_slots(whole, before, slots), what=name)
+    moved = 2 * tokens * heads * width * 2 + sum(pool.nbytes for pool in pools)
+    timed(call, op="write_slots", peer=peer, case=f"{tokens:,} tokens into {stored}", bytes_moved=moved)
 
 
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
