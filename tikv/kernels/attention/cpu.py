@@ -38,13 +38,14 @@ from tikv.kernels.attention.softmax import exp2, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_newer, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
-from tikv.kernels.attention.visible import V, make_query_bounds
+from tikv.kernels.attention.visible import V, make_query_bounds, make_rows_range
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
 
 LISTS = 7  # rows of numbers of a chunk's keys that a worker has beside its heads' state
 PREFETCH_TOKENS, PREFETCH_PAGES = 1, 2  # whose heads lie side by side, and are loaded ahead together; 0: nothing is
 LINE = LINE_BYTES // 4  # floats of a cache line
+NUMBER_ROWS = 64  # query rows of a prompt's task, which share keys and values that are made numbers first
 MAX_FLOATS = 12288  # of the state of heads that a task reads together: what a core's caches keep beside the keys
 
 
@@ -74,7 +75,7 @@ def heads_per_task(rows, width, width_v, heads):
 
 
 def number_floats(width, width_v):
-    """Floats more of a worker's memory where K and V are kept in two formats: the numbers of a chunk of one of them."""
+    """Floats more of a worker's memory where keys are made numbers first: those of a chunk of K, or of V."""
     return CHUNK * max(width, width_v)
 
 
@@ -109,7 +110,7 @@ def make_worker_memory(rows, c):
     @ti.func
     def worker_memory(worker, params):
         heads = params[P.heads_per_task]
-        lists = worker * params[P.work_floats]
+        lists = params[P.work_first] + worker * params[P.work_floats]
         queries = lists + LISTS * ROW
         acc = queries + heads * rows * c.width
         scores = acc + heads * rows * c.width_v
@@ -178,24 +179,24 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
-    if c.values is not None:
-        return make_attend_apart(rows, uid, parts, c)
+    if c.values is not None or c.rows >= NUMBER_ROWS:
+        return make_attend_numbers(uid, parts, c)
     if c.groups:
         return make_attend_codes(rows, uid, parts, c)
-    keys, decode_task = make_key_loops(c), make_decode_task("cpu", CHUNK, c)
+    keys, decode_task = make_key_loops(c), make_decode_visible_task(c)
     row_loops = make_row_loops(c)
-    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
+    start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
     list_chunk = make_list_chunk(keys.list_keys, uid, c)
     prefetch_k = make_prefetch_heads(keys, uid, S.k_head, c.width)
     prefetch_v = make_prefetch_heads(keys, uid, S.v_head, c.width_v)
-    softmax = make_softmax(keys.load_scales, row_loops, rows, uid, c)
+    softmax, bands = make_softmax(keys.load_scales, row_loops, uid, c), rows // rows_per_band(rows)
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         heads = ti.min(params[P.heads_per_task], params[P.heads] - task[T.head])
-        start_rows(heads, task, memory, q, work, terms, strides, params)
+        start_rows(heads, rows, task, memory, q, work, terms, strides, params)
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
@@ -203,18 +204,18 @@ def make_attend_task(rows, uid, parts, c):
             if n > 0:
                 prefetch_k(k, memory[M.k_list], task[T.k_first], heads, n, memory[M.scores], work, strides, params)
                 keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, params[P.keys_per_pass],
-                          heads, memory[M.queries], memory[M.scores], uid)  # fmt: skip
-                masked = softmax(heads, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                          heads, bands, memory[M.queries], memory[M.scores], uid)  # fmt: skip
+                masked = softmax(heads, rows, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 prefetch_v(v, memory[M.v_list], task[T.v_first], heads, n, memory[M.k_scales], work, strides, params)
                 if masked == 0:
                     keys.add_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n,
-                                    params[P.keys_per_pass], heads, memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                                    params[P.keys_per_pass], heads, bands, memory[M.scores], memory[M.acc],
+                                    uid)  # fmt: skip
                 elif ti.static(c.masked):
-                    keys.add_visible_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n,
-                                            params[P.keys_per_pass], heads, memory[M.scores], memory[M.acc],
-                                            uid)  # fmt: skip
-        store_rows(heads, task, memory, out, lse, work, strides, params, scalars)
+                    keys.add_visible_values(v, work, memory[M.v_list], task[T.v_first], strides[S.v_head], n, heads,
+                                            bands, memory[M.scores], memory[M.acc], uid)  # fmt: skip
+        store_rows(heads, rows, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
 
@@ -223,15 +224,15 @@ def make_attend_codes(rows, uid, parts, c):
     """`make_attend_task` of codes of groups."""
     keys, values = cpu_codes.make_key_loops(c), cpu_codes.make_value_loops(c)
     row_loops = make_row_loops(c)._replace(load_query=keys.load_query)
-    decode_task, list_chunk = make_decode_task("cpu", CHUNK, c), make_list_chunk(make_list_keys(), uid, c)
-    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
-    softmax = make_softmax(None, row_loops, rows, uid, c)
+    decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c)
+    start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
+    softmax = make_softmax(None, row_loops, uid, c)
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
-        start_rows(1, task, memory, q, work, terms, strides, params)
+        start_rows(1, rows, task, memory, q, work, terms, strides, params)
         keys.sum_queries(work, memory[M.queries], memory[M.query_sums], uid)
         words, scales = memory[M.words], memory[M.group_scales]
         index = task[T.begin]
@@ -243,7 +244,7 @@ def make_attend_codes(rows, uid, parts, c):
                                  words, scales, uid)  # fmt: skip
                 keys.dots(k, work, memory[M.k_list], task[T.k_first], n, words, scales, memory[M.queries],
                           memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
-                masked = softmax(1, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                masked = softmax(1, rows, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 values.load_words(v, work, memory[M.v_list], task[T.v_first], n, words, uid)
                 values.load_scales(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
@@ -254,20 +255,23 @@ def make_attend_codes(rows, uid, parts, c):
                 elif ti.static(c.masked):
                     values.add_visible_values(work, n, words, scales, memory[M.scores], memory[M.weighed],
                                               memory[M.acc], uid)  # fmt: skip
-        store_rows(1, task, memory, out, lse, work, strides, params, scalars)
+        store_rows(1, rows, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
 
 
-def make_attend_apart(rows, uid, parts, c):
-    """`make_attend_task` of K and V in two formats: a chunk's keys, and then its values, are made numbers first."""
+def make_attend_numbers(uid, parts, c):
+    """`make_attend_task` of prompts, or of K and V in two formats: a chunk's keys, then its values, are made numbers.
+
+    The loops over numbers serve all formats, and many rows share what it takes to make them.
+    """
     cv, plain = c.of_values, c._replace(cache="f32", bits=32, scale="", k_inner=(0, 0), v_inner=(0, 0), values=None)
     k_numbers, v_numbers = make_numbers(c, c.width, c.k_inner), make_numbers(cv, c.width_v, c.v_inner)
     keys, row_loops, floats = make_key_loops(plain), make_row_loops(plain), number_floats(c.width, c.width_v)
-    decode_task = make_decode_task("cpu", CHUNK, c)
+    decode_task, B = make_decode_visible_task(c), rows_per_band(c.rows)
     list_chunk = make_list_chunk(keys.list_keys, uid, c._replace(scale=c.scale or cv.scale))
-    start_rows, store_rows = make_start_rows(row_loops, rows, uid, c), make_store_rows(row_loops, rows, uid, parts, c)
-    softmax = make_softmax(None, row_loops, rows, uid, plain)
+    start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
+    softmax = make_softmax(None, row_loops, uid, plain)
 
     @ti.func
     def list_numbers(n, width, to, memory, work: ti.template()):
@@ -280,7 +284,8 @@ def make_attend_apart(rows, uid, parts, c):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         to = memory[M.k_list] + params[P.work_floats] - floats  # the end of what the worker has
-        start_rows(1, task, memory, q, work, terms, strides, params)
+        bands = (ti.min(c.rows, params[P.queries] * c.group - task[T.row]) + B - 1) // B
+        start_rows(1, bands * B, task, memory, q, work, terms, strides, params)
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
@@ -290,31 +295,47 @@ def make_attend_apart(rows, uid, parts, c):
                 k_numbers(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first], scale_first, n, to,
                           uid)  # fmt: skip
                 list_numbers(n, c.width, to, memory, work)
-                keys.dots(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1, memory[M.queries],
+                keys.dots(work, work, memory[M.k_scales], 0, 0, n, CHUNK, 1, bands, memory[M.queries],
                           memory[M.scores], uid)  # fmt: skip
-                masked = softmax(1, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
+                masked = softmax(1, bands * B, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 scale_first = task[T.scale_first] + strides[S.v_scale_first]
                 v_numbers(v, v_scale, work, memory[M.v_list], memory[M.scale_list], task[T.v_first], scale_first, n, to,
                           uid)  # fmt: skip
                 list_numbers(n, c.width_v, to, memory, work)
                 if masked == 0:
-                    keys.add_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
-                                    memory[M.scores], memory[M.acc], uid)  # fmt: skip
+                    keys.add_values(work, work, memory[M.k_scales], 0, 0, n, CHUNK, 1, bands, memory[M.scores],
+                                    memory[M.acc], uid)  # fmt: skip
                 elif ti.static(c.masked):
-                    keys.add_visible_values(work, work, memory[M.k_scales], 0, 0, n, params[P.keys_per_pass], 1,
-                                            memory[M.scores], memory[M.acc], uid)  # fmt: skip
-        store_rows(1, task, memory, out, lse, work, strides, params, scalars)
+                    keys.add_visible_values(work, work, memory[M.k_scales], 0, 0, n, 1, bands, memory[M.scores],
+                                            memory[M.acc], uid)  # fmt: skip
+        store_rows(1, bands * B, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
 
 
-def make_start_rows(row_loops, rows, uid, c):
-    """start_rows(heads, task, memory, ...): a task's queries to a worker's memory; sums are empty, but for a sink."""
+def make_decode_visible_task(c):
+    """decode_task(number, ...): `make_decode_task`, without keys that none of the task's rows sees."""
+    decode_task, rows_range = make_decode_task("cpu", CHUNK, c), make_rows_range(c)
+
+    @ti.func
+    def decode_visible_task(number, lens: ti.template(), strides, params):
+        visible, task = decode_task(number, lens, strides, params)
+        seen = rows_range(task[T.row], visible, params)
+        task[T.begin] = ti.max(task[T.begin], seen[0])
+        task[T.end] = ti.min(task[T.end], seen[1])
+        return visible, task
+
+    return decode_visible_task
+
+
+def make_start_rows(row_loops, uid, c):
+    """start_rows(heads, rows, task, ...): a task's queries to a worker's memory; sums are empty, but for a sink."""
     query_row, start_state, D = make_query_row(c), make_start_state(c), c.width
 
     @ti.func
-    def start_rows(heads, task, memory, q: ti.template(), work: ti.template(), terms: ti.template(), strides, params):
+    def start_rows(heads, rows, task, memory, q: ti.template(), work: ti.template(), terms: ti.template(), strides,
+                   params):  # fmt: skip
         for z in range(heads * rows):
             r = ti.min(task[T.row] + ti.min(z % rows, c.rows - 1), params[P.queries] * c.group - 1)
             at = query_row(task[T.sequence], task[T.head] + z // rows, r, strides, params)
@@ -369,8 +390,8 @@ def make_prefetch_heads(keys, uid, head, width):
     return prefetch_heads
 
 
-def make_softmax(load_scales, row_loops, rows, uid, c):
-    """softmax(heads, n, ...) -> how many keys rows do not see: the scores of a chunk turn into weights.
+def make_softmax(load_scales, row_loops, uid, c):
+    """softmax(heads, rows, n, ...) -> how many keys rows do not see: the scores of a chunk turn into weights.
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
@@ -378,8 +399,8 @@ def make_softmax(load_scales, row_loops, rows, uid, c):
     DV = c.width_v
 
     @ti.func
-    def softmax(heads, n, visible, task, memory, k_scale: ti.template(), v_scale: ti.template(), work: ti.template(),
-                terms: ti.template(), strides, params, scalars):  # fmt: skip
+    def softmax(heads, rows, n, visible, task, memory, k_scale: ti.template(), v_scale: ti.template(),
+                work: ti.template(), terms: ti.template(), strides, params, scalars):  # fmt: skip
         masked = 0
         for h in range(heads):
             if ti.static(c.row_scale):
@@ -404,9 +425,10 @@ def make_softmax(load_scales, row_loops, rows, uid, c):
                                                bounds[3], uid)  # fmt: skip
                         indices = memory[M.tree_indices]
                 slope = slope_of(task[T.sequence], task[T.head] + h, r, terms) * ti.f32(LOG2E)
-                high = row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap],
-                                        memory[M.k_scales], indices, bounds[0], bounds[1], bounds[2], bounds[3],
-                                        slope, newer(terms), uid)  # fmt: skip
+                row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap], memory[M.k_scales],
+                                 indices, bounds[0], bounds[1], bounds[2], bounds[3], slope, newer(terms),
+                                 uid)  # fmt: skip
+                high = row_loops.largest(work, scores, n, uid)
                 if ti.static(c.masked):
                     masked += row_loops.count_masked(work, scores, n, uid)
                 low = work[memory[M.maxima] + z]
@@ -430,13 +452,13 @@ def make_softmax(load_scales, row_loops, rows, uid, c):
     return softmax
 
 
-def make_store_rows(row_loops, rows, uid, parts, c):
-    """store_rows(heads, task, memory, ...): a task's rows, divided by the sums of their weights, and log-sum-exps."""
+def make_store_rows(row_loops, uid, parts, c):
+    """store_rows(heads, rows, task, ...): a task's rows, divided by the sums of their weights, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
 
     @ti.func
-    def store_rows(heads, task, memory, out: ti.template(), lse: ti.template(), work: ti.template(), strides, params,
-                   scalars):  # fmt: skip
+    def store_rows(heads, rows, task, memory, out: ti.template(), lse: ti.template(), work: ti.template(), strides,
+                   params, scalars):  # fmt: skip
         for z in range(heads * rows):
             r = task[T.row] + z % rows
             if z % rows < c.rows and r < params[P.queries] * c.group:

@@ -28,9 +28,18 @@ def rows_per_band(rows):
 
 @ti.func
 def ordered(x):
-    """The bits of a float as an integer that orders as the floats do; LLVM vectorises its maximum."""
-    i = ti.bit_cast(x, ti.i32)
-    return i ^ ((i >> 31) & 0x7FFFFFFF)
+    """The bits of a float as an integer that orders as the floats do."""
+    return turned(ti.bit_cast(x, ti.i32))
+
+
+@ti.func
+def turned(i):
+    """All bits of a negative number but its sign; again, and it is as it was.
+
+    By shifts: a mask of them becomes a `select`, and behind the loop one that freezes the loop's maximum, which LLVM
+    then does not vectorise.
+    """
+    return i ^ ti.cast(ti.cast(i >> 31, ti.u32) >> ti.u32(1), ti.i32)
 
 
 class KeyLoops(NamedTuple):
@@ -51,6 +60,7 @@ class RowLoops(NamedTuple):
     clear: Any
     tree_indices: Any
     logits: Any
+    largest: Any
     weights: Any
     count_masked: Any
     multiply: Any
@@ -60,15 +70,8 @@ class RowLoops(NamedTuple):
 
 def make_key_loops(c):
     """The `KeyLoops` of one set of choices."""
-    add_values = make_add_values(False, c)
-    return KeyLoops(
-        make_list_keys(),
-        make_prefetch(c),
-        make_dots(c),
-        make_load_scales(c),
-        add_values,
-        make_add_values(True, c) if c.masked else add_values,
-    )
+    careful = make_add_visible_values(c) if c.masked else None
+    return KeyLoops(make_list_keys(), make_prefetch(c), make_dots(c), make_load_scales(c), make_add_values(c), careful)
 
 
 def make_list_keys():
@@ -108,16 +111,14 @@ def make_prefetch(c):
 
 
 def make_dots(c):
-    """dots(...): scores of all rows with the listed keys, two at a time; some keys of a head, then of the next."""
+    """dots(...): scores of bands of rows with the listed keys, two at a time; some keys of a head, then of the next."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, k_word = make_element_to_f32(c.cache), make_word_offset(*c.k_inner)
     D, B = c.width, rows_per_band(c.rows)
-    bands = -(-c.rows // B)
-    R = bands * B
 
     @ti.real_func
     def dots(k: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
-             heads: ti.i32, queries: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+             heads: ti.i32, bands: ti.i32, queries: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for group in range((n + keys_per_pass - 1) // keys_per_pass):
             for h in range(heads):
                 for band in range(bands):
@@ -125,8 +126,8 @@ def make_dots(c):
                         j = group * keys_per_pass + pair * 2
                         k0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
                         k1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
-                        q0 = queries + (h * R + band * B) * D
-                        at = to + (h * R + band * B) * ROW + j
+                        q0 = queries + (h * bands + band) * B * D
+                        at = to + (h * bands + band) * B * ROW + j
                         s0 = ti.Vector([ti.f32(0.0) for _ in range(B)])
                         s1 = ti.Vector([ti.f32(0.0) for _ in range(B)])
                         for d in range(D):
@@ -153,20 +154,15 @@ def make_load_scales(c):
     return load_scales
 
 
-def make_add_values(careful, c):
-    """add_values(...): add the values of the listed keys, weighted, to the accumulators, in the order of `dots`.
-
-    Careful: what weighs nothing is left out, since what a query does not see may be NaN.
-    """
+def make_add_values(c):
+    """add_values(...): add the values of the listed keys, weighted, to the accumulators, in the order of `dots`."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
     DV, B = c.width_v, rows_per_band(c.rows)
-    bands = -(-c.rows // B)
-    R = bands * B
 
     @ti.real_func
     def add_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
-                   heads: ti.i32, weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+                   heads: ti.i32, bands: ti.i32, weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for group in range((n + keys_per_pass - 1) // keys_per_pass):
             for h in range(heads):
                 for band in range(bands):
@@ -174,20 +170,40 @@ def make_add_values(careful, c):
                         j = group * keys_per_pass + pair * 2
                         v0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
                         v1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
-                        at = weights + (h * R + band * B) * ROW + j
-                        a0 = to + (h * R + band * B) * DV
+                        at = weights + (h * bands + band) * B * ROW + j
+                        a0 = to + (h * bands + band) * B * DV
                         p0 = ti.Vector([work[at + g * ROW] for g in range(B)])
                         p1 = ti.Vector([work[at + g * ROW + 1] for g in range(B)])
                         for d in range(DV):
                             x0, x1 = value(v[v0 + v_word(d)]), value(v[v1 + v_word(d)])
                             for g in ti.static(range(B)):
-                                y0, y1 = p0[g] * x0, p1[g] * x1
-                                if ti.static(careful):
-                                    y0 = ti.select(p0[g] > 0.0, y0, ti.f32(0.0))
-                                    y1 = ti.select(p1[g] > 0.0, y1, ti.f32(0.0))
-                                work[a0 + g * DV + d] = work[a0 + g * DV + d] + y0 + y1
+                                work[a0 + g * DV + d] = work[a0 + g * DV + d] + p0[g] * x0 + p1[g] * x1
 
     return add_values
+
+
+def make_add_visible_values(c):
+    """add_visible_values(...): `add_values` by each row alone, without what weighs nothing.
+
+    What a query does not see may be NaN. Few chunks have such keys: those at the newest tokens and at a window's end.
+    """
+    _, KV, _, _, _, _ = array_types("cpu", c)
+    value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
+    DV, B = c.width_v, rows_per_band(c.rows)
+
+    @ti.real_func
+    def add_visible_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, heads: ti.i32,
+                           bands: ti.i32, weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+        for h in range(heads):
+            for j in range(n + n % 2):
+                v0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
+                for r in range(bands * B):
+                    p = work[weights + (h * bands * B + r) * ROW + j]
+                    a0 = to + (h * bands * B + r) * DV
+                    for d in range(ti.select(p > 0.0, DV, 0)):
+                        work[a0 + d] = work[a0 + d] + p * value(v[v0 + v_word(d)])
+
+    return add_visible_values
 
 
 def make_row_loops(c):
@@ -230,15 +246,14 @@ def make_tree_indices():
 
 
 def make_softmax_loops(c):
-    """(logits, weights, count_masked, multiply), each over the scores of a row with a chunk's keys."""
+    """(logits, largest, weights, count_masked, multiply), each over the scores of a row with a chunk's keys."""
     logit_of, in_bounds, bias = make_logit(c), make_in_bounds(c), make_bias(c)
 
     @ti.real_func
     def logits(work: FLOATS, at: ti.i32, n: ti.i32, scale: ti.f32, softcap: ti.f32, scales: ti.i32, index: ti.i32,
                low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32, newer: ti.i32,
-               number: ti.i32) -> ti.f32:  # fmt: skip
-        """Turn the scores of a row into logits, or `MASKED`; the largest."""
-        top = ti.i32(-0x7FFFFFFF)
+               number: ti.i32):  # fmt: skip
+        """Turn the scores of a row into logits, or `MASKED`."""
         for j in range(n):
             x = work[at + j]
             if ti.static(c.row_scale):
@@ -250,8 +265,14 @@ def make_softmax_loops(c):
                 i = ti.bit_cast(work[index + j], ti.i32)
                 x = ti.select(in_bounds(i, low, high, sinks, last_sink) > 0, x, ti.f32(MASKED))
             work[at + j] = x
-            top = ti.max(top, ordered(x))
-        return ti.bit_cast(top ^ ((top >> 31) & 0x7FFFFFFF), ti.f32)
+
+    @ti.real_func
+    def largest(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.f32:
+        """The largest logit of a row; a loop of its own, for LLVM to vectorise both."""
+        top = ti.i32(-0x7FFFFFFF)
+        for j in range(n):
+            top = ti.max(top, ordered(work[at + j]))
+        return ti.bit_cast(turned(top), ti.f32)
 
     @ti.real_func
     def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:
@@ -284,7 +305,7 @@ def make_softmax_loops(c):
                 weight = ti.select(p > 0.0, weight, ti.f32(0.0))
             work[at + j] = weight
 
-    return logits, weights, count_masked, multiply
+    return logits, largest, weights, count_masked, multiply
 
 
 def make_accumulator_loops(c):

@@ -52,7 +52,7 @@ def make_mass_task(rows, uid, by_slot, c):
     """
     keys, row_loops, decode_task = make_key_loops(c), make_row_loops(c), make_decode_task("cpu", CHUNK, c)
     list_chunk, add_block = make_list_chunk(keys, uid, by_slot, c), make_add_block(row_loops, rows, uid, c)
-    query_row = make_query_row(c)
+    query_row, bands = make_query_row(c), rows // rows_per_band(rows)
 
     @ti.func
     def mass_task(number, memory, arrays: ti.template(), strides, params, scalars):
@@ -74,7 +74,7 @@ def make_mass_task(rows, uid, by_slot, c):
                         at = query_row(task[T.sequence], task[T.head], r, strides, params)
                         row_loops.load_query(q, work, at, memory[M.queries] + z * c.width, uid)
                     keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, CHUNK, 1,
-                              memory[M.queries], memory[M.scores], uid)  # fmt: skip
+                              bands, memory[M.queries], memory[M.scores], uid)  # fmt: skip
                     add_block(block * c.rows, n, visible, task, memory, lse, work, strides, params, scalars)
                 for j in range(n):
                     mass[ti.bit_cast(work[memory[M.v_list] + j], ti.i32)] = work[memory[M.v_scales] + j]

@@ -143,6 +143,7 @@ class AttentionParams(NamedTuple):
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
     prefetch: int = 0  # on CPU: `cpu.PREFETCH_TOKENS`, `PREFETCH_PAGES` or 0
     work_floats: int = 0  # of a worker
+    work_first: int = 0  # of the workers; always, but LLVM vectorises no loop of a single one at a constant address
     least_share: int = 0  # keys of a split at least, where KV heads have lengths of their own
     lens_head: int = 0  # strides too, for which Taichi's vectors have no more room: from a head's length to the next's
     table_head: int = 0  # and of their rows of the table

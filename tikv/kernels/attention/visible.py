@@ -69,6 +69,23 @@ def make_query_bounds(c):
     return query_bounds
 
 
+def make_rows_range(c):
+    """rows_range(row, visible, params) -> (begin, end): the keys that a task's rows from `row` on see, by index."""
+    query_bounds = make_query_bounds(c)
+
+    @ti.func
+    def rows_range(row, visible, params):
+        begin, end = 0, visible[V.count]
+        if ti.static(c.masked and not c.tree):
+            last = ti.min(row + c.rows, params[P.queries] * c.group) - 1
+            end = ti.max(query_bounds(last // c.group, visible, params)[1] + 1, visible[V.sinks])
+            if ti.static(not c.sinks):
+                begin = query_bounds(row // c.group, visible, params)[0] + 1
+        return ti.Vector([begin, end])
+
+    return rows_range
+
+
 def make_in_bounds(c):
     """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0; no branch."""
 

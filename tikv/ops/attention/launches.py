@@ -99,11 +99,12 @@ class AttentionLaunches(Plan):
         if live.is_cpu:
             from tikv.kernels.attention import cpu
 
-            shape = rows_of_task(query.queries, query.heads // cache.heads), cache.width, cache.width_v
+            of_task = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows)
+            shape = of_task, cache.width, cache.width_v
             chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task, cache.k.format is not None)
-            if not cache.alike:
+            if of_task >= cpu.NUMBER_ROWS or not cache.alike:
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(part_bytes, own_lse, tree, work, nbytes)
@@ -364,8 +365,12 @@ def choose_most_rows(
     cache: CacheLayout,
     options: AttentionOptions,
 ) -> int:
-    """Query rows of a task at most: on CUDA fewer where the code of more would be too long."""
+    """Query rows of a task at most: more of a prompt on CPU, fewer on CUDA where the code of more would be too long."""
     style = live.kernel_style
+    if live.is_cpu and query.queries > 1:
+        from tikv.kernels.attention import cpu
+
+        return int(cpu.NUMBER_ROWS)
     if style != "cuda":
         return MOST_ROWS
     from tikv.kernels.attention import cuda, subgroup

@@ -140,9 +140,10 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
-    if (
-        by_head or cache.k.format is not None or not cache.alike
-    ):  # keys are listed once for all heads of a task, and codes unpacked
+    rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows)
+    if rows >= cpu.NUMBER_ROWS or not cache.alike:  # each head's keys are made numbers
+        return 1, near, side
+    if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
         if cache.place == "table" and not (cache.k.head or cache.k.inner[0] or cache.v.inner[0]):
             near, side = min(cache.page + cache.page % 2, near), cpu.PREFETCH_PAGES  # pages of one head
         return 1, near, side
@@ -154,7 +155,6 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
         return 1, near, side
     if cache.k.inner[0] or cache.v.inner[0]:
         side = 0  # rows in pieces are not loaded ahead
-    rows = rows_of_task(query.queries, query.heads // cache.heads)
     most = cpu.heads_per_task(rows, cache.width, cache.width_v, cache.heads)
     blocks = -(-shares.workers // (query.batch * shares.splits))
     return min(most, -(-cache.heads // blocks)), near, side
