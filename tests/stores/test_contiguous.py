@@ -648,7 +648,7 @@ def test_sizes_and_words(arch, row):
         "B,",
         arch,
         f"{HEADS} heads",
-        *([f"{row.sinks} sinks"] if row.sinks else []),
+        *([f"{row.sinks} sink"] if row.sinks else []),
     ):
         assert word in text, text
 

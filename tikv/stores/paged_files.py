@@ -139,7 +139,8 @@ def add(
     _, facts = contents
     with files.understanding(path, operation):
         forms = facts["form"], pools.facts()
-        theirs, ours = ({"k_scale": None, "v_scale": None, "v_dtype": form["dtype"], **form} for form in forms)
+        unsaid = {"k_scale": None, "v_scale": None}  # behind what the forms say, whose order is that of the message
+        theirs, ours = (form | {"v_dtype": form["dtype"]} | unsaid | form for form in forms)
         numbers = list(range(sequences.next, sequences.next + len(facts["sequences"])))
         other = [name for name, mine in ours.items() if theirs[name] != mine]
     for name in other:
