@@ -186,7 +186,7 @@ def test_the_tests_run_where_taichi_was_not_compiled(uncompiled, request, tmp_pa
 
 def test_workflows_name_what_is_there():
     found = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    assert [path.stem for path in found] == ["ci", "macos", "release", "wheels"]
+    assert [path.stem for path in found] == ["ci", "full", "macos", "release", "wheels"]
     text = "".join(path.read_text(encoding="utf-8") for path in found)
     named = set(re.findall(r"(?:tests|\.ci)/[\w./]+", text))
     assert ".ci/run" in named
