@@ -14,7 +14,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
-from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with
+from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.stores.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
@@ -49,7 +49,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         index: the layer's number, for messages.
         window: tokens a query sees, itself included; None for all.
         max_cache_len: tokens a sequence may have; None for any number.
-        dtype: what is stored, a `Storage`.
+        dtype: what is stored, as `TikvCache` says, or a `Storage` of keys, values and scales.
         config: the model's configuration, which says whether its attention reads what is stored.
     """
 
@@ -57,7 +57,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Storage, config: Any) -> None:
+    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
         self.store: GrowingLayer | None = None
         self._staged: dict[str, Any] = {}
         super().__init__()
@@ -66,7 +66,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.sliding_window = window
         self._goes_on = self.is_sliding  # at the position after the newest, whatever is held
         self.limit = max_cache_len
-        self.storage = dtype
+        self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
         self.record_past = False
         self.is_initialized = False
