@@ -31,7 +31,7 @@ from tikv.stores.by_channel import ChannelCodes
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
 from tikv.stores.snapshot import Snapshot
-from tikv.stores.storage import size_in_words
+from tikv.stores.storage import counted, size_in_words
 from tikv.stores.whole import whole
 
 _WHY = "a store of groups along tokens"
@@ -451,7 +451,8 @@ class TokenGroupStore(KVCacheStore):
     def __repr__(self) -> str:
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
         return (
-            f"KVCacheStore({self.num_layers} layers{batch} x {self.num_kv_heads} heads x {self._memory.width}, "
+            f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
+            f"{self._memory.width}, "
             f"{self.dtype.name}, {self.quant.residual} or more {self.scale_dtype.name}, "
             f"{self.length}/{self.capacity} tokens, {size_in_words(self.nbytes)}, {self.runtime.arch})"
         )
