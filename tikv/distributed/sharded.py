@@ -27,6 +27,7 @@ from tikv.stores.attend import (
     head_major,
     last_queries,
     mass_queries_of,
+    of_one_query,
     results_of,
     with_batch,
 )
@@ -234,8 +235,7 @@ class ShardedKVCacheStore:
                 store.attend_own(operation, layer, query, view(parts, "parts", operation), scores, missing, seq_lens)
                 to, to_lse = (view(a, "out", operation) for a in result)
                 if found.ndim == 3:
-                    to = to.restrided((*to.shape[:2], 1, to.shape[2]), (*to.strides[:2], 0, 1))
-                    to_lse = to_lse.restrided((*to_lse.shape, 1), (*to_lse.strides, 0))
+                    to, to_lse = of_one_query(to), of_one_query(to_lse)
                 self._merge(operation, parts, to, to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:

@@ -251,6 +251,11 @@ def with_batch(a: ArrayView, ndim: int) -> ArrayView:
     return a if a.ndim == ndim else a.batch_of_one()
 
 
+def of_one_query(a: ArrayView) -> ArrayView:
+    """An array (batch, heads, ...) as (batch, heads, 1, ...): what a single query has."""
+    return a.restrided((*a.shape[:2], 1, *a.shape[2:]), (*a.strides[:2], 0, *a.strides[2:]))
+
+
 def head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
     """An array (batch, ., ., ...) as (batch, heads, tokens, ...)."""
     return a.transposed(0, head_axis, token_axis, *range(3, a.ndim))

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, new_array, read_host, to_device, view, write_host
+from tikv.arrays import ArrayView, contiguous_strides, new_array, read_host, to_device, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.formats import GroupFormat
 from tikv.ops.attention.by_channel import channel_scores
 from tikv.ops.layouts import Placement, Rows
+from tikv.ops.quantize import group_scale_arguments
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.attend import AttentionScale, kept_plan
-from tikv.stores.layer import Layer
+from tikv.stores.layer import Layer, rows_of
 from tikv.stores.storage import BLOCK_BYTES
 
 ARRAYS = ("k_codes", "k_numbers", "v_codes", "v_numbers")  # by the names that files have
@@ -96,7 +97,7 @@ class ChannelCodes:
     def encode(self, operation: str, layer: Layer) -> None:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
         group, at = self.format.group, self.tokens
-        k, v = (Rows(a, sequence=a.strides[0], head=a.strides[1], token=a.strides[2]) for a in (layer.k, layer.v))
+        k, v = rows_of(layer.k), rows_of(layer.v)
         turned = self._turned
         of_ring: dict[str, Any] = {"src_place": RING, "src_position": layer.slot_of(at), "ring": layer.ring}
         of_sequences: dict[str, Any] = {"heads": self.heads, "tokens": group, "groups": self.batch}
@@ -148,9 +149,7 @@ class ChannelCodes:
 
     @property
     def _value_scales(self) -> dict[str, Any]:
-        a = self.v_numbers
-        steps = zip(("scale_group", "scale_head", "scale_step"), a.strides[:3], strict=True)
-        return {"scales": [a], "scale": a.dtype, **dict(steps)}
+        return group_scale_arguments([self.v_numbers], token=2, head=1, sequence=0)
 
     def decode(self, operation: str, k: ArrayView, v: ArrayView) -> None:
         """The numbers that the codes stand for, into the first tokens of (batch, H, n, D) float32 arrays."""
@@ -175,7 +174,7 @@ class ChannelCodes:
             scale_step=numbers[3],
         ).bound.launch()
         of_sequences: dict[str, Any] = {"heads": self.heads, "tokens": self.tokens, "groups": self.batch}
-        to = [Rows(a, sequence=a.strides[0], head=a.strides[1], token=a.strides[2]) for a in (k, v)]
+        to = [rows_of(k), rows_of(v)]
         block = self.width * group
         by_channel = Rows(turned, sequence=self.heads * one_head, head=one_head, block=block, token=1, inner=(1, group))
         bind_copy(
@@ -227,7 +226,7 @@ class ChannelCodes:
         of_rows = (batch, q_heads, queries)
         shapes = [(*of_rows, self.width_v), of_rows]
         part, sums = (
-            view(a, "a part", operation).restrided(shape, _contiguous(shape))
+            view(a, "a part", operation).restrided(shape, contiguous_strides(shape))
             for a, shape in zip((out, lse), shapes, strict=True)
         )
         return part, sums
@@ -244,7 +243,3 @@ class ChannelCodes:
             host[:, :, : given.shape[2]] = given
             write_host(host, to)
         self.tokens = tokens
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))

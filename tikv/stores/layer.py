@@ -332,8 +332,8 @@ class LayerMemory:
         for launch in bind_copies(
             self.runtime,
             operation,
-            src=[_rows_of(a)._replace(format=f) for a, f in zip((layer.k, layer.v), self.formats, strict=True)],
-            dst=[_rows_of(a, at) for a in out],
+            src=[rows_of(a)._replace(format=f) for a, f in zip((layer.k, layer.v), self.formats, strict=True)],
+            dst=[rows_of(a, at) for a in out],
             widths=(self.head_dim, self.head_dim_v),
             heads=self.num_kv_heads,
             tokens=tokens,
@@ -372,8 +372,8 @@ class LayerMemory:
         bind_copy(
             self.runtime,
             "KVCacheStore",
-            src=[_rows_of(src)],
-            dst=[_rows_of(dst)],
+            src=[rows_of(src)],
+            dst=[rows_of(dst)],
             widths=[src.shape[3] if src.ndim == 4 else 1],
             heads=self.num_kv_heads,
             tokens=slots,
@@ -441,6 +441,6 @@ class LayerMemory:
         return host.astype(np.int32)
 
 
-def _rows_of(a: ArrayView, first_token: int = 0) -> Rows:
+def rows_of(a: ArrayView, first_token: int = 0) -> Rows:
     """Where the rows of a (batch, heads, slots[, width]) array lie."""
     return Rows(a, sequence=a.strides[0], token=a.strides[2], head=a.strides[1], first=first_token * a.strides[2])

@@ -21,15 +21,24 @@ from tikv.ops import checks
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES, query_shape
 from tikv.ops.attention.terms import Terms
-from tikv.ops.layouts import Placement, Rows
+from tikv.ops.layouts import Placement
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, token_group_files
 from tikv.stores.append import ROWS
-from tikv.stores.attend import AttentionScale, head_major, layer_arrays, layer_plan, queries_of, results_of, with_batch
+from tikv.stores.attend import (
+    AttentionScale,
+    head_major,
+    layer_arrays,
+    layer_plan,
+    of_one_query,
+    queries_of,
+    results_of,
+    with_batch,
+)
 from tikv.stores.by_channel import ChannelCodes
 from tikv.stores.contiguous import KVCacheStore
-from tikv.stores.layer import Layer
+from tikv.stores.layer import Layer, rows_of
 from tikv.stores.snapshot import Snapshot
 from tikv.stores.storage import counted, size_in_words
 from tikv.stores.whole import whole
@@ -206,8 +215,8 @@ class TokenGroupStore(KVCacheStore):
             bind_copy(
                 self.runtime,
                 operation,
-                src=[_rows(found.k), _rows(found.v)],
-                dst=[_rows(a)._replace(first=codes.tokens * a.strides[2]) for a in out],
+                src=[rows_of(found.k), rows_of(found.v)],
+                dst=[rows_of(a, codes.tokens) for a in out],
                 widths=(self.head_dim, self.head_dim_v),
                 heads=self.num_kv_heads,
                 tokens=newest,
@@ -255,7 +264,7 @@ class TokenGroupStore(KVCacheStore):
         scores = AttentionScale.checked(scale, softcap, operation)
         given, terms = view(q, "q", operation), Terms(sink_logits).views(operation)
         queries = query_shape(given, "q", operation).queries
-        several = given if given.ndim == 4 else _of_one_query(given)
+        several = given if given.ndim == 4 else of_one_query(given)
         layer_plan(self.runtime, operation, layer_arrays(found, several, terms), found, scores)
         newest = found.length - self._codes[layer].tokens
         if found.length and queries > newest:
@@ -267,7 +276,7 @@ class TokenGroupStore(KVCacheStore):
         lse = new_like(q, given.shape[:-1], dtypes.float32, self.runtime)
         to, to_lse = view(result, "out", operation), view(lse, "lse", operation)
         if given.ndim == 3:
-            to, to_lse = _of_one_query(to), to_lse.restrided((*to_lse.shape, 1), (*to_lse.strides, 0))
+            to, to_lse = of_one_query(to), of_one_query(to_lse)
         self._attend(operation, found, several, scores, terms, to, to_lse)
         return results_of(result, lse if return_lse else None, None)
 
@@ -477,15 +486,6 @@ class _Part(NamedTuple):
     first: int
     end: int
     rows: Views
-
-
-def _rows(a: ArrayView) -> Rows:
-    return Rows(a, sequence=a.strides[0], head=a.strides[1], token=a.strides[2])
-
-
-def _of_one_query(a: ArrayView) -> ArrayView:
-    """(batch, heads, width) as (batch, heads, 1, width)."""
-    return a.restrided((*a.shape[:2], 1, a.shape[2]), (*a.strides[:2], 0, a.strides[2]))
 
 
 def _refuse(operation: str, asked: dict[str, Any]) -> None:
