@@ -18,7 +18,7 @@ from tikv.errors import CapacityError, GroupError, ShapeError
 from tikv.ops import blocks, checks
 from tikv.stores.layer_pools import LayerGroup
 from tikv.stores.paged import PagedKVCacheStore
-from tikv.stores.pool_form import HostArray
+from tikv.stores.pool_form import HostArray, in_full
 from tikv.stores.sequences import SequenceState
 
 Parts: TypeAlias = list[list[Any]]  # of each layer its arrays: tensors of bytes
@@ -146,8 +146,7 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
     """What two pools have in common that exchange blocks."""
-    facts = {"k_scale": None, "v_scale": None, **pool._pools.facts(), "v_dtype": pool.v_dtype.name}
-    return {name: fact for name, fact in facts.items() if name != "num_blocks"}
+    return {name: fact for name, fact in in_full(pool._pools.facts()).items() if name != "num_blocks"}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:

@@ -21,7 +21,7 @@ from tikv.ops.layouts import POOL_LAYOUTS
 from tikv.stores import files
 from tikv.stores.block_pool import MOST_SALT
 from tikv.stores.layer_pools import LayerPools
-from tikv.stores.pool_form import HostArray
+from tikv.stores.pool_form import HostArray, in_full
 from tikv.stores.sequences import Left, Sequences, SequenceState
 from tikv.stores.tensor_file import Entry
 
@@ -139,8 +139,7 @@ def add(
     _, facts = contents
     with files.understanding(path, operation):
         forms = facts["form"], pools.facts()
-        unsaid = {"k_scale": None, "v_scale": None}  # behind what the forms say, whose order is that of the message
-        theirs, ours = (form | {"v_dtype": form["dtype"]} | unsaid | form for form in forms)
+        theirs, ours = map(in_full, forms)
         numbers = list(range(sequences.next, sequences.next + len(facts["sequences"])))
         other = [name for name, mine in ours.items() if theirs[name] != mine]
     for name in other:

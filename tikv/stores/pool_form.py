@@ -240,3 +240,8 @@ class PoolForm:
             **apart,
             **named_divisors(self.divisors),
         }
+
+
+def in_full(facts: dict[str, Any]) -> dict[str, Any]:
+    """`PoolForm.facts` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
+    return facts | {"v_dtype": facts["dtype"], "k_scale": None, "v_scale": None} | facts
