@@ -198,6 +198,48 @@ def test_refused_arrays(arch, rng):
     oracle.assert_same_bits(case.cache, case.before)
 
 
+@pytest.mark.parametrize("name", ["quant4_32", "q8_0"])
+def test_codes_move_with_their_scales(arch, rng, name):
+    """In place and into other codes; those of rows behind the last kept stay."""
+    keep, mask = kept(rng, SHAPE, 11), rng.random(SHAPE[:1] + SHAPE[2:]) < 0.5
+    rows = rng.standard_normal((2, *SHAPE, 64)).astype(np.float32)
+    for chosen in (keep, mask):
+        cache, out = (tikv.quantize(oracle.place(x, arch), name) for x in rows)
+        before, old = ([oracle.to_numpy(a).copy() for a in q[:3] if a is not None] for q in (cache, out))
+        assert tikv.compact(cache, chosen, out=out) is out
+        assert tikv.compact(cache, chosen) is cache
+        for i, (a, b) in enumerate(zip(before, old, strict=True)):
+            want, into = reference.compact(a, chosen), b.copy()
+            for place in np.ndindex(SHAPE[:2]):
+                one = chosen[place[: chosen.ndim - 1]]
+                count = int(one.sum()) if one.dtype == bool else len(one)
+                into[place][:count] = want[place][:count]
+            oracle.assert_same_bits(oracle.to_numpy(cache[i]), want, what="in place")
+            oracle.assert_same_bits(oracle.to_numpy(out[i]), into, what="out")
+
+
+@pytest.mark.archs("cpu")
+def test_refused_codes(arch, rng):
+    rows = rng.standard_normal((2, 3, 8, 64)).astype(np.float32)
+    cache, flat = tikv.quantize(rows, "q8_0"), tikv.quantize(rows[0], "q8_0")
+    before = [oracle.to_numpy(a).copy() for a in cache[:2]]
+    apart = tikv.quantize(rows, "quant4_32")
+    apart = apart._replace(scales=oracle.to_numpy(apart.scales).copy(), biases=oracle.to_numpy(apart.biases).copy())
+    for given, options, error, match in (
+        (cache, {"out": rows}, tikv.DTypeError, "the cache holds q8_0 and out no codes of groups"),
+        (rows, {"out": cache}, tikv.DTypeError, "the cache holds no codes of groups and out q8_0"),
+        (cache, {"out": tikv.quantize(rows, "q4_0")}, tikv.DTypeError, "the cache holds q8_0 and out q4_0"),
+        (cache, {"out": tikv.quantize(rows[:, :, :3], "q8_0")}, tikv.ShapeError, "rows of out's codes is 3 where 4"),
+        (flat, {}, tikv.ShapeError, "with 3 axes; it must be"),
+        (apart, {}, tikv.ShapeError, "the scale and the bias of a group are written together"),
+        (cache, {"out": cache}, tikv.ShapeError, "overlap"),
+    ):
+        with pytest.raises(error, match=match):
+            tikv.compact(given, GOOD, **options)
+    for a, b in zip(cache, before, strict=False):
+        oracle.assert_same_bits(oracle.to_numpy(a), b)
+
+
 def test_torch_tensors_and_their_masks(arch, rng):
     pytest.importorskip("torch")
     if arch not in ("cpu", "cuda"):

@@ -8,7 +8,7 @@ import pytest
 import tikv
 from tikv import reference
 
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SHAPE = (2, 2, 9)
 
 
@@ -38,6 +38,29 @@ def test_bits(arch, rng, dtype, width, rope_dim, interleaved):
     k = oracle.place(guarded.array, arch)
     assert tikv.rotate(k, before, after, tikv.Rope(freq, interleaved=interleaved)) is k
     oracle.assert_same_bits(k, reference.encode(want, np.dtype(dtype)))
+    guarded.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "rope_dim", "interleaved"),
+    [(E4M3, 20, 12, False), (E5M2, 16, 16, True), pytest.param(E4M3, 7, 6, True, marks=pytest.mark.full)],
+    ids=["e4m3-partial", "e5m2-interleaved", "e4m3-odd"],
+)
+def test_floats_of_8_bits_saturate(arch, rng, dtype, width, rope_dim, interleaved):
+    """Every byte; a row that stays keeps its bits, NaNs of any payload."""
+    before, after = places(rng)
+    freq = 1e3 ** -(np.arange(rope_dim // 2) / (rope_dim // 2))
+    rows = rng.integers(0, 256, (*SHAPE, width), dtype=np.uint8).view(dtype)
+    moved = moved_by(before, after)
+    with np.errstate(invalid="ignore"):
+        want = reference.encode(reference.rotate(rows, moved, freq, interleaved=interleaved), np.dtype(dtype))
+    want = np.where((moved == 0)[..., None], rows, want)
+    want[..., rope_dim:] = rows[..., rope_dim:]
+    guarded = oracle.Guarded(rng, rows)
+    k = oracle.place(guarded.array, arch)
+    tikv.rotate(k, before, after, tikv.Rope(freq, interleaved=interleaved))
+    oracle.assert_same_bits(k, want, any_nan=True)
+    oracle.assert_same_bits(oracle.to_numpy(k)[moved == 0], rows[moved == 0])
     guarded.check()
 
 
@@ -91,6 +114,7 @@ def test_keys_are_those_of_the_new_position(arch, rng, dtype):
 def test_refused_calls_change_nothing(arch, rng):
     rows = oracle.numbers(rng, (*SHAPE, 8), np.float16)
     k, rope, at = rows.copy(), tikv.Rope([1.0, 0.1]), np.arange(9)
+    codes = tikv.quantize(np.ones((2, 2, 9, 32), np.float16), "q8_0")
     for given, options, error, match in (
         ((k, at, at[:8], rope), {}, tikv.ShapeError, r"to_positions is i64\[8\] where \(9,\), \(2, 9\)"),
         ((k, at, at, tikv.Rope([1.0] * 5)), {}, tikv.ShapeError, "the rotation of 10 elements is wider than k"),
@@ -100,6 +124,8 @@ def test_refused_calls_change_nothing(arch, rng):
         ((k.view(np.int8), at, at, rope), {}, tikv.DTypeError, "int8 needs scale"),
         ((k, at, at, rope), {"scale": np.ones(SHAPE, np.float16)}, tikv.DTypeError, "nothing else has one"),
         ((k[0], at, at, rope), {}, tikv.ShapeError, "must be"),
+        ((k.view(np.float64), at, at, rope), {}, tikv.DTypeError, "Keys that are rotated are of one of float32"),
+        ((codes, at, at, rope), {}, tikv.DTypeError, "k is codes of q8_0"),
     ):
         with pytest.raises(error, match=f"^rotate: .*{match}"):
             tikv.rotate(*given, **options)

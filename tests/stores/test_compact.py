@@ -2,6 +2,7 @@
 
 import copy
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -282,10 +283,12 @@ def test_refused_calls_change_nothing(arch, rng):
 @pytest.mark.archs("cpu")
 def test_keys_are_turned_to_their_new_index(arch, rng):
     freq = [1.0, 0.3, 0.1, 0.01]
-    for dtype in ("float32", "int8"):
+    for dtype in ("float32", "int8", "float8_e4m3fn"):
+        eighth = dtype == "float8_e4m3fn"
         store = tikv.KVCacheStore(
-            num_layers=2, num_kv_heads=HEADS, head_dim=WIDTH, capacity=16, dtype=dtype, window=[6, None], sinks=1
-        )
+            num_layers=2, num_kv_heads=HEADS, head_dim=WIDTH, capacity=16, dtype=dtype, window=[6, None], sinks=1,
+            k_scale=0.25 if eighth else None,
+        )  # fmt: skip
         rows = oracle.numbers(rng, (2, 9, HEADS, WIDTH), np.float32)
         store.append_all(rows, rows)
         keep = np.array([[[0, 2, 5], [1, 3, 4]]])
@@ -298,7 +301,9 @@ def test_keys_are_turned_to_their_new_index(arch, rng):
             if dtype == "int8":
                 stays = moved_by == 0
                 turned = np.where(stays[..., None], kept, reference.dequantize(*reference.quantize(turned)))
-            want.append(turned)
+            if eighth:  # turned as they are stored, without the scale
+                turned = reference.encode(turned / 0.25, np.dtype(ml_dtypes.float8_e4m3fn)).astype(np.float32) * 0.25
+            want.append(turned.astype(np.float32))
         store.compact_all([keep, keep], rope=tikv.Rope(freq))
         for layer in range(2):
             oracle.assert_same_bits(store.tokens(layer)[0], want[layer])

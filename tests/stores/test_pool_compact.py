@@ -2,6 +2,7 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -246,6 +247,18 @@ def test_keys_are_turned_to_their_new_places(arch, rng, per_head):
     pool.compact(0, seq, [0, 5])
     assert pool.positions(0, seq)[0].tolist() == [0, 5]
     assert (pool.length(seq), pool.next_position(0, seq)) == (13, 6)
+
+
+def test_keys_of_8_bits_are_turned_as_they_are_stored(arch, rng):
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 4, "block_size": PAGE}
+    pool = tikv.PagedKVCacheStore(**form, dtype="float8_e5m2", layout="HND")
+    seq = pool.add()
+    k = rng.standard_normal((9, HEADS, WIDTH)).astype(np.float32).astype(ml_dtypes.float8_e5m2)
+    pool.append(0, oracle.place(k, arch), oracle.place(k, arch), [seq], [0, 9])
+    pool.compact(0, seq, [2, 3, 8], rope=ROPE)
+    want = oracle.place(np.ascontiguousarray(k[[2, 3, 8]].swapaxes(0, 1)[None]), arch)
+    tikv.rotate(want, np.array([2, 3, 8]), np.arange(3), ROPE)
+    oracle.assert_same_bits(pool.tokens(0, seq)[0], np.ascontiguousarray(oracle.to_numpy(want)[0].swapaxes(0, 1)))
 
 
 def test_int8_keys_are_turned_with_their_scales(arch, rng):

@@ -8,15 +8,16 @@ from typing import Any
 
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, Views, describe, view
+from tikv.errors import DTypeError
 from tikv.ops import checks
 from tikv.ops.kept import Rows as HeldRows
 from tikv.ops.kept import held_lengths, kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantize import Quantized, codes_and_numbers
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, bind_copy, strides_in_words
 
-_IN_PLACE = ("cache", "keep")
-_INTO_OUT = ("cache", "keep", "out")
+_PARTS = {1: ("",), 2: ("'s codes", "'s scales")}  # what the arrays of rows, and of a `Quantized`, are called
 
 
 def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> Any:
@@ -27,13 +28,14 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
 
     Args:
         cache: (B, H, S, D), any dtype; any strides with a contiguous last axis. The codes of int8 are moved as they
-            are: move the scales, (B, H, S, 1), alike.
+            are: move the scales, (B, H, S, 1), alike. Or a `Quantized` of that shape, as `quantize` made it, whose
+            codes, scales and biases move together.
         keep: ascending indices, int32 or int64, (B, H, n), or (B, n) for all heads of a sequence; or a bool mask,
             (B, H, S) or (B, S), that may keep a different number of rows for each head. On the host or the device.
         lengths: rows of the cache that hold something, (B,), (B, H) or one integer; None for all of them. No index may
             reach beyond.
-        out: (B, H, m, D) of the cache's dtype, with m at least the largest number kept; None to move rows within the
-            cache. Its other rows stay as they are.
+        out: (B, H, m, D) of the cache's dtype or format, with m at least the largest number kept; None to move rows
+            within the cache. Its other rows stay as they are.
 
     Returns:
         What was written: ``out``, or ``cache``.
@@ -46,7 +48,8 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
 
     Exactness: bit-exact.
     Cost: each row kept is read once and written once, those in place not even that; one launch. A mask is read by the
-        host. Into an ``out`` whose heads do not follow each other with one stride it is a launch a sequence.
+        host. Into an ``out`` whose heads do not follow each other with one stride it is a launch a sequence; of a
+        `Quantized` codes and scales are copied there by a launch each.
     Source: the gather by head of kvpress and its like, which allocate; here nothing is.
 
     Examples:
@@ -57,56 +60,84 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     """
     operation = "compact"
     live = runtime.current()
-    rows = view(cache, "cache", operation)
-    checks.on_device([("cache", rows)], live, operation)
-    checks.rank(rows, (4,), "cache", "(B, H, S, D)", operation)
-    batch, heads, slots, _ = rows.shape
+    rows = _arrays_of(live, operation, cache, "cache", out is None)
+    batch, heads, slots, _ = rows[0].shape
     held = held_lengths(lengths, (batch, heads, slots), live, operation)
     index = kept_indices(keep, HeldRows(batch, heads, slots, held), live, operation)
-    arrays = [rows, view(index, "keep", operation)]
+    arrays = [view(index, "keep", operation), *rows]
     if out is not None:
-        arrays.append(view(out, "out", operation))
+        kinds = [a.format.name if isinstance(a, Quantized) else "no codes of groups" for a in (cache, out)]
+        if kinds[0] != kinds[1]:
+            raise DTypeError(f"{operation}: the cache holds {kinds[0]} and out {kinds[1]}. Pass two of one format.")
+        arrays += _arrays_of(live, operation, out, "out", True)
     views = Views(arrays)
-    key = (operation, views.key, len(arrays))
+    key = (operation, views.key, len(rows), len(arrays))
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_compact(live, operation, views))
+        plan = live.plans.keep(key, check_compact(live, operation, views, len(rows)))
     plan.run(views)
     return cache if out is None else out
 
 
-def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> Plan:
-    """Check everything but which rows are kept and what lies where."""
-    cache, index = arrays[:2]
-    batch, heads, _, width = cache.shape
+def _arrays_of(live: runtime.Runtime, operation: str, given: Any, name: str, written: bool) -> list[ArrayView]:
+    """The rows of what was given, or the codes and the numbers of groups of a `Quantized`, as (B, H, S, .)."""
+    if isinstance(given, Quantized):
+        found = list(codes_and_numbers(live, operation, given, f"{name}'s ", written))
+    else:
+        found = [view(given, name, operation)]
+        checks.on_device([(name, found[0])], live, operation)
+    checks.rank(found[0], (4,), name, "(B, H, S, D)", operation)
+    return found
+
+
+def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], parts: int) -> Plan:
+    """Check everything but which rows are kept and what lies where.
+
+    The arrays are the indices, the `parts` of the cache, and those of the output if there is one.
+    """
+    index, caches, outs = arrays[0], arrays[1 : 1 + parts], arrays[1 + parts :]
     tokens = index.shape[-1]
-    nothing = 0 in (batch, heads, tokens, width)
-    if len(arrays) == 2:
-        checks.writable(cache, "cache", operation)
+    of_cache, of_out = ([name + part for part in _PARTS[parts]] for name in ("cache", "out"))
+    nothing = tokens == 0 or 0 in caches[0].shape
+    if not outs:
+        for cache, name in zip(caches, of_cache, strict=True):
+            checks.writable(cache, name, operation)
 
         def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-            cache, index = arrays
-            rows = Rows(cache, *_strides(cache))
-            return [bind_in_place(live, operation, [rows], [width], cache.shape[:3], index)]
+            index, *caches = arrays
+            rows, widths = [Rows(a, *_strides(a)) for a in caches], [a.shape[3] for a in caches]
+            return [bind_in_place(live, operation, rows, widths, caches[0].shape[:3], index)]
 
-        return Plan(live, operation, _IN_PLACE, (True, False), None if nothing else bind)
+        return Plan(live, operation, ("keep", *of_cache), (False, *[True] * parts), None if nothing else bind)
 
-    out = arrays[2]
-    checks.on_device([("out", out)], live, operation)
-    checks.readable(cache, "cache", operation)
-    checks.rank(out, (4,), "out", "(B, H, m, D)", operation)
-    checks.writable(out, "out", operation)
-    checks.same_dtype(cache, out, "cache", "out", operation)
-    detail = f"cache: {describe(cache)}, out: {describe(out)}"
-    for axis, what in ((0, "sequences"), (1, "heads"), (3, "elements of a row")):
-        checks.extent(out.shape[axis], cache.shape[axis], f"the number of {what} of out", operation, detail)
-    if out.shape[2] < tokens:
-        checks.extent(out.shape[2], tokens, "the number of rows of out", operation, f"{detail}, {tokens} kept")
+    checks.on_device(list(zip(of_out, outs, strict=True)), live, operation)
+    for cache, out, name, to in zip(caches, outs, of_cache, of_out, strict=True):
+        _check_out(operation, cache, out, name, to, tokens)
 
     def bind_out(arrays: Sequence[ArrayView]) -> list[Launch]:
-        return bind_gather(live, operation, *arrays)
+        index, caches, outs = arrays[0], arrays[1 : 1 + parts], arrays[1 + parts :]
+        pairs = zip(caches, outs, strict=True)
+        return [launch for cache, out in pairs for launch in bind_gather(live, operation, cache, index, out)]
 
-    return Plan(live, operation, _INTO_OUT, (False, False, True), None if nothing else bind_out)
+    names, written = ("keep", *of_cache, *of_out), (False, *[False] * parts, *[True] * parts)
+    return Plan(live, operation, names, written, None if nothing else bind_out)
+
+
+def _check_out(operation: str, cache: ArrayView, out: ArrayView, name: str, to: str, tokens: int) -> None:
+    """Rows of one array fit another.
+
+    Raises:
+        ShapeError, DTypeError: they do not.
+    """
+    checks.readable(cache, name, operation)
+    checks.rank(out, (4,), to, "(B, H, m, D)", operation)
+    checks.writable(out, to, operation)
+    checks.same_dtype(cache, out, name, to, operation)
+    detail = f"{name}: {describe(cache)}, {to}: {describe(out)}"
+    for axis, what in ((0, "sequences"), (1, "heads"), (3, "elements of a row")):
+        checks.extent(out.shape[axis], cache.shape[axis], f"the number of {what} of {to}", operation, detail)
+    if out.shape[2] < tokens:
+        checks.extent(out.shape[2], tokens, f"the number of rows of {to}", operation, f"{detail}, {tokens} kept")
 
 
 def shares_rows(live: runtime.Runtime) -> bool:

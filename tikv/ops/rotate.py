@@ -16,6 +16,7 @@ from tikv.ops import checks
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantize import Quantized
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
 from tikv.runtime.cache import BoundedCache
 
@@ -24,6 +25,7 @@ ROTATE = "rotate"  # under which a runtime keeps tables
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
 KEPT_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
 KEPT_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
+_ROTATED = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8, dtypes.int8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,8 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     """Turn keys from the position they were rotated for to another, in place, in one launch.
 
     Args:
-        k: (B, H, S, D) float32, float16, bfloat16, or int8 with ``scale``; any strides with a contiguous last axis.
+        k: (B, H, S, D) float32, float16, bfloat16, floats of 8 bits, or int8 with ``scale``; any strides with a
+            contiguous last axis.
         from_positions, to_positions: (B, H, S), (B, S) or (S,) int32 or int64. A row of which one is negative stays as
             it is, and so does one that stays where it is.
         rope: the model's rotation.
@@ -86,7 +89,8 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
 
     Exactness: cosines and sines of the difference of positions are found in float64 and rounded to float32; products
         and sums are float32, rounded one by one, and the result is rounded once to the keys' dtype. An int8 row is
-        multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale.
+        multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale. Floats of
+        8 bits saturate; a scale that all rows of a head have is no matter, since both sides of the rotation have it.
     Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, in the shape
         that they have: those of (S,) once for all heads. It makes a table of a row for each difference, which is there
         already for the positions of one of the calls before; then the host does not wait for the device.
@@ -100,6 +104,11 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     """
     operation = "rotate"
     live = runtime.current()
+    if isinstance(k, Quantized):
+        raise DTypeError(
+            f"{operation}: k is codes of {k.format}, and turned keys would need other scales, found by quantising them "
+            f"once more. Use tikv.dequantize, rotate what it gives, and tikv.quantize where that loss is meant."
+        )
     rows = view(k, "k", operation)
     checks.on_device([("k", rows)], live, operation)
     checks.rank(rows, (4,), "k", "(B, H, S, D)", operation)
@@ -126,10 +135,9 @@ def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str
     """
     if not isinstance(rope, Rope):
         raise OptionError(f"{operation}: rope is {rope!r}. Pass a tikv.Rope.")
-    if k.dtype not in (*dtypes.QUANTIZABLE, dtypes.int8):
-        raise DTypeError(
-            f"{operation}: k is {describe(k)}. Keys that are rotated are float32, float16, bfloat16 or int8."
-        )
+    if k.dtype not in _ROTATED:
+        names = ", ".join(x.name for x in _ROTATED)
+        raise DTypeError(f"{operation}: k is {describe(k)}. Keys that are rotated are of one of {names}.")
     if rope.rope_dim > k.shape[-1]:
         raise ShapeError(f"{operation}: the rotation of {rope.rope_dim} elements is wider than k, {describe(k)}.")
     if (k.dtype is dtypes.int8) != (scale is not None):

@@ -130,6 +130,14 @@ def _linearize(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _compact(bench: Bench, src: str, stored: str) -> Trials:
+    if stored in FORMATS:
+        quantised, before, _ = _groups(bench, stored, 2, 3, 9)
+        keep = np.sort(bench.rng.random((2, 3, 9)).argsort()[..., :5])
+        compact.compact(quantised, keep)
+        for part, old in zip(quantised, before, strict=False):
+            if old is not None:
+                yield part, reference.compact(old, keep), None
+        return
     if src == stored or dtypes.parse(stored, "support").itemsize == 1:
         before, out = (bench.rows(stored, 2, 3, 9, 16) for _ in range(2))
         keep, mask = np.sort(bench.rng.random((2, 3, 9)).argsort()[..., :5]), bench.rng.random((2, 9)) < 0.5
@@ -142,24 +150,23 @@ def _compact(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _rotate(bench: Bench, src: str, stored: str) -> Trials:
-    if src != stored and stored != "int8":
-        return
-    rows, freq = bench.rows(src, 2, 3, 9, 16), [1.0, 0.1, 0.01]
-    before, after = np.arange(9) * 5, np.arange(9)
-    if stored == "int8":
-        q, scale = reference.quantize(rows)
-        turned = reference.rotate(reference.dequantize(q, scale), np.broadcast_to(after - before, (2, 3, 9)), freq)
-        want = reference.quantize(turned)
+    freq, before, after = [1.0, 0.1, 0.01], np.arange(9) * 5, np.arange(9)
+    rope, moved = rotate.Rope(freq), np.broadcast_to(after - before, (2, 3, 9))
+    if stored in FORMATS:
+        rotate.rotate(_groups(bench, stored, 2, 3, 9)[0], before, after, rope)
+    elif stored == "int8":
+        q, scale = reference.quantize(bench.rows(src, 2, 3, 9, 16))
+        want = reference.quantize(reference.rotate(reference.dequantize(q, scale), moved, freq))
         for a, b in zip(want, (q, scale), strict=True):
             a[:, :, 0] = b[:, :, 0]  # which stays where it is
         got = bench.on_device(q), bench.on_device(scale)
-        rotate.rotate(got[0], before, after, rotate.Rope(freq), scale=got[1])
+        rotate.rotate(got[0], before, after, rope, scale=got[1])
         yield got[0], want[0], None
         yield got[1], want[1], None
-        return
-    want_rows = reference.rotate(rows, np.broadcast_to(after - before, (2, 3, 9)), freq)
-    got_rows = rotate.rotate(bench.on_device(rows), before, after, rotate.Rope(freq))
-    yield got_rows, reference.encode(want_rows, rows.dtype), None
+    elif src == stored or dtypes.parse(stored, "support").itemsize == 1:
+        rows = bench.rows(stored, 2, 3, 9, 16)
+        want_rows = reference.rotate(rows, moved, freq)
+        yield rotate.rotate(bench.on_device(rows), before, after, rope), reference.encode(want_rows, rows.dtype), None
 
 
 def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
