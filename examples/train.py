@@ -1,8 +1,11 @@
 """Train the small language model of examples/generate.py on the source of Python's own standard library.
 
     pip install 'torch>=2.9' 'taichi-kv[examples]'
-    python examples/train.py                          # what the shipped weights were trained with
     python examples/train.py --steps 200 --out /tmp/m # a quick try; python examples/generate.py --model /tmp/m
+    python examples/train.py                          # 20 minutes on one core
+    python examples/train.py --device cuda --batch 64 --seconds 150 --tests 0.2
+
+What the shipped weights were trained with is "command" in examples/model/training.json.
 
 Torch is needed here and nowhere else: generate.py runs the result in NumPy. The files that are written follow Hugging
 Face's layout for a Qwen3 model (config.json, model.safetensors), with the vocabulary as one more key of config.json.
@@ -33,16 +36,21 @@ try:
 except ImportError as error:
     sys.exit(f"{__doc__}\nThis program needs {error.name}: pip install 'torch>=2.9' 'taichi-kv[examples]'")
 
+LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Tests and tables outweigh the library itself and read alike: a small model would learn little else.
-LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+TESTS = {"test", "tests", "idlelib", "lib2to3"}
+LEFT_OUT = {"encodings", "pydoc_data", "site-packages", "dist-packages"}
 WORDS = re.compile(r"\n *| ?[^\W\d_]+|_+|\d| ?[^\w\s]+|\s")
 
 
-def standard_library(seed: int) -> list[str]:
-    """The sources of this interpreter's standard library, ASCII only, in an order that depends on the seed alone."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
-    texts = [Tokenizer.clean(path.read_text(encoding="utf-8", errors="replace")) for path in paths]
+def sources(root: Path, seed: int, tests: bool = False) -> list[str]:
+    """The Python sources below `root`, the library's or its tests', in an order that depends on the seed alone.
+
+    They are ASCII only.
+    """
+    below = [(path, set(path.relative_to(root).parts)) for path in sorted(root.rglob("*.py"))]
+    paths = [path for path, parts in below if not LEFT_OUT & parts and bool(TESTS & parts) == tests]
+    texts = [Tokenizer.clean(path.read_text(encoding="utf-8", errors="replace")) for path in paths if path.is_file()]
     random.Random(seed).shuffle(texts)
     return [text for text in texts if text.strip()]
 
@@ -131,8 +139,9 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind its norm and added to the stream."""
 
-    def __init__(self, config: dict, kind: str):
+    def __init__(self, config: dict, kind: str, dropout: float):
         super().__init__()
+        self.dropout = dropout
         self.input_layernorm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
         self.self_attn = Attention(config, kind)
         self.post_attention_layernorm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
@@ -140,18 +149,22 @@ class Layer(nn.Module):
 
     def forward(self, x, cos, sin, masks):
         """Arguments as for `Attention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, masks)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.thinned(self.self_attn(self.input_layernorm(x), cos, sin, masks))
+        return x + self.thinned(self.mlp(self.post_attention_layernorm(x)))
+
+    def thinned(self, x):
+        """X, of which a share is zero while training."""
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
 
 class TorchModel(nn.Module):
     """The model of model.py, in torch, for training. ids (batch, length) in, logits (batch, length, vocabulary) out."""
 
-    def __init__(self, config: dict):
+    def __init__(self, config: dict, dropout: float = 0.0):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in config["layer_types"])
+        self.layers = nn.ModuleList(Layer(config, kind, dropout) for kind in config["layer_types"])
         self.norm = nn.RMSNorm(config["hidden_size"], eps=config["rms_norm_eps"])
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -162,9 +175,10 @@ class TorchModel(nn.Module):
     def forward(self, ids):
         """Ids (batch, length)."""
         length, dim = ids.shape[1], self.config["head_dim"]
-        turns = torch.arange(length)[:, None] / self.config["rope_theta"] ** (torch.arange(0, dim, 2) / dim)
+        at = torch.arange(length, device=ids.device)
+        turns = at[:, None] / self.config["rope_theta"] ** (torch.arange(0, dim, 2, device=ids.device) / dim)
         cos, sin = turns.cos()[:, None], turns.sin()[:, None]
-        back = torch.arange(length)[:, None] - torch.arange(length)
+        back = at[:, None] - at
         window = self.config["sliding_window"]
         masks = {None: back >= 0, window: (back >= 0) & (back < window)}
         x = self.embed_tokens(ids)
@@ -176,7 +190,7 @@ class TorchModel(nn.Module):
 def save(model: TorchModel, config: dict, training: dict, out: Path) -> None:
     """Write the three files beside their final names first, so that a run that dies leaves the old ones whole."""
     out.mkdir(parents=True, exist_ok=True)
-    weights = {f"model.{name}": value.detach().half().contiguous() for name, value in model.named_parameters()}
+    weights = {f"model.{name}": value.detach().half().cpu().contiguous() for name, value in model.named_parameters()}
     files = {name: out / f".{name}.{os.getpid()}" for name in ("model.safetensors", "config.json", "training.json")}
     try:
         files["model.safetensors"].write_bytes(serialize(weights, metadata={"format": "pt"}))
@@ -189,14 +203,21 @@ def save(model: TorchModel, config: dict, training: dict, out: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def stretches(ids: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
+    """The stretches of `ids` that begin there, (starts, length), where `ids` lie."""
+    return ids[(starts[:, None] + torch.arange(length)).to(ids.device)]
+
+
 @torch.no_grad()
 def validation_loss(model: TorchModel, ids: torch.Tensor, context: int, batches: int, batch: int) -> float:
     """Mean natural-log loss a token over evenly spread stretches of the files held out."""
     starts = torch.linspace(0, len(ids) - context - 1, batches * batch).long()
     losses = []
+    model.eval()
     for group in starts.split(batch):
-        x = torch.stack([ids[i : i + context + 1] for i in group.tolist()])
+        x = stretches(ids, group, context + 1)
         losses.append(F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).item())
+    model.train()
     return sum(losses) / len(losses)
 
 
@@ -205,14 +226,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Ctrl-C saves what is there and ends. Same seed, threads and interpreter: same weights.",
+        epilog="The weights kept are those with the least validation loss so far. Ctrl-C tries once more and ends. "
+        "Same seed, threads and interpreter on a CPU: same weights.",
     )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, mps (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1800, help="optimiser steps (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="train so long, however many steps that are")
     parser.add_argument("--batch", type=int, default=8, help="stretches of text a step (default %(default)s)")
     parser.add_argument("--context", type=int, default=320, help="tokens a stretch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default %(default)s)")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="of the matrices (default %(default)s)")
+    parser.add_argument("--dropout", type=float, default=0.0, help="share of each layer's output (default %(default)s)")
     parser.add_argument("--window", type=int, default=64, help="tokens the sliding layers see (default %(default)s)")
     parser.add_argument("--vocabulary", type=int, default=1024, help="pieces of text known (default %(default)s)")
+    parser.add_argument("--library", type=Path, default=LIBRARY, metavar="FOLDER",
+                        help="Python sources to learn from (default: this interpreter's standard library)")  # fmt: skip
+    parser.add_argument("--tests", type=float, metavar="SHARE",
+                        help="learn from its tests too, until this share of the training is left")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default %(default)s)")
@@ -226,15 +256,23 @@ def main() -> int:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
 
-    texts = standard_library(args.seed)
-    held_out = max(1, len(texts) // 20)
-    print(f"{len(texts)} files of {sysconfig.get_path('stdlib')}, {held_out} of them held out", flush=True)
+    texts = sources(args.library, args.seed)
+    if len(texts) < 20:
+        sys.exit(f"--library {args.library}: {len(texts)} Python sources there, which are too few to learn from")
+    held_out = len(texts) // 20
+    characters = sum(map(len, texts))
+    print(f"{len(texts)} files of {args.library}, {characters:,} characters; {held_out} files held out", flush=True)
     pieces = learn_vocabulary(texts[held_out:], args.vocabulary)
     tokenizer = Tokenizer(pieces)
     val_text = "".join(FILE_START + text for text in texts[:held_out])
     train_text = "".join(FILE_START + text for text in texts[held_out:])
     val_ids, train_ids = torch.tensor(tokenizer.encode(val_text)), torch.tensor(tokenizer.encode(train_text))
     characters_per_token = len(val_text) / len(val_ids)
+    library_tokens = len(train_ids)
+    if args.tests is not None:
+        more = "".join(FILE_START + text for text in sources(args.library, args.seed, tests=True))
+        train_ids = torch.cat([train_ids, torch.tensor(tokenizer.encode(more), dtype=torch.long)])
+    val_ids, train_ids = val_ids.to(args.device), train_ids.to(args.device)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -260,50 +298,73 @@ def main() -> int:
         "torch_dtype": "float16",
         "vocabulary": pieces,
     }
-    model = TorchModel(config)
+    model = TorchModel(config, args.dropout).to(args.device)
     parameters = sum(weight.numel() for weight in model.parameters())
-    print(f"{parameters:,} parameters; {len(train_ids):,} tokens of {characters_per_token:.2f} characters", flush=True)
+    print(f"{parameters:,} parameters; {len(train_ids):,} tokens of {characters_per_token:.2f} characters, "
+          f"{library_tokens:,} of them of the library itself", flush=True)  # fmt: skip
 
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim == 1 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, momentum=0.95),
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, momentum=0.95),
         torch.optim.AdamW(others, lr=args.lr / 4, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     started, step, losses = time.monotonic(), 0, collections.deque(maxlen=50)
+    best: dict = {}
+    version = platform.python_version()
 
-    def summary(steps: int) -> dict:
+    def recent() -> float:
+        return sum(map(float, losses)) / max(1, len(losses))
+
+    def keep(steps: int) -> float:
+        """Save the model if none was better; its validation loss."""
+        nonlocal best
         loss = validation_loss(model, val_ids, args.context, batches=16, batch=4)
-        return {
+        if best and not loss < best["validation_loss_nats_per_token"]:
+            return loss
+        best = {
             "validation_loss_nats_per_token": round(loss, 4),
             "validation_bits_per_character": round(loss / math.log(2) / characters_per_token, 4),
-            "training_loss_nats_per_token": round(sum(losses) / max(1, len(losses)), 4),
+            "training_loss_nats_per_token": round(recent(), 4),
             "parameters": parameters,
             "steps": steps,
             "tokens_seen": steps * args.batch * args.context,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "command": " ".join(["python examples/train.py", *sys.argv[1:]]),
-            "corpus": f"standard library of CPython {platform.python_version()}",
+            "corpus": args.library.name if args.library != LIBRARY else f"standard library of CPython {version}",
             "files": len(texts),
             "files_held_out": held_out,
             "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if val_ids.is_cuda else args.device,
         }
+        save(model, config, best, args.out)
+        return loss
+
+    def left(step: int) -> float:
+        """What is left of the training before a step, from 1 to 0."""
+        if args.seconds is None:
+            return (args.steps - step + 1) / args.steps
+        return 1 - (time.monotonic() - started) / args.seconds
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     interrupted = False
     with Progress(*columns) as progress:
-        task = progress.add_task("training", total=args.steps)
+        task = progress.add_task("training", total=args.steps if args.seconds is None else round(args.seconds))
         try:
-            for step in range(1, args.steps + 1):
+            for step in itertools.count(1):
+                share = left(step)
+                if share <= 0:
+                    step -= 1
+                    break
                 # Up in a moment, level, then down to nothing over the last half.
-                level = min(1.0, step / 40, 2 * (args.steps - step + 1) / args.steps)
+                level = min(1.0, step / 40, 2 * share)
                 groups = [group for optimizer in optimizers for group in optimizer.param_groups]
                 for group, peak in zip(groups, peaks, strict=True):
                     group["lr"] = peak * level
-                starts = torch.randint(len(train_ids) - args.context - 1, (args.batch,)).tolist()
-                x = torch.stack([train_ids[i : i + args.context + 1] for i in starts])
-                with torch.autocast("cpu", torch.bfloat16):
+                among = len(train_ids) if share > (args.tests or 0.0) else library_tokens
+                x = stretches(train_ids, torch.randint(among - args.context - 1, (args.batch,)), args.context + 1)
+                with torch.autocast(val_ids.device.type, torch.bfloat16):
                     logits = model(x[:, :-1])
                 loss = F.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten())
                 loss.backward()
@@ -311,19 +372,17 @@ def main() -> int:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-                losses.append(loss.item())
-                mean = sum(losses) / len(losses)
-                rate = step * args.batch * args.context / (time.monotonic() - started)
-                progress.update(task, advance=1, description=f"loss {mean:.3f}, {rate:,.0f} tokens/s")
-                if step % args.save_every == 0 and step < args.steps:
-                    training = summary(step)
-                    save(model, config, training, args.out)
-                    progress.print(f"step {step}: validation loss {training['validation_loss_nats_per_token']:.3f}")
+                losses.append(loss.detach())
+                if args.device == "cpu" or step % 50 == 0:  # what is printed waits for the device
+                    rate = step * args.batch * args.context / (time.monotonic() - started)
+                    done = step if args.seconds is None else time.monotonic() - started
+                    progress.update(task, completed=done, description=f"loss {recent():.3f}, {rate:,.0f} tokens/s")
+                if step % args.save_every == 0 and step != args.steps:
+                    progress.print(f"step {step}: training loss {recent():.3f}, validation loss {keep(step):.4f}")
         except KeyboardInterrupt:
             interrupted = True
-    training = summary(step)
-    save(model, config, training, args.out)
-    print(json.dumps(training, indent=1))
+    print(f"after step {step}: validation loss {keep(step):.4f}")
+    print(json.dumps(best, indent=1))
     print(f"saved in {args.out}" + (f", after Ctrl-C at step {step}" if interrupted else ""))
     return 130 if interrupted else 0
 
