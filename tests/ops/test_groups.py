@@ -7,6 +7,7 @@ import pytest
 
 import tikv
 from tikv import formats, reference
+from tikv.ops import row_copy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDTH = 128
@@ -74,6 +75,15 @@ def test_numbers_that_are_none(arch, rng, name):
     x[4, :64] = np.inf
     want = reference_of(x, row, np.float32 if row.numbers == 2 else np.float16)
     compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.archs("cpu")
+def test_codes_whose_bytes_are_not_counted(arch, rng, name, monkeypatch):
+    """Arrays above 2 GiB, whose codes are stored by words: all arrays count as such."""
+    monkeypatch.setattr(row_copy, "BYTES_COUNTED", 0)
+    row, x = formats.FORMATS[name], awkward_groups(rng, np.float16)
+    compare(split(tikv.quantize(x, name)), reference_of(x, row, np.float16), name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if row.rule == "affine"])

@@ -44,6 +44,7 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.exact import make_ratio
+from tikv.kernels.group_rows import make_quantise_rows
 from tikv.kernels.groups import make_dequantise_group, make_quantise_group
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
@@ -290,6 +291,8 @@ def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     """CPU: `make_rows`, or the same of a format of groups."""
     if not has_groups(stream.codec):
         return make_rows(heads, stream, src_inner, dst_inner, scale, types, uid)
+    if stream.codec.dst in FORMATS:
+        return make_quantise_rows(heads, stream.codec, scale, types, uid)
     move_group = make_move_group("cpu", stream.codec, scale)
 
     @ti.func

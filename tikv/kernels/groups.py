@@ -67,22 +67,18 @@ def make_affine(bits, style):
 
     @ti.func
     def finish(state):
-        low, high = state[0], state[1]
-        if low > high:
-            low, high = ti.f32(0.0), ti.f32(0.0)
-        span = high - low
-        if magnitude(span) >= ti.u32(INFINITE):
-            span = ti.f32(LARGEST)
+        some = state[0] <= state[1]
+        low, high = ti.select(some, state[0], ti.f32(0.0)), ti.select(some, state[1], ti.f32(0.0))
+        span = ti.min(high - low, ti.f32(LARGEST))
         scale = ti.max(ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
         by_low = magnitude(low) > magnitude(high)
         edge = ti.select(by_low, low, high)
         steps = round_to_even(ratio(ti.abs(edge), scale))
-        bias = ti.f32(0.0)
-        factor = ti.f32(0.0)
-        if steps > ti.f32(0.0):
-            if magnitude(steps) < ti.u32(INFINITE):
-                scale = ratio(ti.abs(edge), steps)
-            bias, factor = edge, scale
+        stepped = steps > ti.f32(0.0)
+        refitted = ratio(ti.abs(edge), ti.max(steps, ti.f32(1.0)))
+        scale = ti.select(stepped, ti.select(magnitude(steps) < ti.u32(INFINITE), refitted, scale), scale)
+        bias = ti.select(stepped, edge, ti.f32(0.0))
+        factor = ti.select(stepped, scale, ti.f32(0.0))
         return ti.Vector([ti.select(by_low, scale, -scale), bias, ti.select(by_low, factor, -factor), bias])
 
     @ti.func
@@ -125,9 +121,8 @@ def make_gguf(bits, style):
             scale = ratio(ti.abs(edge), ti.f32(127.0))
         else:
             scale = edge * ti.f32(-0.125)
-        factor = ti.f32(0.0)
-        if magnitude(edge) >= ti.u32(SMALL_BITS):
-            factor = signed(magnitude(ratio(ti.f32(1.0), ti.abs(scale))), scale < ti.f32(0.0))
+        inverse = signed(magnitude(ratio(ti.f32(1.0), ti.abs(scale))), scale < ti.f32(0.0))
+        factor = ti.select(magnitude(edge) < ti.u32(SMALL_BITS), ti.f32(0.0), inverse)
         return ti.Vector([scale, ti.f32(0.0), factor, ti.f32(0.0)])
 
     @ti.func

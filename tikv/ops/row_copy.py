@@ -22,6 +22,7 @@ from tikv.ops.plan import Launch
 INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
 WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: fewer leave memory waiting, more crowd it
 SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
+BYTES_COUNTED = 1 << 31  # on CPU, codes of a larger array are stored by words of their own, which takes twice as long
 
 
 def alignment(end: Rows, width: int) -> int:
@@ -45,7 +46,8 @@ def unaligned(operation: str, src: Rows, dst: Rows) -> ShapeError:
 def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, scale: str) -> tuple[int, Any]:
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
-    On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises.
+    On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises; codes of
+    groups are stored by bytes.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.
@@ -58,6 +60,8 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
             raise unaligned(operation, src, dst)
         names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
         bits = [e.array.dtype.itemsize * 8 for e in (src, dst)]
+        if style == "cpu" and dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
+            bits[1] = 8
         return width // found.group, Codec(*names, found.group, *bits)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
