@@ -7,6 +7,7 @@ import pytest
 
 import tikv
 from tikv import reference
+from tikv.ops import rotate as operation
 
 BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SHAPE = (2, 2, 9)
@@ -80,6 +81,57 @@ def test_positions_of_all_heads_and_of_calls_before(arch, rng):
         tikv.rotate(k, before, after, tikv.Rope(freq))
         moved = np.broadcast_to(after if after.ndim != 2 else after[:, None], SHAPE) - before
         oracle.assert_same_bits(k, reference.rotate(rows, moved, freq).astype(np.float32))
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 8), (3, 3), (2, 4)], ids=["8-heads", "odd", "sequences"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.full(unless=lambda case: case["interleaved"] == (case["batch"] == 2))
+def test_heads_of_the_same_positions_are_turned_together(arch, rng, batch, heads, interleaved):
+    """Part of a head, heads and sequences that do not divide alike, positions of all or of sequences."""
+    tokens, freq = 7, np.array([1.0, 0.3, 0.05, 0.01, 0.5, 0.1])
+    after = rng.integers(0, 50, (batch, tokens))
+    after[:, 2] = -1
+    for to in (after[0], after):
+        rows = rng.standard_normal((batch, heads, tokens, 20)).astype(np.float16)
+        guarded = oracle.Guarded(rng, rows)
+        k = oracle.place(guarded.array, arch)
+        tikv.rotate(k, np.arange(tokens) + 20, to, tikv.Rope(freq, interleaved=interleaved))
+        by = np.where(to < 0, 0, to - np.arange(tokens) - 20)
+        by = np.broadcast_to(by[:, None] if by.ndim == 2 else by, rows.shape[:3])
+        want = reference.rotate(rows, by, freq, interleaved=interleaved)
+        oracle.assert_same_bits(k, np.where((by == 0)[..., None], rows, want.astype(np.float16)))
+        guarded.check()
+
+
+@pytest.mark.archs("cpu")
+def test_a_table_grows_and_then_costs_no_cosines(arch, rng, monkeypatch):
+    """Differences on either side, far away and many: the bits of a table of its own, made only where one is lacking."""
+    made = []
+    plain = operation._cos_and_sin
+    monkeypatch.setattr(operation, "_cos_and_sin", lambda *a: made.append(len(a[1])) or plain(*a))
+    freq = np.array([1.0, 0.3, 0.05, 0.0123])  # no other test's
+
+    def turn(by):
+        rows = rng.standard_normal((1, 2, len(by), 8)).astype(np.float32)
+        k, before = rows.copy(), np.arange(len(by)) + 10_000_000
+        tikv.rotate(k, before, before + by, tikv.Rope(freq))
+        oracle.assert_same_bits(k, reference.rotate(rows, np.broadcast_to(by, rows.shape[:3]), freq).astype(np.float32))
+        sizes, made[:] = list(made), []
+        return sizes
+
+    down = -np.arange(1, 9)
+    assert turn(down) == [8]
+    assert turn(down[::-1]) == turn(down[2:5]) == []
+    assert turn(down - 1) == [16], "twice as many"
+    assert turn(down - 8) == []
+    assert turn(np.array([3, 0, 4])) == [32], "on the other side"
+    assert turn(np.array([5, -16, 10])) == []
+    assert turn(np.array([1_000_000, -3])) == [2], "two of their own"
+    assert turn(np.array([1_000_000, -3, -4])) == [3]
+    monkeypatch.setattr(operation, "TABLE_BYTES", 40 * 8 * 4)
+    assert turn(np.arange(-50, 0)) == [50], "too large"
+    assert turn(np.arange(-24, 0)) == [40], "no larger than may be"
+    assert turn(np.arange(-20, 15)) == []
 
 
 @pytest.mark.parametrize("scale_dtype", [np.float32, np.float16], ids=["f32", "f16"])

@@ -2,7 +2,8 @@
 
 Arithmetic is float32, as `kernels.write_qkv` rotates: each product is rounded, then their sum, and the sum once more to
 the stored dtype. An int8 row is dequantised, rotated, and quantised with a new scale. On CPU an iteration is a row; on
-a GPU `lanes` threads share one.
+a GPU `lanes` threads share one. Cosines and sines are as many bytes as a row of float16 has, so that where heads have
+the same positions a thread reads them once for its part of the rows of several, all of which it reads before it writes.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,10 @@ from typing import NamedTuple
 from tikv.kernels.address import RowStrides, S, index_array
 from tikv.kernels.codec import (
     SCALE_WORD,
+    WORD,
     finite_magnitude_bits,
     make_bits_to_f32,
+    make_decode,
     make_reciprocal,
     make_scale,
     make_store,
@@ -19,7 +22,7 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.lanes import make_loop, make_row_max
-from tikv.kernels.write_qkv import make_rotation
+from tikv.kernels.write_qkv import make_rotation, make_turn
 from tikv.runtime import ti
 
 FLOATS = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -32,7 +35,7 @@ class RotateParams(NamedTuple):
     iterations: int = 0
     rows: int = 0  # of a head
     heads: int = 1
-    count: int = 0  # rows of all heads
+    count: int = 0  # rows of all heads, those that a thread turns together counting once
     angle_first: int = 0
     angle_sequence: int = 0
     angle_head: int = 0
@@ -48,7 +51,7 @@ R = RotateParams(*range(len(RotateParams._fields)))
 PARAMS = ti.types.vector(len(R), ti.i32)
 
 
-def make_rotate(style, serial, codec, transform, width, lanes, scale):
+def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
     """rotate(x, angles, cos, sin, scales, strides, params): a row by the row of the tables that `angles` names.
 
     None, where it names one below 0, which stays as it is.
@@ -60,6 +63,8 @@ def make_rotate(style, serial, codec, transform, width, lanes, scale):
         transform: `kernels.write_qkv.NormRopeChoices`; int8 has an epsilon, so that values are multiplied by the scale.
         width: elements of a row.
         lanes: threads that share a row; 1 on CPU.
+        together: neighbouring heads with the same angles, also of several sequences, whose rows of a position a thread
+            turns; 1 on CPU and for int8.
         scale: dtype code of int8 scales, or "".
     """
     elements, words = codec.elements, codec.src_words
@@ -125,7 +130,54 @@ def make_rotate(style, serial, codec, transform, width, lanes, scale):
                 u = rotated + lane + n * lanes
                 store(x, row + u * words, rest(x, row, u, norm, cos, 0), inverse)
 
-    loop = make_loop(style, serial, body, R.iterations)
+    decode, turn = make_decode(codec.src, codec.src_bits), make_turn(style, elements, transform.pairs == "interleaved")
+    per_word = elements // words
+    word, held_words = WORD[codec.src_bits], 2 * words * together
+    # Units of a pair: at p and p + half, or at 2p and 2p + 1.
+    step, apart = (2, 1) if transform.pairs == "interleaved" else (1, transform.rope_dim // 2 // elements)
+
+    @ti.func
+    def body_together(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
+                      scales: ti.template(), strides, params):  # fmt: skip
+        r, lane = i // lanes, i % lanes
+        group, s = r // params[R.rows] * together, r % params[R.rows]
+        angle = -1
+        if r < params[R.count]:
+            at_angle = params[R.angle_first] + group // params[R.heads] * params[R.angle_sequence] + s
+            angle = ti.cast(angles[at_angle], ti.i32)
+        if angle >= 0:
+            at = ti.Vector([0 for _ in range(together)])
+            for g in ti.static(range(together)):
+                b, h = (group + g) // params[R.heads], (group + g) % params[R.heads]
+                at[g] = strides[S.first] + b * strides[S.sequence] + h * strides[S.head] + s * strides[S.token]
+            cos_row = params[R.cos_first] + angle * (transform.rope_dim // 2)
+            sin_row = params[R.sin_first] + angle * (transform.rope_dim // 2)
+            for n in range((pairs - lane + lanes - 1) // lanes):
+                p = lane + n * lanes
+                held = ti.Vector([word(0) for _ in range(held_words)])
+                for g in ti.static(range(together)):
+                    for w in ti.static(range(words)):
+                        held[2 * g * words + w] = x[at[g] + step * p * words + w]
+                        held[(2 * g + 1) * words + w] = x[at[g] + (step * p + apart) * words + w]
+                c, s_ = (
+                    ti.Vector([ti.f32(0.0) for _ in range(elements)]),
+                    ti.Vector([ti.f32(0.0) for _ in range(elements)]),
+                )
+                for e in ti.static(range(elements)):
+                    c[e], s_[e] = cos[cos_row + p * elements + e], sin[sin_row + p * elements + e]
+                for g in ti.static(range(together)):
+                    both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
+                    for w in ti.static(range(2 * words)):
+                        some = decode(held[2 * g * words + w])
+                        for e in ti.static(range(per_word)):
+                            both[w * per_word + e] = some[e]
+                    found = turn(both, c, s_, at[g])
+                    first = at[g] + step * p * words
+                    store(x, first, ti.Vector([found[e] for e in range(elements)]), ti.f32(1.0))
+                    store(x, first + apart * words, ti.Vector([found[elements + e] for e in range(elements)]),
+                          ti.f32(1.0))  # fmt: skip
+
+    loop = make_loop(style, serial, body if together == 1 else body_together, R.iterations)
 
     @ti.kernel
     def rotate(x: X, angles: ANGLES, cos: FLOATS, sin: FLOATS, scales: SC, strides: STRIDES, params: PARAMS):

@@ -553,6 +553,22 @@ class RowPart(NamedTuple):
     move: object
 
 
+def make_turn(style, elements, interleaved):
+    """turn(both, c, s, row): the values of two units, one behind the other, turned by as many cosines and sines."""
+    product = make_product(style)
+
+    @ti.func
+    def turn(both, c, s, row):
+        found = both
+        for j in ti.static(range(elements)):
+            i, k = ti.static((2 * j, 2 * j + 1) if interleaved else (j, j + elements))
+            found[i] = product(both[i], c[j], row) - product(both[k], s[j], row)
+            found[k] = product(both[k], c[j], row) + product(both[i], s[j], row)
+        return found
+
+    return turn
+
+
 def make_rotation(style, codec, transform):
     """(pair, rest): the new values of two units that are rotated into each other, and of one behind those."""
     elements, words = codec.elements, codec.src_words
@@ -560,7 +576,7 @@ def make_rotation(style, codec, transform):
     half_units = transform.rope_dim // 2 // elements
     interleaved = transform.pairs == "interleaved"
     normed, weighted = transform.eps is not None, transform.weighted
-    product, in_order = make_product(style), make_in_order(style)
+    in_order, turn = make_in_order(style), make_turn(style, elements, interleaved)
 
     @ti.func
     def scaled(x, row, element, norm, weight: ti.template(), weight_at):
@@ -584,13 +600,10 @@ def make_rotation(style, codec, transform):
         both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
         for e in ti.static(range(elements)):
             both[e], both[e + elements] = x[e], y[e]
-        found = both
+        c, s = ti.Vector([ti.f32(0.0) for _ in range(elements)]), ti.Vector([ti.f32(0.0) for _ in range(elements)])
         for j in ti.static(range(elements)):
-            i, k = ti.static((2 * j, 2 * j + 1) if interleaved else (j, j + elements))
-            c, s = cos[cos_row + p * elements + j], sin[sin_row + p * elements + j]
-            found[i] = product(both[i], c, row) - product(both[k], s, row)
-            found[k] = product(both[k], c, row) + product(both[i], s, row)
-        return first, second, found
+            c[j], s[j] = cos[cos_row + p * elements + j], sin[sin_row + p * elements + j]
+        return first, second, turn(both, c, s, row)
 
     @ti.func
     def rest(a: ti.template(), row, u, norm, weight: ti.template(), weight_at):

@@ -22,9 +22,14 @@ from tikv.runtime.cache import BoundedCache
 
 Host = np.ndarray[Any, Any]
 ROTATE = "rotate"  # under which a runtime keeps tables
+TABLES = "rotate: tables"
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
+TOGETHER = (4, 2, 1)  # rows of a position that one thread of a GPU turns
 KEPT_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
 KEPT_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
+KEPT_TABLES = 4  # rotations of models, of each of which a table of cosines and sines is kept
+TABLE_BYTES = 1 << 25  # that it has at most: 65,536 differences of positions, for heads of 128
+SPARSE = 4  # rows of a table for each difference that was asked for, at most
 _ROTATED = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8, dtypes.int8)
 
 
@@ -92,8 +97,9 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
         multiplied by its scale first, and quantised by the rule of `tikv.quantize` after, with a new scale. Floats of
         8 bits saturate; a scale that all rows of a head have is no matter, since both sides of the rotation have it.
     Cost: each row that moves is read and written once, int8 read twice. Positions are read by the host, in the shape
-        that they have: those of (S,) once for all heads. It makes a table of a row for each difference, which is there
-        already for the positions of one of the calls before; then the host does not wait for the device.
+        that they have: those of (S,) once for all heads. It makes a table of a row for each difference, and keeps it:
+        differences within the range of calls before cost no cosines. For the positions of one of the last calls the
+        host does not wait for the device.
     Source: kvpress's ``key_rerotation_press`` and llama.cpp's K-shift.
 
     Examples:
@@ -172,16 +178,42 @@ class Angles(NamedTuple):
     Rows are (B, H, S), or 1 for B or H where all have the same.
     """
 
-    rows: Any  # on the host, or on the device as an ArrayView
-    cos: Any
-    sin: Any
+    rows: ArrayView
+    cos: ArrayView
+    sin: ArrayView
 
 
-def angles_of(rope: Rope, before: Host, after: Host, operation: str) -> Angles:
-    """By what rows are turned that go from some positions to others.
+class Turns(NamedTuple):
+    """By how much rows move: what is added to each position, and where it is not nothing."""
+
+    moved: Host
+    difference: Host
+    least: int
+    seen: Host  # whether a row moves by least, least + 1, and so on
+
+    @property
+    def largest(self) -> int:
+        """The largest difference."""
+        return self.least + len(self.seen) - 1
+
+
+class Table(NamedTuple):
+    """Cosines and sines of all differences from `first` on, a row each, on the device."""
+
+    first: int
+    cos: ArrayView
+    sin: ArrayView
+
+    def covers(self, least: int, largest: int) -> bool:
+        """Whether each difference between these has its row."""
+        return self.first <= least and largest < self.first + self.cos.shape[0]
+
+
+def turns_of(before: Host, after: Host, operation: str) -> Turns | None:
+    """By how much rows move that go from some positions to others; None where none does.
 
     Raises:
-        PositionError: the differences are too many.
+        PositionError: the differences are too far apart.
     """
     moved = (before >= 0) & (after >= 0) & (before != after)
     difference = np.where(moved, after - before, 0)
@@ -191,38 +223,85 @@ def angles_of(rope: Rope, before: Host, after: Host, operation: str) -> Angles:
             f"{operation}: rows move by {least} to {largest} positions, more than {MOST_ANGLES} apart. "
             f"Make several calls."
         )
+    if least == largest:
+        return None
     seen = np.zeros(largest - least + 1, bool)
     seen[(difference - least)[moved]] = True
-    row_of = np.cumsum(seen) - 1
-    index = np.where(moved, row_of[difference - least], -1).astype(np.int32)
-    angle = (np.nonzero(seen)[0] + least)[:, None] * rope.inv_freq
-    return Angles(index, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
+    first, last = (int(x) for x in np.nonzero(seen)[0][[0, -1]])
+    return Turns(moved, difference, least + first, seen[first : last + 1])
+
+
+def _cos_and_sin(rope: Rope, differences: Host, live: runtime.Runtime) -> tuple[ArrayView, ArrayView]:
+    """A row for each difference, on the device."""
+    angle = differences[:, None] * rope.inv_freq
+    return to_device(np.cos(angle).astype(np.float32), live), to_device(np.sin(angle).astype(np.float32), live)
+
+
+def _table(live: runtime.Runtime, rope: Rope, turns: Turns) -> Table | None:
+    """The table of this rotation, which grows to twice its size at least where it lacks a difference.
+
+    None where most rows of it would be of differences that nobody asked for, or it would be too large.
+    """
+    tables = live.plans.get(TABLES)
+    if tables is None:
+        tables = live.plans.keep(TABLES, BoundedCache(KEPT_TABLES))
+    key = rope.inv_freq.tobytes()
+    known: Table | None = tables.get(key)
+    least, largest = turns.least, turns.largest
+    if known is not None and known.covers(least, largest):
+        return known
+    most = TABLE_BYTES // (8 * rope.inv_freq.size)
+    asked = int(np.count_nonzero(turns.seen))
+    if known is not None:
+        rows = known.cos.shape[0]
+        asked += rows
+        last = max(largest, known.first + rows - 1)
+        if least < known.first:
+            least = min(least, max(last + 1 - 2 * rows, last + 1 - most))
+        else:
+            least, largest = known.first, max(largest, known.first + min(2 * rows, most) - 1)
+        largest = max(largest, last)
+    if largest - least >= min(most, SPARSE * asked):
+        return None
+    if known is not None or len(tables) >= KEPT_TABLES:
+        live.synchronize()  # those that go may be in use
+    tables[key] = found = Table(least, *_cos_and_sin(rope, np.arange(least, largest + 1), live))
+    return found
 
 
 def _angles_on_device(
     live: runtime.Runtime, rope: Rope, before: Host, after: Host, operation: str
 ) -> tuple[Angles | None, bool]:
-    """`angles_of` on the device, made now or for one of the calls before, and whether they are kept.
+    """By what rows are turned that go from some positions to others, and whether that is kept for later calls.
 
     None where no row moves.
+
+    Raises:
+        PositionError: the differences are too far apart.
     """
     small = before.nbytes + after.nbytes <= KEPT_BYTES // 8
     key = (rope.inv_freq.tobytes(), before.shape, after.shape, before.tobytes(), after.tobytes()) if small else None
-    turns = live.plans.get(ROTATE)
-    if turns is None:
-        turns = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
-    found: Angles | None = turns.get(key)
+    kept = live.plans.get(ROTATE)
+    if kept is None:
+        kept = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
+    found: Angles | None = kept.get(key)
     if found is not None:
         return found, True
-    angles = angles_of(rope, before, after, operation)
-    if angles.cos.size == 0:
+    turns = turns_of(before, after, operation)
+    if turns is None:
         return None, True
-    found = Angles(*(to_device(np.ascontiguousarray(a), live) for a in angles))
-    if key is None or found.cos.nbytes * 2 > KEPT_BYTES:
+    table = _table(live, rope, turns)
+    if table is not None:
+        cos, sin, rows = table.cos, table.sin, turns.difference - table.first
+    else:
+        cos, sin = _cos_and_sin(rope, np.nonzero(turns.seen)[0] + turns.least, live)
+        rows = (np.cumsum(turns.seen) - 1)[np.where(turns.moved, turns.difference - turns.least, 0)]
+    found = Angles(to_device(np.where(turns.moved, rows, -1).astype(np.int32), live), cos, sin)
+    if key is None or (table is None and cos.nbytes * 2 > KEPT_BYTES):
         return found, False
-    if len(turns) >= KEPT_TURNS:
+    if len(kept) >= KEPT_TURNS:
         live.synchronize()  # those that go may be in use
-    return turns.keep(key, found), True
+    return kept.keep(key, found), True
 
 
 def rotate_rows(
@@ -277,7 +356,12 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ta
     shared_by = 1
     if not live.is_cpu:
         shared_by = min(32, 1 << (max(1, half // elements) - 1).bit_length())
-    count = batch * heads * rows
+    index_steps = [0 if n == 1 else step for n, step in zip(tables.rows.shape, tables.rows.strides, strict=True)]
+    together = 1
+    if not live.is_cpu and scale is None:
+        alike = 1 if index_steps[1] else heads if index_steps[0] else batch * heads
+        together = next(n for n in TOGETHER if alike % n == 0)
+    count = batch * heads * rows // together
     iterations = count * shared_by
     if not live.is_cpu:
         iterations = -(-iterations // lane_kernels.BLOCK) * lane_kernels.BLOCK
@@ -286,9 +370,10 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ta
     choices = NormRopeChoices(pairs, rope.rope_dim, None if scale is None else 0.0, False)
     serial = live.is_cpu and count * width * size < SERIAL_BYTES
     code = "" if scale is None else scale.dtype.short
-    kernel = launch.kernel(live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, code)
+    kernel = launch.kernel(
+        live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, together, code
+    )
     index, cos, sin = (a.restrided((math.prod(a.shape),), (1,)) for a in tables)
-    index_steps = [0 if n == 1 else step for n, step in zip(tables.rows.shape, tables.rows.strides, strict=True)]
     numbers = kernels.RotateParams(
         iterations=iterations,
         rows=rows,

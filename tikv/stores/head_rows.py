@@ -122,8 +122,7 @@ def move_rows(
         if form.rows[0].numbers:
             n = moved[2].shape[1]
             scale = moved[2].restrided((1, heads, count), (0, count * n, n))
-        shape = (1, heads, count)
-        before, after = (np.broadcast_to(a, shape) for a in (moves.before, moves.after))
+        before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
     put_rows(form, pools, moved, moves.dst)
 
