@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, as_numpy, describe, read_host, to_device, view
+from tikv.arrays import ArrayView, Views, as_numpy, describe, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import index_array
@@ -24,6 +23,7 @@ Host = np.ndarray[Any, Any]
 ROTATE = "rotate"  # under which a runtime keeps tables
 TABLES = "rotate: tables"
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
+UNITS = (4, 2, 1)  # elements that a thread of a GPU takes side by side, of each half of a head
 TOGETHER = (4, 2, 1)  # rows of a position that one thread of a GPU turns
 KEPT_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
 KEPT_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
@@ -173,9 +173,10 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
 
 
 class Angles(NamedTuple):
-    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables (angles, D_r / 2).
+    """The row of the tables for each row of keys, -1 where it stays as it is, and the tables.
 
-    Rows are (B, H, S), or 1 for B or H where all have the same.
+    Rows are (B, H, S), or 1 for B or H where all have the same. Of a table the first row is seen, (1, D_r / 2), so that
+    one launch serves tables of any number of rows.
     """
 
     rows: ArrayView
@@ -284,9 +285,9 @@ def _angles_on_device(
     kept = live.plans.get(ROTATE)
     if kept is None:
         kept = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
-    found: Angles | None = kept.get(key)
-    if found is not None:
-        return found, True
+    for other, angles in list(kept.values()):  # compared, since to hash so many bytes takes far longer
+        if other == key:
+            return angles, True
     turns = turns_of(before, after, operation)
     if turns is None:
         return None, True
@@ -296,12 +297,14 @@ def _angles_on_device(
     else:
         cos, sin = _cos_and_sin(rope, np.nonzero(turns.seen)[0] + turns.least, live)
         rows = (np.cumsum(turns.seen) - 1)[np.where(turns.moved, turns.difference - turns.least, 0)]
-    found = Angles(to_device(np.where(turns.moved, rows, -1).astype(np.int32), live), cos, sin)
+    index = to_device(np.where(turns.moved, rows, -1).astype(np.int32), live)
+    found = Angles(index, *(a.restrided((1, a.shape[1]), a.strides) for a in (cos, sin)))
     if key is None or (table is None and cos.nbytes * 2 > KEPT_BYTES):
         return found, False
     if len(kept) >= KEPT_TURNS:
         live.synchronize()  # those that go may be in use
-    return kept.keep(key, found), True
+    kept.keep(object(), (key, found))
+    return found, True
 
 
 def rotate_rows(
@@ -320,25 +323,31 @@ def rotate_rows(
     tables, kept = _angles_on_device(live, rope, before, after, operation)
     if tables is None:
         return
-    names = ("k", "scale") if scale is not None else ("k",)
-    arrays = (k, scale) if scale is not None else (k,)
+    arrays = Views([*tables, k] if scale is None else [*tables, k, scale])
+    key = (operation, ROTATE, arrays.key, rope.interleaved)
+    plan = live.plans.get(key)
+    if plan is None:
+        names = ("the rows of tables", "cosines", "sines", "k", "scale")[: len(arrays)]
+        written = (False, False, False, True, True)[: len(arrays)]
 
-    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        return [_bind(live, operation, arrays, tables, rope)]
+        def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+            return [_bind(live, operation, arrays, rope)]
 
-    Plan(live, operation, names, (True,) * len(names), bind).run(arrays)
+        plan = live.plans.keep(key, Plan(live, operation, names, written, bind))
+    plan.run(arrays)
     if not kept:
         live.synchronize()  # the tables are this call's own
 
 
-def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], tables: Angles, rope: Rope) -> Launch:
-    """Bind the rotation of k, and of its scales."""
+def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], rope: Rope) -> Launch:
+    """Bind the rotation of k, and of its scales, which come behind the `Angles`."""
     from tikv.kernels import lanes as lane_kernels
     from tikv.kernels import rotate as kernels
     from tikv.kernels.codec import Codec
     from tikv.kernels.write_qkv import NormRopeChoices
 
-    k, scale = arrays[0], arrays[1] if len(arrays) > 1 else None
+    index, cos, sin, k = arrays[:4]
+    scale = arrays[4] if len(arrays) > 4 else None
     batch, heads, rows, width = k.shape
     sequence, head, token = k.strides[:3]
     place = Rows(k, sequence=sequence, token=token, head=head)
@@ -348,7 +357,7 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ta
         raise unaligned(operation, place, place)
     whole = (half, width - rope.rope_dim, rope.rope_dim)
     elements = next(
-        n for n in ((1,) if live.is_cpu else (4, 2, 1)) if all(w % n == 0 for w in whole) and aligned % (n * size) == 0
+        n for n in ((1,) if live.is_cpu else UNITS) if all(w % n == 0 for w in whole) and aligned % (n * size) == 0
     )
     bits = min(8, elements * size) * 8
     codec = Codec(k.dtype.short, k.dtype.short, elements, bits, bits)
@@ -356,7 +365,7 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ta
     shared_by = 1
     if not live.is_cpu:
         shared_by = min(32, 1 << (max(1, half // elements) - 1).bit_length())
-    index_steps = [0 if n == 1 else step for n, step in zip(tables.rows.shape, tables.rows.strides, strict=True)]
+    index_steps = [0 if n == 1 else step for n, step in zip(index.shape, index.strides, strict=True)]
     together = 1
     if not live.is_cpu and scale is None:
         alike = 1 if index_steps[1] else heads if index_steps[0] else batch * heads
@@ -373,7 +382,6 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ta
     kernel = launch.kernel(
         live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, together, code
     )
-    index, cos, sin = (a.restrided((math.prod(a.shape),), (1,)) for a in tables)
     numbers = kernels.RotateParams(
         iterations=iterations,
         rows=rows,
