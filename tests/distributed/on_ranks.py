@@ -19,13 +19,13 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape)
 
 
-def random_operations(rank, world, group, shard, mesh, interleave, changes, queries, kinds, count, seed, sinks=False):
+def random_operations(rank, world, group, shard, mesh, interleave, changes, queries, kinds, count, seed, terms=()):
     """So many random operations on a shared store and on one, compared after each."""
     layouts = ("token_major",) if kinds == WRITES else ("token_major", "head_major")
     form = FORM | changes
     shared = ShardedKVCacheStore(mesh_of(mesh) if mesh else group, shard=shard, interleave=interleave, **form)
     deal = getattr(shared.local, "deal", None)
-    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts, sinks)
+    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts, terms)
     for n in range(count):
         try:
             twins.step(kinds)
@@ -59,7 +59,11 @@ def refusals(rank, world, group):
     refused(lambda: by_tokens.append(0, np.zeros((49, 6, 8), np.float32), np.zeros((49, 6, 8), np.float32)))
     refused(lambda: by_tokens.extend(0, k, k[:2], k[:2]))
     refused(lambda: by_tokens.keys(0))
-    refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=np.zeros(6, np.float32)))
+    refused(lambda: by_tokens.attend(0, k[None, 0], mask=np.ones((1, 1, 1), bool)))
+    slopes = np.zeros(6, np.float32)
+    refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=slopes[:5]))
+    refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=slopes, return_mass=True))
+    refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=slopes, seq_lens=np.array([0])))
     refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True, seq_lens=np.array([0])))
     refused(lambda: by_tokens.attend(0, k[None, 0], sink_logits=np.zeros(5, np.float32)))
     refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
@@ -207,6 +211,32 @@ def masses(rank, world, group):
             for want, got in zip(*(s.attend(layer, q.astype("f"), **options) for s in (one, shared)), strict=True):
                 np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=f"{tokens}, layer {layer}")
     return shared.held(0), shared.held(1)
+
+
+def slopes(rank, world, group):
+    """Prompts and single queries with slopes over a sliding layer, against float64: blocks of 4, and single tokens."""
+    rng, heads, width = np.random.default_rng(13), 6, 8
+    shared = ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM | {"window": 12, "sinks": 4})
+    slopes, rows = (2.0 ** -np.arange(1, 7)).astype(np.float32), np.zeros((2, 0, heads, width), np.float32)
+
+    def attended(q, at):
+        """One query at a position, over the sinks and the 8 newest tokens behind them."""
+        seen = np.r_[0 : min(4, at + 1), max(4, at - 7) : at + 1]
+        k, v = rows[:, seen].astype(np.float64)
+        logits = np.einsum("hd,nhd->hn", q, k) * width**-0.5 + slopes[:, None] * (seen - at)
+        weights = np.exp(logits)
+        return np.einsum("hn,nhd->hd", weights / weights.sum(1, keepdims=True), v), np.log(weights.sum(1))
+
+    for tokens in (12, 1, 1, 1, 1, 12):
+        q, k, v = rng.standard_normal((3, tokens, heads, width)).astype(np.float32)
+        first, rows = rows.shape[1], np.concatenate([rows, np.stack([k, v])], axis=1)
+        out, lse = shared.extend(0, q, k, v, return_lse=True, alibi_slopes=slopes)
+        want = [attended(one, first + t) for t, one in enumerate(q)]
+        np.testing.assert_allclose(out, [a for a, _ in want], rtol=1e-5, atol=1e-5, err_msg=f"{tokens}")
+        np.testing.assert_allclose(lse, [b for _, b in want], rtol=1e-5, atol=1e-5)
+        alone = shared.attend(0, q[-1][None], alibi_slopes=slopes[None])
+        np.testing.assert_allclose(alone[0], want[-1][0], rtol=1e-5, atol=1e-5)
+    return shared.length
 
 
 def at_positions(rank, world, group):

@@ -25,7 +25,27 @@ def test_two_ranks_are_one_store(two, shard, mesh, interleave, changes, queries,
 
 
 def test_sink_logits_count_once(two):
-    two.run(on_ranks.random_operations, "tokens", None, 4, SLIDING, "float32", WRITES, 20, 6, True)
+    two.run(on_ranks.random_operations, "tokens", None, 4, SLIDING, "float32", WRITES, 20, 6, ["sink_logits"])
+
+
+@pytest.mark.parametrize("ranks", ["two", "three"])
+def test_slopes_count_the_tokens_of_other_ranks(ranks, request):
+    assert set(request.getfixturevalue(ranks).run(on_ranks.slopes)) == {28}
+
+
+@pytest.mark.parametrize(
+    ("interleave", "changes", "terms"),
+    [
+        (4, SLIDING | {"batch_size": 2}, ["alibi_slopes"]),
+        (5, {}, ["alibi_slopes", "sink_logits"]),
+        (1, {"window": 7}, ["alibi_slopes"]),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["two", "three"])
+@pytest.mark.full
+def test_slopes_with_other_operations(ranks, request, interleave, changes, terms):
+    operations = "tokens", None, interleave, changes, "float32", WRITES, 20, 7, terms
+    request.getfixturevalue(ranks).run(on_ranks.random_operations, *operations)
 
 
 @pytest.mark.parametrize("ranks", ["two", "three"])
@@ -71,10 +91,11 @@ def test_what_is_refused(two):
     ]
     assert first[:3] == second[:3] == wanted
     assert "KV heads 3..5 of 6. k, v and q are of the rank's own heads." in second[4]
-    kinds = ["Position", *["Shape"] * 3, "Capacity", "Shape", "NotShared", *["Option"] * 2, "Shape", "Option"]
-    for message, kind in zip(first[3:14], kinds, strict=True):
+    kinds = ["Position", *["Shape"] * 3, "Capacity", "Shape", "NotShared", "Option", "Shape", *["Option"] * 3, "Shape"]
+    kinds.append("Option")
+    for message, kind in zip(first[3:17], kinds, strict=True):
         assert message.startswith(f"{kind}Error: "), message
-    assert first[14:] == second[14:] == [0, False, True, False]
+    assert first[17:] == second[17:] == [0, False, True, False]
 
 
 def test_a_group_that_is_gone(three):

@@ -22,10 +22,10 @@ class Twins:
         queries: dtype of queries.
         deal: how tokens are dealt; None: they are not.
         layouts: of the arrays that come.
-        sinks: whether query heads have sink logits.
+        terms: names of what is added to the scores: "sink_logits", "alibi_slopes".
     """
 
-    def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",), sinks=False):
+    def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",), terms=()):
         self.shared, self.form, self.rng, self.queries, self.layouts = shared, form, rng, queries, layouts
         self.deal = deal or Deal(0, 1, 1)
         self.heads = shared.heads
@@ -34,7 +34,9 @@ class Twins:
         self.group = 4  # query heads of a KV head
         logits = rng.standard_normal(self.one.num_kv_heads * self.group).astype(np.float32)
         logits[::3] = -np.inf
-        self.sink_logits = logits if sinks else None
+        slopes = 2.0 ** -rng.uniform(0, 5, (self.one.batch_size, logits.size))
+        added = {"sink_logits": logits, "alibi_slopes": slopes.astype(np.float32)}
+        self.terms = {name: added[name] for name in terms}
         # Memory as it must be, from random bits on; slots that nobody wrote keep theirs.
         own = np.random.default_rng(self.deal.rank)
         self.memory = [[oracle.random_bits(own, a.shape, a.dtype) for a in arrays] for arrays in self.arrays()]
@@ -155,8 +157,7 @@ class Twins:
 
             def call(s, layer=layer, q=q, k=k, v=v):
                 some = q if s is self.one else self.own(q, layout, self.group)
-                options = {"layout": layout, "return_lse": True, "sink_logits": self.sinks_of(s)}
-                return s.extend(layer, some, *self.of(s, layout, k, v), **options)
+                return s.extend(layer, some, *self.of(s, layout, k, v), layout=layout, return_lse=True, **self.added(s))
 
             found = self.both(call)
             if not found:
@@ -171,10 +172,10 @@ class Twins:
         numpy = tikv.dtypes.parse(self.queries, "").numpy
         return self.rng.standard_normal((*shape, self.width)).astype(numpy)
 
-    def sinks_of(self, store):
-        if store is self.one or self.sink_logits is None:
-            return self.sink_logits
-        return self.sink_logits[self.heads[0] * self.group : (self.heads[-1] + 1) * self.group]
+    def added(self, store):
+        """What is added to scores, of the query heads that a store's rank has."""
+        of = slice(None) if store is self.one else slice(self.heads[0] * self.group, (self.heads[-1] + 1) * self.group)
+        return {name: a[..., of] for name, a in self.terms.items()}
 
     def attend(self):
         layer, tokens = int(self.rng.integers(self.one.num_layers)), int(self.rng.choice([0, 1, 2, 6]))
@@ -184,7 +185,7 @@ class Twins:
 
         def call(s):
             some = q if s is self.one else np.ascontiguousarray(q[:, heads])
-            return s.attend(layer, some, missing=missing, return_lse=True, sink_logits=self.sinks_of(s))
+            return s.attend(layer, some, missing=missing, return_lse=True, **self.added(s))
 
         found = self.both(call)
         if found:

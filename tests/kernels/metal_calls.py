@@ -10,11 +10,15 @@ import numpy as np
 import tikv
 from tikv import runtime
 from tikv.arrays import view
+from tikv.distributed.deal import Deal
+from tikv.distributed.dealt_store import DealtStore
 from tikv.formats import FORMATS
 from tikv.ops.attention.by_channel import channel_scores
 from tikv.ops.attention.merge import merge_parts
+from tikv.ops.attention.terms import Terms
 from tikv.ops.deal import deal
 from tikv.ops.write_pages import write_pages
+from tikv.stores.attend import AttentionScale
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32, F16, I8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
@@ -193,6 +197,14 @@ def attend_with_terms(values):
     yield "decode_attention", tikv.decode_attention(q, *caches, 6, return_lse=True, **terms)
     for tree in ({"parents": [[-1, 0]]}, {"mask": np.eye(2, dtype=bool)[None]}, {"mask": np.uint8([[[1], [2]]])}):
         yield "decode_attention", [tikv.decode_attention(q, *caches, 6, **terms, **tree)]
+
+    store = DealtStore(Deal(1, 2, 2), num_layers=1, num_kv_heads=2, head_dim=32, capacity=12, window=8, sinks=1,
+                       dtype="float32")  # fmt: skip
+    store.append(0, *(values((9, 2, 32), F32) for _ in "kv"))
+    out, slopes = values((1, 4, 1, 33), F32), Terms(alibi_slopes=terms["alibi_slopes"]).views("attend_own")
+    queries, parts = (view(a, "a", "attend_own") for a in (np.ascontiguousarray(q[:, :, :1]), out))
+    store.attend_own("attend_own", 0, queries, parts, AttentionScale(None, None), "raise", None, slopes)
+    yield "attend_own", [out]
 
 
 def scores_by_channel(values):

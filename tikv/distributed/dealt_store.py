@@ -6,7 +6,7 @@ be appended before its queries attend: the oldest that they see are still there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from tikv.ops.staging import Staging
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.append import NAMES, ROWS
 from tikv.stores.attend import (
+    NO_VIEWS,
     AttentionScale,
     kept_plan,
     layer_arrays,
@@ -33,6 +34,8 @@ from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
 from tikv.stores.snapshot import Snapshot
 from tikv.stores.whole import whole
+
+MAX_COUNTED = 2**30  # positions that attention counts beside slopes
 
 
 class _Form(NamedTuple):
@@ -216,6 +219,7 @@ class DealtStore(KVCacheStore):
         scores: AttentionScale,
         missing: str,
         seq_lens: Any = None,
+        slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """The attention of the newest tokens' queries over this rank's keys.
 
@@ -226,15 +230,23 @@ class DealtStore(KVCacheStore):
             parts: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
             scores: the scale and the soft cap.
             missing, seq_lens: as in `KVCacheStore.attend`.
+            slopes: ALiBi's, by the name that attention has for them, if there are any.
 
         Raises:
-            PositionError: more queries than tokens; or ``missing`` as said.
-            OptionError: `seq_lens` with several queries, or with a window whose share of a rank they decide.
+            PositionError: more queries than tokens; or ``missing`` as said; or slopes of too far positions.
+            OptionError: `seq_lens` with several queries, with slopes, or with a window whose share of a rank they
+                decide.
         """
         if seq_lens is not None:
+            if slopes:
+                raise OptionError(
+                    f"{operation}: slopes with seq_lens on the device, and tokens are cut: how far keys stand from the "
+                    f"query is counted on the host. Leave seq_lens out, or cut heads."
+                )
             self._attend_at(operation, layer, q, parts, scores, view(seq_lens, "seq_lens", operation))
             return
         counts, queries = self._counts[layer], q.shape[2]
+        self._require_countable(operation, slopes, counts.length)
         if 0 < counts.length < queries:
             raise PositionError(
                 f"{operation}: the length is {counts.length} for {queries} queries, whose tokens count. Use at least "
@@ -246,7 +258,19 @@ class DealtStore(KVCacheStore):
         stretches: Iterable[Stretch] = self.deal.stretches(counts, counts.valid_from, first, counts.length)
         if not counts.length:
             stretches = [Stretch(first, 0, 0, 0, 0, 0)]
-        self._attend(operation, layer, q, parts, scores, stretches, first)
+        self._attend(operation, layer, q, parts, scores, stretches, first, slopes)
+
+    def _require_countable(self, operation: str, slopes: Mapping[str, ArrayView], length: int) -> None:
+        """Slopes count positions that kernels have numbers for.
+
+        Raises:
+            PositionError: they would count others.
+        """
+        if slopes and length > MAX_COUNTED:
+            raise PositionError(
+                f"{operation}: slopes over tokens that are dealt count {MAX_COUNTED} positions, and the length is "
+                f"{length}. Use reset(), or cut heads."
+            )
 
     def _attend_at(
         self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, seq_lens: ArrayView
@@ -307,17 +331,20 @@ class DealtStore(KVCacheStore):
         q: ArrayView,
         parts: ArrayView,
         scores: AttentionScale,
+        slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
         """Append new tokens, which `extension` checked, and attend with their queries over this rank's keys."""
         to, counts = self._layers[layer], self._counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
+        self._require_countable(operation, slopes, counts.length + form.tokens)
         start, end = counts.length, counts.length + form.tokens
         # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first see.
         for first, after in self.deal.blocks(start, end) if counts.ring else [(start, end)]:
             some = Views([a.part(form.axis, first - start, after - start) for a in rows])
             oldest = counts.valid_from  # before those of the block take its place
             self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
-            self._attend(operation, layer, q, parts, scores, self.deal.stretches(counts, oldest, first, after), start)
+            stretches = self.deal.stretches(counts, oldest, first, after)
+            self._attend(operation, layer, q, parts, scores, stretches, start, slopes)
 
     def _attend(
         self,
@@ -328,6 +355,7 @@ class DealtStore(KVCacheStore):
         scores: AttentionScale,
         stretches: Iterable[Stretch],
         start: int,
+        slopes: Mapping[str, ArrayView],
     ) -> None:
         """Attention of each stretch of queries, the first of which stands at position `start`."""
         found, live = self._layers[layer], self.runtime
@@ -336,9 +364,14 @@ class DealtStore(KVCacheStore):
         out, lse = self._out_and_lse(parts)
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
-            arrays = layer_arrays(found, some)
-            plan = kept_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
-            plan.attend(None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True)
+            arrays = layer_arrays(found, some, slopes)
+            dealt = (self.deal.interleave, (self.deal.world - 1) * self.deal.interleave) if slopes else (0, 0)
+            kept = found.sinks, found.ring, found.formats
+            plan = kept_plan(live, operation, arrays, scores, at.span, *kept, dealt)
+            plan.attend(
+                None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True,
+                first_query=at.first - self.deal.rank * self.deal.interleave,
+            )  # fmt: skip
         stage.finish()
 
     @property

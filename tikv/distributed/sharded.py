@@ -185,6 +185,7 @@ class ShardedKVCacheStore:
         missing: str = "raise",
         seq_lens: Any = None,
         sink_logits: Any = None,
+        alibi_slopes: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
@@ -194,9 +195,10 @@ class ShardedKVCacheStore:
         Args:
             layer: its index.
             q: (batch, Hq, D) or (batch, Hq, T, D) of the query heads that go with the rank's KV heads.
-            scale, return_lse, softcap, out, missing, seq_lens, sink_logits: as in `KVCacheStore.attend`, the logits of
-                the query heads that q has. With tokens cut, ``seq_lens`` go with one query a sequence, and with windows
-                that are, but for the sinks, a multiple of the ranks times ``interleave``.
+            scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in `KVCacheStore.attend`,
+                logits and slopes of the query heads that q has. With tokens cut, ``seq_lens`` go with one query a
+                sequence, without slopes, and with windows that are, but for the sinks, a multiple of the ranks times
+                ``interleave``.
             return_mass, mass_queries: as in `KVCacheStore.attend`; the mass of the tokens that all ranks hold, on every
                 rank, of its own heads. With tokens cut it is one collective more.
             **options: the others, where heads alone are cut.
@@ -208,13 +210,13 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
         """
         operation = "ShardedKVCacheStore.attend"
-        self._agree(operation, layer, q, missing, scale, softcap, sink_logits, return_mass, mass_queries)
+        self._agree(operation, layer, q, missing, scale, softcap, sink_logits, alibi_slopes, return_mass, mass_queries)
         self._refuse("attend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
-                asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits}
+                asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
                 asked |= {"return_mass": return_mass, "mass_queries": mass_queries}
                 return self.local.attend(layer, q, **asked, **options)
             found = view(q, "q", operation)
@@ -222,8 +224,9 @@ class ShardedKVCacheStore:
             checks.option(missing, "missing", operation, MISSING)
             shape = query_shape(found, "q", operation)
             checks.integer(layer, "layer", operation, high=store.num_layers - 1)
-            sinks = self._sinks(operation, sink_logits, shape.batch, shape.heads)
-            wanted = mass_queries_of(return_mass, mass_queries, Terms(sink_logits), operation, store.key_format)
+            terms = Terms(sink_logits, alibi_slopes)
+            sinks, slopes = self._terms(operation, terms, shape.batch, shape.heads)
+            wanted = mass_queries_of(return_mass, mass_queries, terms, operation, store.key_format)
             if wanted != 0 and seq_lens is not None:
                 raise OptionError(
                     f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
@@ -232,7 +235,8 @@ class ShardedKVCacheStore:
                 result = self._results(operation, q, found, out)
                 parts = self._parts(q, shape.batch, shape.heads, shape.queries)
                 query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
-                store.attend_own(operation, layer, query, view(parts, "parts", operation), scores, missing, seq_lens)
+                own = view(parts, "parts", operation)
+                store.attend_own(operation, layer, query, own, scores, missing, seq_lens, slopes)
                 to, to_lse = (view(a, "out", operation) for a in result)
                 if found.ndim == 3:
                     to, to_lse = of_one_query(to), of_one_query(to_lse)
@@ -254,6 +258,7 @@ class ShardedKVCacheStore:
         softcap: float | None = None,
         return_lse: bool = False,
         sink_logits: Any = None,
+        alibi_slopes: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
         **options: Any,
@@ -262,7 +267,7 @@ class ShardedKVCacheStore:
 
         Args:
             layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
-            sink_logits, return_mass, mass_queries: as in `attend`.
+            sink_logits, alibi_slopes, return_mass, mass_queries: as in `attend`.
             q, k, v: the new tokens, all of them, of the rank's own heads.
             **options: the others, where heads alone are cut.
 
@@ -275,19 +280,20 @@ class ShardedKVCacheStore:
         Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
-        self._agree(operation, layer, q, k, v, layout, scale, softcap, sink_logits, return_mass, mass_queries)
+        added = sink_logits, alibi_slopes
+        self._agree(operation, layer, q, k, v, layout, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("extend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "softcap": softcap, "return_lse": return_lse, "sink_logits": sink_logits}
-                asked |= {"return_mass": return_mass, "mass_queries": mass_queries}
+                asked |= {"alibi_slopes": alibi_slopes, "return_mass": return_mass, "mass_queries": mass_queries}
                 return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
-            wanted = mass_queries_of(return_mass, mass_queries, Terms(sink_logits), operation, store.key_format)
+            wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.key_format)
             with store.lock:
                 query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
-                sinks = self._sinks(operation, sink_logits, *query.shape[:2])
+                sinks, slopes = self._terms(operation, Terms(*added), *query.shape[:2])
                 result = self._results(operation, q, view(q, "q", operation), None)
                 to, to_lse = (
                     head_major(with_batch(view(a, "out", operation), n), *axes)
@@ -295,7 +301,8 @@ class ShardedKVCacheStore:
                 )
                 if query.shape[2]:
                     parts = self._parts(q, *query.shape[:3])
-                    store.extend_own(operation, layer, rows, layout, query, view(parts, "parts", operation), scores)
+                    own = view(parts, "parts", operation)
+                    store.extend_own(operation, layer, rows, layout, query, own, scores, slopes)
                     self._merge(operation, parts, to, to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
@@ -532,17 +539,17 @@ class ShardedKVCacheStore:
         device = q.device if isinstance(q, torch.Tensor) else "cuda" if self.local.runtime.is_cuda else "cpu"
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    def _sinks(self, operation: str, sink_logits: Any, batch: int, heads: int) -> ArrayView | None:
-        """The sink logits as an array of this rank's query heads, if there are any.
+    def _terms(
+        self, operation: str, terms: Terms, batch: int, heads: int
+    ) -> tuple[ArrayView | None, dict[str, ArrayView]]:
+        """What is added to the scores of this rank's query heads: sink logits, which the merge counts, and slopes.
 
         Raises:
             ShapeError, DTypeError, ArchError: they do not fit.
         """
-        if sink_logits is None:
-            return None
-        found = view(sink_logits, "sink_logits", operation)
-        check_scores(operation, {"sink_logits": found}, batch, heads, self.local.runtime)
-        return found
+        found = terms.views(operation)
+        check_scores(operation, found, batch, heads, self.local.runtime)
+        return found.pop("sink_logits", None), found
 
     def _merge(self, operation: str, parts: Any, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
         """Gather the parts of all ranks and write what they are together, sink logits counted once."""

@@ -71,14 +71,18 @@ def kept_plan(
     sinks: int,
     ring: int,
     formats: Formats = (None, None),
+    dealt: tuple[int, int] = (0, 0),
 ) -> AttentionPlan:
-    """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache."""
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats))
+    """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache.
+
+    `dealt` is as in `AttentionOptions`.
+    """
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, dealt))
     plan = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
         k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
-        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False)
+        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, dealt=dealt)
         cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, formats=formats)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
     found: AttentionPlan = plan

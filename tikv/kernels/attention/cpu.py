@@ -36,7 +36,7 @@ from tikv.kernels.attention.parameters import (
 )
 from tikv.kernels.attention.softmax import exp2, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.terms import make_newer, make_slope_of, make_start_state
+from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
 from tikv.kernels.attention.visible import V, make_query_bounds, make_rows_range
 from tikv.kernels.lanes import LEAST_ITERATIONS
@@ -395,7 +395,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
-    query_bounds, place_of, slope_of, newer = make_query_bounds(c), make_place_of(c), make_slope_of(c), make_newer(c)
+    query_bounds, place_of, slope_of, origin = make_query_bounds(c), make_place_of(c), make_slope_of(c), make_origin(c)
     DV = c.width_v
 
     @ti.func
@@ -424,10 +424,11 @@ def make_softmax(load_scales, row_loops, uid, c):
                                                numbers[N.tree_words], params[P.queries], new, bounds[1], bounds[2],
                                                bounds[3], uid)  # fmt: skip
                         indices = memory[M.tree_indices]
+                stands = origin(r // c.group, terms)
                 slope = slope_of(task[T.sequence], task[T.head] + h, r, terms) * ti.f32(LOG2E)
                 row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap], memory[M.k_scales],
-                                 indices, bounds[0], bounds[1], bounds[2], bounds[3], slope, newer(terms),
-                                 uid)  # fmt: skip
+                                 indices, bounds[0], bounds[1], bounds[2], bounds[3], slope, stands[0],
+                                 stands[1], uid)  # fmt: skip
                 high = row_loops.largest(work, scores, n, uid)
                 if ti.static(c.masked):
                     masked += row_loops.count_masked(work, scores, n, uid)

@@ -251,8 +251,8 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def logits(work: FLOATS, at: ti.i32, n: ti.i32, scale: ti.f32, softcap: ti.f32, scales: ti.i32, index: ti.i32,
-               low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32, newer: ti.i32,
-               number: ti.i32):  # fmt: skip
+               low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32, origin: ti.i32,
+               others: ti.i32, number: ti.i32):  # fmt: skip
         """Turn the scores of a row into logits, or `MASKED`."""
         for j in range(n):
             x = work[at + j]
@@ -260,7 +260,7 @@ def make_softmax_loops(c):
                 x = x * work[scales + j]
             x = logit_of(x, scale, softcap)
             if ti.static(c.alibi):
-                x += bias(slope, ti.bit_cast(work[index + j], ti.i32), high, sinks, last_sink, newer)
+                x += bias(slope, ti.bit_cast(work[index + j], ti.i32), high, sinks, last_sink, origin, others)
             if ti.static(c.masked):
                 i = ti.bit_cast(work[index + j], ti.i32)
                 x = ti.select(in_bounds(i, low, high, sinks, last_sink) > 0, x, ti.f32(MASKED))

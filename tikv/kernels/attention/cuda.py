@@ -22,7 +22,7 @@ from tikv.kernels.attention.parameters import (
 )
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.terms import make_bias, make_newer, make_slope_of, make_start_state
+from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import FLOAT8, SIZE, make_bits_to_f32, make_decode, make_load, make_store
@@ -313,7 +313,7 @@ def make_logits(x, c):
     slot_of, (_, _, scale_offset) = make_slot_of(x, c), make_slot_offsets(c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
-    query_bounds, bias, newer = make_query_bounds(c), make_bias(c), make_newer(c)
+    query_bounds, bias, origin = make_query_bounds(c), make_bias(c), make_origin(c)
     place_of, index_of = make_place_of(c), make_index_of(c)
     K = x.shared_keys
     own_keys = x.keys // K
@@ -346,7 +346,8 @@ def make_logits(x, c):
                 bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
                 index = here + (o * K + my_key) * x.groups
                 index = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
-                found = found + bias(slope, index, bounds[1], bounds[2], bounds[3], newer(terms))
+                stands = origin(query, terms)
+                found = found + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
             scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
             high = ti.max(high, scores[o * K])
         return high

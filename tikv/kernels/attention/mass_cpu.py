@@ -131,7 +131,7 @@ def make_add_block(row_loops, rows, uid, c):
                 bounds = query_bounds((first + g) // c.group, visible, params)
                 row_loops.logits(work, scores, n, scalars[X.logit_scale], scalars[X.softcap], memory[M.k_scales],
                                  memory[M.indices], bounds[0], bounds[1], bounds[2], bounds[3], 0.0, 0,
-                                 uid)  # fmt: skip
+                                 0, uid)  # fmt: skip
                 row_loops.weights(work, scores, n, of_row, uid)
                 add_row(work, n, scores, memory[M.v_scales], uid)
 

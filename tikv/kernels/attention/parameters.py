@@ -50,6 +50,7 @@ class Choices(NamedTuple):
     sink_logits: bool = False  # one more logit a query head, in the denominator only
     alibi: bool = False  # slopes of the distance between key and query
     two_sided: bool = False  # which counts as much to a newer key as to an older one
+    block: int = 0  # tokens that lie on a rank one behind the other, where slopes count those of others too
     tree: bool = False  # which of the new tokens a query sees stands in an array
     values: Kept | None = None  # None: as K
 
@@ -168,6 +169,8 @@ class AttentionTerms(NamedTuple):
     tree_first: int = 0
     tree_words: int = 0  # of a new token
     newer: int = 0  # tokens behind its own that a query sees, by which its last key stands further than itself
+    first_query: int = 0  # position of the first query, less the tokens that the ranks before this one have of a round
+    others: int = 0  # tokens of other ranks between two blocks of this one
 
 
 # The place of each number in its vector: strides[S.k_head], params[P.splits], scalars[X.softcap].

@@ -21,7 +21,7 @@ from tikv.kernels.attention.parameters import (
 )
 from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.terms import make_bias, make_newer, make_slope_of, make_start_state
+from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
 from tikv.kernels.attention.visible import make_is_visible, make_query_bounds
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load, make_store
@@ -285,7 +285,7 @@ def make_group_logits(shape, kind, c):
     operations = make_group_operations(kind)
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
-    query_bounds, slope_of, bias, newer = make_query_bounds(c), make_slope_of(c), make_bias(c), make_newer(c)
+    query_bounds, slope_of, bias, origin = make_query_bounds(c), make_slope_of(c), make_bias(c), make_origin(c)
     place_of, index_of = make_place_of(c), make_index_of(c)
     R = c.rows
 
@@ -304,7 +304,8 @@ def make_group_logits(shape, kind, c):
                 bounds = query_bounds(place, visible, params)
                 counts_as = index_of(task[T.sequence], r // c.group, index, bounds, visible, terms, params)
                 slope = slope_of(task[T.sequence], task[T.head], r, terms) * ti.f32(LOG2E)
-                logit += bias(slope, counts_as, bounds[1], bounds[2], bounds[3], newer(terms))
+                stands = origin(r // c.group, terms)
+                logit += bias(slope, counts_as, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
             logits[g] = ti.select(slot >= 0, logit, ti.f32(MASKED))
             if ti.static(c.masked):
                 sees = is_visible(place, counts_as, visible, params)

@@ -42,33 +42,43 @@ def make_slope_of(c):
     return slope_of
 
 
-def make_newer(c):
-    """newer(terms): tokens behind its own that a query sees, where slopes count them."""
+def make_origin(c):
+    """origin(t, terms) -> two numbers that `bias` has to know of query t beside its bounds.
 
-    @ti.func
-    def newer(terms: ti.template()):
-        found = 0
-        if ti.static(c.two_sided):
-            _sinks, _slopes, _tree, numbers = ti.static(terms)
-            found = numbers[N.newer]
-        return found
-
-    return newer
-
-
-def make_bias(c):
-    """bias(slope, index, high, sinks, last_sink, newer): slope * (key position - query position), by `query_bounds`.
-
-    Two-sided: -slope * the distance, of keys that may be newer than the query.
+    Two-sided: the tokens behind its own that it sees. Of keys that are dealt to ranks: its position, and how many of
+    others lie between two blocks of a rank.
     """
 
     @ti.func
-    def bias(slope, index, high, sinks, last_sink, newer):
+    def origin(t, terms: ti.template()):
+        found, others = 0, 0
+        if ti.static(c.two_sided or c.block > 0):
+            _sinks, _slopes, _tree, numbers = ti.static(terms)
+            found = numbers[N.newer]
+            if ti.static(c.block > 0):
+                found, others = numbers[N.first_query] + t, numbers[N.others]
+        return ti.Vector([found, others])
+
+    return origin
+
+
+def make_bias(c):
+    """bias(slope, index, high, sinks, last_sink, origin, others): slope * (key - query position), by `query_bounds`.
+
+    Two-sided: -slope * the distance, of keys that may be newer than the query. Of keys that are dealt to ranks an index
+    counts this rank's alone, and between two blocks of them lie those of the others.
+    """
+
+    @ti.func
+    def bias(slope, index, high, sinks, last_sink, origin, others):
         behind = index - high
         if ti.static(c.sinks):
             behind = ti.select(index < sinks, index - last_sink, behind)
         if ti.static(c.two_sided):
-            behind = -ti.abs(behind + newer)
+            behind = -ti.abs(behind + origin)
+        if ti.static(c.block > 0):
+            own = behind + last_sink  # which of this rank's keys it is: where the query stands is no matter
+            behind = own + own // c.block * others - origin
         return slope * ti.cast(behind, ti.f32)
 
     return bias

@@ -114,9 +114,13 @@ class AttentionLaunches(Plan):
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
         """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
 
-    def attend(self, arrays: dict[str, ArrayView], length: int, first_valid: int, ahead: int) -> None:
+    def attend(
+        self, arrays: dict[str, ArrayView], length: int, first_valid: int, ahead: int, first_query: int = 0
+    ) -> None:
         """Launch over these arrays, all sequences of this length where there is no array of lengths."""
         entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead + self.options.newer)
+        if self.options.dealt[0]:
+            entries = {**entries, "first_query": first_query}
         with self.lock:
             memory = scratch_of(self.live, self.scratch.nbytes)
             if memory is not self.memory:
@@ -150,7 +154,8 @@ class AttentionLaunches(Plan):
         )
         rows = rows_of_task(self.query.queries, choices.group)
         # What attention leaves has the terms.
-        plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, tree=False, rows=rows, values=None)
+        plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
+        plain = plain._replace(rows=rows, values=None)
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -165,7 +170,8 @@ class AttentionLaunches(Plan):
             if tree is not None:
                 found.append(tree_launch(live, arrays, tree))
             terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
-            term_vector = [term_numbers(arrays, tree, self.query.queries)._replace(newer=self.options.newer)]
+            numbers = term_numbers(arrays, tree, self.query.queries)
+            term_vector = [numbers._replace(newer=self.options.newer, others=self.options.dealt[1])]
         factory, own_choices = self._factory(style, choices)
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
         items = params.tasks * _threads_of_task(style)
@@ -242,6 +248,7 @@ class AttentionLaunches(Plan):
             sink_logits="sink_logits" in arrays,
             alibi="alibi_slopes" in arrays,
             two_sided="alibi_slopes" in arrays and options.newer > 0,
+            block=options.dealt[0],
             tree=bool(tree_of(arrays)),
             values=None if cache.alike else Kept(of_v, bits[1], scales[1]),
         )

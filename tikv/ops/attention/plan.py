@@ -87,6 +87,7 @@ class AttentionPlan(Plan):
         ahead: int = 0,
         lse: Any = None,
         is_part: bool = False,
+        first_query: int = 0,
     ) -> Any:
         """Attention over arrays of this form.
 
@@ -102,6 +103,7 @@ class AttentionPlan(Plan):
                 ``length - 1 + ahead``. Not with an array of lengths.
             lse: array for the log-sum-exp, float32 of any strides; None for a new one.
             is_part: `out` is float32, whatever q is: it is merged with others before it is rounded.
+            first_query: of keys that are dealt to ranks, as `AttentionTerms` has it.
         """
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if "parents" in arrays:
@@ -137,7 +139,7 @@ class AttentionPlan(Plan):
             if launches is None:
                 launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
                 self.by_split.keep(key, launches)
-            launches.attend(arrays, length, first_valid, ahead)
+            launches.attend(arrays, length, first_valid, ahead, first_query)
         return tuple(wanted) if len(wanted) > 1 else result
 
     def weigh(
