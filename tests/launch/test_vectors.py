@@ -8,8 +8,10 @@ import pytest
 
 import tikv
 from tikv import launch, runtime
+from tikv.arrays import CacheArray, to_device
 from tikv.kernels import advance
 from tikv.launch import vectors
+from tikv.runtime.cache import BoundedCache
 
 
 class Step(NamedTuple):
@@ -92,6 +94,24 @@ def test_a_recorded_launch_knows_its_names(arch):
     again.set("tokens", 5)
     again.launch()
     assert oracle.to_numpy(positions).tolist() == [5, 6, 7, 8]
+
+
+def test_a_plan_is_recorded_as_often_as_it_runs(arch, rng):
+    """Two copies of one form, of other arrays and to another position; what is kept of them has no array."""
+    live, plans = runtime.current(), BoundedCache()
+    hosts = rng.standard_normal((2, 2, 1, 16)).astype(np.float32), np.zeros((2, 1, 6, 16), np.float32)
+    new, caches = ([CacheArray(to_device(a, live), live) for a in pair] for pair in hosts)  # which are aligned alike
+    with launch.recording(live, plans) as recorded:
+        for i, position in enumerate((1, 3)):
+            tikv.copy(new[i], caches[i], position=position)
+    (plan,) = plans.values()
+    assert plan.launches is None
+    assert len(recorded) == 2
+    for found in recorded:
+        found.kernel.bind(found.iterations, *found.arguments).launch()
+    for k, want, cache, position in zip(*hosts, caches, (1, 3), strict=True):
+        want[0, position : position + 2] = k[:, 0]
+        oracle.assert_same_bits(cache, want)
 
 
 @pytest.mark.archs("cpu")

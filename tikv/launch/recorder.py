@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tikv import runtime
@@ -87,7 +87,3 @@ class RecordedBound(Bound):
     def launch(self) -> None:
         arguments = tuple(self._make[i](v) if i in self._make else v for i, v in enumerate(self.arguments))
         self._launches.append(Recorded(self.kernel, self.iterations, arguments))
-        self.arguments, self._launches = [], []  # who keeps the operation's plan does not keep its arrays
-
-    def release(self, which: Sequence[int] | None = None) -> None:
-        """Nothing: `launch` has let go of all arrays."""

@@ -66,7 +66,7 @@ class Plan:
     """A checked operation over arrays of one form; see the module.
 
     Nothing of the caller's is kept alive. Where a device cannot see the host's arrays they are staged, and each run
-    binds anew.
+    binds anew, as it does for a graph that records it.
 
     Args:
         live: the runtime.
@@ -137,8 +137,8 @@ class Plan:
             return
         pointers = arrays.pointers if type(arrays) is Views else tuple([a.ptr for a in arrays])
         if self.launches is None:
-            if not self.live.is_cpu and any(a.is_staged for a in arrays):
-                self._run_staged(arrays, entries)
+            if launch.is_recording() or (not self.live.is_cpu and any(a.is_staged for a in arrays)):
+                self._run_alone(arrays, entries)
                 return
             with self.live.lock:  # threads that come first together bind once
                 if self.launches is None:
@@ -185,7 +185,8 @@ class Plan:
                 bound.release((i,))
         self.pointers = None
 
-    def _run_staged(self, arrays: Sequence[ArrayView], entries: Entries) -> None:
+    def _run_alone(self, arrays: Sequence[ArrayView], entries: Entries) -> None:
+        """Bind for this run: over copies of the host's arrays, or to be noted and not launched."""
         self.check_overlaps(arrays)
         stage = Staging(self.live, arrays, self.written)
         bounds = [bound for bound, _ in self.bind(stage.arrays)]
