@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
-from tikv.errors import ArchError, DTypeError, OptionError
+from tikv.errors import ArchError, DTypeError
 from tikv.formats import FORMATS, OR_FORMATS, GroupFormat, parse_format
-from tikv.stores.storage import appended
+from tikv.stores.storage import appended, check_divided
 
 OPERATION = "TikvCache"
 
@@ -31,9 +31,7 @@ def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: An
     """
     k = _stored_as(dtype, "dtype")
     v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype")
-    for name, stored, scale in (("k_scale", k, k_scale), ("v_scale", v, v_scale)):
-        if scale is not None and stored not in dtypes.FLOATS8:
-            raise OptionError(f"{OPERATION}: {name} is of float8_e4m3fn and float8_e5m2. Leave it out, or use those.")
+    check_divided((k, v), (k_scale, v_scale), OPERATION)
     return Storage(k, v, k_scale, v_scale)
 
 

@@ -113,6 +113,21 @@ def storage_or_format(
     return format, scales
 
 
+def check_divided(kept: Sequence[DType | GroupFormat | None], given: Sequence[Any], operation: str) -> None:
+    """Scales that a caller gave for K and V, or did not, are of floats of 8 bits; None is the dtype of a model.
+
+    Raises:
+        OptionError: one is of something else.
+    """
+    for name, dtype, scale in zip(("k_scale", "v_scale"), kept, given, strict=True):
+        if scale is not None and dtype not in dtypes.FLOATS8:
+            shown = "the model has it" if dtype is None else dtype.name
+            raise OptionError(
+                f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {shown}. Leave it out, "
+                f"or use float8_e4m3fn or float8_e5m2."
+            )
+
+
 def divisors_of(kept: Sequence[DType | GroupFormat], given: Sequence[Any], heads: int, operation: str) -> Divisors:
     """What K and V are divided by, as `k_scale` and `v_scale` of a caller say; 1 where only the other is given.
 
@@ -123,12 +138,8 @@ def divisors_of(kept: Sequence[DType | GroupFormat], given: Sequence[Any], heads
     found: list[tuple[float, ...] | None] = [None, None]
     if all(scale is None for scale in given):
         return None, None
+    check_divided(kept, given, operation)
     for i, (name, dtype, scale) in enumerate(zip(("k_scale", "v_scale"), kept, given, strict=True)):
-        if scale is not None and dtype not in dtypes.FLOATS8:
-            raise OptionError(
-                f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {dtype.name}. Leave it "
-                f"out, or use float8_e4m3fn or float8_e5m2."
-            )
         if isinstance(dtype, GroupFormat) or dtype is dtypes.int8:
             raise OptionError(
                 f"{operation}: {dtype.name} has scales of rows, and attention finds those of K and V by the same "
