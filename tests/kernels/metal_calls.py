@@ -201,9 +201,11 @@ def attend_with_terms(values):
     store = DealtStore(Deal(1, 2, 2), num_layers=1, num_kv_heads=2, head_dim=32, capacity=12, window=8, sinks=1,
                        dtype="float32")  # fmt: skip
     store.append(0, *(values((9, 2, 32), F32) for _ in "kv"))
-    out, slopes = values((1, 4, 1, 33), F32), Terms(alibi_slopes=terms["alibi_slopes"]).views("attend_own")
-    queries, parts = (view(a, "a", "attend_own") for a in (np.ascontiguousarray(q[:, :, :1]), out))
-    store.attend_own("attend_own", 0, queries, parts, AttentionScale(None, None), "raise", None, slopes)
+    one, out, slopes = values((1, 4, 1, 32), F32), values((1, 4, 1, 33), F32), Terms(None, terms["alibi_slopes"])
+    queries, parts = (view(a, "a", "attend_own") for a in (one, out))
+    store.attend_own(
+        "attend_own", 0, queries, parts, AttentionScale(None, None), "raise", None, slopes.views("attend_own")
+    )
     yield "attend_own", [out]
 
 
