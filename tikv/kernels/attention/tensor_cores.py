@@ -4,8 +4,8 @@ A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync
 columns is free in both products, so each lane takes whole words. The scores come out transposed, which is nearly what
 the second product takes in: their exponentials are rounded to halves, and 8 x 8 of them at a time are turned by two
 shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
-merge once at the end; where there are many query rows they share out these, and read the same keys from the cache of
-their multiprocessor.
+merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
+(`staged`) or from the cache of their multiprocessor.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
 """
@@ -14,6 +14,7 @@ import functools
 import pathlib
 from typing import NamedTuple
 
+from tikv.kernels.attention import staged
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
@@ -108,13 +109,13 @@ make_attend_tensor.pairs = (
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
-    exp2 = instructions().exp2
     decode_task = make_decode_task("cuda", KEYS * (1 if x.share_rows else WARPS), c)
-    limits, load_queries = make_limits(x, c), make_load_queries(x, c)
+    limits, load_queries = make_limits(ROWS * x.row_tiles, c), make_load_queries(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     load_keys, load_values = make_load_keys(c), make_load_values(c)
-    scores, mask, clear = make_scores(x, c), make_mask(x, c), make_clear(c)
-    rescale, add_values = make_rescale(x, c), make_add_values(x, c)
+    scores, add_tile = make_scores(x, c), make_add_tile(x, c)
+    STAGED = is_staged(x, c)
+    attend_staged = make_attend_staged(x, c) if STAGED else None
     finish = (make_store_rows if x.share_rows else make_merge_warps)(x, parts, c)
     G, NK, NV = x.row_tiles, c.width // KEYS, c.width_v // KEYS
     STEP = KEYS if x.share_rows else KEYS * WARPS
@@ -135,48 +136,36 @@ def make_attend_task(x, parts, c):
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(4 * NV * G)]
         sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
-        kf = [ti.u32(0) for _ in range(4 * NK)]
-        vf = [ti.u32(0) for _ in range(4 * NV)]
-        k_at = [0 for _ in range(2)]
-        v_at = [0 for _ in range(4)]
-        counts = [0 for _ in range(6)]  # whether a lane's two keys count, and its four rows of V
-        at = seen[L.begin] + ahead
-        block = look_up(at, seen, visible, task, table, strides, params)
-        coming = look_up(at + STEP, seen, visible, task, table, strides, params)
-        if ti.static(EARLY):
-            if seen[L.begin] < seen[L.end]:
-                find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
-                load_keys(lane, k_at, k, kf)
-        for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
-            # What is read next is always under way: V during the first product, the next keys during the second.
-            if ti.static(not EARLY):
-                find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
-                load_keys(lane, k_at, k, kf)
-            whole = find_values(at, block, lane, seen, visible, task, table, v_at, counts, strides, params)
-            load_values(lane, v_at, v, vf)
-            p = [ti.f32(0.0) for _ in range(4 * G)]
-            scores(kf, qf, p, scalars)
+        if ti.static(STAGED):
+            attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+        else:
+            kf = [ti.u32(0) for _ in range(4 * NK)]
+            vf = [ti.u32(0) for _ in range(4 * NV)]
+            k_at = [0 for _ in range(2)]
+            v_at = [0 for _ in range(4)]
+            counts = [0 for _ in range(6)]  # whether a lane's two keys count, and its four rows of V
+            at = seen[L.begin] + ahead
+            block = look_up(at, seen, visible, task, table, strides, params)
+            coming = look_up(at + STEP, seen, visible, task, table, strides, params)
             if ti.static(EARLY):
-                find_keys(at + STEP, coming, lane, seen, visible, task, table, k_at, strides, params)
-                load_keys(lane, k_at, k, kf)
-            block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
-            if whole == 0:
-                mask(at, row, lane, counts, p, visible, params)
-                clear(counts, vf)
-            grown = 0
-            for r in ti.static(range(2 * G)):
-                top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
-                grown = ti.select(top > m[r] + ti.f32(LAG), 1, grown)
-            if ti.simt.warp.any_nonzero(ti.u32(ALL), grown) != 0:
-                rescale(p, m, l, acc, sums)
-            for i in ti.static(range(4 * G)):
-                below, weight = p[i] - m[ti.static(i // 4 * 2 + i % 2)], ti.f32(0.0)
-                exp2(weight, below)
-                p[i] = weight
-            for r in ti.static(range(2 * G)):
-                l[r] += p[ti.static(r // 2 * 4 + r % 2)] + p[ti.static(r // 2 * 4 + r % 2 + 2)]
-            add_values(lane, p, vf, acc, sums)
-            at = at + STEP
+                if seen[L.begin] < seen[L.end]:
+                    find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
+                    load_keys(lane, k_at, k, kf)
+            for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
+                # What is read next is always under way: V during the first product, the next keys during the second.
+                if ti.static(not EARLY):
+                    find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
+                    load_keys(lane, k_at, k, kf)
+                whole = find_values(at, block, lane, seen, visible, task, table, v_at, counts, strides, params)
+                load_values(lane, v_at, v, vf)
+                p = [ti.f32(0.0) for _ in range(4 * G)]
+                scores(kf, qf, p, scalars)
+                if ti.static(EARLY):
+                    find_keys(at + STEP, coming, lane, seen, visible, task, table, k_at, strides, params)
+                    load_keys(lane, k_at, k, kf)
+                block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
+                add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+                at = at + STEP
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
@@ -184,13 +173,113 @@ def make_attend_task(x, parts, c):
     return attend_task
 
 
+def is_staged(x, c) -> bool:
+    """Whether the block reads K and V into shared memory."""
+    return (
+        x.share_rows
+        and c.width == c.width_v
+        and c.width in staged.WIDTHS
+        and (c.place != "table" or has_whole_tiles(c))
+    )
+
+
+def make_attend_staged(x, c):
+    """attend_staged(thread, row, seen, ...): the loop over the keys where the block has them in shared memory.
+
+    All warps go through the keys that some row of the block sees, and each computes those that its own see.
+    """
+    limits = make_limits(ROWS * x.row_tiles * WARPS, c)
+    look_up, slot_behind, find_values = make_look_up(c), make_slot_behind(c), make_find_values(c)
+    fetch, put = staged.make_fetch(slot_behind, has_whole_tiles(c), c), staged.make_put(c)
+    take_keys, take_values = staged.make_take_keys(c), staged.make_take_values(c)
+    scores, add_tile = make_scores(x, c), make_add_tile(x, c)
+    G, NK, NV, WORDS = x.row_tiles, c.width // KEYS, c.width_v // KEYS, staged.KEYS * staged.words_of(c)
+
+    @ti.func
+    def attend_staged(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
+                      l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
+                      scalars):  # fmt: skip
+        k, v, table = ti.static((arrays[1], arrays[2], arrays[4]))
+        keys = ti.simt.block.SharedArray((WORDS,), ti.u64)
+        values = ti.simt.block.SharedArray((WORDS,), ti.u64)
+        lane = thread % 32
+        held = [ti.u64(0) for _ in range(2 * staged.words_of_a_thread(c))]
+        kf = [ti.u32(0) for _ in range(4 * NK)]
+        vf = [ti.u32(0) for _ in range(4 * NV)]
+        v_at = [0 for _ in range(4)]
+        counts = [0 for _ in range(6)]
+        blocks = [0 for _ in range(2)]  # of the pool: of the tiles in shared memory
+        coming = [0 for _ in range(2)]  # of those that are being read
+        later = [0 for _ in range(2)]  # and of those behind: a block is looked up a round before its rows are read
+        block_seen = limits(task[T.row], visible, task, params)
+        at = block_seen[L.begin]
+        for i in ti.static(range(2)):
+            coming[i] = look_up(at + ti.static(i * KEYS), block_seen, visible, task, table, strides, params)
+            ahead = at + ti.static(staged.KEYS + i * KEYS)
+            later[i] = look_up(ahead, block_seen, visible, task, table, strides, params)
+        if block_seen[L.begin] < block_seen[L.end]:
+            fetch(at, coming, thread, block_seen, visible, task, table, k, v, held, strides, params)
+        for _ in range((block_seen[L.end] - block_seen[L.begin] + (staged.KEYS - 1)) // staged.KEYS):
+            ti.simt.block.sync()
+            put(thread, held, keys, values)
+            ti.simt.block.sync()
+            for i in ti.static(range(2)):
+                blocks[i], coming[i] = coming[i], later[i]
+                ahead = at + ti.static(2 * staged.KEYS + i * KEYS)
+                later[i] = look_up(ahead, block_seen, visible, task, table, strides, params)
+            fetch(at + staged.KEYS, coming, thread, block_seen, visible, task, table, k, v, held, strides, params)
+            for tile in range(2):
+                here = at + tile * KEYS
+                if here < seen[L.end] and here + KEYS > seen[L.begin]:
+                    block = ti.select(tile == 0, blocks[0], blocks[1])
+                    whole = find_values(here, block, lane, seen, visible, task, table, v_at, counts, strides, params)
+                    take_keys(tile * KEYS, lane, keys, kf)
+                    p = [ti.f32(0.0) for _ in range(4 * G)]
+                    scores(kf, qf, p, scalars)
+                    take_values(tile * KEYS, lane, values, vf)
+                    add_tile(here, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+            at = at + staged.KEYS
+
+    return attend_staged
+
+
+def make_add_tile(x, c):
+    """add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, ...): a tile's logits and V into the results."""
+    exp2 = instructions().exp2
+    mask, clear = make_mask(x, c), make_clear(c)
+    rescale, add_values = make_rescale(x, c), make_add_values(x, c)
+    G = x.row_tiles
+
+    @ti.func
+    def add_tile(at, row, lane, whole, counts: ti.template(), p: ti.template(), vf: ti.template(), m: ti.template(),
+                 l: ti.template(), acc: ti.template(), sums: ti.template(), visible, params):  # fmt: skip
+        if whole == 0:
+            mask(at, row, lane, counts, p, visible, params)
+            clear(counts, vf)
+        grown = 0
+        for r in ti.static(range(2 * G)):
+            top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
+            grown = ti.select(top > m[r] + ti.f32(LAG), 1, grown)
+        if ti.simt.warp.any_nonzero(ti.u32(ALL), grown) != 0:
+            rescale(p, m, l, acc, sums)
+        for i in ti.static(range(4 * G)):
+            below, weight = p[i] - m[ti.static(i // 4 * 2 + i % 2)], ti.f32(0.0)
+            exp2(weight, below)
+            p[i] = weight
+        for r in ti.static(range(2 * G)):
+            l[r] += p[ti.static(r // 2 * 4 + r % 2)] + p[ti.static(r // 2 * 4 + r % 2 + 2)]
+        add_values(lane, p, vf, acc, sums)
+
+    return add_tile
+
+
 def has_whole_tiles(c) -> bool:
     """Whether the keys of a tile lie in one page, which is then looked up once."""
     return c.place == "table" and c.page % KEYS == 0 and not c.sinks
 
 
-def make_limits(x, c):
-    """limits(row, visible, task, params) -> the vector `Limits` of the rows of a warp, of which `row` is the first."""
+def make_limits(count, c):
+    """limits(row, visible, task, params) -> the vector `Limits` of `count` rows, of which `row` is the first."""
     query_bounds = make_query_bounds(c)
 
     @ti.func
@@ -199,16 +288,15 @@ def make_limits(x, c):
         rows = params[P.queries] * c.group
         if ti.static(c.masked):
             first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
-            last = query_bounds((ti.min(row + ti.static(ROWS * x.row_tiles), rows) - 1) // c.group, visible, params)
+            last = query_bounds((ti.min(row + count, rows) - 1) // c.group, visible, params)
             low, high, newest = last[0], first[1], last[1]
             if ti.static(c.sinks):
                 low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
             else:
                 begin = ti.max(begin, (ti.max(first[0], -1) + 1) // KEYS * KEYS)
             end = ti.min(end, newest + 1)
-        if ti.static(x.share_rows):
-            if row >= rows:
-                end = begin
+        if row >= rows:
+            end = begin
         if ti.static(has_whole_tiles(c)):
             begin = begin - ((visible[V.first] + begin) & (KEYS - 1))
         return ti.Vector([begin, end, low, high])
