@@ -497,6 +497,20 @@ def test_mlx_files_both_ways(arch, rng, tmp_path, tokens):
             oracle.assert_same_bits(a, b)
 
 
+def through_files_of_mlx_lm(cache, theirs, store, folder):
+    """Save mlx-lm's caches and the store that equals them, and load each by the other; what mlx-lm then has."""
+    cache.save_prompt_cache(str(folder / "theirs.safetensors"), theirs, {"model": "tiny"})
+    loaded, metadata = mlx.load_prompt_cache(folder / "theirs.safetensors", return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    for layer in range(store.num_layers):
+        for a, b in zip(loaded.tokens(layer), store.tokens(layer), strict=True):
+            oracle.assert_same_bits(a, b)
+    mlx.save_prompt_cache(folder / "ours.safetensors", store, {"model": "tiny"})
+    again, metadata = cache.load_prompt_cache(str(folder / "ours.safetensors"), return_metadata=True)
+    assert metadata == {"model": "tiny"}
+    return again
+
+
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("steps", [(3,), (8,), (9, 1, 1), (4, *[1] * 30)])
 def test_mlx_lm_itself_reads_and_writes(arch, rng, tmp_path, steps):
@@ -512,16 +526,8 @@ def test_mlx_lm_itself_reads_and_writes(arch, rng, tmp_path, steps):
         for layer, own in enumerate(theirs):
             own.update_and_fetch(*(mx.array(a.swapaxes(0, 1)[None]) for a in (k, v)))
             store.append(layer, k, v)
-    cache.save_prompt_cache(str(tmp_path / "theirs.safetensors"), theirs, {"model": "tiny"})
-    loaded, metadata = mlx.load_prompt_cache(tmp_path / "theirs.safetensors", return_metadata=True)
-    assert metadata == {"model": "tiny"}
-    mlx.save_prompt_cache(tmp_path / "ours.safetensors", store, {"model": "tiny"})
-    again, metadata = cache.load_prompt_cache(str(tmp_path / "ours.safetensors"), return_metadata=True)
-    assert metadata == {"model": "tiny"}
-    for layer in range(2):
-        for a, b in zip(loaded.tokens(layer), store.tokens(layer), strict=True):
-            oracle.assert_same_bits(a, b)
-        assert again[layer].offset == sum(steps)
+    again = through_files_of_mlx_lm(cache, theirs, store, tmp_path)
+    assert [each.offset for each in again] == [sum(steps)] * 2
     row = mx.array(oracle.numbers(rng, (1, 2, 1, 4), np.float16))
     for one, other in zip(again, theirs, strict=True):  # and both go on alike, whatever the order of their rows
         for a, b in zip(one.update_and_fetch(row, row), other.update_and_fetch(row, row), strict=True):
@@ -594,16 +600,8 @@ def test_mlx_lm_itself_reads_and_writes_quantised_caches(arch, rng, tmp_path, bi
         for layer, own in enumerate(theirs):
             own.update_and_fetch(*(mx.array(a.swapaxes(0, 1)[None]) for a in (k, v)))
             store.append(layer, k, v)
-    cache.save_prompt_cache(str(tmp_path / "theirs.safetensors"), theirs, {"model": "tiny"})
-    loaded, metadata = mlx.load_prompt_cache(tmp_path / "theirs.safetensors", return_metadata=True)
-    assert metadata == {"model": "tiny"}
-    mlx.save_prompt_cache(tmp_path / "ours.safetensors", store, {"model": "tiny"})
-    again, metadata = cache.load_prompt_cache(str(tmp_path / "ours.safetensors"), return_metadata=True)
-    assert metadata == {"model": "tiny"}
-    for layer in range(2):
-        for a, b in zip(loaded.tokens(layer), store.tokens(layer), strict=True):
-            oracle.assert_same_bits(a, b)
-        assert (again[layer].offset, again[layer].group_size, again[layer].bits) == (5, group, bits)
+    again = through_files_of_mlx_lm(cache, theirs, store, tmp_path)
+    assert [(each.offset, each.group_size, each.bits) for each in again] == [(5, group, bits)] * 2
     row = mx.array(rng.standard_normal((1, 2, 1, 64)).astype(dtype))
     for one, other in zip(again, theirs, strict=True):
         for mine, his in zip(one.update_and_fetch(row, row), other.update_and_fetch(row, row), strict=True):
