@@ -6,6 +6,7 @@ Taichi's handle, or for a tensor on MPS its storage. `view` and `view_all` make 
 
 from tikv.arrays.array_view import ALIGNMENT as ALIGNMENT
 from tikv.arrays.array_view import ArrayView as ArrayView
+from tikv.arrays.array_view import Host as Host
 from tikv.arrays.array_view import Views as Views
 from tikv.arrays.array_view import contiguous_strides as contiguous_strides
 from tikv.arrays.array_view import describe as describe

@@ -16,6 +16,7 @@ from tikv.dtypes import DType
 from tikv.errors import CopyError, DTypeError, ShapeError
 from tikv.runtime.cache import BoundedCache
 
+Host = np.ndarray[Any, Any]  # numbers that the host reads
 ALIGNMENT = 64  # bytes; a cache line, and more than any word we move
 
 MAX_FORMS = 1 << 16  # forms of arrays that are remembered

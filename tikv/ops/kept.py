@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, as_numpy, describe, read_host, view
+from tikv.arrays import ArrayView, Host, as_numpy, describe, read_host, view
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import host_indices, index_array
-
-Host = np.ndarray[Any, Any]
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, Views, as_numpy, describe, read_host, to_device, view
+from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import index_array
@@ -19,7 +19,6 @@ from tikv.ops.quantize import Quantized
 from tikv.ops.row_copy import SERIAL_BYTES, alignment, strides_in_words, unaligned
 from tikv.runtime.cache import BoundedCache
 
-Host = np.ndarray[Any, Any]
 ROTATE = "rotate"  # under which a runtime keeps tables
 TABLES = "rotate: tables"
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked

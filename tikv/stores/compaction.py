@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv.arrays import ArrayView, CacheArray, new_array, to_device
+from tikv.arrays import ArrayView, CacheArray, Host, new_array, to_device
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops.compact import bind_in_place
 from tikv.ops.kept import Rows as KeptRows
@@ -15,7 +15,7 @@ from tikv.ops.kept import counts_of, host_kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.ops.row_copy import bind_copies
-from tikv.stores.kept import Host, Kept, held_rows
+from tikv.stores.kept import Kept, held_rows
 from tikv.stores.layer import Layer, LayerMemory
 
 

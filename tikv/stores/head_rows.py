@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, new_array
+from tikv.arrays import ArrayView, Host, new_array
 from tikv.errors import OptionError
 from tikv.ops import blocks, checks, paged
-from tikv.ops.kept import Host
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.pool_form import PoolForm
 

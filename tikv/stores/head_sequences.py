@@ -9,15 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from tikv.arrays import Host
 from tikv.stores.block_pool import slots_of
 from tikv.stores.head_rows import Moves
 from tikv.stores.sequences import AppendStep, PathStep, Sequences, SequenceState
-
-Host = np.ndarray[Any, Any]
 
 
 @dataclass

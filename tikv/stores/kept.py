@@ -8,19 +8,17 @@ them, `Layer.length` is that of the head with the most, and the lengths of all l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, as_numpy, to_device
+from tikv.arrays import ArrayView, Host, as_numpy, to_device
 from tikv.errors import PositionError
 from tikv.ops.staging import KnownOnHost
 
 if TYPE_CHECKING:
     from tikv.stores.layer import Layer
-
-Host = np.ndarray[Any, Any]
 
 
 class Kept(NamedTuple):

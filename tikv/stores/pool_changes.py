@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tikv.arrays import Host
 from tikv.errors import OptionError, PositionError, ShapeError, TikvError
 from tikv.ops import checks
-from tikv.ops.kept import Host, Rows, counts_of, host_kept_indices
+from tikv.ops.kept import Rows, counts_of, host_kept_indices
 from tikv.ops.rotate import Rope
 from tikv.stores.block_pool import slots_of
 from tikv.stores.head_rows import Moves, check_turn, move_rows, refuse_per_head

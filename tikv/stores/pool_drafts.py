@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
+from tikv.arrays import Host
 from tikv.errors import OptionError, ShapeError, TikvError
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
-from tikv.ops.kept import Host
 from tikv.stores.commit import check_ascending
 from tikv.stores.head_rows import put_rows, take_rows
 from tikv.stores.pool_changes import PoolChanges

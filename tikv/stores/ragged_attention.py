@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, new_like, to_device, view, write_host
+from tikv.arrays import ArrayView, Host, new_like, to_device, view, write_host
 from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
@@ -24,8 +24,6 @@ from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime, current
 from tikv.stores.pool_form import PoolForm
-
-Host = np.ndarray[Any, Any]
 
 
 class RaggedAttention:
