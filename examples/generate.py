@@ -114,7 +114,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--temperature", type=float, default=0.6, help="of the draw, 0 takes the likeliest (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=8, help="of the draw: another one, another text (%(default)s)")
+    parser.add_argument("--seed", type=int, default=20, help="of the draw: another one, another text (%(default)s)")
     parser.add_argument("--greedy", action="store_true", help="take the likeliest token, as --temperature 0 does")
     parser.add_argument(
         "--no-repeat",
