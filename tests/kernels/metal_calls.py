@@ -111,7 +111,7 @@ def scattered(values):
         quantized = tikv.quantize(values((4, 8), F32), scale)
         yield "quantize", quantized
         yield "dequantize", [tikv.dequantize(*quantized)]
-    for format in (tikv.Quant(3, 32), "q4_0"):
+    for format in (tikv.Quant(3, 32), tikv.Quant(8), "q8_0", "q4_0"):
         groups = tikv.quantize(values((4, 64), F32), format)
         yield "quantize", [a for a in groups[:3] if a is not None]
         yield "dequantize", [tikv.dequantize(groups)]

@@ -77,6 +77,43 @@ def test_numbers_that_are_none(arch, rng, name):
     compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
 
 
+@pytest.mark.parametrize("name", ["quant2_32", "quant8_64"])
+def test_numbers_near_the_largest(arch, rng, name):
+    """Whose range may be above it, and the quotients of the range above 2**126."""
+    row = formats.FORMATS[name]
+    x = rng.standard_normal((8, WIDTH)).astype(np.float32)
+    x = (x / abs(x).max(1, keepdims=True) * np.float32(3.4e38)).astype(BF16)
+    compare(split(tikv.quantize(oracle.place(x, arch), name)), reference_of(x, row, BF16), name)
+
+
+def ties(row, rng, groups):
+    """Groups of float32 half-way between codes, and of those next to them."""
+    last = (1 << row.bits) - 1
+    x = rng.integers(0, 2 * last + 1, (groups, row.group)) / 2
+    x[:, 0], x[:, 1] = 0, last
+    x = (x * np.exp2(rng.integers(-9, 9, (groups, 1))) * rng.choice([-1, 1], (groups, 1))).astype(np.float32)
+    near = (x.view(np.int32) + rng.integers(-2, 3, x.shape, np.int32)).view(np.float32)
+    return np.where((rng.random(x.shape) < 0.5) & (x != 0), near, x)
+
+
+@pytest.mark.parametrize("name", ["quant4_64", "quant8_64", "q8_0", "q4_0"])
+def test_numbers_half_way(arch, rng, name):
+    """Where a product with a reciprocal is on one side, and the quotient on the other."""
+    row = formats.FORMATS[name]
+    x = ties(row, rng, 2000 * WIDTH // row.group).reshape(-1, WIDTH)
+    want = reference_of(x, row, np.float32 if row.numbers == 2 else np.float16)
+    compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
+
+
+@pytest.mark.parametrize("name", ["quant4_64", "q4_0"])
+def test_rows_of_an_odd_stride(arch, rng, name):
+    """Three groups of 64, which a GPU gives no power of two of threads, at addresses that only 2 bytes divide."""
+    row = formats.FORMATS[name]
+    x = rng.standard_normal((9, 201)).astype(np.float16)
+    want = reference_of(np.ascontiguousarray(x[:, 1:193]), row, np.float16)
+    compare(split(tikv.quantize(oracle.place(x, arch)[:, 1:193], name)), want, name)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.archs("cpu")
 def test_codes_whose_bytes_are_not_counted(arch, rng, name, monkeypatch):

@@ -44,8 +44,9 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.exact import make_ratio
+from tikv.kernels.group_lanes import make_shared_groups
 from tikv.kernels.group_rows import make_quantise_rows
-from tikv.kernels.groups import make_dequantise_group, make_quantise_group
+from tikv.kernels.groups import make_dequantise_group
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
 
@@ -275,25 +276,14 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
     return move_token_rows
 
 
-def has_groups(codec):
-    """Whether one end is of a format of groups."""
-    return codec.src in FORMATS or codec.dst in FORMATS
-
-
-def make_move_group(style, codec, scale):
-    """move_group(a, b, scales, src_row, dst_row, scale_at, group): a group encoded or decoded by one thread."""
-    if codec.dst in FORMATS:
-        return make_quantise_group(codec.dst, style, codec.src, scale)
-    return make_dequantise_group(codec.src, style, codec.dst, scale)
-
-
 def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     """CPU: `make_rows`, or the same of a format of groups."""
-    if not has_groups(stream.codec):
+    codec = stream.codec
+    if codec.dst in FORMATS:
+        return make_quantise_rows(heads, codec, scale, types, uid)
+    if codec.src not in FORMATS:
         return make_rows(heads, stream, src_inner, dst_inner, scale, types, uid)
-    if stream.codec.dst in FORMATS:
-        return make_quantise_rows(heads, stream.codec, scale, types, uid)
-    move_group = make_move_group("cpu", stream.codec, scale)
+    move_group = make_dequantise_group(codec.src, "cpu", codec.dst, scale)
 
     @ti.func
     def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
@@ -308,10 +298,10 @@ def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
 
 
 def make_move_groups(style, streams, src, dst, lanes, scale):
-    """GPU: `make_move_row` of formats of groups, each of which is moved by a lane."""
+    """GPU: `make_move_row` of codes of groups that become numbers, each group by a lane."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
-    move_k, move_v = make_move_group(style, k.codec, scale), make_move_group(style, v.codec, scale)
+    move_k, move_v = (make_dequantise_group(s.codec.src, style, s.codec.dst, scale) for s in (k, v))
     k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
     v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
 
@@ -334,12 +324,16 @@ def make_move_groups(style, streams, src, dst, lanes, scale):
 
 def make_move_row(style, streams, src, dst, lanes, scale):
     """GPU: move_row(...): a lane's part of a row, of K and of V."""
-    if has_groups(streams[0].codec):
-        return make_move_groups(style, streams, src, dst, lanes, scale)
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
-    read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
-    read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
+    if k.codec.src in FORMATS:
+        return make_move_groups(style, streams, src, dst, lanes, scale)
+    if k.codec.dst in FORMATS:
+        read_k, write_k = make_shared_groups(style, k, scale)
+        read_v, write_v = make_shared_groups(style, v, scale)
+    else:
+        read_k, write_k = make_shared_row(style, lanes, k, src.k_inner, dst.k_inner, scale)
+        read_v, write_v = make_shared_row(style, lanes, v, src.v_inner, dst.v_inner, scale)
     k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
     v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
 

@@ -15,6 +15,9 @@ FRACTION, HIDDEN, ONE, INFINITE = 0x7FFFFF, 0x800000, 0x3F800000, 0x7F800000
 # A number from -64 on is rounded by adding ROUNDING, cutting and taking OFFSET: near a tie down, to be corrected.
 OFFSET, ROUNDING = 64, 64.5 - 2.0**-7
 
+OFF = 2.0**-21  # the step of Newton is off by 3 units of 2**-24, and a product and a quotient are rounded
+TAME_BITS = (127 + 100) << 23  # the reciprocal of larger numbers may be lost
+
 
 @ti.func
 def apart(x, row):
@@ -55,7 +58,7 @@ def make_in_order(style):
 
 @ti.func
 def rough_reciprocal(x):
-    """1 / x for x in 1..2, as the back end has it: up to 16 units of the last place off."""
+    """1 / x as the back end has it: up to 16 units of the last place off."""
     return ti.f32(1.0) / x
 
 
@@ -63,6 +66,13 @@ def rough_reciprocal(x):
 def rough_reciprocal_root(x):
     """The same of the root, for x in 1..4."""
     return ti.f32(1.0) / ti.sqrt(x)
+
+
+@ti.func
+def near_reciprocal(x):
+    """1 / x, of which a product is less than `OFF` of itself off the quotient; x normal, above 0 and below 2**100."""
+    rough = rough_reciprocal(x)
+    return rough * (ti.f32(2.0) - x * rough)
 
 
 @ti.func
@@ -97,7 +107,7 @@ def quotient(x, y):
 
 @functools.cache
 def make_ratio(style):
-    """ratio(x, y): x / y for a normal y above 0, rounded correctly; from 2**126 on infinite, below 2**-125 it is 0.
+    """ratio(x, y): x / y for a normal y above 0, rounded correctly; what is below 2**-125 is 0.
 
     Of x a NaN stays one, and an infinity infinite; a subnormal may count as 0.
     """
@@ -111,8 +121,8 @@ def make_ratio(style):
             u, divisor = ti.bit_cast(x, ti.u32), ti.bit_cast(y, ti.u32)
             a = u & ti.u32(0x7FFFFFFF)
             power = ti.cast(a >> ti.u32(23), ti.i32) - ti.cast(divisor >> ti.u32(23), ti.i32)
-            exact = quotient(ti.select(ti.abs(power) < 126, a, ti.u32(ONE)), divisor)
-            exact = ti.select(power < 126, exact, ti.u32(INFINITE))
+            exact = quotient(ti.select(ti.abs(power) < 129, a, ti.u32(ONE)), divisor)
+            exact = ti.select(power < 129, ti.min(exact, ti.u32(INFINITE)), ti.u32(INFINITE))
             exact = ti.select(power > -126, exact, ti.u32(0))
             exact = ti.select(a < ti.u32(HIDDEN), ti.u32(0), exact)
             exact = ti.select(a < ti.u32(INFINITE), exact, a)

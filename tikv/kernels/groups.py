@@ -10,23 +10,27 @@ import functools
 from typing import NamedTuple
 
 from tikv.formats import FORMATS
-from tikv.kernels.codec import SCALE_WORD, make_bits_to_f32, make_f32_to_bits
-from tikv.kernels.exact import make_product, make_ratio
+from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits
+from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, near_reciprocal
 from tikv.runtime import ti
 
 LARGEST = 3.4028234663852886e38
 LEAST_SCALE = 1e-7  # of mlx
 SMALL_BITS = (127 - 100) << 23  # groups below 2**-100 count as 0 for GGUF's rules: their scale is 0 as a float16
 INFINITE = 0x7F800000
+LARGE_BITS = (127 + 20) << 23  # of quotients from 2**20 on the fraction is not known without their rounding
 UNIT = 4  # codes that a thread of a GPU takes at a time in attention
 SCALE, BIAS, FACTOR, ORIGIN = range(4)  # of a group's numbers: as stored, and by what codes are found
 
 
 class Rule(NamedTuple):
-    """How the groups of a format are encoded."""
+    """How the groups of a format are encoded.
 
-    see: object  # see(state, value, first) -> what is known of the group after one more of its numbers
-    finish: object  # finish(state) -> its numbers
+    What is known of a group is, for mlx's, its least and its largest finite number, the first above the second where
+    there is none; for GGUF's the first of the largest magnitude, of which q8_0 needs no sign, and 0.
+    """
+
+    finish: object  # finish(what is known of a group) -> its numbers
     code: object  # code(value, numbers, row) -> the code of one of them
 
 
@@ -54,16 +58,30 @@ def signed(bits, negative):
     return ti.bit_cast(bits | ti.select(negative, ti.u32(0x80000000), ti.u32(0)), ti.f32)
 
 
-def make_affine(bits, style):
-    """mlx: from the edge of larger magnitude in steps of which that is a whole number."""
-    ratio, last = make_ratio(style), float((1 << bits) - 1)
+@functools.cache
+def make_whole_ratio(style):
+    """whole_ratio(x, y): the whole number nearest to the float32 nearest to x / y; x not negative, y normal above 0."""
+    ratio = make_ratio(style)
 
     @ti.func
-    def see(state, value, first):
-        finite = magnitude(value) < ti.u32(INFINITE)
-        low = ti.select(finite, ti.min(state[0], value), state[0])
-        high = ti.select(finite, ti.max(state[1], value), state[1])
-        return ti.Vector([low, high])
+    def whole_ratio(x, y):
+        found = ti.f32(0.0)
+        if ti.static(style == "cpu"):
+            found = round_to_even(ratio(x, y))
+        else:
+            quick = x * near_reciprocal(y)
+            found = ti.floor(quick + ti.f32(0.5))
+            doubt = ti.abs(quick - found) + quick * ti.f32(OFF)
+            if doubt >= ti.f32(0.5) or magnitude(quick) > ti.u32(LARGE_BITS) or magnitude(y) > ti.u32(TAME_BITS):
+                found = round_to_even(ratio(x, y))
+        return found
+
+    return whole_ratio
+
+
+def make_affine(bits, style):
+    """mlx: from the edge of larger magnitude in steps of which that is a whole number."""
+    ratio, whole_ratio, last = make_ratio(style), make_whole_ratio(style), float((1 << bits) - 1)
 
     @ti.func
     def finish(state):
@@ -73,7 +91,7 @@ def make_affine(bits, style):
         scale = ti.max(ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
         by_low = magnitude(low) > magnitude(high)
         edge = ti.select(by_low, low, high)
-        steps = round_to_even(ratio(ti.abs(edge), scale))
+        steps = whole_ratio(ti.abs(edge), scale)
         stepped = steps > ti.f32(0.0)
         refitted = ratio(ti.abs(edge), ti.max(steps, ti.f32(1.0)))
         scale = ti.select(stepped, ti.select(magnitude(steps) < ti.u32(INFINITE), refitted, scale), scale)
@@ -94,24 +112,12 @@ def make_affine(bits, style):
             found = ti.f32(0.0)
         return ti.cast(ti.cast(found, ti.i32), ti.u32)
 
-    return Rule(see, finish, code)
+    return Rule(finish, code)
 
 
 def make_gguf(bits, style):
     """GGUF's blocks: q8_0 from the largest magnitude, half away from 0; q4_0 from that number and its sign."""
     ratio, product = make_ratio(style), make_product(style)
-
-    @ti.func
-    def see(state, value, first):
-        """The first number of the largest magnitude."""
-        larger = magnitude(value) > magnitude(state[0])
-        take = magnitude(value) < ti.u32(INFINITE)
-        if first == 0:
-            larger = True
-        found = state
-        if larger and take:
-            found = ti.Vector([value, value])
-        return found
 
     @ti.func
     def finish(state):
@@ -153,7 +159,7 @@ def make_gguf(bits, style):
                 found = ti.select((value < ti.f32(0.0)) == (numbers[FACTOR] < ti.f32(0.0)), 15, 0)
         return ti.cast(found, ti.u32)
 
-    return Rule(see, finish, code)
+    return Rule(finish, code)
 
 
 @functools.cache
@@ -290,42 +296,6 @@ def make_load_unit(name, scale_value):
         return values
 
     return load_unit
-
-
-def make_quantise_group(name, style, source, scale):
-    """quantise_group(a, b, scales, src_row, dst_row, scale_at, group): a group of a row, by one thread.
-
-    `source` and `scale` are dtype codes; words of the source are elements.
-    """
-    row, rule, column = FORMATS[name], make_rule(name, style), make_column(name)
-    decode, encode = make_bits_to_f32(source), make_f32_to_bits(scale, style)
-    size, bits, numbers, scale_word = row.group, row.bits, row.numbers, SCALE_WORD[scale]
-    start = (LARGEST, -LARGEST) if row.rule == "affine" else (0.0, 0.0)
-
-    @ti.func
-    def quantise_group(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, group):
-        first, word = src_row + group * size, dst_row + group * ti.static(size * bits // 32)
-        state = ti.Vector([ti.f32(start[0]), ti.f32(start[1])])
-        for e in range(size):
-            state = rule.see(state, decode(a[first + e]), e)
-        found = rule.finish(state)
-        scales[scale_at + group * numbers] = ti.cast(encode(found[SCALE]), scale_word)
-        if ti.static(numbers == 2):
-            scales[scale_at + group * numbers + 1] = ti.cast(encode(found[BIAS]), scale_word)
-        packed, filled = ti.u32(0), 0
-        for e in range(size):
-            code = rule.code(decode(a[first + column(e)]), found, first)
-            packed = packed | (code << ti.cast(filled, ti.u32))
-            filled = filled + bits
-            if filled >= 32:
-                b[word] = packed
-                word = word + 1
-                filled = filled - 32
-                packed = ti.u32(0)
-                if filled > 0:
-                    packed = code >> ti.cast(bits - filled, ti.u32)
-
-    return quantise_group
 
 
 def make_dequantise_group(name, style, to, scale):

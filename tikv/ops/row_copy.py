@@ -14,6 +14,7 @@ from tikv import launch, runtime
 from tikv.arrays import ArrayView, describe
 from tikv.dtypes import DType
 from tikv.errors import ShapeError
+from tikv.formats import FORMATS
 from tikv.ops import checks
 from tikv.ops.fixed_scales import head_step
 from tikv.ops.layouts import LINEAR, Placement, Rows
@@ -53,6 +54,7 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
         ShapeError: elements that must be converted do not lie at multiples of their size.
     """
     from tikv.kernels.codec import Codec
+    from tikv.kernels.group_lanes import PART
 
     found = src.format or dst.format
     if found is not None and src.format is not dst.format:
@@ -60,7 +62,9 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
             raise unaligned(operation, src, dst)
         names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
         bits = [e.array.dtype.itemsize * 8 for e in (src, dst)]
-        if style == "cpu" and dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
+        if dst.format and style != "cpu":
+            bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
+        elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
             bits[1] = 8
         return width // found.group, Codec(*names, found.group, *bits)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
@@ -79,8 +83,12 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
 def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
     """Threads of a GPU that share a row: as few as leave each `WORDS_IN_FLIGHT` to read before it writes.
 
-    Rows whose threads agree on a scale take a power of two, which divides a block.
+    Rows whose threads agree on a scale take a power of two, which divides a block; those of groups what these take.
     """
+    from tikv.kernels.group_lanes import lanes_of_group
+
+    if streams[0].codec.dst in FORMATS:
+        return max(int(s.units * lanes_of_group(s.codec.dst)) for s in streams)
     units = max(s.units for s in streams)
     rounds = max(1, WORDS_IN_FLIGHT // sum(s.codec.src_words for s in streams))
     lanes = min(32, -(-units // rounds))
@@ -128,7 +136,7 @@ def bind_copy(
     scale_code = scale.short if scale is not None else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
     codecs = [streams[0].codec, streams[-1].codec]
-    cooperative = not cpu and any(s.codec.dst == "i8" and s.codec.src != "raw" for s in streams)
+    cooperative = not cpu and any(s.codec.dst in ("i8", *FORMATS) and s.codec.src != "raw" for s in streams)
     shared_by = 1 if cpu else choose_lanes(streams, cooperative)
     # On CPU an iteration is a token of one stream, else a unit.
     iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)

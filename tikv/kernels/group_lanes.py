@@ -1,0 +1,239 @@
+"""Rows as codes of groups on a GPU: a group is shared by a few neighbouring threads, which agree on its edges.
+
+The bits are those of the rules in `kernels/groups.py`. A thread holds its numbers, finds their codes by a product with
+a reciprocal, and only where one of these may be another by the library's own quotient, or a number is a NaN or an
+infinity, by the rule itself.
+"""
+
+from tikv.formats import FORMATS
+from tikv.kernels.codec import SCALE_WORD, SIZE, make_f32_to_bits, make_load
+from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal
+from tikv.kernels.group_rows import BELOW_HALF
+from tikv.kernels.groups import (
+    BIAS,
+    FACTOR,
+    INFINITE,
+    LARGEST,
+    ORIGIN,
+    SCALE,
+    magnitude,
+    make_rule,
+    unit_of,
+)
+from tikv.kernels.lanes import make_row_max
+from tikv.runtime import ti
+
+HELD = 16  # numbers of a row that a thread holds, if a unit has no more: what a group needs of each is shared by these
+PART = 4  # numbers that follow one another in memory in every format
+ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves the nearest whole number in the low bits
+
+
+def lanes_of_group(name):
+    """Threads that share a group."""
+    return FORMATS[name].group // max(HELD, unit_of(name)[0])
+
+
+@ti.func
+def key_of(x):
+    """An integer that orders as the float does."""
+    i = ti.bit_cast(x, ti.u32)
+    return i ^ (ti.bit_cast(ti.bit_cast(i, ti.i32) >> 31, ti.u32) | ti.u32(0x80000000))
+
+
+@ti.func
+def of_key(key):
+    """The float of a key."""
+    i = ti.bit_cast(~key, ti.i32) >> 31
+    return ti.bit_cast(key ^ (ti.bit_cast(i, ti.u32) | ti.u32(0x80000000)), ti.f32)
+
+
+def make_edges(name, style, held_numbers, column_of):
+    """edges(thread, member, held) -> (what `Rule.finish` takes, whether all numbers of the thread are finite).
+
+    The threads of a group find them together; `column_of(member, i)` is the column of number `i` of a thread.
+    """
+    row = FORMATS[name]
+    affine, by_sign = row.rule == "affine", row.rule == "q4_0"
+    row_max = make_row_max(style, lanes_of_group(name))
+
+    @ti.func
+    def finite_range(held):
+        """The least and the largest finite number, and whether all are finite."""
+        low, high, finite = ti.f32(LARGEST), ti.f32(-LARGEST), 1
+        for i in ti.static(range(held_numbers)):
+            known = magnitude(held[i]) < ti.u32(INFINITE)
+            low = ti.min(low, ti.select(known, held[i], ti.f32(LARGEST)))
+            high = ti.max(high, ti.select(known, held[i], ti.f32(-LARGEST)))
+            finite = ti.select(known, finite, 0)
+        return low, high, finite
+
+    @ti.func
+    def edges(thread, member, held):
+        finite = 1
+        found = ti.Vector([ti.f32(0.0), ti.f32(0.0)])
+        if ti.static(affine):
+            low, high = ti.f32(LARGEST), ti.f32(-LARGEST)
+            if ti.static(style == "cuda"):
+                # The lesser and the larger of a number and a NaN are the number there, and `quick` gives a NaN code 0.
+                for i in ti.static(range(held_numbers)):
+                    low, high = ti.min(low, held[i]), ti.max(high, held[i])
+                if ti.max(magnitude(low), magnitude(high)) >= ti.u32(INFINITE):
+                    low, high, finite = finite_range(held)
+            else:
+                low, high, finite = finite_range(held)
+            found = ti.Vector([of_key(~row_max(thread, ~key_of(low))), of_key(row_max(thread, key_of(high)))])
+        else:
+            largest = ti.u32(0)
+            for i in ti.static(range(held_numbers)):
+                known = magnitude(held[i]) < ti.u32(INFINITE)
+                largest = ti.max(largest, ti.select(known, magnitude(held[i]), ti.u32(0)))
+                finite = ti.select(known, finite, 0)
+            largest = row_max(thread, largest)
+            if ti.static(by_sign):
+                first = ti.u32(0)  # twice what columns follow it, and its sign
+                for i in ti.static(range(held_numbers)):
+                    known = magnitude(held[i]) < ti.u32(INFINITE)
+                    m = ti.select(known, magnitude(held[i]), ti.u32(0))
+                    sign = ti.select(known, ti.bit_cast(held[i], ti.u32) >> ti.u32(31), ti.u32(0))
+                    after = ti.cast(row.group - 1 - column_of(member, i), ti.u32)
+                    first = ti.max(first, ti.select(m == largest, (after << ti.u32(1)) | sign, ti.u32(0)))
+                largest = largest | ((row_max(thread, first) & ti.u32(1)) << ti.u32(31))
+            found = ti.Vector([ti.bit_cast(largest, ti.f32), ti.f32(0.0)])
+        return found, finite
+
+    return edges
+
+
+def make_quick(name, style):
+    """(prepare, quick) of a rule, where arithmetic is quick.
+
+    prepare(numbers, edges) -> (factor, whether codes may be found by it). quick(value, origin, factor, row) -> (the
+    code, a float from 0.5 on if it may be another one).
+    """
+    row, product = FORMATS[name], make_product(style)
+    last = float((1 << row.bits) - 1)
+    by_floor = style == "spirv"  # whose compilers may take the sum and the difference of one number for nothing
+
+    @ti.func
+    def prepare(numbers, edges):
+        factor, tame = numbers[FACTOR], 1
+        if ti.static(row.rule == "affine"):
+            size = ti.max(ti.abs(factor), ti.f32(1e-30))
+            inverse = near_reciprocal(size)
+            tame = ti.select(ti.max(magnitude(edges[0]), magnitude(edges[1])) < ti.u32(TAME_BITS), 1, 0)
+            factor = ti.select(factor < ti.f32(0.0), -inverse, inverse)
+            factor = ti.select(magnitude(numbers[FACTOR]) > ti.u32(0), factor, ti.f32(0.0))
+        return factor, tame
+
+    @ti.func
+    def quick(value, origin, factor, first_word):
+        code, doubt = ti.u32(0), ti.f32(0.0)
+        if ti.static(row.rule == "affine"):
+            steps = ti.min(ti.max((value - origin) * factor, ti.f32(0.0)), ti.f32(last))
+            rest = steps
+            if ti.static(by_floor):
+                whole = ti.floor(steps + ti.f32(0.5))
+                code = ti.cast(ti.cast(whole, ti.i32), ti.u32)
+                rest = steps - whole
+            else:
+                rounded = steps + ti.f32(ROUNDING)
+                code = ti.bit_cast(rounded, ti.u32) & ti.u32((1 << row.bits) - 1)
+                rest = steps - (rounded - ti.f32(ROUNDING))
+            doubt = ti.abs(rest) + steps * ti.f32(OFF)
+        elif ti.static(row.rule == "q8_0"):
+            scaled = product(value, factor, first_word)
+            whole = ti.min(ti.cast(ti.abs(scaled) + ti.f32(BELOW_HALF), ti.i32), 127)
+            code = ti.cast(ti.select(scaled < ti.f32(0.0), -whole, whole) & 0xFF, ti.u32)
+        else:
+            scaled = product(value, factor, first_word) + ti.f32(8.5)
+            code = ti.cast(ti.min(ti.max(ti.cast(scaled, ti.i32), 0), 15), ti.u32)
+        return code, doubt
+
+    return prepare, quick
+
+
+def make_shared_groups(style, stream, scale):
+    """(read, write): the numbers of a thread, and their codes, as `make_shared_row` of `kernels.copy`.
+
+    Threads of a row: `lanes_of_group` for each of its groups. All of a block call `write` together.
+    """
+    codec, groups = stream.codec, stream.units
+    name, row, rule = codec.dst, FORMATS[codec.dst], make_rule(codec.dst, style)
+    (unit, words), share = unit_of(name), lanes_of_group(name)
+    rounds, size, bits, numbers = row.group // unit // share, row.group, row.bits, row.numbers
+    held_numbers = rounds * unit
+    halves = row.rule == "q4_0"
+    src_words = SIZE[codec.src] * 8 * PART // codec.src_bits  # of a part
+    load, encode = make_load(codec.src, PART, codec.src_bits), make_f32_to_bits(scale, style)
+    scale_word = SCALE_WORD[scale]
+    # Of each part of a unit its first column, of each code of a unit its place in the parts.
+    columns, stride = [PART * p for p in range(unit // PART)], unit
+    places = list(range(unit))
+    if halves:
+        columns, stride = [16 * p for p in range(unit // PART)], unit // 2
+        places = [e // 2 + e % 2 * PART for e in range(unit)]
+    parts = [[e for e in range(unit) if word * 32 - bits < e * bits < (word + 1) * 32] for word in range(words)]
+
+    @ti.func
+    def column_of(member, i: ti.template()):
+        place = ti.static(places[i % unit])
+        return (member + ti.static(i // unit) * share) * stride + ti.static(columns[place // PART] + place % PART)
+
+    edges, (prepare, quick) = make_edges(name, style, held_numbers, column_of), make_quick(name, style)
+
+    @ti.func
+    def read(a: ti.template(), lane, src_row):
+        held = ti.Vector.zero(ti.f32, held_numbers)
+        group = ti.min(lane // share, groups - 1)
+        for n in ti.static(range(rounds)):
+            first = group * size + (lane % share + n * share) * stride
+            numbers_of = ti.Vector.zero(ti.f32, unit)
+            for p in ti.static(range(unit // PART)):
+                values = load(a, src_row + (first + columns[p]) // PART * src_words)
+                for e in ti.static(range(PART)):
+                    numbers_of[p * PART + e] = values[e]
+            for e in ti.static(range(unit)):
+                held[n * unit + e] = numbers_of[places[e]]
+        return held
+
+    @ti.func
+    def write(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held):
+        group, member = lane // share, lane % share
+        found_edges, finite = edges(thread, member, held)
+        found = rule.finish(found_edges)
+        factor, tame = prepare(found, found_edges)
+        origin = found[ORIGIN]
+        codes = ti.Vector.zero(ti.u32, held_numbers)
+        doubt = ti.f32(0.0)
+        for i in ti.static(range(held_numbers)):
+            code, doubt_of = quick(held[i], origin, factor, dst_row)
+            codes[i] = code
+            doubt = ti.max(doubt, doubt_of)
+        if doubt >= ti.f32(0.5) or finite * tame == 0:
+            for n in range(held_numbers):
+                value = held[0]
+                for i in ti.static(range(1, held_numbers)):
+                    value = ti.select(n == i, held[i], value)
+                code, doubt_of = quick(value, origin, factor, dst_row)
+                if doubt_of >= ti.f32(0.5) or finite * tame == 0:
+                    code = rule.code(value, found, dst_row)
+                for i in ti.static(range(held_numbers)):
+                    codes[i] = ti.select(n == i, code, codes[i])
+        if ok and group < groups:
+            if member == 0:
+                scales[scale_at + group * numbers] = ti.cast(encode(found[SCALE]), scale_word)
+                if ti.static(numbers == 2):
+                    scales[scale_at + group * numbers + 1] = ti.cast(encode(found[BIAS]), scale_word)
+            for n in ti.static(range(rounds)):
+                to = dst_row + (group * ti.static(size // unit) + member + n * share) * words
+                for word in ti.static(range(words)):
+                    packed = ti.u32(0)
+                    for e in ti.static(parts[word]):
+                        shift = ti.static(e * bits - word * 32)
+                        if ti.static(shift >= 0):
+                            packed = packed | (codes[n * unit + e] << ti.u32(shift))
+                        else:
+                            packed = packed | (codes[n * unit + e] >> ti.u32(-shift))
+                    b[to + word] = packed
+
+    return read, write
