@@ -105,6 +105,7 @@ def pytest_configure(config):
         "parameter that no case before them has",
     )
     config.addinivalue_line("markers", "long: takes minutes, and runs with --full all only")
+    config.addinivalue_line("markers", "eight_rows: a task of attention has 8 rows of queries on Vulkan too")
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
     if launcher := config.getoption("--launcher"):
         os.environ["TIKV_LAUNCHER"] = launcher

@@ -27,3 +27,16 @@ def python(request):
         return child
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def few_rows(request, monkeypatch):
+    """On Vulkan a task of attention has 4 rows of queries at most, not 8, but for tests marked `eight_rows`.
+
+    All rows are unrolled: a kernel of 8 is the code of one of 4, which shorter prompts take, and lavapipe compiles it
+    for three times as long. With --full it has 8.
+    """
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    full = {name.strip() for name in request.config.getoption("--full").split(",")} & {"all", "vulkan"}
+    if params.get("arch") == "vulkan" and not full and request.node.get_closest_marker("eight_rows") is None:
+        monkeypatch.setattr("tikv.ops.attention.launches.MOST_ROWS", 4)

@@ -159,6 +159,7 @@ def test_sinks_of_a_linear_cache(arch, rng):
     case.check(arch, window=10, sinks=4, seen={"window": 10})
 
 
+@pytest.mark.eight_rows
 @pytest.mark.parametrize(("queries", "causal"), [(7, True), (64, True), (2, False)])
 def test_several_queries_are_aligned_at_the_end(arch, rng, queries, causal):
     case = Case(rng, capacity=130, queries=queries, lens=(130, 64, 0))
@@ -366,6 +367,7 @@ def each_pair_once(case):
     return case["group"] == (1, 4, 8)[(PLACES.index(place) + list(DTYPES).index(case["dtype"])) % 3]
 
 
+@pytest.mark.eight_rows
 @pytest.mark.full(unless=each_pair_once)
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
