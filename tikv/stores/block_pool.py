@@ -176,19 +176,21 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more holder for each block; a registered one that nobody holds is revived."""
+        holders = self._holders
         for block in blocks:
-            if self._holders[block] == 0:
+            if holders[block] == 0:
                 del self._idle[block]
-            self._holders[block] += 1
+            holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each block of a sequence, given in its order; those that nobody holds then are free.
 
         The last is freed first, so that the first is taken again first, and a prefix outlives what follows it.
         """
+        holders = self._holders
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
+            holders[block] = left = holders[block] - 1
+            if left == 0:
                 digest = self._digest_of.get(block)
                 if digest is not None and len(self._blocks_of[digest]) == 1:
                     self._idle[block] = None
