@@ -104,6 +104,11 @@ def scattered(values):
     pools = [values((4, 2, 2, 8), F16) for _ in "kv"]
     tikv.copy_blocks(*pools, np.array([[0, 1]], np.int32))
     yield "copy_blocks", pools
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=4, block_size=4, dtype="int8")
+    seq, (k, v) = pool.add(), (values((9, 2, 8), F16) for _ in "kv")
+    pool.append(0, k, v, [seq], cu_seqlens=[0, 9])
+    pool.commit([seq], [0, 2, 3, 7])
+    yield "commit", [a.copy_to_host() for a in pool.tokens(0, seq)]
     caches = [values((2, 2, 6, 8), F16), values((2, 2, 6, 4), F16)]
     tikv.append_ragged(values((2, 2, 3, 8), F16), values((2, 2, 3, 4), F16), *caches, np.array([0, -1], np.int32))
     yield "append_ragged", caches

@@ -5,7 +5,8 @@ import oracle
 import pytest
 
 import tikv
-from tikv.stores import storage
+from tikv.ops import compact
+from tikv.stores import head_rows, storage
 
 LAYERS, HEADS, WIDTH, PAGE = 2, 2, 32, 4
 FORM = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 24, "block_size": PAGE}
@@ -67,6 +68,25 @@ def test_a_path_is_kept_as_if_only_it_had_been_appended(arch, rng, dtype, layout
     pool.commit([0], np.array([[1]]))  # of the path that was kept
     pool.commit([1], [], drafted=4)
     assert [pool.length(seq) for seq in (0, 1)] == [8, 9]
+
+
+@pytest.mark.parametrize(("layout", "launches"), [("NHD", 1), ("HND", 2)])
+def test_rows_of_all_layers_move_in_one_launch(arch, rng, monkeypatch, layout, launches):
+    """K, V and scales together, but for scales that lie in another order; a GPU's threads may share rows."""
+    if layout == "NHD":
+        monkeypatch.setattr(compact, "shares_rows", lambda live: arch != "cpu")
+    pool, plain = (tikv.PagedKVCacheStore(**FORM | {"num_blocks": 64}, dtype="int8", layout=layout) for _ in "ab")
+    for store in (pool, plain):
+        store.add()
+    _, text = rows(arch, rng, 130)
+    path = [0, *range(2, 130, 2)]
+    append(pool, text(slice(None)), [0], [130])
+    append(plain, text(path), [0], [len(path)])
+    bind, bound = head_rows.bind_in_place, []
+    monkeypatch.setattr(head_rows, "bind_in_place", lambda *a, **kw: bound.append(a[2]) or bind(*a, **kw))
+    pool.commit([0], path)
+    assert len(bound) == launches
+    assert contents(pool, 0) == contents(plain, 0)
 
 
 @pytest.mark.archs("cpu", "cuda")

@@ -1,5 +1,8 @@
 """Rows of a head moved down in place: row j becomes what row index[j] was, for ascending indices, in one launch.
 
+Rows in pages have no order of their own: the index then holds a pair for each, of where it lies and where it goes, in
+the order in which they may be moved one after the other.
+
 Since index[j] >= j, a head whose rows are moved in their order never reads a row that was written before. So heads are
 independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head, and reads the rows
 between those that it keeps as well, where that is sooner done (`make_wants_gaps`). On Vulkan and Metal a thread moves
@@ -75,7 +78,7 @@ def threads_of(units, barrier):
     return shape_of(units, barrier).parts * (BLOCK if barrier else 1)
 
 
-def make_compact(style, serial, barrier, streams, index_bits):
+def make_compact(style, serial, barrier, streams, index_bits, placed=False):
     """compact(k, v, k_scale, v_scale, index, units, strides, params), in place; absent arrays repeat the first.
 
     Args:
@@ -84,14 +87,15 @@ def make_compact(style, serial, barrier, streams, index_bits):
         barrier: on a GPU, whether a block shares a head's rows.
         streams: a `Words` for each array.
         index_bits: 32 or 64.
+        placed: behind each row's index stands that of the row which it becomes.
     """
     A, B, D, E = (word_array(words.bits) for words in (*streams, *[streams[0]] * (STREAMS - len(streams))))
     count = len(streams)
     IX = index_array(index_bits)
     UNITS = ti.types.vector(STREAMS, ti.i32)
     if style == "cpu":
-        uid = zlib.crc32(repr((serial, streams, index_bits)).encode()) >> 1
-        move = [make_move_head(words.bits, IX, uid + i) for i, words in enumerate(streams)]
+        uid = zlib.crc32(repr((serial, streams, index_bits, placed)).encode()) >> 1
+        move = [make_move_head(words.bits, IX, uid + i, placed) for i, words in enumerate(streams)]
         every = 1 if serial else LEAST_ITERATIONS
 
         @ti.func
@@ -107,7 +111,7 @@ def make_compact(style, serial, barrier, streams, index_bits):
                         move[n](given[n], index, row, token, units[n], at, params[C.index_step], params[C.tokens],
                                 params[C.limit], params[C.write_read], uid + n)  # fmt: skip
     else:
-        moves = [make_move_words(shape_of(words.units, barrier), words, barrier) for words in streams]
+        moves = [make_move_words(shape_of(words.units, barrier), words, barrier, placed) for words in streams]
         threads = [threads_of(words.units, barrier) for words in streams]
 
         @ti.func
@@ -168,7 +172,7 @@ def make_wants_gaps(bits, IX, uid):
     return wants_gaps
 
 
-def make_move_head(bits, IX, uid):
+def make_move_head(bits, IX, uid, placed):
     """CPU: move_head(...): all rows of a head. The number tells kernels apart, as in `kernels.copy`."""
     A = word_array(bits)
     word, line = A.dtype, LINE * 8 // bits
@@ -178,10 +182,13 @@ def make_move_head(bits, IX, uid):
     def move_head(a: A, index: IX, row: ti.i32, token: ti.i32, units: ti.i32, at: ti.i32, step: ti.i32,
                   tokens: ti.i32, limit: ti.i32, write_read: ti.i32, number: ti.i32):  # fmt: skip
         ahead, end, read = 0, 0, ti.cast(0, word)
-        if wants_gaps(index, token, units, at, step, tokens, limit, number) == 1:
-            ahead = 1 + ti.static(READ_AHEAD * 8 // bits) // units
+        if ti.static(not placed):
+            if wants_gaps(index, token, units, at, step, tokens, limit, number) == 1:
+                ahead = 1 + ti.static(READ_AHEAD * 8 // bits) // units
         for j in range(tokens):
-            s = ti.cast(index[at + j * step], ti.i32)
+            s, d = ti.cast(index[at + j * step], ti.i32), j
+            if ti.static(placed):
+                d = ti.cast(index[at + j * step + 1], ti.i32)
             if ahead > 0:
                 later = ti.cast(index[at + ti.min(j + ahead, tokens - 1) * step], ti.i32)
                 if later >= 0 and later < limit:
@@ -189,8 +196,11 @@ def make_move_head(bits, IX, uid):
                     for n in range(lines):
                         read = read ^ a[row + ti.min(end + n * line, (later + 1) * token - 1)]
                     end += ti.max(lines, 0) * line
-            if s > j and s < limit:
-                source, target = row + s * token, row + j * token
+            moves = s > d
+            if ti.static(placed):
+                moves = s >= 0 and s != d
+            if moves and s < limit:
+                source, target = row + s * token, row + d * token
                 for u in range(units):
                     a[target + u] = a[source + u]
         if write_read == 1:
@@ -199,10 +209,17 @@ def make_move_head(bits, IX, uid):
     return move_head
 
 
-def make_move_words(shape, words, barrier):
+def make_move_words(shape, words, barrier, placed):
     """GPU: move_words(...): a thread's words of a head's rows, `HELD` rows at a time."""
     _, columns, side = shape
     word = word_array(words.bits).dtype
+
+    @ti.func
+    def moves(source, target):
+        found = source > target
+        if ti.static(placed):
+            found = source != target
+        return found
 
     @ti.func
     def move_words(a: ti.template(), index: ti.template(), row, token, thread, at, params):
@@ -217,22 +234,26 @@ def make_move_words(shape, words, barrier):
         tokens = params[C.tokens]
         for turn in range((tokens + side * HELD - 1) // (side * HELD)):
             held = ti.Vector.zero(word, HELD)
-            source = ti.Vector.zero(ti.i32, HELD)
+            source, target = ti.Vector.zero(ti.i32, HELD), ti.Vector.zero(ti.i32, HELD)
             first = turn * side * HELD + own
             for n in ti.static(range(HELD)):
                 j = first + n * side
+                if ti.static(not placed):
+                    target[n] = j
                 if taking and j < tokens:
                     s = ti.cast(index[at + j * params[C.index_step]], ti.i64)
                     # Without signs, see `kernels.address`: a negative index is above the limit.
                     if ti.cast(s, ti.u64) < ti.cast(params[C.limit], ti.u64):
                         source[n] = ti.cast(s, ti.i32)
+                        if ti.static(placed):
+                            target[n] = ti.cast(index[at + j * params[C.index_step] + 1], ti.i32)
             for n in ti.static(range(HELD)):
-                if source[n] > first + n * side:
+                if moves(source[n], target[n]):
                     held[n] = a[row + source[n] * token + column]
             if ti.static(barrier):
                 ti.simt.block.sync()
             for n in ti.static(range(HELD)):
-                if source[n] > first + n * side:
-                    a[row + (first + n * side) * token + column] = held[n]
+                if moves(source[n], target[n]):
+                    a[row + target[n] * token + column] = held[n]
 
     return move_words

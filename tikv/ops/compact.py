@@ -158,8 +158,9 @@ def bind_in_place(
     widths: Sequence[int],
     shape: Sequence[int],
     index: ArrayView,
+    placed: bool = False,
 ) -> Launch:
-    """Bind the move of kept rows to the front of their heads, of up to four arrays at once.
+    """Bind the move of kept rows to the front of their heads, or to places of their own, of up to four arrays at once.
 
     Args:
         live: the runtime.
@@ -168,6 +169,7 @@ def bind_in_place(
         widths: elements in a row of each.
         shape: (groups, heads, rows); a group is a sequence, or one of a layer.
         index: (groups, heads, n) or (groups, n); an index below 0 is none.
+        placed: it is (groups, n, 2), rows from which and to which, where a row is written after it was read.
 
     Raises:
         CapacityError: an array or the launch is larger than 32-bit indices reach.
@@ -176,7 +178,7 @@ def bind_in_place(
     from tikv.kernels import lanes
 
     groups, heads, limit = shape
-    tokens = index.shape[-1]
+    tokens = index.shape[1 if placed else -1]
     streams: list[Any] = []
     strides: list[int] = []
     units: list[int] = []
@@ -198,12 +200,13 @@ def bind_in_place(
     checks.countable(iterations, operation)
     serial = live.is_cpu and workers == 1
     bits = index.dtype.itemsize * 8
-    kernel = launch.kernel(live, kernels.make_compact, live.kernel_style, serial, barrier, tuple(streams), bits)
+    choices = live.kernel_style, serial, barrier, tuple(streams), bits, placed
+    kernel = launch.kernel(live, kernels.make_compact, *choices)
     arrays = [a.array for a in rows]
     arrays += [arrays[0]] * (kernels.STREAMS - len(arrays)) + [index]
     strides += [0] * (kernels.STREAMS * 5 - len(strides))
     units += [0] * (kernels.STREAMS - len(units))
-    group, head, step = index.strides if index.ndim == 3 else (index.strides[0], 0, index.strides[1])
+    group, head, step = index.strides if index.ndim == 3 and not placed else (index.strides[0], 0, index.strides[1])
     numbers = kernels.CompactParams(
         iterations=iterations,
         groups=groups,

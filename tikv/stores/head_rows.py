@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Host, new_array
+from tikv.arrays import ArrayView, Host, new_array, to_device
 from tikv.errors import OptionError
 from tikv.ops import blocks, checks, paged
+from tikv.ops.compact import bind_in_place
+from tikv.ops.layouts import Rows
+from tikv.ops.plan import Launch
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.pool_form import PoolForm
 
@@ -146,6 +149,41 @@ def put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayVie
     for stream, (pool, taken) in enumerate(zip(pools, rows, strict=True)):
         there = _pairs(np.arange(len(slots) * form.block_heads), _numbers(form, stream, slots))
         blocks.swap_blocks(taken, _as_rows(pool, form), there)
+
+
+def move_in_place(
+    live: runtime.Runtime,
+    operation: str,
+    form: PoolForm,
+    pools: Sequence[ArrayView],
+    slots: Sequence[tuple[Host, Host]],
+) -> list[Launch]:
+    """Bind moves of rows from slots to slots, in all pools at once; of each pair a slot is written after it was read.
+
+    Args:
+        live, operation, form: the runtime, for messages, and of the pools.
+        pools: of layers that lie in one piece of memory.
+        slots: (src, dst) of each layer, counted over the slots of all.
+    """
+    most, found = max(len(src) for src, _ in slots), []
+    for streams in _read_alike(form, len(pools)) if most else []:
+        pairs = np.full((len(slots), form.block_heads, most, 2), -1, np.int32)
+        for layer, both in zip(pairs, slots, strict=True):
+            for i, some in enumerate(both):
+                layer[:, : len(some), i] = _numbers(form, streams[0], some).reshape(form.block_heads, -1)
+        index = to_device(pairs.reshape(-1, most, 2), live)
+        rows = [_as_rows(pools[stream], form) for stream in streams]
+        places, widths = [Rows(a, token=a.shape[1]) for a in rows], [a.shape[1] for a in rows]
+        shape = len(slots) * form.block_heads, 1, rows[0].shape[0]
+        found.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
+    return found
+
+
+def _read_alike(form: PoolForm, count: int) -> list[list[int]]:
+    """The pools, by number, whose rows lie in one order: scales do not always lie as K and V do."""
+    if form.layout == "HND" and form.block_heads > 1 and count > 2:
+        return [[0, 1], [*range(2, count)]]
+    return [[*range(count)]]
 
 
 def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:

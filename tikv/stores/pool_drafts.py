@@ -12,8 +12,9 @@ from tikv.arrays import Host
 from tikv.errors import OptionError, ShapeError, TikvError
 from tikv.ops import checks
 from tikv.ops.indices import host_integers
+from tikv.ops.plan import Launch
 from tikv.stores.commit import check_ascending
-from tikv.stores.head_rows import put_rows, take_rows
+from tikv.stores.head_rows import move_in_place
 from tikv.stores.pool_changes import PoolChanges
 from tikv.stores.whole import whole
 
@@ -44,9 +45,9 @@ class PoolDrafts(PoolChanges):
             OptionError: layout VLLM. Nothing is changed.
 
         Exactness: rows, scales and codes keep their bits: those of a sequence that had only its path appended.
-        Cost: rows that move are read twice and written twice, for all layers that lie in one piece of memory in a
-            launch out and one back of keys, of values and of the scales of each. Paths of the first drafted tokens
-            take none. Shared blocks in which rows change are copied first.
+        Cost: rows that move are read and written once, in one launch for all layers that lie in one piece of memory,
+            keys, values and scales together; in layout HND scales are one more. Paths of the first drafted tokens take
+            none. Shared blocks in which rows change are copied first.
 
         Examples:
             >>> import numpy as np, tikv
@@ -72,23 +73,21 @@ class PoolDrafts(PoolChanges):
         try:
             if step.copies:
                 self._pools.copy_blocks(step.copies)
-            self._move(sequences.moved_slots(step))
+            for moves in self._moves(operation, sequences.moved_slots(step)):
+                moves.bound.launch()
         except BaseException as error:
             sequences.undo(step, refused=isinstance(error, TikvError))
             raise
         sequences.commit_paths(step)
 
-    def _move(self, slots: Sequence[tuple[Host, Host]]) -> None:
-        """Move rows from slots to slots of each layer. All are taken before one is put."""
-        layers, moves = iter(slots), []
+    def _moves(self, operation: str, slots: Sequence[tuple[Host, Host]]) -> list[Launch]:
+        """The launches that move rows from slots to slots of each layer, in the order of their places."""
+        layers, found = iter(slots), []
         for group in self._pools.groups:
             first = np.arange(group.layers) * self.num_blocks * self.block_size
             pairs = [(src + n, dst + n) for n, (src, dst) in zip(first, layers, strict=False)]
-            src, dst = (np.concatenate(some) for some in zip(*pairs, strict=True))
-            if src.size:
-                moves.append((group.arrays, take_rows(self.runtime, self.form, group.arrays, src), dst))
-        for arrays, rows, dst in moves:
-            put_rows(self.form, arrays, rows, dst)
+            found += move_in_place(self.runtime, operation, self.form, group.arrays, pairs)
+        return found
 
 
 def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
