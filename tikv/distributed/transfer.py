@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, new_like
+from tikv.arrays import CacheArray, new_like, to_device, view
 from tikv.distributed.ranks import Ranks
 from tikv.errors import CapacityError, GroupError, ShapeError
 from tikv.ops import blocks, checks
@@ -249,13 +249,14 @@ class _Exchange:
         if self.direct and self.together:
             found = [self._in_place(group) for group in self.pools.groups]
         elif self.direct:
-            found, n = [], len(self.chosen)
+            found, n, held = [], len(self.chosen), []  # a launch keeps no memory alive
             for group in self.pools.groups:
                 apart = self._apart(group)
-                pairs = group.pairs(self.chosen, range(n), self.pools.form.num_blocks, n)
+                pairs = to_device(group.pairs(self.chosen, range(n), self.pools.form.num_blocks, n), self.live)
                 for array, to in zip(group.arrays, apart, strict=True):
-                    blocks.swap_blocks(CacheArray(array, self.live), to, pairs)
+                    blocks.swap_chosen(array, view(to, "blocks", self.peer.operation), pairs, self.live)
                 found.append(self._by_layer(apart, group))
+                held.append(pairs)
             self._wait()
         else:
             host = self.pools.read_blocks(self.chosen)
@@ -277,10 +278,12 @@ class _Exchange:
             apart = [self._apart(group) for group in self.pools.groups]
             found = [self._by_layer(a, group) for group, a in zip(self.pools.groups, apart, strict=True)]
             self.peer.exchange(dist.irecv, itertools.chain.from_iterable(found))
+            held = []
             for group, arrays in zip(self.pools.groups, apart, strict=True):
-                pairs = group.pairs(range(n), self.chosen, n, self.pools.form.num_blocks)
+                pairs = to_device(group.pairs(range(n), self.chosen, n, self.pools.form.num_blocks), self.live)
                 for array, given in zip(group.arrays, arrays, strict=True):
-                    blocks.swap_blocks(given, CacheArray(array, self.live), pairs)
+                    blocks.swap_chosen(view(given, "blocks", self.peer.operation), array, pairs, self.live)
+                held.append(pairs)
             self.live.synchronize()
             self._wait()
         else:
