@@ -117,7 +117,7 @@ def move_rows(
     count, heads = len(moves.src), form.block_heads
     if count == 0:
         return
-    moved = take_rows(live, form, pools, moves.src)
+    moved = _take_rows(live, form, pools, moves.src)
     if rope is not None:
         k = moved[0].restrided((1, heads, count, form.head_dim), (0, count * form.head_dim, form.head_dim, 1))
         scale = None
@@ -126,10 +126,10 @@ def move_rows(
             scale = moved[2].restrided((1, heads, count), (0, count * n, n))
         before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
-    put_rows(form, pools, moved, moves.dst)
+    _put_rows(form, pools, moved, moves.dst)
 
 
-def take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView], slots: Host) -> list[ArrayView]:
+def _take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView], slots: Host) -> list[ArrayView]:
     """Copies of the rows in these slots, of each pool (heads of a block * slots, width).
 
     Raises:
@@ -144,8 +144,8 @@ def take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView],
     return taken
 
 
-def put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayView], slots: Host) -> None:
-    """Write what `take_rows` took into these slots."""
+def _put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayView], slots: Host) -> None:
+    """Write what `_take_rows` took into these slots."""
     for stream, (pool, taken) in enumerate(zip(pools, rows, strict=True)):
         there = _pairs(np.arange(len(slots) * form.block_heads), _numbers(form, stream, slots))
         blocks.swap_blocks(taken, _as_rows(pool, form), there)
