@@ -48,6 +48,8 @@ def copies(values):
     q, scale = values((2, 3, 5, 8), I8), np.full((2, 3, 5), 0.5, F16)
     tikv.rotate(q, np.arange(5), np.arange(5) // 2, tikv.Rope([1.0, 0.1, 0.01]), scale=scale)
     yield "rotate", [q, scale]
+    tikv.rotate(q, np.arange(5), np.arange(5) // 2, tikv.Rope([1.0, 0.1, 0.01, 0.001]), scale=scale)
+    yield "rotate", [q, scale]
 
 
 def stores(values):

@@ -103,6 +103,29 @@ def test_heads_of_the_same_positions_are_turned_together(arch, rng, batch, heads
         guarded.check()
 
 
+@pytest.mark.parametrize(
+    ("width", "interleaved"), [(6, False), pytest.param(16, True, marks=pytest.mark.full)], ids=["half", "interleaved"]
+)
+def test_int8_heads_of_the_same_positions_are_turned_together(arch, rng, width, interleaved):
+    """One sequence's positions for its heads, or all's: codes and scales are those of rows turned alone."""
+    batch, heads, tokens = 2, 4, 5
+    freq = 10.0 ** -np.arange(width // 2)
+    after = rng.integers(0, 50, (batch, tokens))
+    after[:, 2] = -1
+    for to in (after[0], after):
+        rows = oracle.numbers(rng, (batch, heads, tokens, width), np.float32)
+        q, scale = reference.quantize(rows, np.float16)
+        by = np.where(to < 0, 0, to - np.arange(tokens) - 20)
+        by = np.broadcast_to(by[:, None] if by.ndim == 2 else by, rows.shape[:3])
+        turned = reference.rotate(reference.dequantize(q, scale), by, freq, interleaved=interleaved)
+        want = [np.where((by == 0).reshape(*by.shape, *[1] * (b.ndim - 3)), b, a)
+                for a, b in zip(reference.quantize(turned, np.float16), (q, scale), strict=True)]  # fmt: skip
+        k, scales = oracle.place(q.copy(), arch), oracle.place(scale.copy(), arch)
+        tikv.rotate(k, np.arange(tokens) + 20, to, tikv.Rope(freq, interleaved=interleaved), scale=scales)
+        oracle.assert_same_bits(scales, want[1])
+        oracle.assert_same_bits(k, want[0])
+
+
 @pytest.mark.archs("cpu")
 def test_a_table_grows_and_then_costs_no_cosines(arch, rng, monkeypatch):
     """Differences on either side, far away and many: the bits of a table of its own, made only where one is lacking."""

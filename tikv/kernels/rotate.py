@@ -21,6 +21,7 @@ from tikv.kernels.codec import (
     scale_array,
     word_array,
 )
+from tikv.kernels.exact import make_in_order
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.kernels.write_qkv import make_rotation, make_turn
 from tikv.runtime import ti
@@ -51,6 +52,15 @@ R = RotateParams(*range(len(RotateParams._fields)))
 PARAMS = ti.types.vector(len(R), ti.i32)
 
 
+@ti.func
+def largest(values, count: ti.template()):
+    """The bits of the largest magnitude of these values that is finite."""
+    m = ti.u32(0)
+    for e in ti.static(range(count)):
+        m = ti.max(m, finite_magnitude_bits(values[e]))
+    return m
+
+
 def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
     """rotate(x, angles, cos, sin, scales, strides, params): a row by the row of the tables that `angles` names.
 
@@ -64,7 +74,7 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
         width: elements of a row.
         lanes: threads that share a row; 1 on CPU.
         together: neighbouring heads with the same angles, also of several sequences, whose rows of a position a thread
-            turns; 1 on CPU and for int8.
+            turns; 1 on CPU, and for int8 rows that are not rotated whole or have more pairs of units than lanes.
         scale: dtype code of int8 scales, or "".
     """
     elements, words = codec.elements, codec.src_words
@@ -77,13 +87,6 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
     reciprocal, scale_value = make_reciprocal(style), make_bits_to_f32(scale) if scale else None
     scale_word = SCALE_WORD[scale]
     X, ANGLES, SC = word_array(codec.src_bits), index_array(32), scale_array(scale)
-
-    @ti.func
-    def largest(values, count: ti.template()):
-        m = ti.u32(0)
-        for e in ti.static(range(count)):
-            m = ti.max(m, finite_magnitude_bits(values[e]))
-        return m
 
     @ti.func
     def body(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
@@ -130,57 +133,119 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
                 u = rotated + lane + n * lanes
                 store(x, row + u * words, rest(x, row, u, norm, cos, 0), inverse)
 
-    decode, turn = make_decode(codec.src, codec.src_bits), make_turn(style, elements, transform.pairs == "interleaved")
-    per_word = elements // words
-    word, held_words = WORD[codec.src_bits], 2 * words * together
-    # Units of a pair: at p and p + half, or at 2p and 2p + 1.
-    step, apart = (2, 1) if transform.pairs == "interleaved" else (1, transform.rope_dim // 2 // elements)
-
-    @ti.func
-    def body_together(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
-                      scales: ti.template(), strides, params):  # fmt: skip
-        r, lane = i // lanes, i % lanes
-        group, s = r // params[R.rows] * together, r % params[R.rows]
-        angle = -1
-        if r < params[R.count]:
-            at_angle = params[R.angle_first] + group // params[R.heads] * params[R.angle_sequence] + s
-            angle = ti.cast(angles[at_angle], ti.i32)
-        if angle >= 0:
-            at = ti.Vector([0 for _ in range(together)])
-            for g in ti.static(range(together)):
-                b, h = (group + g) // params[R.heads], (group + g) % params[R.heads]
-                at[g] = strides[S.first] + b * strides[S.sequence] + h * strides[S.head] + s * strides[S.token]
-            cos_row = params[R.cos_first] + angle * (transform.rope_dim // 2)
-            sin_row = params[R.sin_first] + angle * (transform.rope_dim // 2)
-            for n in range((pairs - lane + lanes - 1) // lanes):
-                p = lane + n * lanes
-                held = ti.Vector([word(0) for _ in range(held_words)])
-                for g in ti.static(range(together)):
-                    for w in ti.static(range(words)):
-                        held[2 * g * words + w] = x[at[g] + step * p * words + w]
-                        held[(2 * g + 1) * words + w] = x[at[g] + (step * p + apart) * words + w]
-                c, s_ = (
-                    ti.Vector([ti.f32(0.0) for _ in range(elements)]),
-                    ti.Vector([ti.f32(0.0) for _ in range(elements)]),
-                )
-                for e in ti.static(range(elements)):
-                    c[e], s_[e] = cos[cos_row + p * elements + e], sin[sin_row + p * elements + e]
-                for g in ti.static(range(together)):
-                    both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
-                    for w in ti.static(range(2 * words)):
-                        some = decode(held[2 * g * words + w])
-                        for e in ti.static(range(per_word)):
-                            both[w * per_word + e] = some[e]
-                    found = turn(both, c, s_, at[g])
-                    first = at[g] + step * p * words
-                    store(x, first, ti.Vector([found[e] for e in range(elements)]), ti.f32(1.0))
-                    store(x, first + apart * words, ti.Vector([found[elements + e] for e in range(elements)]),
-                          ti.f32(1.0))  # fmt: skip
-
-    loop = make_loop(style, serial, body if together == 1 else body_together, R.iterations)
+    if together > 1:
+        body = make_body_together(style, codec, transform, lanes, together, scale)
+    loop = make_loop(style, serial, body, R.iterations)
 
     @ti.kernel
     def rotate(x: X, angles: ANGLES, cos: FLOATS, sin: FLOATS, scales: SC, strides: STRIDES, params: PARAMS):
         loop(x, params, (x, angles, cos, sin, scales, strides, params))
 
     return rotate
+
+
+def make_body_together(style, codec, transform, lanes, together, scale):
+    """The body of `make_rotate` on a GPU, where a thread turns its part of the rows of several heads.
+
+    int8 rows, of which a thread has one pair of units at most, are read once: their new values wait for the new scale.
+    """
+    elements, words = codec.elements, codec.src_words
+    interleaved = transform.pairs == "interleaved"
+    half = transform.rope_dim // 2
+    pairs = half // elements
+    step, apart = (2, 1) if interleaved else (1, pairs)  # units of a pair: 2p and 2p + 1, or p and p + pairs
+    per_word, word, held_words = elements // words, WORD[codec.src_bits], 2 * words * together
+    decode, turn, in_order = (
+        make_decode(codec.src, codec.src_bits),
+        make_turn(style, elements, interleaved),
+        make_in_order(style),
+    )
+    store, row_max = make_store(codec.dst, elements, codec.dst_bits, style), make_row_max(style, lanes)
+    scale_bits, reciprocal = make_scale(scale, style) if scale else None, make_reciprocal(style)
+    scale_value, scale_word = make_bits_to_f32(scale) if scale else None, SCALE_WORD[scale]
+
+    @ti.func
+    def places(group, s, first, sequence, head, token, params):
+        """Where the rows of a position lie, of neighbouring heads."""
+        at = ti.Vector([0 for _ in range(together)])
+        for g in ti.static(range(together)):
+            b, h = (group + g) // params[R.heads], (group + g) % params[R.heads]
+            at[g] = first + b * sequence + h * head + s * token
+        return at
+
+    @ti.func
+    def read(x: ti.template(), at, p):
+        """A pair of units of each row."""
+        held = ti.Vector([word(0) for _ in range(held_words)])
+        for g in ti.static(range(together)):
+            for w in ti.static(range(words)):
+                held[2 * g * words + w] = x[at[g] + step * p * words + w]
+                held[(2 * g + 1) * words + w] = x[at[g] + (step * p + apart) * words + w]
+        return held
+
+    @ti.func
+    def read_angles(table: ti.template(), first):
+        found = ti.Vector([ti.f32(0.0) for _ in range(elements)])
+        for e in ti.static(range(elements)):
+            found[e] = table[first + e]
+        return found
+
+    @ti.func
+    def values(held, g: ti.template()):
+        both = ti.Vector([ti.f32(0.0) for _ in range(2 * elements)])
+        for w in ti.static(range(2 * words)):
+            some = decode(held[2 * g * words + w])
+            for e in ti.static(range(per_word)):
+                both[w * per_word + e] = some[e]
+        return both
+
+    @ti.func
+    def write(x: ti.template(), row, p, found, inverse):
+        first = row + step * p * words
+        store(x, first, ti.Vector([found[e] for e in range(elements)]), inverse)
+        store(x, first + apart * words, ti.Vector([found[elements + e] for e in range(elements)]), inverse)
+
+    @ti.func
+    def body(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
+             scales: ti.template(), strides, params):  # fmt: skip
+        r, lane = i // lanes, i % lanes
+        group, s = r // params[R.rows] * together, r % params[R.rows]
+        angle = -1
+        if r < params[R.count]:
+            at_angle = params[R.angle_first] + group // params[R.heads] * params[R.angle_sequence] + s
+            angle = ti.cast(angles[at_angle], ti.i32)
+        at = places(group, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
+        cos_row, sin_row = params[R.cos_first] + angle * half, params[R.sin_first] + angle * half
+        if ti.static(scale == ""):
+            if angle >= 0:
+                for n in range((pairs - lane + lanes - 1) // lanes):
+                    p = lane + n * lanes
+                    held = read(x, at, p)
+                    c, s_ = read_angles(cos, cos_row + p * elements), read_angles(sin, sin_row + p * elements)
+                    for g in ti.static(range(together)):
+                        write(x, at[g], p, turn(values(held, g), c, s_, at[g]), ti.f32(1.0))
+        else:
+            of_scales = places(group, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
+                               params[R.scale_row], params)  # fmt: skip
+            own = ti.select(angle >= 0, ti.select(lane < pairs, 1, 0), 0)
+            held = ti.Vector([word(0) for _ in range(held_words)])
+            c, s_ = ti.Vector([ti.f32(0.0) for _ in range(elements)]), ti.Vector([ti.f32(0.0) for _ in range(elements)])
+            if own == 1:
+                held = read(x, at, lane)
+                c, s_ = read_angles(cos, cos_row + lane * elements), read_angles(sin, sin_row + lane * elements)
+            for g in ti.static(range(together)):
+                before = ti.u32(0)
+                if angle >= 0 and lane == 0:  # which alone reads the scale, since it alone writes it
+                    before = ti.cast(scales[of_scales[g]], ti.u32)
+                norm = scale_value(row_max(i, before))  # a scale is not negative, so that its bits are in order
+                both = values(held, g)
+                for e in ti.static(range(2 * elements)):
+                    both[e] = in_order(both[e] * norm, at[g])
+                found = turn(both, c, s_, at[g])
+                bits = scale_bits(row_max(i, largest(found, 2 * elements)))
+                if own == 1:
+                    write(x, at[g], lane, found, reciprocal(scale_value(bits)))
+                if angle >= 0 and lane == 0:
+                    scales[of_scales[g]] = ti.cast(bits, scale_word)
+
+    return body

@@ -366,7 +366,7 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ro
         shared_by = min(32, 1 << (max(1, half // elements) - 1).bit_length())
     index_steps = [0 if n == 1 else step for n, step in zip(index.shape, index.strides, strict=True)]
     together = 1
-    if not live.is_cpu and scale is None:
+    if not live.is_cpu and (scale is None or (rope.rope_dim == width and half // elements <= shared_by)):
         alike = 1 if index_steps[1] else heads if index_steps[0] else batch * heads
         together = next(n for n in TOGETHER if alike % n == 0)
     count = batch * heads * rows // together
