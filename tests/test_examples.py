@@ -395,6 +395,30 @@ def test_saving_is_all_or_nothing(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_training_on_a_folder_keeps_the_best_weights(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("rich")
+    library, out = tmp_path / "library", tmp_path / "out"
+    for name in [f"{i}.py" for i in range(40)] + ["test/a.py", "encodings/b.py"]:
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"def f{name[0]}(x):\n    return x + {name[0]!r}\n" * 9)
+    few = run("--library", str(library / "test"), script="train.py")
+    assert few.returncode == 1
+    assert "1 Python sources there, which are too few" in few.stderr
+    sizes = ("--batch", "1", "--context", "16", "--vocabulary", "110", "--dropout", "0.1", "--out", str(out))
+    done = run(
+        "--library", str(library), "--tests", "0.5", "--steps", "4", "--save-every", "2", *sizes, script="train.py"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "40 files" in done.stdout
+    training = json.loads((out / "training.json").read_text())
+    assert (training["files"], training["files_held_out"], training["corpus"]) == (40, 2, "library")
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 2
+    assert training["validation_loss_nats_per_token"] == min(losses)
+    assert Model.load(out).parameters == training["parameters"]
+
+
 def test_the_vocabulary_reads_any_text(model):
     text = Tokenizer.clean("def f(x):\n\treturn 'naïve' # 5 €\r\n")
     assert text == f"def f(x):\n    return 'na{OTHER}ve' # 5 {OTHER}{OTHER}\n"
