@@ -1,22 +1,33 @@
-"""Decode attention on an NVIDIA GPU, device time alone: `python benches/decode_gpu.py`, with torch and Triton.
+"""Attention on an NVIDIA GPU, device time alone, beside torch and Triton; float16, 8 KV heads of width 128.
 
-float16, 8 KV heads of width 128. tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton
-kernel with `tl.dot` over the same pages, split over the keys, at the fastest of a few settings, and torch's
-scaled_dot_product_attention over the contiguous caches. The L2 cache is flushed before each call, the host queues the
-call while the device sleeps; medians of 16. Rates are the bytes of K and V over the time.
+    python benches/attention_gpu.py decode
+    python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
+
+Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
+over the same pages, split over the keys, at the fastest of a few settings, and torch's scaled_dot_product_attention over
+the contiguous caches. Rates are the bytes of K and V over the time.
+
+Prompts: the newest tokens of a sequence attend, each by its causal mask; beside them torch's flash attention with the
+same mask over K and V that were gathered and repeated before.
+
+The L2 cache is flushed before each call, the host queues the call while the device sleeps; medians of 16.
 """
 
+import argparse
 import functools
 import statistics
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 import tikv
 
 HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16
 SHAPES = [(32, 8192), (1, 32768), (128, 1024)]  # sequences, tokens of each
+PROMPT_KEYS, PROMPT_GROUP = 8192, 4
 SETTINGS = [(64, 4, 3), (32, 4, 4), (128, 8, 2), (64, 4, 2)]  # of Triton: keys at a time, warps, stages
 
 
@@ -147,10 +158,8 @@ class Work:
         return over(pages, self.pools), peer, over(contiguous, self.plain), over(by_torch, self.plain)
 
 
-def main():
-    tikv.init("cuda")
-    torch.manual_seed(0)
-    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+def decode(flushed):
+    """Rates over several shapes."""
     numbers = torch.empty(1 << 28, device="cuda").uniform_()
     print(f"reading 1 GiB: {(1 << 30) / time_of([numbers.sum], flushed) / 1e3:.0f} GB/s")
     del numbers
@@ -161,6 +170,46 @@ def main():
         for group in (8, 4, 1):
             rates = " | ".join(f"{rate:.0f}" for rate in work.rates(group, flushed))
             print(f"| {batch} x {length}, {group} | {rates} |", flush=True)
+
+
+def prompts(tokens, flushed):
+    """TFLOP/s of what the causal masks leave."""
+    work, heads = Work(1, PROMPT_KEYS), HEADS * PROMPT_GROUP
+    (k_pool, v_pool), (k, v), attention = work.pools[0], work.plain[0], torch.nn.functional.scaled_dot_product_attention
+    repeated = [a.repeat_interleave(PROMPT_GROUP, 1) for a in (k, v)]
+    print("| new tokens | tikv, pages | tikv, contiguous | torch, flash |\n| --- | --- | --- | --- |")
+    for count in tokens:
+        q = torch.randn(1, heads, count, WIDTH, **work.like)
+        mask = torch.ones(count, PROMPT_KEYS, dtype=torch.bool, device="cuda").tril(PROMPT_KEYS - count)
+        want = attention(q.float(), *(a.float() for a in repeated), attn_mask=mask)
+        out, causal = torch.empty_like(q), causal_lower_right(count, PROMPT_KEYS)
+        calls = [
+            functools.partial(tikv.paged_decode_attention, q, k_pool, v_pool, work.table, work.lens, out=out),
+            functools.partial(tikv.decode_attention, q, k, v, work.lens, out=out, impl="taichi"),
+            functools.partial(attention, q, *repeated, attn_mask=causal),
+        ]
+        operations = 4 * heads * WIDTH * (count * (PROMPT_KEYS - count) + count * (count + 1) // 2)
+        found = []
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            for call in calls:
+                assert ((call().float() - want).norm() / want.norm()).item() < 2e-3
+                found.append(f"{operations / time_of([call], flushed) / 1e6:.0f}")
+        print(f"| {count} | {' | '.join(found)} |", flush=True)
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["decode", "prompts"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
+    given = parser.parse_args()
+    tikv.init("cuda")
+    torch.manual_seed(0)
+    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    if given.what == "decode":
+        decode(flushed)
+    else:
+        prompts(given.tokens, flushed)
 
 
 if __name__ == "__main__":
