@@ -4,8 +4,8 @@
     python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
 
 Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
-over the same pages, split over the keys, at the fastest of a few settings, and torch's scaled_dot_product_attention over
-the contiguous caches. Rates are the bytes of K and V over the time.
+over the same pages, split over the keys, at the fastest of a few settings, and torch's own attention over contiguous
+caches. Rates are the bytes of K and V over the time.
 
 Prompts: the newest tokens of a sequence attend, each by its causal mask; beside them torch's flash attention with the
 same mask over K and V that were gathered and repeated before.
