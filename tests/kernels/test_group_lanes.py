@@ -12,13 +12,15 @@ ROWS, WIDTH = 3000, 128
 
 
 def numbers(rng, row):
-    """Any, half-way between codes, of one magnitude, with a NaN or an infinity among them."""
+    """Any, half-way between codes and beside it, of one magnitude, with a NaN or an infinity among them."""
     x = rng.standard_normal((ROWS, WIDTH)) * np.exp2(rng.integers(-12, 12, (ROWS, 1)))
     x[ROWS // 3 : ROWS // 2] = rng.integers(-(1 << row.bits), 1 << row.bits, (ROWS // 2 - ROWS // 3, WIDTH)) / 2
     x[-60:-40] = rng.choice([-3.0, 3.0], (20, WIDTH))
     x[-40:] = np.where(rng.random((40, WIDTH)) < 0.1, rng.choice([np.nan, np.inf, -np.inf], (40, WIDTH)), x[-40:])
     x[-3:] = np.array([[0], [np.nan], [-np.inf]])
-    return x.astype(np.float16)
+    x = x.astype(np.float16)
+    x[ROWS // 3 : ROWS // 2 : 2] = np.nextafter(x[ROWS // 3 : ROWS // 2 : 2], np.float16(rng.choice([-9, 9])))
+    return x
 
 
 @pytest.mark.parametrize(

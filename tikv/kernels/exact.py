@@ -132,6 +132,43 @@ def make_ratio(style):
     return ratio
 
 
+@ti.func
+def upper_half(x):
+    """The 12 highest bits of a float's 24; what is left of it has 12 too."""
+    return ti.bit_cast(ti.bit_cast(x, ti.u32) & ti.u32(0xFFFFF000), ti.f32)
+
+
+SMALL = 4096.0
+
+
+@functools.cache
+def make_small_ratio(style):
+    """small_ratio(x, n): x / n, rounded correctly, for a whole number n from 1 on and x not negative.
+
+    Quick below `SMALL`: products of halves with n are exact, so that what a first quotient leaves of x is, whether or
+    not a product and a sum are rounded once. No quotient of such a number lies close enough to the middle of two floats
+    for the second one to be wrong. What is below 2**-90 may be.
+    """
+    ratio = make_ratio(style)
+
+    @ti.func
+    def small_ratio(x, n):
+        found = x
+        if ti.static(style == "cuda"):
+            inverse = near_reciprocal(n)
+            first = x * inverse
+            high = upper_half(first)
+            rest = (x - high * n) - (first - high) * n
+            found = ti.select(n > ti.f32(1.0), first + rest * inverse, x)
+            if n >= ti.f32(SMALL):
+                found = ratio(x, n)
+        else:
+            found = ratio(x, n)
+        return found
+
+    return small_ratio
+
+
 @functools.cache
 def make_divide_by(style, divisor):
     """divide(x): x / divisor, rounded correctly, for x not negative and a divisor from 1 on.

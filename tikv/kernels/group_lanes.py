@@ -6,8 +6,8 @@ infinity, by the rule itself.
 """
 
 from tikv.formats import FORMATS
-from tikv.kernels.codec import SCALE_WORD, SIZE, make_f32_to_bits, make_load
-from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal
+from tikv.kernels.codec import SCALE_WORD, SIZE, WORD, make_decode, make_f32_to_bits
+from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal, upper_half
 from tikv.kernels.group_rows import BELOW_HALF
 from tikv.kernels.groups import (
     BIAS,
@@ -152,73 +152,140 @@ def make_quick(name, style):
     return prepare, quick
 
 
+def make_settle(name):
+    """settle(value, origin, factor, inverse) -> the code of a number in doubt, of mlx's, where sums keep their order.
+
+    Its quotient is near the middle of two codes. What that middle, times the factor, leaves of the distance is exact,
+    of products of halves; it says on which side the quotient is, or that it is rounded to the middle, hence to even.
+    """
+    last = float((1 << FORMATS[name].bits) - 1)
+
+    @ti.func
+    def settle(value, origin, factor, inverse):
+        size, distance = ti.abs(factor), ti.abs(value - origin)
+        low = ti.floor(ti.min((value - origin) * inverse, ti.f32(last)))
+        middle = low + ti.f32(0.5)
+        high = upper_half(size)
+        rest = (distance - middle * high) - middle * (size - high)
+        power = ti.bit_cast(ti.bit_cast(middle, ti.u32) & ti.u32(INFINITE), ti.f32)
+        above = size * (power * ti.f32(2.0**-24))  # half of a unit of the last place of the middle
+        below = ti.select(low > ti.f32(0.0), above, above * ti.f32(0.5))
+        whole = ti.cast(low, ti.i32)
+        up = ti.select(rest > above, 1, ti.select(rest < -below, 0, whole & 1))
+        return ti.cast(whole + up, ti.u32)
+
+    return settle
+
+
+def make_pack(name, held_numbers):
+    """(pack, pack_any): put code `i` of those that a thread holds into its words; `i` known, or at run time."""
+    bits = FORMATS[name].bits
+    count = held_numbers * bits // 32
+
+    @ti.func
+    def pack(words, i: ti.template(), code):
+        for w in ti.static(range(count)):
+            shift = ti.static(i * bits - w * 32)
+            if ti.static(0 <= shift < 32):
+                words[w] = words[w] | (code << ti.u32(shift))
+            elif ti.static(-bits < shift < 0):
+                words[w] = words[w] | (code >> ti.u32(-shift))
+        return words
+
+    @ti.func
+    def pack_any(words, i, code):
+        for w in ti.static(range(count)):
+            shift = i * bits - w * 32
+            part = ti.u32(0)
+            if shift >= 0 and shift < 32:
+                part = code << ti.cast(shift, ti.u32)
+            elif shift > -bits and shift < 0:
+                part = code >> ti.cast(-shift, ti.u32)
+            words[w] = words[w] | part
+        return words
+
+    return pack, pack_any
+
+
 def make_shared_groups(style, stream, scale):
-    """(read, write): the numbers of a thread, and their codes, as `make_shared_row` of `kernels.copy`.
+    """(read, write): the words of a thread's numbers, and their codes, as `make_shared_row` of `kernels.copy`.
 
     Threads of a row: `lanes_of_group` for each of its groups. All of a block call `write` together.
     """
     codec, groups = stream.codec, stream.units
     name, row, rule = codec.dst, FORMATS[codec.dst], make_rule(codec.dst, style)
     (unit, words), share = unit_of(name), lanes_of_group(name)
-    rounds, size, bits, numbers = row.group // unit // share, row.group, row.bits, row.numbers
-    held_numbers = rounds * unit
-    halves = row.rule == "q4_0"
+    rounds, size, numbers = row.group // unit // share, row.group, row.numbers
+    parts, held_numbers = unit // PART, rounds * unit
     src_words = SIZE[codec.src] * 8 * PART // codec.src_bits  # of a part
-    load, encode = make_load(codec.src, PART, codec.src_bits), make_f32_to_bits(scale, style)
-    scale_word = SCALE_WORD[scale]
+    per_word, held_words = PART // src_words, rounds * parts * src_words
+    decode, encode = make_decode(codec.src, codec.src_bits), make_f32_to_bits(scale, style)
+    word_type, scale_word = WORD[codec.src_bits], SCALE_WORD[scale]
     # Of each part of a unit its first column, of each code of a unit its place in the parts.
-    columns, stride = [PART * p for p in range(unit // PART)], unit
-    places = list(range(unit))
-    if halves:
-        columns, stride = [16 * p for p in range(unit // PART)], unit // 2
+    columns, stride, places = [PART * p for p in range(parts)], unit, list(range(unit))
+    if row.rule == "q4_0":
+        columns, stride = [16 * p for p in range(parts)], unit // 2
         places = [e // 2 + e % 2 * PART for e in range(unit)]
-    parts = [[e for e in range(unit) if word * 32 - bits < e * bits < (word + 1) * 32] for word in range(words)]
 
     @ti.func
     def column_of(member, i: ti.template()):
         place = ti.static(places[i % unit])
         return (member + ti.static(i // unit) * share) * stride + ti.static(columns[place // PART] + place % PART)
 
+    @ti.func
+    def numbers_of(held):
+        """The numbers in the order of their codes."""
+        values = ti.Vector.zero(ti.f32, held_numbers)
+        for w in ti.static(range(held_words)):
+            x = decode(held[w])
+            for e in ti.static(range(per_word)):
+                values[w * per_word + e] = x[e]
+        return ti.Vector([values[i // unit * unit + places[i % unit]] for i in range(held_numbers)])
+
+    settled, settle = style == "cuda" and row.rule == "affine", make_settle(name)
     edges, (prepare, quick) = make_edges(name, style, held_numbers, column_of), make_quick(name, style)
+    pack, pack_any = make_pack(name, held_numbers)
 
     @ti.func
     def read(a: ti.template(), lane, src_row):
-        held = ti.Vector.zero(ti.f32, held_numbers)
+        held = ti.Vector.zero(word_type, held_words)
         group = ti.min(lane // share, groups - 1)
         for n in ti.static(range(rounds)):
             first = group * size + (lane % share + n * share) * stride
-            numbers_of = ti.Vector.zero(ti.f32, unit)
-            for p in ti.static(range(unit // PART)):
-                values = load(a, src_row + (first + columns[p]) // PART * src_words)
-                for e in ti.static(range(PART)):
-                    numbers_of[p * PART + e] = values[e]
-            for e in ti.static(range(unit)):
-                held[n * unit + e] = numbers_of[places[e]]
+            for p in ti.static(range(parts)):
+                at = src_row + (first + columns[p]) // PART * src_words
+                for w in ti.static(range(src_words)):
+                    held[(n * parts + p) * src_words + w] = a[at + w]
         return held
 
     @ti.func
     def write(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held):
         group, member = lane // share, lane % share
-        found_edges, finite = edges(thread, member, held)
+        values = numbers_of(held)
+        found_edges, finite = edges(thread, member, values)
         found = rule.finish(found_edges)
         factor, tame = prepare(found, found_edges)
-        origin = found[ORIGIN]
-        codes = ti.Vector.zero(ti.u32, held_numbers)
-        doubt = ti.f32(0.0)
+        origin, doubt = found[ORIGIN], ti.f32(0.0)
+        packed = ti.Vector.zero(ti.u32, rounds * words)
         for i in ti.static(range(held_numbers)):
-            code, doubt_of = quick(held[i], origin, factor, dst_row)
-            codes[i] = code
-            doubt = ti.max(doubt, doubt_of)
+            code, doubt_of = quick(values[i], origin, factor, dst_row)
+            if ti.static(settled):
+                if doubt_of >= ti.f32(0.5):
+                    code = settle(values[i], origin, found[FACTOR], factor)
+            else:
+                doubt = ti.max(doubt, doubt_of)
+            packed = pack(packed, i, code)
         if doubt >= ti.f32(0.5) or finite * tame == 0:
-            for n in range(held_numbers):
-                value = held[0]
+            packed = ti.Vector.zero(ti.u32, rounds * words)
+            # A count that the compiler does not know: it would write the loop out.
+            for n in range(held_numbers + ti.cast(ti.cast(dst_row, ti.u32) >> ti.u32(31), ti.i32)):
+                value = values[0]
                 for i in ti.static(range(1, held_numbers)):
-                    value = ti.select(n == i, held[i], value)
+                    value = ti.select(n == i, values[i], value)
                 code, doubt_of = quick(value, origin, factor, dst_row)
                 if doubt_of >= ti.f32(0.5) or finite * tame == 0:
                     code = rule.code(value, found, dst_row)
-                for i in ti.static(range(held_numbers)):
-                    codes[i] = ti.select(n == i, code, codes[i])
+                packed = pack_any(packed, n, code)
         if ok and group < groups:
             if member == 0:
                 scales[scale_at + group * numbers] = ti.cast(encode(found[SCALE]), scale_word)
@@ -226,14 +293,7 @@ def make_shared_groups(style, stream, scale):
                     scales[scale_at + group * numbers + 1] = ti.cast(encode(found[BIAS]), scale_word)
             for n in ti.static(range(rounds)):
                 to = dst_row + (group * ti.static(size // unit) + member + n * share) * words
-                for word in ti.static(range(words)):
-                    packed = ti.u32(0)
-                    for e in ti.static(parts[word]):
-                        shift = ti.static(e * bits - word * 32)
-                        if ti.static(shift >= 0):
-                            packed = packed | (codes[n * unit + e] << ti.u32(shift))
-                        else:
-                            packed = packed | (codes[n * unit + e] >> ti.u32(-shift))
-                    b[to + word] = packed
+                for w in ti.static(range(words)):
+                    b[to + w] = packed[n * words + w]
 
     return read, write

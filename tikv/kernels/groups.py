@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tikv.formats import FORMATS
 from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits
-from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, near_reciprocal
+from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, make_small_ratio, near_reciprocal
 from tikv.runtime import ti
 
 LARGEST = 3.4028234663852886e38
@@ -81,19 +81,20 @@ def make_whole_ratio(style):
 
 def make_affine(bits, style):
     """mlx: from the edge of larger magnitude in steps of which that is a whole number."""
-    ratio, whole_ratio, last = make_ratio(style), make_whole_ratio(style), float((1 << bits) - 1)
+    ratio, small_ratio, whole_ratio = make_ratio(style), make_small_ratio(style), make_whole_ratio(style)
+    last = float((1 << bits) - 1)
 
     @ti.func
     def finish(state):
         some = state[0] <= state[1]
         low, high = ti.select(some, state[0], ti.f32(0.0)), ti.select(some, state[1], ti.f32(0.0))
         span = ti.min(high - low, ti.f32(LARGEST))
-        scale = ti.max(ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
+        scale = ti.max(small_ratio(span, ti.f32(last)), ti.f32(LEAST_SCALE))
         by_low = magnitude(low) > magnitude(high)
         edge = ti.select(by_low, low, high)
         steps = whole_ratio(ti.abs(edge), scale)
         stepped = steps > ti.f32(0.0)
-        refitted = ratio(ti.abs(edge), ti.max(steps, ti.f32(1.0)))
+        refitted = small_ratio(ti.abs(edge), ti.max(steps, ti.f32(1.0)))
         scale = ti.select(stepped, ti.select(magnitude(steps) < ti.u32(INFINITE), refitted, scale), scale)
         bias = ti.select(stepped, edge, ti.f32(0.0))
         factor = ti.select(stepped, scale, ti.f32(0.0))
