@@ -75,10 +75,20 @@ def roof(arch) -> Roof:
     return Roof(arch)
 
 
+def _is_smoke(config) -> bool:
+    return bool(config.getoption("benchmark_disable")) or hasattr(config, "workerinput")
+
+
+def pytest_itemcollected(item):
+    """Without timing, a row whose parameters all have values of rows before it waits for --full, as tests do."""
+    if _is_smoke(item.config):
+        item.add_marker(pytest.mark.full(each_value=True))
+
+
 @pytest.fixture
 def smoke(request) -> bool:
     """Whether this is a run without timing, on small shapes; several processes side by side can time nothing."""
-    return bool(request.config.getoption("benchmark_disable")) or hasattr(request.config, "workerinput")
+    return _is_smoke(request.config)
 
 
 @pytest.fixture
