@@ -63,8 +63,7 @@ def work_floats(rows, width, width_v, heads, codes=False):
     """Floats of a worker's memory, in whole cache lines; `codes`: with what a chunk of a head's codes takes."""
     floats = heads * head_floats(rows, width, width_v)
     if codes:
-        lists = sum(cpu_codes.list_rows(width, width_v)) + rows_per_band(rows)
-        floats += lists * ROW + padded_rows(rows) * (width // 32) + cpu_codes.ALIGNED
+        floats += sum(cpu_codes.work_floats(padded_rows(rows), width, width_v))
     return -(-floats // LINE) * LINE + LISTS * ROW
 
 
@@ -94,10 +93,9 @@ class WorkerMemory(NamedTuple):
     scores: int = 9
     maxima: int = 10
     sums: int = 11
-    words: int = 12  # of codes: scales beside the units of a chunk's keys, and then lists of the words of its values
-    group_scales: int = 13
+    scales: int = 12  # of codes: those of a chunk's keys beside their units, those of its values by group
+    numbers: int = 13  # scales and biases of a chunk's keys, as they are stored
     query_sums: int = 14  # of queries over groups
-    weighed: int = 15  # weights times the scales of a group, of a band of rows
 
 
 M = WorkerMemory()
@@ -105,7 +103,7 @@ M = WorkerMemory()
 
 def make_worker_memory(rows, c):
     """worker_memory(worker, params) -> the vector `WorkerMemory`."""
-    word_rows, scale_rows = cpu_codes.list_rows(c.width, c.width_v)
+    of_codes = cpu_codes.work_floats(rows, c.width, c.width_v)
 
     @ti.func
     def worker_memory(worker, params):
@@ -116,12 +114,10 @@ def make_worker_memory(rows, c):
         scores = acc + heads * rows * c.width_v
         maxima = scores + heads * rows * ROW
         sums = maxima + heads * rows
-        words = (sums + heads * rows + cpu_codes.ALIGNED - 1) // cpu_codes.ALIGNED * cpu_codes.ALIGNED
-        group_scales = words + word_rows * ROW
-        query_sums = group_scales + scale_rows * ROW
+        scales = sums + heads * rows
         return ti.Vector([lists, lists + ROW, lists + 2 * ROW, lists + 3 * ROW, lists + 4 * ROW, lists + 5 * ROW,
-                          lists + 6 * ROW, queries, acc, scores, maxima, sums, words, group_scales,
-                          query_sums, query_sums + rows * (c.width // 32)])  # fmt: skip
+                          lists + 6 * ROW, queries, acc, scores, maxima, sums, scales,
+                          scales + of_codes[0], scales + of_codes[0] + of_codes[1]])  # fmt: skip
 
     return worker_memory
 
@@ -223,10 +219,10 @@ def make_attend_task(rows, uid, parts, c):
 def make_attend_codes(rows, uid, parts, c):
     """`make_attend_task` of codes of groups."""
     keys, values = cpu_codes.make_key_loops(c), cpu_codes.make_value_loops(c)
-    row_loops = make_row_loops(c)._replace(load_query=keys.load_query)
+    row_loops = make_row_loops(c)._replace(load_query=keys.load_query, store=values.store)
     decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
-    softmax = make_softmax(None, row_loops, uid, c)
+    softmax, spread = make_softmax(None, row_loops, uid, c), cpu_codes.is_spread(c.cache, c.rows)
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
@@ -234,27 +230,28 @@ def make_attend_codes(rows, uid, parts, c):
         visible, task = decode_task(number, lens, strides, params)
         start_rows(1, rows, task, memory, q, work, terms, strides, params)
         keys.sum_queries(work, memory[M.queries], memory[M.query_sums], uid)
-        words, scales = memory[M.words], memory[M.group_scales]
+        scales, numbers = memory[M.scales], memory[M.numbers]
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
             index = index_behind
             if n > 0:
-                keys.load_scales(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first], n,
-                                 words, scales, uid)  # fmt: skip
-                keys.dots(k, work, memory[M.k_list], task[T.k_first], n, words, scales, memory[M.queries],
+                keys.load_numbers(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first],
+                                  n, numbers, uid)  # fmt: skip
+                if ti.static(spread):
+                    keys.spread(work, n, numbers, scales, uid)
+                keys.dots(k, work, memory[M.k_list], task[T.k_first], n, numbers, scales, memory[M.queries],
                           memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
                 masked = softmax(1, rows, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
-                values.load_words(v, work, memory[M.v_list], task[T.v_first], n, words, uid)
-                values.load_scales(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
-                                   n, scales, uid)  # fmt: skip
+                values.load_numbers(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
+                                    n, numbers, uid)  # fmt: skip
                 if masked == 0:
-                    values.add_values(work, n, words, scales, memory[M.scores], memory[M.weighed], memory[M.acc],
-                                      uid)  # fmt: skip
+                    values.add_values(v, work, memory[M.v_list], task[T.v_first], n, numbers, scales,
+                                      memory[M.scores], memory[M.acc], uid)  # fmt: skip
                 elif ti.static(c.masked):
-                    values.add_visible_values(work, n, words, scales, memory[M.scores], memory[M.weighed],
-                                              memory[M.acc], uid)  # fmt: skip
+                    values.add_visible_values(v, work, memory[M.v_list], task[T.v_first], n, numbers, scales,
+                                              memory[M.scores], memory[M.acc], uid)  # fmt: skip
         store_rows(1, rows, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task

@@ -1,29 +1,34 @@
 """The loops of attention on CPU over codes of groups, which are never turned into the numbers that they stand for.
 
 With s and b the scale and bias of a group, q.k is the sum over groups of s (q.codes) + b sum(q), and a weight p adds
-p s codes + p b to a result. Codes are taken out of a vector of words, all masked by the same constant. For K these are
-the words of a row: numbers of a query lie in the order in which codes come out, and a scale stands beside each word.
-For V they are one word of several keys, whose sums stay in registers: words and scales of a chunk's keys are first laid
-out key by key, a row of `ROW` numbers for each word of a key and each number of a group.
+p s codes + p b to a result. Codes are taken out of a vector of words that lie side by side, all by the same shift and
+mask; numbers of a query, and of a result until it is stored, lie in the order in which codes come out: those of one
+place in all units together. The words of K are read by a loop that LLVM vectorises. Those of V are written out lane by
+lane, which LLVM joins: the sums over keys stay in registers.
 """
 
 from typing import Any, NamedTuple
 
 from tikv.formats import FORMATS
-from tikv.kernels.attention.cpu_loops import ROW, rows_per_band
+from tikv.kernels.attention.cpu_loops import CHUNK, ROW, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
-from tikv.kernels.codec import SIZE, make_element_to_f32, make_load
-from tikv.kernels.groups import make_code, make_column, offset_of, step_of_code, unit_of
+from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
+from tikv.kernels.groups import make_code, make_column, make_place, offset_of, step_of_code, unit_of
 from tikv.runtime import ti
 
-ALIGNED = 32  # floats: a multiple of all units of a group
-SUMS = 8  # that a pass over a chunk's keys adds up in registers
+LEAST_GROUP = 32
+LANES = 8  # that a vector of most CPUs has
+KEYS = 2  # that are multiplied with queries together
+SUMS = 8  # vectors of them that a pass over a chunk's keys adds up in registers
+ENDED = -1  # behind the last of listed keys
+INDICES = 1 << 31  # that 32 bits with a sign have
 
 
-def list_rows(width, width_v):
-    """Rows of numbers of a chunk's keys that (words, scales and biases) take: the most of any format."""
+def work_floats(rows, width, width_v):
+    """(scales, numbers, sums of queries): floats of a worker's memory that codes take, beside its rows."""
     widest = max(width, width_v)
-    return widest // 4, widest // 16
+    groups = widest // LEAST_GROUP
+    return (CHUNK + 1) * widest // 4, (CHUNK + 1) * groups * 2, rows * groups
 
 
 class KeyLoops(NamedTuple):
@@ -31,35 +36,32 @@ class KeyLoops(NamedTuple):
 
     load_query: Any
     sum_queries: Any
-    load_scales: Any
+    load_numbers: Any
+    spread: Any
     dots: Any
 
 
 class ValueLoops(NamedTuple):
     """Loops over the codes of the values of listed keys of a head."""
 
-    load_words: Any
-    load_scales: Any
+    load_numbers: Any
     add_values: Any
     add_visible_values: Any
+    store: Any
 
 
 def make_key_loops(c):
     """The `KeyLoops` of one set of choices."""
     name = c.cache
-    return KeyLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_scales(name, c), make_dots(name, c))
+    return KeyLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
+                    make_spread(name, c), make_dots(name, c))  # fmt: skip
 
 
 def make_value_loops(c):
     """The `ValueLoops` of one set of choices."""
-    name = c.cache
-    add_values = make_add_values(name, c.width_v, c.rows, False)
-    return ValueLoops(
-        make_load_words(name, c),
-        make_load_value_scales(name, c),
-        add_values,
-        make_add_values(name, c.width_v, c.rows, True) if c.masked else add_values,
-    )
+    add_values = make_add_values(c, False)
+    careful = make_add_values(c, True) if c.masked else add_values
+    return ValueLoops(make_load_numbers(c.cache, c.width_v, c), add_values, careful, make_store_values(c.cache, c))
 
 
 def has_bias(name):
@@ -67,18 +69,13 @@ def has_bias(name):
     return FORMATS[name].numbers == 2 or offset_of(name) != 0.0
 
 
-def make_bias(name, c):
-    """bias(scales, at, scale): of a group whose numbers begin at `at`."""
-    value, two, offset = make_element_to_f32(c.scale), FORMATS[name].numbers == 2, offset_of(name)
+@ti.func
+def before(at, n: ti.template()):
+    """An index of which n numbers follow, so that LLVM sees that theirs do not begin anew at the least integer.
 
-    @ti.func
-    def bias(scales: ti.template(), at, scale):
-        found = scale * ti.f32(offset)
-        if ti.static(two):
-            found = value(scales[at + 1])
-        return found
-
-    return bias
+    It takes indices that may for no neighbours, and neither reads nor writes them together.
+    """
+    return ti.min(at, ti.static(INDICES - n))
 
 
 def make_load_query(name, c):
@@ -116,163 +113,305 @@ def make_sum_queries(name, c):
     return sum_queries
 
 
-def make_load_scales(name, c):
-    """load_scales(...): the scales of the listed keys, one beside each unit, and a row of biases for each group.
-
-    Scales begin at a multiple of `ALIGNED`: LLVM has to see that neighbours are neighbours to store them at once.
-    """
+def make_load_numbers(name, width, c):
+    """load_numbers(...): the scales and biases of the listed keys, one key's after the other's."""
     _, _, _, _, SC, _ = array_types("cpu", c)
-    row, value, bias = FORMATS[name], make_element_to_f32(c.scale), make_bias(name, c)
-    count, _ = unit_of(name)
-    groups, units, biased = c.width // row.group, row.group // count, has_bias(name)
+    value, numbers = make_element_to_f32(c.scale), width // FORMATS[name].group * FORMATS[name].numbers
 
     @ti.real_func
-    def load_scales(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, biases: ti.i32,
-                    number: ti.i32):  # fmt: skip
-        begin = to // units
-        for j in range(n):
-            for i in range(groups):
-                at = ti.bit_cast(work[lists + j], ti.i32) + first + i * row.numbers
-                scale = value(scales[at])
-                for u in range(units):
-                    work[(begin + j * groups + i) * units + u] = scale
-                if ti.static(biased):
-                    work[biases + i * ROW + j] = bias(scales, at, scale)
+    def load_numbers(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
+        begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
+        together = 0  # keys that lie one after another; pages do by chance, and need not all
+        if ti.static(c.place != "table"):
+            together = ti.select(end - begin == (n - 1) * numbers, ti.min(n, CHUNK), 0)
+        at, behind = before(begin + first, CHUNK * numbers), before(to, CHUNK * numbers)
+        for x in range(together * numbers):
+            work[behind + x] = value(scales[at + x])
+        for j in range(together, n):
+            at = before(ti.bit_cast(work[lists + j], ti.i32) + first, numbers)
+            found = [value(scales[at + x]) for x in range(numbers)]
+            behind = before(to + j * numbers, numbers)
+            for x in ti.static(range(numbers)):
+                work[behind + x] = found[x]
 
-    return load_scales
+    return load_numbers
+
+
+def make_bias_of(name):
+    """bias_of(work, at): of a group whose scale, and bias, were loaded."""
+    two, offset = FORMATS[name].numbers == 2, offset_of(name)
+
+    @ti.func
+    def bias_of(work: ti.template(), at):
+        found = ti.f32(0.0)
+        if ti.static(two):
+            found = work[at + 1]
+        else:
+            found = work[at] * ti.f32(offset)
+        return found
+
+    return bias_of
+
+
+def is_spread(name, rows):
+    """Whether each unit of K has its scale beside it.
+
+    It does where the units of a group are so few that LLVM would unroll a loop over them rather than make vectors of
+    it, and for several rows: a code times its scale serves them all, and there is one sum for each, of all groups.
+    """
+    return rows_per_band(rows) > 1 or FORMATS[name].group // unit_of(name)[0] <= LANES
+
+
+def make_spread(name, c):
+    """spread(...): the scales of K that were loaded, one beside each unit; None where `is_spread` says no."""
+    row, (count, _) = FORMATS[name], unit_of(name)
+    groups, units = c.width // row.group, row.group // count
+
+    @ti.real_func
+    def spread(work: FLOATS, n: ti.i32, numbers: ti.i32, to: ti.i32, number: ti.i32):
+        for j in range(n):
+            first = before(numbers + j * (groups * row.numbers), groups * row.numbers)
+            begin = before(to + j * (groups * units), groups * units)
+            for i in ti.static(range(groups)):
+                scale = work[first + ti.static(i * row.numbers)]
+                for u in ti.static(range(units)):
+                    work[begin + ti.static(i * units + u)] = scale
+
+    return spread if is_spread(name, c.rows) else None
 
 
 def make_dots(name, c):
-    """dots(...): scores of all rows with the listed keys, two at a time, whose scales and biases were loaded."""
+    """dots(...): scores of all rows with the listed keys, whose numbers were loaded.
+
+    Two keys at a time share what the query's numbers are loaded for.
+    """
     _, KV, _, _, _, _ = array_types("cpu", c)
     row, code, (count, words) = FORMATS[name], make_code(name), unit_of(name)
-    B = rows_per_band(c.rows)
-    bands, groups, units, biased = -(-c.rows // B), c.width // row.group, c.width // count, has_bias(name)
+    B, bias_of, biased = rows_per_band(c.rows), make_bias_of(name), has_bias(name)
+    bands, groups, units, per_group = -(-c.rows // B), c.width // row.group, c.width // count, row.group // count
+    G = groups * row.numbers
+    spread_out = is_spread(name, c.rows)
+
+    @ti.func
+    def dot(k: ti.template(), work: ti.template(), rows: ti.template(), q, u, steps: ti.template()):
+        """Products of a unit of each key with each row of queries, times the unit's scales."""
+        sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
+        found = [[k[rows[x] + u * words + w] for w in range(words)] for x in range(KEYS)]
+        for e in ti.static(range(count)):
+            for x in ti.static(range(KEYS)):
+                number = code(found[x], e)
+                if ti.static(B > 1):
+                    number = number * steps[x]
+                for g in ti.static(range(B)):
+                    sums[x * B + g] += number * work[q + ti.static((g * count + e) * units) + u]
+        if ti.static(B == 1):
+            sums = sums * steps
+        return sums
 
     @ti.real_func
-    def dots(k: KV, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, scales: ti.i32, biases: ti.i32,
+    def dots(k: KV, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, numbers: ti.i32, spread: ti.i32,
              queries: ti.i32, query_sums: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for band in range(bands):
-            q, at = queries + band * B * c.width, to + band * B * ROW
-            for pair in range((n + 1) // 2):
-                j = pair * 2
-                k0 = ti.bit_cast(work[lists + j], ti.i32) + first
-                k1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first
-                s0 = ti.Vector([ti.f32(0.0) for _ in range(B)])
-                s1 = ti.Vector([ti.f32(0.0) for _ in range(B)])
-                for u in range(units):
-                    t0 = ti.Vector([ti.f32(0.0) for _ in range(B)])
-                    t1 = ti.Vector([ti.f32(0.0) for _ in range(B)])
-                    unit0 = [k[k0 + u * words + w] for w in range(words)]
-                    unit1 = [k[k1 + u * words + w] for w in range(words)]
-                    for e in ti.static(range(count)):
-                        x0, x1 = code(unit0, e), code(unit1, e)
-                        for g in ti.static(range(B)):
-                            y = work[q + (g * count + e) * units + u]
-                            t0[g] += x0 * y
-                            t1[g] += x1 * y
+            q, at = before(queries + band * B * c.width, B * c.width), to + band * B * ROW
+            totals = before(query_sums + band * B * groups, B * groups)
+            for pair in range((n + KEYS - 1) // KEYS):
+                j = pair * KEYS
+                rows = [before(ti.bit_cast(work[lists + j + x], ti.i32) + first, units * words) for x in range(KEYS)]
+                of_keys = before(numbers + j * G, KEYS * G)
+                sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
+                if ti.static(spread_out):
+                    scale = before(spread + j * units, KEYS * units)
+                    for u in range(units):
+                        steps = ti.Vector([work[scale + x * units + u] for x in range(KEYS)])
+                        sums += dot(k, work, rows, q, u, steps)
+                else:
+                    for i in range(groups):
+                        of_group = ti.Vector([ti.f32(0.0) for _ in range(KEYS)])
+                        for u in range(per_group):
+                            of_group += dot(k, work, rows, q, i * per_group + u, ti.Vector([1.0, 1.0]))
+                        for x in ti.static(range(KEYS)):
+                            sums[x] += of_group[x] * work[of_keys + ti.static(x * G) + i * row.numbers]
+                for x in ti.static(range(KEYS)):
+                    if ti.static(biased):
+                        for i in ti.static(range(groups)):
+                            bias = bias_of(work, of_keys + ti.static(x * G + i * row.numbers))
+                            for g in ti.static(range(B)):
+                                sums[x * B + g] += bias * work[totals + ti.static(g * groups + i)]
                     for g in ti.static(range(B)):
-                        s0[g] += t0[g] * work[scales + j * units + u]
-                        s1[g] += t1[g] * work[scales + (j + 1) * units + u]
-                for g in ti.static(range(B)):
-                    work[at + g * ROW + j] = s0[g]
-                    work[at + g * ROW + j + 1] = s1[g]
-        if ti.static(biased):
-            for r in range(bands * B):
-                for i in range(groups):
-                    total = work[query_sums + r * groups + i]
-                    for j in range(n):
-                        work[to + r * ROW + j] = work[to + r * ROW + j] + total * work[biases + i * ROW + j]
+                        work[at + g * ROW + j + x] = sums[x * B + g]
 
     return dots
 
 
-def make_load_words(name, c):
-    """load_words(...): the words of the listed keys' values, key by key: integers, kept in the bits of floats."""
-    _, KV, _, _, _, _ = array_types("cpu", c)
-    W = FORMATS[name].words(c.width_v)
+class Pass(NamedTuple):
+    """What a pass over a chunk's keys adds up in registers, for each row of a band."""
 
-    @ti.real_func
-    def load_words(codes: KV, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
-        for j in range(n):
-            at = ti.bit_cast(work[lists + j], ti.i32) + first
-            for w in range(W):
-                work[to + w * ROW + j] = ti.bit_cast(codes[at + w], ti.f32)
-
-    return load_words
+    lanes: int  # units of codes side by side
+    codes: int  # of each
+    parts: int  # passes for all codes of a unit
 
 
-def make_load_value_scales(name, c):
-    """load_scales(...): the scales of the listed keys' values, a row for each group, and then the biases."""
-    _, _, _, _, SC, _ = array_types("cpu", c)
-    row, value, bias = FORMATS[name], make_element_to_f32(c.scale), make_bias(name, c)
-    groups, biased = c.width_v // row.group, has_bias(name)
-
-    @ti.real_func
-    def load_scales(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
-        for j in range(n):
-            for i in range(groups):
-                at = ti.bit_cast(work[lists + j], ti.i32) + first + i * row.numbers
-                scale = value(scales[at])
-                work[to + i * ROW + j] = scale
-                if ti.static(biased):
-                    work[to + (groups + i) * ROW + j] = bias(scales, at, scale)
-
-    return load_scales
+def pass_of(name, width, rows):
+    """The `Pass` of a format: at most `SUMS` vectors are summed, but for more rows than that."""
+    count, _ = unit_of(name)
+    units = width // count
+    codes = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * rows <= SUMS))
+    lanes = max(n for n in (1, 2, 4, LANES) if units % n == 0)
+    if lanes == LANES and units % (2 * LANES) == 0 and 2 * codes * rows <= SUMS:
+        lanes *= 2
+    return Pass(lanes, codes, count // codes)
 
 
-def make_add_values(name, width, rows, careful):
-    """add_values(...): add the values of the keys, whose words and scales were loaded, weighted, to the accumulators.
+def make_part(name, p):
+    """part(codes, at, number): the codes of a unit that its pass `number` adds up, from the lowest bit of a word on."""
+    (_, words), bits = unit_of(name), p.codes * FORMATS[name].bits
+    flip = 0x80808080 if FORMATS[name].rule == "q8_0" else 0
+
+    @ti.func
+    def part(codes: ti.template(), at, number):
+        x = ti.u32(0)
+        if ti.static(words == 1):
+            x = (codes[at] ^ ti.u32(flip)) >> ti.cast(number * bits, ti.u32)
+        else:
+            word, shift = number * bits >> 5, number * bits & 31
+            behind = codes[at + ti.min(word + 1, words - 1)] << ti.u32(1)
+            x = (codes[at + word] >> ti.cast(shift, ti.u32)) | (behind << ti.cast(31 - shift, ti.u32))
+        return x
+
+    return part
+
+
+def make_code_of_part(name):
+    """(code_of_part(x, e), steps): code e of what `make_part` gives, as a float times steps[e]."""
+    bits = FORMATS[name].bits
+    steps = [1.0 if (e + 1) * bits == 32 else float(1 << e * bits) for e in range(32 // bits)]
+
+    @ti.func
+    def code_of_part(x, e: ti.template()):
+        found = x
+        if ti.static((e + 1) * bits == 32):
+            found = x >> ti.u32(ti.static(e * bits))
+        else:
+            found = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
+        return ti.cast(ti.bit_cast(found, ti.i32), ti.f32)
+
+    return code_of_part, steps
+
+
+def make_weigh(name, width, careful):
+    """(weigh(...), add_biases(...)): products of a row's weights and the scales of keys; their sums with biases.
 
     Careful: what weighs nothing is left out, since the scales of what a query does not see may be NaN.
     """
-    row, code, column = FORMATS[name], make_code(name), make_column(name)
-    count, words_of_unit = unit_of(name)
-    B = rows_per_band(rows)
-    bands, groups, units = -(-rows // B), width // row.group, row.group // count
-    E = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * B <= SUMS))
-    biased, steps = has_bias(name), [1 / step_of_code(name, e) for e in range(count)]
+    row, (count, _), bias_of = FORMATS[name], unit_of(name), make_bias_of(name)
+    groups, units, of_group = width // row.group, width // count, row.group // count
+    G = groups * row.numbers
+
+    @ti.func
+    def product(p, x):
+        y = p * x
+        if ti.static(careful):
+            y = ti.select(p > 0.0, y, ti.f32(0.0))
+        return y
 
     @ti.real_func
-    def weigh(work: FLOATS, n: ti.i32, weights: ti.i32, numbers: ti.i32, to: ti.i32, number: ti.i32) -> ti.f32:
-        """The products of a row's weights and numbers of keys; their sum."""
-        total = ti.f32(0.0)
-        for j in range(n):
-            p = work[weights + j]
-            y = p * work[numbers + j]
-            if ti.static(careful):
-                y = ti.select(p > 0.0, y, ti.f32(0.0))
-            work[to + j] = y
-            total += y
-        return total
+    def weigh(work: FLOATS, n: ti.i32, weights: ti.i32, numbers: ti.i32, to: ti.i32, number: ti.i32):
+        p, s, t = before(weights, ROW), before(numbers, CHUNK * G), before(to, groups * ROW)
+        for j in range(ti.min(n, CHUNK)):
+            for i in ti.static(range(groups)):
+                work[t + ti.static(i * ROW) + j] = product(work[p + j], work[s + j * G + ti.static(i * row.numbers)])
 
     @ti.real_func
-    def add_values(work: FLOATS, n: ti.i32, words: ti.i32, scales: ti.i32, weights: ti.i32, weighed: ti.i32,
-                   to: ti.i32, number: ti.i32):  # fmt: skip
+    def add_biases(work: FLOATS, n: ti.i32, weights: ti.i32, numbers: ti.i32, to: ti.i32, number: ti.i32):
+        p, s = before(weights, ROW), before(numbers, CHUNK * G)
+        totals = ti.Vector([ti.f32(0.0) for _ in range(groups)])
+        for j in range(ti.min(n, CHUNK)):
+            for i in ti.static(range(groups)):
+                totals[i] += product(work[p + j], bias_of(work, s + j * G + ti.static(i * row.numbers)))
+        begin = before(to, width)
+        for e in range(count):
+            for i in ti.static(range(groups)):
+                for u in range(of_group):
+                    at = begin + e * units + ti.static(i * of_group) + u
+                    work[at] = work[at] + totals[i]
+
+    return weigh, add_biases
+
+
+def make_add_values(c, careful):
+    """add_values(...): add the values of the keys, whose numbers were loaded, weighted, to the accumulators.
+
+    Careful, as `make_weigh` has it: by each row alone. One row's weights are multiplied by the scales first; of several
+    rows each code is, once for all.
+    """
+    _, KV, _, _, _, _ = array_types("cpu", c.of_values)
+    row, width, (count, words) = FORMATS[c.cache], c.width_v, unit_of(c.cache)
+    rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
+    B = 1 if careful else rows_per_band(c.rows)
+    bands, groups, units, per_group = rows // B, width // row.group, width // count, row.group // count
+    p = pass_of(c.cache, width, B)
+    part, (code, steps), biased = make_part(c.cache, p), make_code_of_part(c.cache), has_bias(c.cache)
+    weigh, add_biases = make_weigh(c.cache, width, careful)
+    L, E = p.lanes, p.codes
+    of_lane = [lane // per_group for lane in range(L)]  # a lane's group, from that of the first
+    # How far the factors of one group, and of one key, lie from those of the next.
+    GROUP, KEY = (ROW, 1) if B == 1 else (row.numbers, groups * row.numbers)
+
+    @ti.real_func
+    def add_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, numbers: ti.i32, weighed: ti.i32,
+                   weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
+        work[lists + n] = ti.bit_cast(ENDED, ti.f32)
         for band in range(bands):
-            p, acc = weights + band * B * ROW, to + band * B * width
-            for i in range(groups):
+            begin, acc, factors = weights + band * B * ROW, to + band * B * width, numbers
+            if ti.static(biased):
                 for g in range(B):
-                    if ti.static(biased):
-                        bias = weigh(work, n, p + g * ROW, scales + (groups + i) * ROW, weighed, number)
-                        for d in range(row.group):
-                            at = acc + g * width + i * row.group + d
-                            work[at] = work[at] + bias
-                for g in range(B):
-                    weigh(work, n, p + g * ROW, scales + i * ROW, weighed + g * ROW, number)
-                for u in range(units):
-                    first = words + (i * units + u) * words_of_unit * ROW
-                    for part in ti.static(range(count // E)):
-                        sums = ti.Vector([ti.f32(0.0) for _ in range(B * E)])
-                        for j in range(n):
-                            unit = [ti.bit_cast(work[first + w * ROW + j], ti.u32) for w in range(words_of_unit)]
-                            for e in ti.static(range(E)):
-                                x = code(unit, ti.static(part * E + e))
-                                for g in ti.static(range(B)):
-                                    sums[g * E + e] += x * work[weighed + g * ROW + j]
-                        for g in ti.static(range(B)):
-                            for e in ti.static(range(E)):
-                                at = acc + g * width + column((i * units + u) * count + ti.static(part * E + e))
-                                work[at] = work[at] + sums[g * E + e] * ti.static(steps[part * E + e])
+                    add_biases(work, n, begin + g * ROW, numbers, acc + g * width, number)
+            if ti.static(B == 1):
+                weigh(work, n, begin, numbers, weighed, number)
+                factors = weighed
+            for turn in range(units // L * p.parts):
+                block, of_unit = turn // p.parts, turn % p.parts
+                of_group, of_key = factors + block * L // per_group * GROUP, begin
+                sums = ti.Vector([ti.f32(0.0) for _ in range(B * E * L)])
+                place, key = lists, ti.bit_cast(work[lists], ti.i32)
+                while key != ENDED:  # as many as there are: LLVM would gather from several keys at once
+                    at = before(key + first + block * (L * words), L * words)
+                    found = [part(v, at + ti.static(lane * words), of_unit) for lane in range(L)]
+                    steps_of_key = [work[of_group + i * GROUP] for i in range(of_lane[-1] + 1)]
+                    shares = before(of_key, B * ROW)
+                    for e in ti.static(range(E)):
+                        for lane in ti.static(range(L)):
+                            x = code(found[lane], e) * steps_of_key[of_lane[lane]]
+                            for g in ti.static(range(B)):
+                                if ti.static(B == 1):
+                                    sums[e * L + lane] += x
+                                else:
+                                    sums[(g * E + e) * L + lane] += x * work[shares + ti.static(g * ROW)]
+                    of_group += KEY
+                    of_key += 1
+                    place += 1
+                    key = ti.bit_cast(work[place], ti.i32)
+                result = before(acc + of_unit * (E * units) + block * L, B * width)
+                for g in ti.static(range(B)):
+                    for e in ti.static(range(E)):
+                        for lane in ti.static(range(L)):
+                            here = result + ti.static(g * width + e * units + lane)
+                            work[here] = work[here] + sums[(g * E + e) * L + lane] * ti.static(1 / steps[e])
 
     return add_values
+
+
+def make_store_values(name, c):
+    """store(...): a row of results, whose numbers lie as `make_load_query` has those of a query."""
+    _, _, _, _, _, OUT = array_types("cpu", c)
+    store_value, place, (count, _) = make_store(c.out, 1, SIZE[c.out] * 8, "cpu"), make_place(name), unit_of(name)
+    units = c.width_v // count
+
+    @ti.real_func
+    def store(out: OUT, work: FLOATS, at: ti.i32, to: ti.i32, inverse: ti.f32, number: ti.i32):
+        for d in range(c.width_v):
+            e = place(d)
+            x = work[at + e % count * units + e // count]
+            store_value(out, to + d, ti.Vector([x * inverse]), ti.f32(1.0))
+
+    return store
