@@ -8,6 +8,7 @@ read by the same loops as a row of keys is.
 import zlib
 from typing import NamedTuple
 
+from tikv.formats import FORMATS
 from tikv.kernels.attention import cpu_codes
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu_loops import (
@@ -175,10 +176,11 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    codes = c.groups if c.values is None else c.of_values.groups and c.cache not in FORMATS and c.scale == ""
+    if c.rows < NUMBER_ROWS and codes:
+        return make_attend_codes(rows, uid, parts, c)
     if c.values is not None or c.rows >= NUMBER_ROWS:
         return make_attend_numbers(uid, parts, c)
-    if c.groups:
-        return make_attend_codes(rows, uid, parts, c)
     keys, decode_task = make_key_loops(c), make_decode_visible_task(c)
     row_loops = make_row_loops(c)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
@@ -217,31 +219,45 @@ def make_attend_task(rows, uid, parts, c):
 
 
 def make_attend_codes(rows, uid, parts, c):
-    """`make_attend_task` of codes of groups."""
-    keys, values = cpu_codes.make_key_loops(c), cpu_codes.make_value_loops(c)
-    row_loops = make_row_loops(c)._replace(load_query=keys.load_query, store=values.store)
-    decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c)
+    """`make_attend_task` of values that are codes of groups, and of keys that are such codes too, or plain elements."""
+    values, row_loops, bands = cpu_codes.make_value_loops(c.of_values), make_row_loops(c), rows // rows_per_band(c.rows)
+    keys, row_loops = make_key_loops(c) if c.values else None, row_loops._replace(store=values.store)
+    codes = None if c.values else cpu_codes.make_key_loops(c)
+    if codes is not None:
+        row_loops = row_loops._replace(load_query=codes.load_query)
+    decode_task, spread = make_decode_visible_task(c), c.groups and cpu_codes.is_spread(c.cache, c.rows)
+    list_chunk = make_list_chunk(make_list_keys(), uid, c.of_values)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
-    softmax, spread = make_softmax(None, row_loops, uid, c), cpu_codes.is_spread(c.cache, c.rows)
+    softmax = make_softmax(None, row_loops, uid, c)
+
+    @ti.func
+    def multiply_keys(n, task, memory, k: ti.template(), k_scale: ti.template(), work: ti.template(), strides):
+        scales, numbers = memory[M.scales], memory[M.numbers]
+        if ti.static(c.groups):
+            codes.load_numbers(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first], n,
+                               numbers, uid)  # fmt: skip
+            if ti.static(spread):
+                codes.spread(work, n, numbers, scales, uid)
+            codes.dots(k, work, memory[M.k_list], task[T.k_first], n, numbers, scales, memory[M.queries],
+                       memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
+        else:
+            keys.dots(k, work, memory[M.k_list], task[T.k_first], 0, n, CHUNK, 1, bands, memory[M.queries],
+                      memory[M.scores], uid)  # fmt: skip
 
     @ti.func
     def attend_task(number, memory, arrays: ti.template(), terms: ti.template(), strides, params, scalars):
         q, k, v, lens, table, k_scale, v_scale, out, lse, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         start_rows(1, rows, task, memory, q, work, terms, strides, params)
-        keys.sum_queries(work, memory[M.queries], memory[M.query_sums], uid)
+        if ti.static(c.groups):
+            codes.sum_queries(work, memory[M.queries], memory[M.query_sums], uid)
         scales, numbers = memory[M.scales], memory[M.numbers]
         index = task[T.begin]
         while index < task[T.end]:
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
             index = index_behind
             if n > 0:
-                keys.load_numbers(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first],
-                                  n, numbers, uid)  # fmt: skip
-                if ti.static(spread):
-                    keys.spread(work, n, numbers, scales, uid)
-                keys.dots(k, work, memory[M.k_list], task[T.k_first], n, numbers, scales, memory[M.queries],
-                          memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
+                multiply_keys(n, task, memory, k, k_scale, work, strides)
                 masked = softmax(1, rows, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 values.load_numbers(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
@@ -440,7 +456,7 @@ def make_softmax(load_scales, row_loops, uid, c):
                 if ti.static(c.row_scale):
                     row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
                 if (
-                    ti.static(not c.groups) and n % 2 == 1
+                    ti.static(not c.of_values.groups) and n % 2 == 1
                 ):  # the last key is added twice, by half each: 0 times infinity is NaN
                     half = work[scores + n - 1] * 0.5
                     work[scores + n - 1] = half

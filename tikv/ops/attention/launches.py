@@ -103,7 +103,8 @@ class AttentionLaunches(Plan):
             shape = of_task, cache.width, cache.width_v
             chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
             self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
-            self.work_floats = cpu.work_floats(*shape, self.heads_per_task, cache.k.format is not None)
+            codes = cache.k.format is not None or cache.v.format is not None
+            self.work_floats = cpu.work_floats(*shape, self.heads_per_task, codes)
             if of_task >= cpu.NUMBER_ROWS or not cache.alike:
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
