@@ -96,12 +96,17 @@ FLOAT8 = {"e4m3": Float8(3, -6, 0x7E, 0x7F), "e5m2": Float8(2, -14, 0x7B, 0x7E)}
 
 
 @functools.cache
-def make_f32_to_float8(code):
-    """f32_to_float8(value): nearest even in integers, saturating, infinities too; a NaN stays a (quiet) NaN."""
+def make_f32_to_float8(code, style):
+    """f32_to_float8(value): nearest even, saturating, infinities too; a NaN stays a (quiet) NaN.
+
+    In integers; what becomes subnormal by a sum where arithmetic is IEEE, whose last place is the least subnormal.
+    """
     kind = FLOAT8[code]
     dropped = 23 - kind.fraction
     normal_field = kind.least + 127  # the exponent field of the least normal number as a float32
     rebias = (normal_field - 1) << 23
+    large = 2.0 ** (kind.least - kind.fraction + 23)
+    large_bits = (kind.least - kind.fraction + 23 + 127) << 23
     widest = dropped + normal_field  # what shifts a fraction to units of the least subnormal, and its exponent field
 
     @ti.func
@@ -110,10 +115,14 @@ def make_f32_to_float8(code):
         a = u & ti.u32(0x7FFFFFFF)
         r = a - ti.u32(rebias)
         normal = (r + ti.u32((1 << (dropped - 1)) - 1) + ((r >> ti.u32(dropped)) & ti.u32(1))) >> ti.u32(dropped)
-        field = ti.min(ti.max(a >> ti.u32(23), ti.u32(widest - 25)), ti.u32(normal_field - 1))  # 25 shift all to 0
-        shift = ti.u32(widest) - field
-        m = (a & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
-        small = (m + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((m >> shift) & ti.u32(1))) >> shift
+        small = ti.u32(0)
+        if ti.static(style == "spirv"):
+            field = ti.min(ti.max(a >> ti.u32(23), ti.u32(widest - 25)), ti.u32(normal_field - 1))  # 25 shift all to 0
+            shift = ti.u32(widest) - field
+            m = (a & ti.u32(0x7FFFFF)) | ti.u32(0x800000)
+            small = (m + (ti.u32(1) << (shift - ti.u32(1))) - ti.u32(1) + ((m >> shift) & ti.u32(1))) >> shift
+        else:
+            small = ti.bit_cast(ti.bit_cast(a, ti.f32) + ti.f32(large), ti.u32) - ti.u32(large_bits)
         byte = ti.select(a >= ti.u32(normal_field << 23), ti.min(normal, ti.u32(kind.largest)), small)
         byte = ti.select(a > ti.u32(0x7F800000), ti.u32(kind.nan), byte)
         return byte | ((u >> ti.u32(24)) & ti.u32(0x80))
@@ -269,7 +278,7 @@ def make_element_to_f32(code):
 def make_f32_to_bits(code, style):
     """The function that turns float32 into the bits of one element, rounding to nearest even where it must."""
     f32_to_f16 = f32_to_f16_integer if style == "spirv" else f32_to_f16_cast
-    f32_to_float8 = make_f32_to_float8(code) if code in FLOAT8 else None
+    f32_to_float8 = make_f32_to_float8(code, style) if code in FLOAT8 else None
 
     @ti.func
     def f32_to_bits(value):
