@@ -34,6 +34,7 @@ ARCHS = runtime.ARCHS[::-1]  # in this order the tests run
 _cache_dir = pytest.StashKey[tempfile.TemporaryDirectory]()
 _absent = pytest.StashKey[dict[str, str]]()
 _done = pytest.StashKey[set[str]]()
+_thorough = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser):
@@ -62,6 +63,12 @@ def pytest_addoption(parser):
         default="",
         help="back ends, or 'all', on which the cases marked full run too: each is put together from parts of the code "
         "that other cases run, and compiles for seconds",
+    )
+    group.addoption(
+        "--thorough",
+        action="store_true",
+        help="run also the files marked thorough, which put together what other files test; so does --full of a "
+        "back end, and where paths are given they run too",
     )
     group.addoption(
         "--done",
@@ -104,6 +111,7 @@ def pytest_configure(config):
         "cases whose parameters, a dict, `unless` is true of, or with `each_value` for those that bring a value of a "
         "parameter that no case before them has",
     )
+    config.addinivalue_line("markers", "thorough: puts together what other files test; runs with --thorough, as in CI")
     config.addinivalue_line("markers", "long: takes minutes, and runs with --full all only")
     config.addinivalue_line("markers", "eight_rows: a task of attention has 8 rows of queries on Vulkan too")
     config.addinivalue_line("markers", "once: depends on no package that may be missing, see --done")
@@ -120,10 +128,11 @@ def pytest_configure(config):
         # Else the engine deletes a quarter of a cache that exceeds 100 MB whenever a process ends.
         os.environ.setdefault(engine.policy_variable, "never")
     if hasattr(config, "workerinput"):  # a process of pytest-xdist: its parent has found this out
-        config.stash[_absent], done = config.workerinput["tikv"]
+        config.stash[_absent], done, config.stash[_thorough] = config.workerinput["tikv"]
         config.stash[_done] = set(done)
         return
     config.stash[_absent], config.stash[_done] = {}, set()
+    config.stash[_thorough] = config.getoption("--thorough") or config.args_source is config.ArgsSource.ARGS
     wanted = _wanted(config)
     if config.option.help or config.option.collectonly:
         return
@@ -142,7 +151,8 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """Tell a process of pytest-xdist what its parent knows."""
-    node.workerinput["tikv"] = node.config.stash[_absent], sorted(node.config.stash[_done])
+    stash = node.config.stash
+    node.workerinput["tikv"] = stash[_absent], sorted(stash[_done]), stash[_thorough]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -186,12 +196,19 @@ def _arch_of(item) -> str | None:
     return item.callspec.params.get("arch") if hasattr(item, "callspec") else None
 
 
-def _is_left(item, arch, full: list[str], seen: dict[tuple, set]) -> bool:
-    """Whether a test waits for --full; one of no back end goes with the CPU's. `seen`: of each test, what cases had."""
+def _waits_for(item, arch, full: list[str], seen: dict[tuple, set]) -> str:
+    """The option a test waits for, or ""; one of no back end goes with the CPU's."""
     if item.get_closest_marker("long") and set(full) != set(ARCHS):
-        return True
+        return "--full"
     if (arch or "cpu") in full:
-        return False
+        return ""
+    if _is_left(item, arch, seen):
+        return "--full"
+    return "--thorough" if item.get_closest_marker("thorough") and not item.config.stash[_thorough] else ""
+
+
+def _is_left(item, arch, seen: dict[tuple, set]) -> bool:
+    """Whether a case marked full is put together from parts of others. `seen`: of each test, what cases before had."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     markers = [marker for marker in item.iter_markers("full") if not marker.args or arch in marker.args]
     for marker in markers:
@@ -219,9 +236,9 @@ def pytest_collection_modifyitems(config, items):
         arch = _arch_of(item)
         # Properties travel with a report from the process that ran the test to the one that counts.
         item.user_properties += [("arch", arch), ("once", bool(arch or item.get_closest_marker("once")))]
-        if _is_left(item, arch, full, seen):
-            item.user_properties.append(("left", "--full"))
-            item.add_marker(pytest.mark.skip(reason="left for --full"))
+        if option := _waits_for(item, arch, full, seen):
+            item.user_properties.append(("left", option))
+            item.add_marker(pytest.mark.skip(reason=f"left for {option}"))
 
 
 LOCK_SECONDS = 20  # an engine holds the lock of its cache while it reads or writes a few files
@@ -272,7 +289,7 @@ class _Outcomes:
         arch = properties.get("arch")
         if arch and (report.when == "call" or report.outcome != "passed"):
             left = report.outcome == "skipped" and "left" in properties
-            self.seen.setdefault(arch, {})[report.nodeid] = "left for --full" if left else report.outcome
+            self.seen.setdefault(arch, {})[report.nodeid] = f"left for {properties['left']}" if left else report.outcome
 
     def pytest_sessionfinish(self):
         if done := self.config.getoption("--done"):

@@ -10,6 +10,8 @@ from ops.test_attention import NEEDS_TORCH, Case, Pages, assert_close
 import tikv
 from tikv import reference
 
+pytestmark = pytest.mark.thorough
+
 
 class Terms:
     """Terms of a case's query heads: a sink far above all scores, one that weighs nothing, and slopes."""

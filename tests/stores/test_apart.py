@@ -9,6 +9,8 @@ import pytest
 import tikv
 from tikv import reference
 
+pytestmark = pytest.mark.thorough
+
 HEADS, WIDTH, CAPACITY = 2, 64, 16
 PAIRS = [("float16", "quant4_64"), ("q8_0", "int8"), ("quant8_32", "bfloat16"), ("float8_e4m3fn", "q4_0")]
 

@@ -10,6 +10,8 @@ import pytest
 import tikv
 from tikv import reference
 
+pytestmark = pytest.mark.thorough
+
 HEADS, WIDTH, CAPACITY = 2, 8, 32
 # name: (dtype, window of two layers, sinks, batch)
 FORMS = {

@@ -9,6 +9,8 @@ import pytest
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 HEADS, WIDTH = 2, 8
 
 

@@ -9,6 +9,8 @@ import pytest
 import tikv
 from tikv import reference
 
+pytestmark = pytest.mark.thorough
+
 GROUP, WIDTH, HEADS = 2, 16, 2
 
 

@@ -7,6 +7,8 @@ import pytest
 import tikv
 from tikv import formats, reference
 
+pytestmark = pytest.mark.thorough
+
 HEADS, WIDTH, PAGE = 2, 64, 4
 
 

@@ -6,6 +6,8 @@ import pytest
 
 import tikv
 
+pytestmark = pytest.mark.thorough
+
 STORES = {
     "linear": {},
     "windows_and_sinks": {"window": [5, None], "sinks": 2},

@@ -10,6 +10,8 @@ import tikv
 from tikv import formats, reference
 from tikv.arrays import CacheArray, write_host
 
+pytestmark = pytest.mark.thorough
+
 BATCH, HEADS, WIDTH, CAPACITY = 2, 2, 32, 150
 Q_HEADS = 4
 FULL = pytest.mark.full
