@@ -123,7 +123,7 @@ def main() -> None:
     prompt = model.tokenizer.encode(FILE_START + args.prompt)
     texts = {}
     for name, branches in (("one by one", 0), ("in branches", args.branches)):
-        write(model, prompt, 4, branches, args.depth)  # compiles
+        write(model, prompt, args.tokens, branches, args.depth)  # compiles: trees of other sizes are other kernels
         start = time.perf_counter()
         texts[name], passes = write(model, prompt, args.tokens, branches, args.depth)
         seconds = time.perf_counter() - start
