@@ -94,7 +94,7 @@ class WorkerMemory(NamedTuple):
     scores: int = 9
     maxima: int = 10
     sums: int = 11
-    scales: int = 12  # of codes: those of a chunk's keys beside their units, those of its values by group
+    scales: int = 12  # of codes: those of two keys beside their units, and a row's weights times those of values
     numbers: int = 13  # scales and biases of a chunk's keys, as they are stored
     query_sums: int = 14  # of queries over groups
 
@@ -225,8 +225,7 @@ def make_attend_codes(rows, uid, parts, c):
     codes = None if c.values else cpu_codes.make_key_loops(c)
     if codes is not None:
         row_loops = row_loops._replace(load_query=codes.load_query)
-    decode_task, spread = make_decode_visible_task(c), c.groups and cpu_codes.is_spread(c.cache, c.rows)
-    list_chunk = make_list_chunk(make_list_keys(), uid, c.of_values)
+    decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c.of_values)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
     softmax = make_softmax(None, row_loops, uid, c)
 
@@ -236,8 +235,6 @@ def make_attend_codes(rows, uid, parts, c):
         if ti.static(c.groups):
             codes.load_numbers(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first], n,
                                numbers, uid)  # fmt: skip
-            if ti.static(spread):
-                codes.spread(work, n, numbers, scales, uid)
             codes.dots(k, work, memory[M.k_list], task[T.k_first], n, numbers, scales, memory[M.queries],
                        memory[M.query_sums], memory[M.scores], uid)  # fmt: skip
         else:

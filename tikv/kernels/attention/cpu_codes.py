@@ -28,7 +28,7 @@ def work_floats(rows, width, width_v):
     """(scales, numbers, sums of queries): floats of a worker's memory that codes take, beside its rows."""
     widest = max(width, width_v)
     groups = widest // LEAST_GROUP
-    return (CHUNK + 1) * widest // 4, (CHUNK + 1) * groups * 2, rows * groups
+    return groups * ROW, (CHUNK + 1) * groups * 2, rows * groups
 
 
 class KeyLoops(NamedTuple):
@@ -37,7 +37,6 @@ class KeyLoops(NamedTuple):
     load_query: Any
     sum_queries: Any
     load_numbers: Any
-    spread: Any
     dots: Any
 
 
@@ -54,7 +53,7 @@ def make_key_loops(c):
     """The `KeyLoops` of one set of choices."""
     name = c.cache
     return KeyLoops(make_load_query(name, c), make_sum_queries(name, c), make_load_numbers(name, c.width, c),
-                    make_spread(name, c), make_dots(name, c))  # fmt: skip
+                    make_dots(name, c))  # fmt: skip
 
 
 def make_value_loops(c):
@@ -162,24 +161,6 @@ def is_spread(name, rows):
     return rows_per_band(rows) > 1 or FORMATS[name].group // unit_of(name)[0] <= LANES
 
 
-def make_spread(name, c):
-    """spread(...): the scales of K that were loaded, one beside each unit; None where `is_spread` says no."""
-    row, (count, _) = FORMATS[name], unit_of(name)
-    groups, units = c.width // row.group, row.group // count
-
-    @ti.real_func
-    def spread(work: FLOATS, n: ti.i32, numbers: ti.i32, to: ti.i32, number: ti.i32):
-        for j in range(n):
-            first = before(numbers + j * (groups * row.numbers), groups * row.numbers)
-            begin = before(to + j * (groups * units), groups * units)
-            for i in ti.static(range(groups)):
-                scale = work[first + ti.static(i * row.numbers)]
-                for u in ti.static(range(units)):
-                    work[begin + ti.static(i * units + u)] = scale
-
-    return spread if is_spread(name, c.rows) else None
-
-
 def make_dots(name, c):
     """dots(...): scores of all rows with the listed keys, whose numbers were loaded.
 
@@ -220,7 +201,12 @@ def make_dots(name, c):
                 of_keys = before(numbers + j * G, KEYS * G)
                 sums = ti.Vector([ti.f32(0.0) for _ in range(KEYS * B)])
                 if ti.static(spread_out):
-                    scale = before(spread + j * units, KEYS * units)
+                    scale = before(spread, KEYS * units)
+                    for x in ti.static(range(KEYS)):
+                        for i in ti.static(range(groups)):
+                            step = work[of_keys + ti.static(x * G + i * row.numbers)]
+                            for u in ti.static(range(per_group)):
+                                work[scale + ti.static(x * units + i * per_group + u)] = step
                     for u in range(units):
                         steps = ti.Vector([work[scale + x * units + u] for x in range(KEYS)])
                         sums += dot(k, work, rows, q, u, steps)
