@@ -178,10 +178,7 @@ def make_settle(name):
 
 
 def make_pack(name, held_numbers):
-    """(pack, cleared, pack_any): put code `i` of those that a thread holds into its words, which are 0 there.
-
-    `cleared` makes them so. `pack_any` takes an `i` that is known at run time only.
-    """
+    """(pack, pack_any): put code `i` of those that a thread holds into its words; `i` known, or at run time."""
     bits = FORMATS[name].bits
     count = held_numbers * bits // 32
 
@@ -196,14 +193,6 @@ def make_pack(name, held_numbers):
         return words
 
     @ti.func
-    def cleared(words, i: ti.template()):
-        for w in ti.static(range(count)):
-            taken = ti.static((((1 << bits) - 1) << (i * bits)) >> (32 * w) & 0xFFFFFFFF)
-            if ti.static(taken > 0):
-                words[w] = words[w] & ti.u32(ti.static(0xFFFFFFFF ^ taken))
-        return words
-
-    @ti.func
     def pack_any(words, i, code):
         for w in ti.static(range(count)):
             shift = i * bits - w * 32
@@ -215,7 +204,7 @@ def make_pack(name, held_numbers):
             words[w] = words[w] | part
         return words
 
-    return pack, cleared, pack_any
+    return pack, pack_any
 
 
 def make_shared_groups(style, stream, scale):
@@ -255,7 +244,7 @@ def make_shared_groups(style, stream, scale):
 
     settled, settle = style == "cuda" and row.rule == "affine", make_settle(name)
     edges, (prepare, quick) = make_edges(name, style, held_numbers, column_of), make_quick(name, style)
-    pack, cleared, pack_any = make_pack(name, held_numbers)
+    pack, pack_any = make_pack(name, held_numbers)
 
     @ti.func
     def read(a: ti.template(), lane, src_row):
@@ -277,17 +266,15 @@ def make_shared_groups(style, stream, scale):
         found = rule.finish(found_edges)
         factor, tame = prepare(found, found_edges)
         origin, doubt = found[ORIGIN], ti.f32(0.0)
-        packed, doubts = ti.Vector.zero(ti.u32, rounds * words), ti.Vector.zero(ti.f32, held_numbers)
+        packed = ti.Vector.zero(ti.u32, rounds * words)
         for i in ti.static(range(held_numbers)):
             code, doubt_of = quick(values[i], origin, factor, dst_row)
-            doubts[i], doubt = doubt_of, ti.max(doubt, doubt_of)
+            if ti.static(settled):
+                if doubt_of >= ti.f32(0.5):
+                    code = settle(values[i], origin, found[FACTOR], factor)
+            else:
+                doubt = ti.max(doubt, doubt_of)
             packed = pack(packed, i, code)
-        if ti.static(settled):
-            if doubt >= ti.f32(0.5):
-                doubt = ti.f32(0.0)
-                for i in ti.static(range(held_numbers)):  # one branch for all: between branches nothing overlaps
-                    if doubts[i] >= ti.f32(0.5):
-                        packed = pack(cleared(packed, i), i, settle(values[i], origin, found[FACTOR], factor))
         if doubt >= ti.f32(0.5) or finite * tame == 0:
             packed = ti.Vector.zero(ti.u32, rounds * words)
             # A count that the compiler does not know: it would write the loop out.
