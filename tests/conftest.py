@@ -13,7 +13,8 @@ def python(request):
 
     It has to succeed, or with `fails` to fail. Keywords are environment variables; what it printed is `.stdout`.
     """
-    path = os.pathsep.join(map(str, (request.config.rootpath, request.config.rootpath / "tests")))
+    folders = (request.config.rootpath, request.config.rootpath / "tests", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(str(folder) for folder in folders if str(folder))
 
     def run(script, *arguments, options=(), fails=False, **environment):
         child = subprocess.run(
