@@ -65,6 +65,7 @@ class ContiguousKVLayer(KVLayer):
     Raises:
         DTypeError, PositionError: an argument that is none.
 
+    Threads: each call that writes or reads is whole, and calls of several threads come one after the other.
     Source: ``KvLayer::alloc_contig``, whose int8 form panics; here every dtype works.
 
     Examples:
@@ -336,6 +337,7 @@ class PagedKVLayer(KVLayer):
         ShapeError: the pool that is given is another.
         As `KVPool`.
 
+    Threads: each call that writes or reads is whole, and calls of several threads come one after the other.
     Source: ``KvLayer::alloc_paged``, whose int8 form has a pool for each sequence but block ids of all; here the pool
         is an object, of any dtype, that sequences share.
 
