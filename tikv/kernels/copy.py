@@ -45,7 +45,7 @@ from tikv.kernels.codec import (
 )
 from tikv.kernels.exact import make_ratio
 from tikv.kernels.group_lanes import make_shared_groups
-from tikv.kernels.group_rows import make_quantise_rows
+from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_group
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
@@ -277,24 +277,22 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
 
 
 def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
-    """CPU: `make_rows`, or the same of a format of groups."""
+    """CPU: token_rows(src, dst, scales, ok, ...): a token's rows, if it is copied; the rest as `make_rows` has it."""
     codec = stream.codec
     if codec.dst in FORMATS:
-        return make_quantise_rows(heads, codec, scale, types, uid)
-    if codec.src not in FORMATS:
-        return make_rows(heads, stream, src_inner, dst_inner, scale, types, uid)
-    move_group = make_dequantise_group(codec.src, "cpu", codec.dst, scale)
+        rows = make_quantise_rows(heads, codec, scale, types)
+    elif codec.src in FORMATS:
+        rows = make_dequantise_rows(heads, codec, scale)
+    else:
+        rows = make_rows(heads, stream, src_inner, dst_inner, scale, types)
 
     @ti.func
-    def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
-             src_head, dst_head, scale_head):  # fmt: skip
+    def token_rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
+                   src_head, dst_head, scale_head):  # fmt: skip
         if ok:
-            for h in range(heads):
-                src, dst, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
-                for u in range(units):
-                    move_group(a, b, scales, src, dst, at, u)
+            rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 
-    return rows
+    return token_rows
 
 
 def make_move_groups(style, streams, src, dst, lanes, scale):
@@ -417,10 +415,10 @@ def make_unit_parts(style, codec, src_inner, dst_inner, scale):
     return read, write, largest, 1 if raw else codec.elements, word if raw else ti.f32
 
 
-def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
-    """A token's rows on CPU: rows(src, dst, scales, ok, src_row, dst_row, scale_at, units, src_head, ...).
+def make_rows(heads, stream, src_inner, dst_inner, scale, types):
+    """A token's rows on CPU: rows(src, dst, scales, src_row, dst_row, scale_at, units, src_head, ..., number).
 
-    The last three are the strides between its heads, in src, dst and scales.
+    Before its number come the strides between heads, in src, dst and scales.
     """
     codec = stream.codec
     quantising = codec.src != "raw" and codec.dst == "i8"
@@ -438,7 +436,7 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     # tells kernels apart that differ in nothing but the functions they call. LLVM does not know that `units` has no
     # sign, hence not the number of heads: a known one of 8 is written out, four times as long to compile and no faster.
     @ti.real_func
-    def vectorised(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
+    def rows(a: SRC, b: DST, scales: SCALE, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
              src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
         sign = ti.cast(ti.cast(units, ti.u32) >> ti.u32(31), ti.i32)
         for h in range(heads + sign):
@@ -455,12 +453,6 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
                 factor = scale_value(scales[at])
             for u in range(units):
                 move_unit(a, b, s, d, u, factor)
-
-    @ti.func
-    def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
-             src_head, dst_head, scale_head):  # fmt: skip
-        if ok:
-            vectorised(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 
     return rows
 

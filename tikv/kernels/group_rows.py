@@ -1,4 +1,4 @@
-"""Rows as codes of groups on CPU: loops over the numbers of a group that LLVM turns into vector instructions.
+"""Rows as codes of groups on CPU, and back: loops over the numbers of a group that LLVM turns into vector instructions.
 
 The bits are those of `kernels/groups.py`, whose rules find a group's scale. A loop has no branch and stores no word of
 which an iteration before has a part: what a NaN or an infinity becomes is chosen by the order of comparisons, and an
@@ -8,7 +8,7 @@ from numbers that lie far apart.
 
 from tikv.formats import FORMATS
 from tikv.kernels.codec import SCALE_WORD, WORD, make_bits_to_f32, make_f32_to_bits, round_half_even_by_addition
-from tikv.kernels.groups import BIAS, FACTOR, INFINITE, ORIGIN, SCALE, make_rule
+from tikv.kernels.groups import BIAS, FACTOR, INFINITE, ORIGIN, SCALE, make_dequantise_group, make_rule
 from tikv.runtime import ti
 
 BELOW_HALF = 0.49999997  # the float before 0.5: with it added, what is cut to a whole number was rounded half up
@@ -57,7 +57,7 @@ def make_code_of(name):
     return code_of
 
 
-def make_quantise_rows(heads, codec, scale, types, uid):
+def make_quantise_rows(heads, codec, scale, types):
     """quantise_rows(...): a token's rows, as `rows` of `kernels.copy.make_rows` but that `units` counts groups.
 
     Words of the source are elements.
@@ -90,8 +90,8 @@ def make_quantise_rows(heads, codec, scale, types, uid):
         return ti.select(m < kind(infinite), m, kind(0))
 
     @ti.real_func
-    def vectorised(a: SRC, b: DST, scales: SCALES, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
-             src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
+    def quantise_rows(a: SRC, b: DST, scales: SCALES, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
+                      src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
         sign = ti.cast(ti.cast(units, ti.u32) >> ti.u32(31), ti.i32)
         for h in range(heads + sign):
             for u in range(units):
@@ -139,10 +139,19 @@ def make_quantise_rows(heads, codec, scale, types, uid):
                                 packed = packed | (code >> ti.u32(-shift))
                         b[to + n * filled + word] = ti.cast(packed, WORD_TYPE)
 
-    @ti.func
-    def rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
-             src_head, dst_head, scale_head):  # fmt: skip
-        if ok:
-            vectorised(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
+    return quantise_rows
 
-    return rows
+
+def make_dequantise_rows(heads, codec, scale):
+    """dequantise_rows(...): a token's rows of codes as numbers, otherwise as `make_quantise_rows`."""
+    dequantise_group = make_dequantise_group(codec.src, "cpu", codec.dst, scale)
+
+    @ti.func
+    def dequantise_rows(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, units,
+                        src_head, dst_head, scale_head, number):  # fmt: skip
+        for h in range(heads):
+            src, dst, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
+            for u in range(units):
+                dequantise_group(a, b, scales, src, dst, at, u)
+
+    return dequantise_rows

@@ -403,13 +403,13 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
     codec = stream.codec
     SRC, DST, SCALE = types
     if transform.pairs == "":
-        rows = make_rows(heads, stream, (0, 0), inner, scale, types, uid)
+        rows = make_rows(heads, stream, (0, 0), inner, scale, types)
 
         @ti.func
         def move_rows(a: ti.template(), b: ti.template(), scales: ti.template(), cos: ti.template(), sin: ti.template(),
                       weight: ti.template(), src_row, dst_row, scale_at, cos_row, sin_row, weight_at, units, src_head,
                       dst_head, scale_head):  # fmt: skip
-            rows(a, b, scales, True, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head)
+            rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 
         return move_rows
 
