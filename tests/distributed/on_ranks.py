@@ -255,7 +255,7 @@ def at_positions(rank, world, group):
         k, v, q = (
             rng.standard_normal((2, 2, 1, 6, 8)),
             rng.standard_normal((2, 2, 1, 6, 8)),
-            rng.standard_normal((2, 6, 8)),
+            rng.standard_normal((2, 24, 8)),
         )
         for layer in (0, 1):
             one.append(layer, k[layer].astype("f"), v[layer].astype("f"))

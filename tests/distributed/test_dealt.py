@@ -69,9 +69,9 @@ def test_parts_are_merged_by_their_log_sum_exps(arch, rng, dtype):
 @pytest.mark.parametrize("sloped", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
     """A prompt longer than the window, single tokens and a trim, over a sliding and a plain layer."""
-    slopes = {"alibi_slopes": (2.0 ** -np.arange(8)).astype(np.float32)} if sloped else {}
+    slopes = {"alibi_slopes": (2.0 ** -np.arange(24)).astype(np.float32)} if sloped else {}
     own_slopes = Terms(**slopes).views("extend")
-    form = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "capacity": 64, "dtype": "float32"}
+    form = {"num_layers": 2, "num_kv_heads": 6, "head_dim": 8, "capacity": 64, "dtype": "float32"}
     form |= {"window": [9, None], "sinks": 2}
     one, shares = tikv.KVCacheStore(**form), [DealtStore(Deal(rank, 2, 4), **form) for rank in range(2)]
     for tokens in (21, 1, 1, 6):
@@ -79,28 +79,28 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
             for store in (one, *shares):
                 store.trim(2)
         for layer in (0, 1):
-            q = rng.standard_normal((1, tokens, 8, 8)).astype(np.float32)
-            k, v = rng.standard_normal((2, 1, tokens, 1, 8)).astype(np.float32)
+            q = rng.standard_normal((1, tokens, 24, 8)).astype(np.float32)
+            k, v = rng.standard_normal((2, 1, tokens, 6, 8)).astype(np.float32)
             want = one.extend(layer, q, k, v, return_mass=not sloped, **slopes)
             want, want_mass = (want, None) if sloped else want
-            parts = np.zeros((2, 1, 8, tokens, 9), np.float32)
+            parts = np.zeros((2, 1, 24, tokens, 9), np.float32)
             for store, part in zip(shares, parts, strict=True):
                 query, rows, _ = store.extension("extend", layer, (q, k, v), "token_major", PLAIN)
                 to = view(part, "part", "extend")
                 store.extend_own("extend", layer, rows, "token_major", query, to, PLAIN, own_slopes)
-            out, lse = np.zeros_like(want), np.zeros((1, 8, tokens), np.float32)
+            out, lse = np.zeros_like(want), np.zeros((1, 24, tokens), np.float32)
             to = view(out, "out", "extend").transposed(0, 2, 1, 3)
             merge_parts("extend", view(parts, "parts", "extend"), to, view(lse, "lse", "extend"))
             np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
             if sloped:
                 continue
             (ranks, places), counts = Deal(0, 2, 4).places(shares[0].held_positions(layer))
-            masses = torch.zeros(2, 1, 1, max(counts))
+            masses = torch.zeros(2, 1, 6, max(counts))
             by_head = np.ascontiguousarray(q.swapaxes(1, 2))
             for store, mass in zip(shares, masses, strict=True):
                 asked = view(by_head, "q", "extend"), view(lse, "lse", "extend")
                 store.weigh_own("extend", layer, *asked, mass, PLAIN)
-            np.testing.assert_allclose(masses[ranks, 0, 0, places], want_mass[0, 0], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(masses[ranks, 0, :, places].T, want_mass[0], rtol=1e-5, atol=1e-5)
     assert [store.length for store in shares] == [one.length] * 2
 
 
