@@ -1,8 +1,8 @@
 """K and V of a prompt in the shared memory of a multiprocessor, for the warps of a block that share out query rows.
 
-What every warp would read by itself, a block reads once: `KEYS` keys at a time, a word of 64 bits a thread and row, the
-next ones on their way while these are used. The words of a row are exchanged by a few bits of its number, so that those
-that half a warp reads or writes at once lie in different banks.
+What every warp would read by itself, a block reads once: `STAGED_KEYS` keys at a time, a word of 64 bits a thread and
+row, the next ones on their way while these are used. The words of a row are exchanged by a few bits of its number, so
+that those that half a warp reads or writes at once lie in different banks.
 """
 
 from tikv.kernels.attention.addresses import make_slot_offsets
@@ -11,8 +11,8 @@ from tikv.kernels.attention.task import T
 from tikv.kernels.lanes import BLOCK
 from tikv.runtime import ti
 
-KEYS = 32  # in shared memory at a time
-TILE = 16  # of them in a product
+KEYS = 16  # of a product
+STAGED_KEYS = 2 * KEYS  # in shared memory at a time
 WIDTHS = (64, 128)  # whose rows' words a block's threads share out evenly
 
 
@@ -22,8 +22,8 @@ def words_of(c) -> int:
 
 
 def words_of_a_thread(c) -> int:
-    """Words of K that a thread reads of `KEYS` keys, and of V."""
-    return KEYS * words_of(c) // BLOCK
+    """Words of K that a thread reads of `STAGED_KEYS` keys, and of V."""
+    return STAGED_KEYS * words_of(c) // BLOCK
 
 
 @ti.func
@@ -39,7 +39,7 @@ def exchange_of_value(row):
 
 
 def make_fetch(slot_behind, in_one_page, c):
-    """fetch(at, blocks, thread, seen, ..., held, ...): start to read a thread's words of `KEYS` keys from index `at`.
+    """fetch(at, blocks, thread, seen, ..., held, ...): start to read a thread's words of the keys from index `at` on.
 
     `blocks` are those of the two tiles, as of `look_up`; `held` are words of K, then as many of V. `in_one_page` says
     that the keys of a tile follow each other in one.
@@ -53,11 +53,11 @@ def make_fetch(slot_behind, in_one_page, c):
               v: ti.template(), held: ti.template(), strides, params):  # fmt: skip
         k_at, v_at = 0, 0
         for j in ti.static(range(COUNT)):
-            tile, ahead = ti.static(j * ROWS // TILE, j * ROWS % TILE)
+            tile, ahead = ti.static(j * ROWS // KEYS, j * ROWS % KEYS)
             if ti.static(in_one_page and ahead > 0):
                 k_at, v_at = k_at + ROWS * strides[S.k_token], v_at + ROWS * strides[S.v_token]
             else:
-                slot = slot_behind(at + ti.static(tile * TILE), ahead + thread // WORDS, blocks[tile], seen, visible,
+                slot = slot_behind(at + ti.static(tile * KEYS), ahead + thread // WORDS, blocks[tile], seen, visible,
                                    task, table, strides, params)  # fmt: skip
                 k_at = task[T.k_first] + k_offset(ti.max(slot, 0), strides) + thread % WORDS
                 v_at = task[T.v_first] + v_offset(ti.max(slot, 0), strides) + thread % WORDS
@@ -83,7 +83,7 @@ def make_put(c):
 
 def make_take_keys(c):
     """take_keys(first, lane, keys, kf): a lane's fragments of the 16 keys from row `first`, as `load_keys` has them."""
-    WORDS, NK = words_of(c), c.width // TILE
+    WORDS, NK = words_of(c), c.width // KEYS
 
     @ti.func
     def take_keys(first, lane, keys: ti.template(), kf: ti.template()):
@@ -101,7 +101,7 @@ def make_take_keys(c):
 
 def make_take_values(c):
     """take_values(first, lane, values, vf): the same of V, as `load_values` has them."""
-    WORDS, NV = words_of(c), c.width // TILE
+    WORDS, NV = words_of(c), c.width // KEYS
 
     @ti.func
     def take_values(first, lane, values: ti.template(), vf: ti.template()):

@@ -18,6 +18,7 @@ from tikv.kernels.attention import staged
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
+from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD, make_store
@@ -30,7 +31,6 @@ WORD_BITS = 64
 ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
 CODES = ("f16", "bf16")  # of K, V and q
 WIDTHS = range(64, 257, 32)  # of K and V
-KEYS = 16  # of a product
 ROWS = 8  # of a product
 WARPS = BLOCK // 32
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
@@ -193,7 +193,8 @@ def make_attend_staged(x, c):
     fetch, put = staged.make_fetch(slot_behind, has_whole_tiles(c), c), staged.make_put(c)
     take_keys, take_values = staged.make_take_keys(c), staged.make_take_values(c)
     scores, add_tile = make_scores(x, c), make_add_tile(x, c)
-    G, NK, NV, WORDS = x.row_tiles, c.width // KEYS, c.width_v // KEYS, staged.KEYS * staged.words_of(c)
+    G, NK, NV, STEP = x.row_tiles, c.width // KEYS, c.width_v // KEYS, staged.STAGED_KEYS
+    WORDS = STEP * staged.words_of(c)
 
     @ti.func
     def attend_staged(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
@@ -215,19 +216,19 @@ def make_attend_staged(x, c):
         at = block_seen[L.begin]
         for i in ti.static(range(2)):
             coming[i] = look_up(at + ti.static(i * KEYS), block_seen, visible, task, table, strides, params)
-            ahead = at + ti.static(staged.KEYS + i * KEYS)
+            ahead = at + ti.static(STEP + i * KEYS)
             later[i] = look_up(ahead, block_seen, visible, task, table, strides, params)
         if block_seen[L.begin] < block_seen[L.end]:
             fetch(at, coming, thread, block_seen, visible, task, table, k, v, held, strides, params)
-        for _ in range((block_seen[L.end] - block_seen[L.begin] + (staged.KEYS - 1)) // staged.KEYS):
+        for _ in range((block_seen[L.end] - block_seen[L.begin] + (STEP - 1)) // STEP):
             ti.simt.block.sync()
             put(thread, held, keys, values)
             ti.simt.block.sync()
             for i in ti.static(range(2)):
                 blocks[i], coming[i] = coming[i], later[i]
-                ahead = at + ti.static(2 * staged.KEYS + i * KEYS)
+                ahead = at + ti.static(2 * STEP + i * KEYS)
                 later[i] = look_up(ahead, block_seen, visible, task, table, strides, params)
-            fetch(at + staged.KEYS, coming, thread, block_seen, visible, task, table, k, v, held, strides, params)
+            fetch(at + STEP, coming, thread, block_seen, visible, task, table, k, v, held, strides, params)
             for tile in range(2):
                 here = at + tile * KEYS
                 if here < seen[L.end] and here + KEYS > seen[L.begin]:
@@ -238,7 +239,7 @@ def make_attend_staged(x, c):
                     scores(kf, qf, p, scalars)
                     take_values(tile * KEYS, lane, values, vf)
                     add_tile(here, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
-            at = at + staged.KEYS
+            at = at + STEP
 
     return attend_staged
 
