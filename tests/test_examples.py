@@ -16,6 +16,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 from model import FILE_START, OTHER, Model, Tokenizer, attention  # noqa: E402
 
+# Models, stores and attention that other files test, put together.
+pytestmark = pytest.mark.thorough
+
 PROMPTS = [
     "class Cache:\n    def __init__(self",
     "import os\nimport sys\n\n",

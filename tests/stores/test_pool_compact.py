@@ -130,11 +130,11 @@ def test_a_layer_keeps_what_it_is_told(arch, rng, dtype, layout):
             )
             held = model.store.held(layer, seq)
             np.testing.assert_allclose(oracle.to_numpy(mass)[i, :, :held].sum(-1), GROUP, atol=1e-4)
-    q = model.queries(5)
-    (k, v), more = model.new_rows(a, 0, 3), model.new_rows(b, 0, 2)
+    q = model.queries(7)
+    (k, v), more = model.new_rows(a, 0, 3), model.new_rows(b, 0, 4)  # numbers of queries that one kernel attends
     rows = [model.place(np.concatenate(pair)) for pair in zip((k, v), more, strict=True)]
     out = model.store.extend(0, model.place(q), *rows,
-                             [a, b], cu_seqlens=[0, 3, 5])  # fmt: skip
+                             [a, b], cu_seqlens=[0, 3, 7])  # fmt: skip
     np.testing.assert_allclose(oracle.to_numpy(out)[:3], model.attention(q[:3], a, 0), atol=1e-5)
     np.testing.assert_allclose(oracle.to_numpy(out)[3:], model.attention(q[3:], b, 0), atol=1e-5)
     model.check(a, b)
