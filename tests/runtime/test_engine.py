@@ -72,6 +72,10 @@ REFUSED = {
         {}, {}, "", "tikv.init('amdgpu', engine='taichi')", "ArchError",
         "init: Taichi has no arch amdgpu, Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
     ),
+    "an arch that it would lack if it were installed": (
+        {}, {}, "sys.modules['taichi'] = None", "tikv.init('amdgpu', engine='taichi')", "ArchError",
+        "init: Taichi has no arch amdgpu, Quadrants has. Use engine='quadrants' in another process. " + QUADRANTS,
+    ),
     "Quadrants is too new": (
         {}, {"quadrants": "1.10"}, "", "tikv.init(engine='quadrants')", "ArchError",
         "runtime: Quadrants 1.10 is newer than what this version of tikv was tested with. " + QUADRANTS,

@@ -278,13 +278,14 @@ def _floating_point_kept() -> Iterator[None]:
         library.fesetenv(settings)
 
 
-def require_arch(arch: str) -> None:
-    """Refuse an arch that the engine lacks.
+def require_arch(arch: str, asked: str) -> None:
+    """Refuse an arch that the engine of this process, or the one that it would get, lacks. Imports nothing.
 
     Raises:
-        ArchError: says which engine has it.
+        ArchError: says which engine has it; or another engine than the one asked for is in use.
+        OptionError: no such engine.
     """
-    engine = engine_in_use()
+    engine, _ = wanted(asked)
     if arch not in engine.archs:
         (other,) = [other for other in engine.others if arch in other.archs]
         raise ArchError(

@@ -287,10 +287,10 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
     global _current
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
+    if arch != "auto":
+        engine.require_arch(arch, name)  # before the import: nobody needs to install an engine that lacks it
     engine.load(name)
     used = engine.engine_in_use()
-    if arch != "auto":
-        engine.require_arch(arch)
     # Asked here: the engine itself ends what runs before it looks at its options.
     if unknown := sorted(set(options) - engine.known_options()):
         raise OptionError(
