@@ -278,18 +278,24 @@ def rotate(x, positions, cos, sin, interleaved):
         {"batch_idx": True, "new": 3, "queries": 3, "causal": True},
         {"window": (4, 0), "new": 3, "queries": 3},
         {"window": (4, 2), "new": 3, "queries": 3},
-        {"window": (-1, 1), "queries": 4, "paged": True},
-        {"window": (3, -1), "queries": 4, "leftpad": True},
-        {"window": (3, 2), "alibi": (4,), "queries": 4},
         {"alibi": (3, 4), "queries": 4},
         {"causal": True, "queries": 7, "short": True},
-        {"window": (2, 1), "new": 1, "queries": 7, "paged": True, "short": True},
-        {"softcap": 2.0, "new": 1},
         {"rotary": True, "interleaved": True, "new": 3, "queries": 3, "causal": True},
         {"rotary": True, "interleaved": False, "new": 1, "paged": True},
         {"leftpad": True, "new": 1},
-        {"alibi": (3, 4), "causal": True, "new": 3, "queries": 3, "paged": True},
-        {"alibi": (4,), "leftpad": True, "new": 1},
+        # Options together: terms and layouts of which the kernels of attention are tested in tests/ops.
+        *(
+            pytest.param(case, marks=pytest.mark.thorough, id="-".join(case))
+            for case in (
+                {"window": (-1, 1), "queries": 4, "paged": True},
+                {"window": (3, -1), "queries": 4, "leftpad": True},
+                {"window": (3, 2), "alibi": (4,), "queries": 4},
+                {"window": (2, 1), "new": 1, "queries": 7, "paged": True, "short": True},
+                {"softcap": 2.0, "new": 1},
+                {"alibi": (3, 4), "causal": True, "new": 3, "queries": 3, "paged": True},
+                {"alibi": (4,), "leftpad": True, "new": 1},
+            )
+        ),
     ],
     ids=lambda case: "-".join(case) or "read",
 )

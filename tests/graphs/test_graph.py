@@ -367,13 +367,13 @@ def test_what_a_run_refuses_before_it_writes(arch, rng):
     builder.write_slots("rows", "rows", "k_pool", "v_pool", "slots")
     builder.decode_attention("q", "k", "v", "lens")
     graph = builder.compile()
-    shapes = {"src": (2, 1, 4), "cache": (1, 6, 4), "rows": (2, 1, 4), "k_pool": (2, 3, 1, 4), "v_pool": (2, 3, 1, 4)}
-    shapes |= {"q": (1, 2, 4), "k": (1, 1, 5, 4), "v": (1, 1, 5, 4)}
+    shapes = {"src": (2, 1, 8), "cache": (1, 6, 8), "rows": (2, 1, 8), "k_pool": (2, 3, 1, 8), "v_pool": (2, 3, 1, 8)}
+    shapes |= {"q": (1, 2, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
     given = {n: oracle.numbers(rng, shape, np.float32) for n, shape in shapes.items()}
     good = {n: oracle.place(a, arch) for n, a in given.items()}
     good |= {"at": 2, "slots": np.array([0, 5]), "lens": np.array([3])}
     before = {n: oracle.to_numpy(good[n]).copy() for n in ("cache", "k_pool", "v_pool")}
-    overlapping = good["cache"][:, :2].reshape(2, 1, 4)
+    overlapping = good["cache"][:, :2].reshape(2, 1, 8)
     bad = (
         ({"at": None}, tikv.DTypeError, "at is None"),
         ({"at": np.zeros(2)}, tikv.DTypeError, "at is array"),
@@ -383,7 +383,7 @@ def test_what_a_run_refuses_before_it_writes(arch, rng):
         ({"q": "q"}, tikv.DTypeError, "which is no array"),
         ({"src": good["src"][:, :, :3]}, tikv.ShapeError, "width"),
         ({"cache": good["cache"][0]}, tikv.ShapeError, "cache"),
-        ({"src": oracle.place(np.zeros((2, 1, 4), np.float16), arch)}, tikv.DTypeError, "cannot copy float16"),
+        ({"src": oracle.place(np.zeros((2, 1, 8), np.float16), arch)}, tikv.DTypeError, "cannot copy float16"),
         ({"src": overlapping}, tikv.ShapeError, "overlap"),
         ({"slots": np.array([0, 6])}, tikv.PositionError, "slot_mapping"),
         ({"slots": np.array([0, 1, 2])}, tikv.ShapeError, "slot_mapping"),

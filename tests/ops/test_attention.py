@@ -644,7 +644,7 @@ def test_merged_halves_agree_with_the_whole(arch, rng, base2, queries):
         # The last sequence has its keys in the second half only.
         k, v = case.k[:, :, half], case.v[:, :, half]
         halves += tikv.decode_attention(
-            place(case.q), place(k), place(v), place(np.array(lens)), causal=False, return_lse=True, lse_base2=base2
+            place(case.q), place(k), place(v), place(np.int32(lens)), causal=False, return_lse=True, lse_base2=base2
         )
     case.k_real[2, :, :30], case.v_real[2, :, :30] = case.k_real[2, :, 40:70], case.v_real[2, :, 40:70]
     merged = tikv.merge_states(*halves, lse_base2=base2)

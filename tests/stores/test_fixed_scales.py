@@ -71,6 +71,7 @@ class Model:
         return np.array(rows)
 
 
+@pytest.mark.thorough  # ten kernels, of operations that tests/ops/test_fixed_scales.py compares one by one
 @pytest.mark.parametrize(
     ("names", "scales"),
     [

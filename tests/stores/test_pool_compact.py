@@ -106,7 +106,10 @@ class Model:
 
 
 @pytest.mark.full(each_value=True)
-@pytest.mark.parametrize(("dtype", "layout"), [("float16", "NHD"), ("int8", "HND"), ("int8", "NHD")])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("float16", "NHD"), pytest.param("int8", "HND", marks=pytest.mark.thorough), ("int8", "NHD")],
+)
 def test_a_layer_keeps_what_it_is_told(arch, rng, dtype, layout):
     """Append, compact, append, attend and extend, of layers that keep different tokens."""
     model = Model(arch, rng, dtype=dtype, layout=layout)
