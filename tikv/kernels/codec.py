@@ -28,6 +28,11 @@ class Codec(NamedTuple):
     dst_bits: int
 
     @property
+    def finds_scale(self) -> bool:
+        """Whether a row is quantised with a scale of its own, which its largest magnitude gives."""
+        return self.dst == "i8"
+
+    @property
     def src_words(self) -> int:
         """Words of a unit at the source; a group of codes counts as one."""
         return 1 if self.src == "raw" or self.src in FORMATS else self.elements * SIZE[self.src] * 8 // self.src_bits

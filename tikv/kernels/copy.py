@@ -421,7 +421,7 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types):
     Before its number come the strides between heads, in src, dst and scales.
     """
     codec = stream.codec
-    quantising = codec.src != "raw" and codec.dst == "i8"
+    quantising = codec.finds_scale
     scaled = has_scale(codec.src, scale) or has_scale(codec.dst, scale)
     _, move_unit = make_unit("cpu", codec, src_inner, dst_inner, scale)
     number_type, magnitude, to_bits = make_word_magnitude(codec.src) if quantising else (None, None, None)
@@ -463,7 +463,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
     read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector).
     """
     codec, units = stream.codec, stream.units
-    quantising = codec.src != "raw" and codec.dst == "i8"
+    quantising = codec.finds_scale
     scaled = has_scale(codec.src, scale) or has_scale(codec.dst, scale)
     read, write, largest, numbers, number_type = make_unit_parts(style, codec, src_inner, dst_inner, scale)
     scale_bits = make_scale(scale, style) if quantising else None

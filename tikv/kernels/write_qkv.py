@@ -413,7 +413,7 @@ def make_norm_rope_rows(width, heads, stream, inner, transform, scale, types, ui
 
         return move_rows
 
-    normed, weighted, quantising = transform.eps is not None, transform.weighted, codec.dst == "i8"
+    normed, weighted, quantising = transform.eps is not None, transform.weighted, codec.finds_scale
     interleaved, half, behind = transform.pairs == "interleaved", transform.rope_dim // 2, width - transform.rope_dim
     decode = make_bits_to_f32(codec.src)
     store = make_store(codec.dst, 1, codec.dst_bits, "cpu")

@@ -136,7 +136,7 @@ def bind_copy(
     scale_code = scale.short if scale is not None else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
     codecs = [streams[0].codec, streams[-1].codec]
-    cooperative = not cpu and any(s.codec.dst in ("i8", *FORMATS) and s.codec.src != "raw" for s in streams)
+    cooperative = not cpu and any(s.codec.finds_scale or s.codec.dst in FORMATS for s in streams)
     shared_by = 1 if cpu else choose_lanes(streams, cooperative)
     # On CPU an iteration is a token of one stream, else a unit.
     iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)
