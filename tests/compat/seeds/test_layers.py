@@ -169,7 +169,7 @@ def test_paged_and_contiguous_are_the_same_bits(arch, rng, dtype, start, tokens)
 @pytest.mark.parametrize(
     ("dtype", "q_layout"), [*((dtype, "token_major") for dtype in DTYPES), ("float32", "head_major")]
 )
-@pytest.mark.parametrize("kind", ["contig", "paged"])
+@pytest.mark.parametrize("kind", ["contig", pytest.param("paged", marks=pytest.mark.thorough)])
 def test_attention_of_one_query_and_of_many(arch, rng, dtype, q_layout, kind):
     """The original's int8 decode attends for one query though its prompts bring many."""
     if kind == "contig":
