@@ -10,7 +10,7 @@ lane, which LLVM joins: the sums over keys stay in registers.
 from typing import Any, NamedTuple
 
 from tikv.formats import FORMATS
-from tikv.kernels.attention.cpu_loops import CHUNK, ROW, rows_per_band
+from tikv.kernels.attention.cpu_loops import CHUNK, ROW, before, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
 from tikv.kernels.groups import make_code, make_column, make_place, offset_of, step_of_code, unit_of
@@ -21,7 +21,6 @@ LANES = 8  # that a vector of most CPUs has
 KEYS = 2  # that are multiplied with queries together
 SUMS = 8  # vectors of them that a pass over a chunk's keys adds up in registers
 ENDED = -1  # behind the last of listed keys
-INDICES = 1 << 31  # that 32 bits with a sign have
 
 
 def work_floats(rows, width, width_v):
@@ -66,15 +65,6 @@ def make_value_loops(c):
 def has_bias(name):
     """Whether a code of 0 may stand for something else than 0."""
     return FORMATS[name].numbers == 2 or offset_of(name) != 0.0
-
-
-@ti.func
-def before(at, n: ti.template()):
-    """An index of which n numbers follow, so that LLVM sees that theirs do not begin anew at the least integer.
-
-    It takes indices that may for no neighbours, and neither reads nor writes them together.
-    """
-    return ti.min(at, ti.static(INDICES - n))
 
 
 def make_load_query(name, c):

@@ -2,6 +2,7 @@
 
 They are real functions: those take the arrays' pointers into registers, so that LLVM vectorises them. `work` is the
 memory of the workers; the last argument of each tells kernels apart that differ in nothing but the functions they call.
+Where `n` keys are counted, they are `CHUNK` at most; the `min` says so to LLVM.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +19,23 @@ from tikv.runtime import ti
 CHUNK = 64  # keys whose scores are held at once
 ROW = CHUNK + 16  # floats between two rows of numbers of a chunk's keys: pairs may write one more
 LINE_BYTES = 64  # of a cache line
+INDICES = 1 << 31  # that 32 bits with a sign have
 
 
 def rows_per_band(rows):
     """Query rows whose sums are in registers at once; bands of one width cover all rows."""
     bands = -(-rows // 4)
     return -(-rows // bands)
+
+
+@ti.func
+def before(at, n: ti.template()):
+    """An index of which n numbers follow: LLVM sees by the `min` that theirs do not begin anew at the least integer.
+
+    Without, it asks every condition around a loop whether they do, which takes most of a kernel's time to compile. It
+    takes indices that may for no neighbours, and neither reads nor writes them together.
+    """
+    return ti.min(at, ti.static(INDICES - n))
 
 
 @ti.func
@@ -79,8 +91,9 @@ def make_list_keys():
 
     @ti.real_func
     def list_keys(work: FLOATS, to: ti.i32, n: ti.i32, first: ti.i32, step: ti.i32, number: ti.i32):
-        for j in range(n):
-            work[to + j] = ti.bit_cast(first + j * step, ti.f32)
+        begin = before(to, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            work[begin + j] = ti.bit_cast(first + j * step, ti.f32)
 
     return list_keys
 
@@ -124,9 +137,9 @@ def make_dots(c):
                 for band in range(bands):
                     for pair in range((ti.min(keys_per_pass, n - group * keys_per_pass) + 1) // 2):
                         j = group * keys_per_pass + pair * 2
-                        k0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
-                        k1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
-                        q0 = queries + (h * bands + band) * B * D
+                        k0 = before(ti.bit_cast(work[lists + j], ti.i32) + first + h * head, D)
+                        k1 = before(ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head, D)
+                        q0 = before(queries + (h * bands + band) * B * D, B * D)
                         at = to + (h * bands + band) * B * ROW + j
                         s0 = ti.Vector([ti.f32(0.0) for _ in range(B)])
                         s1 = ti.Vector([ti.f32(0.0) for _ in range(B)])
@@ -148,8 +161,9 @@ def make_load_scales(c):
 
     @ti.real_func
     def load_scales(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
-        for j in range(n):
-            work[to + j] = ti.cast(scales[ti.bit_cast(work[lists + j], ti.i32) + first], ti.f32)
+        begin, listed = before(to, ROW), before(lists, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            work[begin + j] = ti.cast(scales[ti.bit_cast(work[listed + j], ti.i32) + first], ti.f32)
 
     return load_scales
 
@@ -168,10 +182,10 @@ def make_add_values(c):
                 for band in range(bands):
                     for pair in range((ti.min(keys_per_pass, n - group * keys_per_pass) + 1) // 2):
                         j = group * keys_per_pass + pair * 2
-                        v0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
-                        v1 = ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head
+                        v0 = before(ti.bit_cast(work[lists + j], ti.i32) + first + h * head, DV)
+                        v1 = before(ti.bit_cast(work[lists + j + 1], ti.i32) + first + h * head, DV)
                         at = weights + (h * bands + band) * B * ROW + j
-                        a0 = to + (h * bands + band) * B * DV
+                        a0 = before(to + (h * bands + band) * B * DV, B * DV)
                         p0 = ti.Vector([work[at + g * ROW] for g in range(B)])
                         p1 = ti.Vector([work[at + g * ROW + 1] for g in range(B)])
                         for d in range(DV):
@@ -196,10 +210,10 @@ def make_add_visible_values(c):
                            bands: ti.i32, weights: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for h in range(heads):
             for j in range(n + n % 2):
-                v0 = ti.bit_cast(work[lists + j], ti.i32) + first + h * head
+                v0 = before(ti.bit_cast(work[lists + j], ti.i32) + first + h * head, DV)
                 for r in range(bands * B):
                     p = work[weights + (h * bands * B + r) * ROW + j]
-                    a0 = to + (h * bands * B + r) * DV
+                    a0 = before(to + (h * bands * B + r) * DV, DV)
                     for d in range(ti.select(p > 0.0, DV, 0)):
                         work[a0 + d] = work[a0 + d] + p * value(v[v0 + v_word(d)])
 
@@ -219,8 +233,9 @@ def make_start_loops(c):
 
     @ti.real_func
     def load_query(q: Q, work: FLOATS, at: ti.i32, to: ti.i32, number: ti.i32):
+        source, target = before(at, D), before(to, D)
         for d in range(D):
-            work[to + d] = load_q(q, at + d)[0]
+            work[target + d] = load_q(q, source + d)[0]
 
     @ti.real_func
     def clear(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32):
@@ -237,10 +252,11 @@ def make_tree_indices():
     def tree_indices(work: FLOATS, tree: BITS, indices: ti.i32, to: ti.i32, n: ti.i32, row: ti.i32, first: ti.i32,
                      words: ti.i32, tokens: ti.i32, new: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32,
                      number: ti.i32):  # fmt: skip
-        for j in range(n):
-            index = ti.bit_cast(work[indices + j], ti.i32)
+        source, target = before(indices, ROW), before(to, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            index = ti.bit_cast(work[source + j], ti.i32)
             found = index_in_tree(index, tree, row, first, words, tokens, new, high, sinks, last_sink)
-            work[to + j] = ti.bit_cast(found, ti.f32)
+            work[target + j] = ti.bit_cast(found, ti.f32)
 
     return tree_indices
 
@@ -254,56 +270,61 @@ def make_softmax_loops(c):
                low: ti.i32, high: ti.i32, sinks: ti.i32, last_sink: ti.i32, slope: ti.f32, origin: ti.i32,
                others: ti.i32, number: ti.i32):  # fmt: skip
         """Turn the scores of a row into logits, or `MASKED`."""
-        for j in range(n):
-            x = work[at + j]
+        first, scale_first, index_first = before(at, ROW), before(scales, ROW), before(index, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            x = work[first + j]
             if ti.static(c.row_scale):
-                x = x * work[scales + j]
+                x = x * work[scale_first + j]
             x = logit_of(x, scale, softcap)
             if ti.static(c.alibi):
-                x += bias(slope, ti.bit_cast(work[index + j], ti.i32), high, sinks, last_sink, origin, others)
+                x += bias(slope, ti.bit_cast(work[index_first + j], ti.i32), high, sinks, last_sink, origin, others)
             if ti.static(c.masked):
-                i = ti.bit_cast(work[index + j], ti.i32)
+                i = ti.bit_cast(work[index_first + j], ti.i32)
                 x = ti.select(in_bounds(i, low, high, sinks, last_sink) > 0, x, ti.f32(MASKED))
-            work[at + j] = x
+            work[first + j] = x
 
     @ti.real_func
     def largest(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.f32:
         """The largest logit of a row; a loop of its own, for LLVM to vectorise both."""
         top = ti.i32(-0x7FFFFFFF)
-        for j in range(n):
-            top = ti.max(top, ordered(work[at + j]))
+        first = before(at, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            top = ti.max(top, ordered(work[first + j]))
         return ti.bit_cast(turned(top), ti.f32)
 
     @ti.real_func
     def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:
         """Turn the logits of a row into weights; their sum."""
         total = ti.f32(0.0)
-        for j in range(n):
-            x = work[at + j]
+        first = before(at, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            x = work[first + j]
             p = exp2(x - high)
             if ti.static(c.masked):
                 p = ti.select(x > ti.f32(LOWEST), p, ti.f32(0.0))
             total += p
-            work[at + j] = p
+            work[first + j] = p
         return total
 
     @ti.real_func
     def count_masked(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.i32:
         """How many keys a row does not see, by its logits."""
         total = 0
-        for j in range(n):
-            total += ti.select(work[at + j] > ti.f32(LOWEST), 0, 1)
+        first = before(at, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            total += ti.select(work[first + j] > ti.f32(LOWEST), 0, 1)
         return total
 
     @ti.real_func
     def multiply(work: FLOATS, at: ti.i32, n: ti.i32, scales: ti.i32, number: ti.i32):
         """Multiply the weights of a row by the scales of V; a loop of its own, for LLVM to vectorise it."""
-        for j in range(n):
-            p = work[at + j]
-            weight = p * work[scales + j]
+        first, scale_first = before(at, ROW), before(scales, ROW)
+        for j in range(ti.min(n, CHUNK)):
+            p = work[first + j]
+            weight = p * work[scale_first + j]
             if ti.static(c.masked):
                 weight = ti.select(p > 0.0, weight, ti.f32(0.0))
-            work[at + j] = weight
+            work[first + j] = weight
 
     return logits, largest, weights, count_masked, multiply
 
@@ -316,12 +337,14 @@ def make_accumulator_loops(c):
 
     @ti.real_func
     def shrink(work: FLOATS, at: ti.i32, factor: ti.f32, number: ti.i32):
+        begin = before(at, DV)
         for d in range(DV):
-            work[at + d] = work[at + d] * factor
+            work[begin + d] = work[begin + d] * factor
 
     @ti.real_func
     def store(out: OUT, work: FLOATS, at: ti.i32, to: ti.i32, inverse: ti.f32, number: ti.i32):
+        source, target = before(at, DV), before(to, DV)
         for d in range(DV):
-            store_value(out, to + d, ti.Vector([work[at + d] * inverse]), ti.f32(1.0))
+            store_value(out, target + d, ti.Vector([work[source + d] * inverse]), ti.f32(1.0))
 
     return shrink, store

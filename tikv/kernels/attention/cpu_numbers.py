@@ -5,6 +5,7 @@ What a worker turns stays in its nearest cache: `CHUNK` keys of a head, read by 
 
 from tikv.formats import FORMATS
 from tikv.kernels.address import make_word_offset
+from tikv.kernels.attention.cpu_loops import before
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.codec import make_element_to_f32
 from tikv.kernels.groups import make_column, make_value_of_code, unit_of
@@ -25,12 +26,12 @@ def make_numbers_of_elements(c, width, inner):
     def numbers(rows: KV, scales: SC, work: FLOATS, lists: ti.i32, scale_lists: ti.i32, first: ti.i32,
                 scale_first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for j in range(n):
-            row = ti.bit_cast(work[lists + j], ti.i32) + first
+            row, target = before(ti.bit_cast(work[lists + j], ti.i32) + first, width), before(to + j * width, width)
             scale = ti.f32(1.0)
             if ti.static(c.scale != ""):
                 scale = ti.cast(scales[ti.bit_cast(work[scale_lists + j], ti.i32) + scale_first], ti.f32)
             for d in range(width):
-                work[to + j * width + d] = value(rows[row + word(d)]) * scale
+                work[target + d] = value(rows[row + word(d)]) * scale
 
     return numbers
 
@@ -40,14 +41,15 @@ def make_numbers_of_codes(c, width):
     _, KV, _, _, SC, _ = array_types("cpu", c)
     row, scale_value = FORMATS[c.cache], make_element_to_f32(c.scale)
     value_of_code, column = make_value_of_code(c.cache, "cpu"), make_column(c.cache)  # products may be fused here
-    (count, words), bits = unit_of(c.cache), row.bits
+    (count, words), bits, scale_numbers = unit_of(c.cache), row.bits, width // row.group * row.numbers
 
     @ti.real_func
     def numbers(rows: KV, scales: SC, work: FLOATS, lists: ti.i32, scale_lists: ti.i32, first: ti.i32,
                 scale_first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):  # fmt: skip
         for j in range(n):
-            row_at = ti.bit_cast(work[lists + j], ti.i32) + first
-            scale_at = ti.bit_cast(work[scale_lists + j], ti.i32) + scale_first
+            row_at = before(ti.bit_cast(work[lists + j], ti.i32) + first, width // count * words)
+            scale_at = before(ti.bit_cast(work[scale_lists + j], ti.i32) + scale_first, scale_numbers)
+            target = before(to + j * width, width)
             for u in range(width // count):
                 at = scale_at + u * count // row.group * row.numbers
                 step, bias = scale_value(scales[at]), ti.f32(0.0)
@@ -59,6 +61,6 @@ def make_numbers_of_codes(c, width):
                         more = rows[row_at + u * words + ti.static(e * bits // 32 + 1)]
                         code = code | (more << ti.u32(ti.static(32 - e * bits % 32)))
                     found = value_of_code(code & ti.u32(ti.static((1 << bits) - 1)), step, bias, 0)
-                    work[to + j * width + column(u * count + e)] = found
+                    work[target + column(u * count + e)] = found
 
     return numbers
