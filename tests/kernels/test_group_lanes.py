@@ -31,7 +31,7 @@ def numbers(rng, row):
         ("quant8_32", "cuda", 12),
         ("quant8_32", "spirv", 12),
         *(
-            pytest.param("quant8_64", style, off, marks=pytest.mark.full)
+            pytest.param("quant8_64", style, off, marks=pytest.mark.thorough)
             for style, off in (("cuda", -12), ("cuda", 12), ("spirv", 12))
         ),
         ("quant3_32", "cuda", -12),
