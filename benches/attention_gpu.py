@@ -2,6 +2,7 @@
 
     python benches/attention_gpu.py decode
     python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
+    python benches/attention_gpu.py codes                        # int8 and groups of 8 and 4 bits beside own float16
 
 Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
 over the same pages, split over the keys, at the fastest of a few settings, and torch's own attention over contiguous
@@ -9,6 +10,9 @@ caches. Rates are the bytes of K and V over the time.
 
 Prompts: the newest tokens of a sequence attend, each by its causal mask; beside them torch's flash attention with the
 same mask over K and V that were gathered and repeated before.
+
+Codes: the same sequences in contiguous caches of each format; beside them own float16, and for 4 bits dequantising all
+of K and V for torch's attention.
 
 The L2 cache is flushed before each call, the host queues the call while the device sleeps; medians of 16.
 """
@@ -28,6 +32,7 @@ import tikv
 HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16
 SHAPES = [(32, 8192), (1, 32768), (128, 1024)]  # sequences, tokens of each
 PROMPT_KEYS, PROMPT_GROUP = 8192, 4
+FORMATS = ("int8", "quant8_64", "q8_0", "quant4_64", "q4_0")
 SETTINGS = [(64, 4, 3), (32, 4, 4), (128, 8, 2), (64, 4, 2)]  # of Triton: keys at a time, warps, stages
 
 
@@ -197,10 +202,73 @@ def prompts(tokens, flushed):
         print(f"| {count} | {' | '.join(found)} |", flush=True)
 
 
+def coded(name, k, v):
+    """K, V and scales as codes of a format, and the bytes of all."""
+    found = [tikv.quantize(a, name) for a in (k, v)]
+    if name != "int8":
+        return found, {}, sum(a.nbytes for a in found)
+    scales = dict(zip(("k_scale", "v_scale"), (scale for _, scale in found), strict=True))
+    return [codes for codes, _ in found], scales, sum(a.nbytes for pair in found for a in pair)
+
+
+def numbers_of(caches, scales):
+    """The numbers that K and V stand for, of the first sequence, in float64."""
+    if not scales:
+        return [torch.from_dlpack(tikv.dequantize(a))[0].double() for a in caches]
+    return [
+        torch.from_dlpack(a)[0].double() * torch.from_dlpack(b)[0].double()[..., None]
+        for a, b in zip(caches, scales.values(), strict=True)
+    ]
+
+
+def check_first(out, q, k, v):
+    """Fail unless the first sequence's result is what float64 gives."""
+    grouped = q[0].double().reshape(HEADS, -1, WIDTH)
+    weights = torch.softmax(grouped @ k.transpose(-1, -2) * WIDTH**-0.5, dim=-1)
+    want = (weights @ v).reshape(-1, WIDTH)
+    assert ((out[0].double() - want).norm() / want.norm()).item() < 2e-3
+
+
+def codes(flushed):
+    """The speed over each format, as times own float16's."""
+    like = {"device": "cuda", "dtype": torch.float16}
+    print("| sequences x tokens, query heads a KV head | format | us | GB/s | tokens a second, times float16's |")
+    print("| --- | --- | --- | --- | --- |")
+    for batch, length in SHAPES:
+        k, v = (torch.randn(batch, HEADS, length, WIDTH, **like) for _ in "kv")
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        queries = {group: torch.randn(batch, HEADS * group, WIDTH, **like) for group in (1, 4)}
+        plain = {}
+        for name in ("float16", *FORMATS):
+            caches, scales, nbytes = ([k, v], {}, k.nbytes + v.nbytes) if name == "float16" else coded(name, k, v)
+            for group, q in queries.items():
+                out = torch.empty_like(q)
+                call = functools.partial(
+                    tikv.decode_attention, q, *caches, lens, out=out, impl="taichi", **scales
+                )  # fmt: skip
+                call()
+                if name != "float16":
+                    check_first(out, q, *numbers_of(caches, scales))
+                time = time_of([call], flushed)
+                plain.setdefault(group, time)
+                rates = f"{time:.1f} | {nbytes / time / 1e3:.0f} | {plain[group] / time:.2f}"
+                print(f"| {batch} x {length}, {group} | {name} | {rates} |", flush=True)
+                if name.startswith("quant4") and length == SHAPES[0][1]:
+                    by_torch = functools.partial(dequantise_and_attend, q, caches, [torch.empty_like(k) for _ in "kv"])
+                    print(f"| | dequantised for torch | {time_of([by_torch], flushed):.1f} | | |", flush=True)
+
+
+def dequantise_and_attend(q, caches, wide):
+    """All of K and V as float16, then torch's attention."""
+    for a, to in zip(caches, wide, strict=True):
+        tikv.dequantize(a, out=to)
+    return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], *wide, enable_gqa=True)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["decode", "prompts"])
+    parser.add_argument("what", choices=["decode", "prompts", "codes"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
     given = parser.parse_args()
     tikv.init("cuda")
@@ -208,6 +276,8 @@ def main():
     flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     if given.what == "decode":
         decode(flushed)
+    elif given.what == "codes":
+        codes(flushed)
     else:
         prompts(given.tokens, flushed)
 

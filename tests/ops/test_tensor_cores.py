@@ -27,23 +27,6 @@ TERMS = ("sink_logits", "alibi_slopes")
 TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the result, relative to its largest number
 
 
-@pytest.fixture
-def tiles(monkeypatch, request):
-    """The tiles that plans of this test got."""
-    found = []
-    choose = tensor_cores.choose_tile
-
-    def choose_and_tell(*arguments):
-        found.append(choose(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
-    runtime.current().plans.clear()
-    yield found
-    assert found, "no plan was made"
-    assert all(tile is not None for tile in found), "the tensor cores were not used"
-
-
 def check(case, got, want, tolerance=1.0):
     (out, lse), (want_out, want_lse) = got, want
     seen = np.isfinite(want_lse)
@@ -265,14 +248,6 @@ def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queri
 CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI, kernel_style="cuda")
 
 
-@pytest.fixture
-def ampere(monkeypatch):
-    """A driver that tells of a GPU with tensor cores."""
-    monkeypatch.setattr(driver, "generation", lambda: 8)
-    monkeypatch.setattr(driver, "multiprocessors", lambda: 132)
-    return monkeypatch
-
-
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize(
     ("options", "why"),
@@ -281,7 +256,7 @@ def ampere(monkeypatch):
         ({"dtype": "bfloat16", "group": 1}, ""),
         ({"width": 256, "width_v": 64}, ""),
         ({"dtype": "float32"}, "K and V are float32"),
-        ({"dtype": "int8", "q_dtype": "float16"}, "K and V are int8"),
+        ({"dtype": "float8_e5m2", "q_dtype": "float16"}, "K and V are float8_e5m2"),
         ({"q_dtype": "float32"}, "q is float32"),
         ({"q_dtype": "bfloat16"}, "q is bfloat16"),
         ({"width": 80}, "80 and 80 wide"),
@@ -311,7 +286,7 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert tensor_cores.choose_tile(CUDA, *given()) is None
     ampere.setattr(driver, "generation", lambda: 9)
-    from tikv.kernels.attention import tensor_cores as kernels
+    from tikv.kernels.attention import tensor_instructions as kernels
 
     ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))
     assert launch.why_no_tensor_cores(CUDA) == "/nowhere.bc is missing"
@@ -362,7 +337,7 @@ def test_a_task_whose_code_would_be_too_long_has_fewer_rows(arch, form, rows):
 
 @pytest.mark.archs("cpu")
 def test_the_bitcode_is_what_its_source_says(arch, tmp_path):
-    from tikv.kernels.attention.tensor_cores import BITCODE, SOURCE
+    from tikv.kernels.attention.tensor_instructions import BITCODE, SOURCE
 
     assembler = shutil.which("llvm-as-14")
     if assembler is None:

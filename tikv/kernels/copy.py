@@ -46,7 +46,7 @@ from tikv.kernels.codec import (
 from tikv.kernels.exact import make_ratio
 from tikv.kernels.group_lanes import make_shared_groups
 from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
-from tikv.kernels.groups import make_dequantise_group
+from tikv.kernels.groups import make_dequantise_unit
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
 
@@ -296,10 +296,10 @@ def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
 
 
 def make_move_groups(style, streams, src, dst, lanes, scale):
-    """GPU: `make_move_row` of codes of groups that become numbers, each group by a lane."""
+    """GPU: `make_move_row` of codes of groups that become numbers, each unit by a lane."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
-    move_k, move_v = (make_dequantise_group(s.codec.src, style, s.codec.dst, scale) for s in (k, v))
+    move_k, move_v = (make_dequantise_unit(s.codec, style, scale) for s in (k, v))
     k_src, k_dst = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
     v_src, v_dst = make_row_offset(src.page, V_SRC), make_row_offset(dst.page, V_DST)
 

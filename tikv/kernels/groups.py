@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 from tikv.formats import FORMATS
-from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits
+from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits, make_store
 from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, make_small_ratio, near_reciprocal
 from tikv.runtime import ti
 
@@ -270,13 +270,14 @@ def make_code(name):
 
 
 @functools.cache
-def make_load_unit(name, scale_value):
+def make_load_unit(name, scale_value, style="cpu"):
     """load_unit(array, scales, row, scale_row, u) -> the numbers of unit u of a row of codes, in the codes' order.
 
     A unit is `UNIT` codes, what a GPU's thread takes at a time. `scale_value` turns an entry of `scales` into a float.
+    Products are rounded before a bias is added where `style` is the GPU's; attention leaves it to the compiler.
     """
-    row, value_of_code = FORMATS[name], make_value_of_code(name, "cpu")
-    per_group, numbers, bits = row.group // UNIT, row.numbers, row.bits
+    kind, value_of_code = FORMATS[name], make_value_of_code(name, style)
+    per_group, numbers, bits = kind.group // UNIT, kind.numbers, kind.bits
     mask = (1 << bits) - 1
 
     @ti.func
@@ -293,10 +294,28 @@ def make_load_unit(name, scale_value):
                 codes = codes | (array[word + 1] << ti.cast(32 - shift, ti.u32))
         values = ti.Vector([ti.f32(0.0) for _ in range(UNIT)])
         for e in ti.static(range(UNIT)):
-            values[e] = value_of_code((codes >> ti.u32(ti.static(e * bits))) & ti.u32(mask), step, bias, 0)
+            values[e] = value_of_code((codes >> ti.u32(ti.static(e * bits))) & ti.u32(mask), step, bias, row)
         return values
 
     return load_unit
+
+
+def make_dequantise_unit(codec, style, scale):
+    """dequantise_unit(a, b, scales, src_row, dst_row, scale_at, u): unit `u` of a row of codes as numbers, on a GPU."""
+    load_unit, column = make_load_unit(codec.src, make_bits_to_f32(scale), style), make_column(codec.src)
+    halves = has_halves(codec.src)
+    store = make_store(codec.dst, 1 if halves else UNIT, codec.dst_bits, style)
+
+    @ti.func
+    def dequantise_unit(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, u):
+        values = load_unit(a, scales, src_row, scale_at, u)
+        if ti.static(halves):
+            for e in ti.static(range(UNIT)):
+                store(b, dst_row + column(u * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))
+        else:
+            store(b, dst_row + u * codec.dst_words, values, ti.f32(1.0))
+
+    return dequantise_unit
 
 
 def make_dequantise_group(name, style, to, scale):

@@ -111,6 +111,6 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
         return str(error)
     if generation < 8:
         return f"the GPU is of compute capability {generation}, and they need 8"
-    from tikv.kernels.attention import tensor_cores
+    from tikv.kernels.attention.tensor_instructions import BITCODE
 
-    return "" if tensor_cores.BITCODE.is_file() else f"{tensor_cores.BITCODE} is missing"
+    return "" if BITCODE.is_file() else f"{BITCODE} is missing"

@@ -48,13 +48,14 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
     On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises; codes of
-    groups are stored by bytes.
+    groups are stored by bytes. Codes that become numbers are a group a unit there, and a few codes on a GPU.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.
     """
     from tikv.kernels.codec import Codec
     from tikv.kernels.group_lanes import PART
+    from tikv.kernels.groups import UNIT, has_halves
 
     found = src.format or dst.format
     if found is not None and src.format is not dst.format:
@@ -66,6 +67,10 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
             bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
         elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
             bits[1] = 8
+        elif src.format and style != "cpu":
+            if not has_halves(src.format.name):
+                bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
+            return width // UNIT, Codec(*names, UNIT, *bits)
         return width // found.group, Codec(*names, found.group, *bits)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype

@@ -136,3 +136,87 @@ define void @exp2(float* %r, float* %px) alwaysinline {
   store float %y, float* %r
   ret void
 }
+
+; Codes of 8 bits, two halves of a register each: their bits below those of 1024, times a factor, plus an offset
+define void @halves_8(i32* %p0, i32* %p1, i32* %px, i32* %pf, i32* %po) alwaysinline {
+  %x = load i32, i32* %px
+  %f = load i32, i32* %pf
+  %o = load i32, i32* %po
+  %a0 = call i32 asm "prmt.b32 $0, $1, $2, 0x4140;", "=r,r,r"(i32 %x, i32 1684300900)
+  %a1 = call i32 asm "prmt.b32 $0, $1, $2, 0x4342;", "=r,r,r"(i32 %x, i32 1684300900)
+  %y0 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a0, i32 %f, i32 %o)
+  %y1 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a1, i32 %f, i32 %o)
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  ret void
+}
+
+; The same of 4 bits, codes n and n + 4 in register n; every other one is 16 times as much, and has a factor and an
+; offset of its own
+define void @halves_4(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %px, i32* %pf, i32* %po, i32* %pf16, i32* %po16) alwaysinline {
+  %x = load i32, i32* %px
+  %f = load i32, i32* %pf
+  %o = load i32, i32* %po
+  %f16 = load i32, i32* %pf16
+  %o16 = load i32, i32* %po16
+  %s = lshr i32 %x, 8
+  %a0 = call i32 asm "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r"(i32 %x, i32 1677747200)
+  %a1 = call i32 asm "lop3.b32 $0, $1, 0x00F000F0, $2, 0xEA;", "=r,r,r"(i32 %x, i32 1677747200)
+  %a2 = call i32 asm "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r"(i32 %s, i32 1677747200)
+  %a3 = call i32 asm "lop3.b32 $0, $1, 0x00F000F0, $2, 0xEA;", "=r,r,r"(i32 %s, i32 1677747200)
+  %y0 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a0, i32 %f, i32 %o)
+  %y1 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a1, i32 %f16, i32 %o16)
+  %y2 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a2, i32 %f, i32 %o)
+  %y3 = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %a3, i32 %f16, i32 %o16)
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  store i32 %y2, i32* %p2
+  store i32 %y3, i32* %p3
+  ret void
+}
+
+; two halves: x s + b, each rounded once
+define void @scale_halves(i32* %r, i32* %px, i32* %ps, i32* %pb) alwaysinline {
+  %x = load i32, i32* %px
+  %s = load i32, i32* %ps
+  %b = load i32, i32* %pb
+  %y = call i32 asm "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"(i32 %x, i32 %s, i32 %b)
+  store i32 %y, i32* %r
+  ret void
+}
+
+; the two lower bytes of x and of y, by turns
+define void @low_bytes(i32* %r, i32* %px, i32* %py) alwaysinline {
+  %x = load i32, i32* %px
+  %y = load i32, i32* %py
+  %z = call i32 asm "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r"(i32 %x, i32 %y)
+  store i32 %z, i32* %r
+  ret void
+}
+
+; the two upper bytes of x and of y, by turns
+define void @high_bytes(i32* %r, i32* %px, i32* %py) alwaysinline {
+  %x = load i32, i32* %px
+  %y = load i32, i32* %py
+  %z = call i32 asm "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r"(i32 %x, i32 %y)
+  store i32 %z, i32* %r
+  ret void
+}
+
+; the lower half of x, and above it that of y
+define void @low_halves(i32* %r, i32* %px, i32* %py) alwaysinline {
+  %x = load i32, i32* %px
+  %y = load i32, i32* %py
+  %z = call i32 asm "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r"(i32 %x, i32 %y)
+  store i32 %z, i32* %r
+  ret void
+}
+
+; the upper half of y, and below it that of x
+define void @high_halves(i32* %r, i32* %px, i32* %py) alwaysinline {
+  %x = load i32, i32* %px
+  %y = load i32, i32* %py
+  %z = call i32 asm "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r"(i32 %x, i32 %y)
+  store i32 %z, i32* %r
+  ret void
+}

@@ -1,43 +1,36 @@
-"""Attention by the tensor cores of CUDA, for float16 and bfloat16: S^T = K Q^T and O^T = V^T P^T, all in registers.
+"""Attention by the tensor cores of CUDA, over halves or codes: S^T = K Q^T and O^T = V^T P^T, all in registers.
 
 A warp takes 16 keys at a time. Its lanes read K and V as fragments of `mma.sync.m16n8k16`: the order of a head's
 columns is free in both products, so each lane takes whole words. The scores come out transposed, which is nearly what
 the second product takes in: their exponentials are rounded to halves, and 8 x 8 of them at a time are turned by two
 shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
 merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
-(`staged`) or from the cache of their multiprocessor.
+(`staged`) or from the cache of their multiprocessor. How K and V become fragments is in `tensor_halves`, and for what
+is kept as codes in `tensor_codes`.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
 """
 
-import functools
-import pathlib
 from typing import NamedTuple
 
-from tikv.kernels.attention import staged
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
-from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
-from tikv.kernels.attention.softmax import make_logit, make_store_lse
+from tikv.kernels.attention import staged, tensor_codes, tensor_halves
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets
+from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, array_types
+from tikv.kernels.attention.softmax import make_store_lse
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.tensor_instructions import ROWS, WARPS, instructions
 from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
 from tikv.kernels.codec import SIZE, WORD, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
-from tikv.runtime import engine_in_use, ti
+from tikv.runtime import ti
 
-SOURCE = pathlib.Path(__file__).with_name("tensor_cores.ll")
-BITCODE = SOURCE.with_suffix(".bc")  # llvm-as-14 tensor_cores.ll -o tensor_cores.bc
-WORD_BITS = 64
 ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
-CODES = ("f16", "bf16")  # of K, V and q
+HALVES = ("f16", "bf16")  # of K, V and q; else they are codes
 WIDTHS = range(64, 257, 32)  # of K and V
-ROWS = 8  # of a product
-WARPS = BLOCK // 32
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
 KEY_DISTANCES = [16, 8, 4]  # of lanes that have other keys of the same rows
 FAR = 1 << 30  # beyond every index of a key
-ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
-INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}  # the exponent of infinities and NaNs
 
 
 class Tile(NamedTuple):
@@ -46,6 +39,7 @@ class Tile(NamedTuple):
     row_tiles: int  # of `ROWS` query rows, that each warp computes
     share_rows: bool  # the warps share out the rows; else the keys
     resident: int  # blocks that a multiprocessor holds at once; what registers a thread may use follows
+    filling: int = 2  # of them, which keep the memory busy
 
     @property
     def rows(self) -> int:
@@ -53,8 +47,10 @@ class Tile(NamedTuple):
         return ROWS * self.row_tiles * (WARPS if self.share_rows else 1)
 
 
-def tile_of(width: int, rows: int) -> Tile:
-    """The tile for heads of a width and so many query rows of a KV head."""
+def tile_of(width: int, rows: int, codes: bool = False) -> Tile:
+    """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as."""
+    if codes:
+        return Tile(1, rows > 2 * ROWS, 3, 3)
     if rows <= ROWS:
         return Tile(1, False, 4 if width <= 64 else 3 if width <= 128 else 2)
     if width > 128:
@@ -74,19 +70,16 @@ class Limits(NamedTuple):
 L = Limits()
 
 
-@functools.cache
-def instructions():
-    """The functions of `tensor_cores.ll`, to be called in kernels."""
-    return engine_in_use().bitcode(str(BITCODE))
-
-
 def make_attend_tensor(tile, parts, c):
     """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on CUDA.
 
-    K and V in words of 64 bits, four halves of one of `CODES`, and q of the same; rows in one piece that begin at
-    multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices as in `cpu.make_attend_cpu`.
+    K and V in words of 64 bits, four of one of `HALVES`, and q of the same; or codes that `tensor_codes` knows;
+    rows in one piece that begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices as in
+    `cpu.make_attend_cpu`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
+    if c.cache not in HALVES:
+        SC = tensor_codes.numbers_array(c)
     attend_task = make_attend_task(tile, parts, c)
 
     @ti.kernel
@@ -94,7 +87,7 @@ def make_attend_tensor(tile, parts, c):
                strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(block_dim=BLOCK)
         for i in range(q.shape[0]):
-            arrays = ti.static((q, k, v, lens, table, out, lse))
+            arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
             attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
 
     return attend
@@ -110,62 +103,65 @@ make_attend_tensor.pairs = (
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
     decode_task = make_decode_task("cuda", KEYS * (1 if x.share_rows else WARPS), c)
-    limits, load_queries = make_limits(ROWS * x.row_tiles, c), make_load_queries(x, c)
+    limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
-    load_keys, load_values = make_load_keys(c), make_load_values(c)
-    scores, add_tile = make_scores(x, c), make_add_tile(x, c)
+    add_tile = make_add_tile(x, f, c)
     STAGED = is_staged(x, c)
-    attend_staged = make_attend_staged(x, c) if STAGED else None
-    finish = (make_store_rows if x.share_rows else make_merge_warps)(x, parts, c)
-    G, NK, NV = x.row_tiles, c.width // KEYS, c.width_v // KEYS
+    attend_staged = make_attend_staged(x, f, c) if STAGED else None
+    attend_ahead = None if c.cache in HALVES else make_attend_ahead(x, f, c)
+    finish = (make_store_rows if x.share_rows else make_merge_warps)(x, f, parts, c)
+    G = x.row_tiles
     STEP = KEYS if x.share_rows else KEYS * WARPS
     EARLY = max(c.width, c.width_v) <= 128  # where there are registers for it
 
     @ti.func
     def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
-        q, k, v, lens, table, out, lse = ti.static(arrays)
+        q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         lane, warp = thread % 32, thread // 32
         row, ahead = task[T.row], warp * KEYS
         if ti.static(x.share_rows):
             row, ahead = task[T.row] + warp * ti.static(ROWS * G), 0
         seen = limits(row, visible, task, params)
-        qf = [ti.u32(0) for _ in range(2 * NK * G)]
-        load_queries(row, lane, task, q, qf, strides, params)
+        qf = [ti.u32(0) for _ in range(f.queries)]
+        f.load_queries(row, lane, task, q, qf, strides, params)
         m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: what is masked weighs nothing from the start
         l = [ti.f32(0.0) for _ in range(2 * G)]
-        acc = [ti.f32(0.0) for _ in range(4 * NV * G)]
+        acc = [ti.f32(0.0) for _ in range(f.results)]
         sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
         if ti.static(STAGED):
             attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+        elif ti.static(c.cache not in HALVES):
+            attend_ahead(lane, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
         else:
-            kf = [ti.u32(0) for _ in range(4 * NK)]
-            vf = [ti.u32(0) for _ in range(4 * NV)]
-            k_at = [0 for _ in range(2)]
-            v_at = [0 for _ in range(4)]
+            kf = [ti.u32(0) for _ in range(f.keys)]
+            vf = [ti.u32(0) for _ in range(f.values)]
+            k_slots = [0 for _ in range(2)]
+            v_slots = [0 for _ in range(4)]
             counts = [0 for _ in range(6)]  # whether a lane's two keys count, and its four rows of V
             at = seen[L.begin] + ahead
             block = look_up(at, seen, visible, task, table, strides, params)
             coming = look_up(at + STEP, seen, visible, task, table, strides, params)
             if ti.static(EARLY):
                 if seen[L.begin] < seen[L.end]:
-                    find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
-                    load_keys(lane, k_at, k, kf)
+                    find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
+                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
             for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
                 # What is read next is always under way: V during the first product, the next keys during the second.
                 if ti.static(not EARLY):
-                    find_keys(at, block, lane, seen, visible, task, table, k_at, strides, params)
-                    load_keys(lane, k_at, k, kf)
-                whole = find_values(at, block, lane, seen, visible, task, table, v_at, counts, strides, params)
-                load_values(lane, v_at, v, vf)
+                    find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
+                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
+                whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
+                f.load_values(lane, v_slots, task, v, v_scale, vf, strides)
                 p = [ti.f32(0.0) for _ in range(4 * G)]
-                scores(kf, qf, p, scalars)
+                f.scores(kf, qf, p, scalars)
                 if ti.static(EARLY):
-                    find_keys(at + STEP, coming, lane, seen, visible, task, table, k_at, strides, params)
-                    load_keys(lane, k_at, k, kf)
+                    find_keys(at + STEP, coming, lane, seen, visible, task, table, k_slots, strides, params)
+                    f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
                 block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
                 add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
                 at = at + STEP
+        f.settle(acc)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
@@ -173,17 +169,76 @@ def make_attend_task(x, parts, c):
     return attend_task
 
 
+def make_fragments(x, c):
+    """How K, V and the queries of these choices become what tensor cores multiply."""
+    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, c)
+
+
 def is_staged(x, c) -> bool:
     """Whether the block reads K and V into shared memory."""
     return (
         x.share_rows
+        and c.cache in HALVES
         and c.width == c.width_v
         and c.width in staged.WIDTHS
         and (c.place != "table" or has_whole_tiles(c))
     )
 
 
-def make_attend_staged(x, c):
+def make_attend_ahead(x, f, c):
+    """attend_ahead(lane, row, ahead, seen, ...): the loop over the keys of a warp where a tile takes few registers.
+
+    The next tile's K and V are read while this one's are used: as many bytes are under way as of wider tiles.
+    """
+    look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
+    add_tile = make_add_tile(x, f, c)
+    STEP = KEYS if x.share_rows else KEYS * WARPS
+
+    @ti.func
+    def attend_ahead(lane, row, ahead, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
+                     l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
+                     scalars):  # fmt: skip
+        k, v, table, k_scale, v_scale = ti.static((arrays[1], arrays[2], arrays[4], arrays[5], arrays[6]))
+        kf = [ti.u32(0) for _ in range(f.keys)]
+        vf = [ti.u32(0) for _ in range(f.values)]
+        next_kf = [ti.u32(0) for _ in range(f.keys)]
+        next_vf = [ti.u32(0) for _ in range(f.values)]
+        k_slots = [0 for _ in range(2)]
+        v_slots = [0 for _ in range(4)]
+        counts = [0 for _ in range(6)]  # whether a lane's two keys count, and its four rows of V
+        at = seen[L.begin] + ahead
+        block = look_up(at, seen, visible, task, table, strides, params)
+        coming = look_up(at + STEP, seen, visible, task, table, strides, params)
+        next_whole = 0
+        if seen[L.begin] < seen[L.end]:
+            find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
+            f.load_keys(lane, k_slots, task, k, k_scale, next_kf, strides)
+            next_whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
+            f.load_values(lane, v_slots, task, v, v_scale, next_vf, strides)
+        for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
+            whole = next_whole
+            for i in ti.static(range(f.keys)):
+                kf[i] = next_kf[i]
+            for i in ti.static(range(f.values)):
+                vf[i] = next_vf[i]
+            find_keys(at + STEP, coming, lane, seen, visible, task, table, k_slots, strides, params)
+            f.load_keys(lane, k_slots, task, k, k_scale, next_kf, strides)
+            next_whole = find_values(at + STEP, coming, lane, seen, visible, task, table, v_slots, counts, strides,
+                                     params)  # fmt: skip
+            f.load_values(lane, v_slots, task, v, v_scale, next_vf, strides)
+            later = look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
+            p = [ti.f32(0.0) for _ in range(4 * x.row_tiles)]
+            f.scores(kf, qf, p, scalars)
+            if whole == 0:
+                find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
+            add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+            block, coming = coming, later
+            at = at + STEP
+
+    return attend_ahead
+
+
+def make_attend_staged(x, f, c):
     """attend_staged(thread, row, seen, ...): the loop over the keys where the block has them in shared memory.
 
     All warps go through the keys that some row of the block sees, and each computes those that its own see.
@@ -192,8 +247,8 @@ def make_attend_staged(x, c):
     look_up, slot_behind, find_values = make_look_up(c), make_slot_behind(c), make_find_values(c)
     fetch, put = staged.make_fetch(slot_behind, has_whole_tiles(c), c), staged.make_put(c)
     take_keys, take_values = staged.make_take_keys(c), staged.make_take_values(c)
-    scores, add_tile = make_scores(x, c), make_add_tile(x, c)
-    G, NK, NV, STEP = x.row_tiles, c.width // KEYS, c.width_v // KEYS, staged.STAGED_KEYS
+    add_tile = make_add_tile(x, f, c)
+    G, STEP = x.row_tiles, staged.STAGED_KEYS
     WORDS = STEP * staged.words_of(c)
 
     @ti.func
@@ -205,9 +260,9 @@ def make_attend_staged(x, c):
         values = ti.simt.block.SharedArray((WORDS,), ti.u64)
         lane = thread % 32
         held = [ti.u64(0) for _ in range(2 * staged.words_of_a_thread(c))]
-        kf = [ti.u32(0) for _ in range(4 * NK)]
-        vf = [ti.u32(0) for _ in range(4 * NV)]
-        v_at = [0 for _ in range(4)]
+        kf = [ti.u32(0) for _ in range(f.keys)]
+        vf = [ti.u32(0) for _ in range(f.values)]
+        v_slots = [0 for _ in range(4)]
         counts = [0 for _ in range(6)]
         blocks = [0 for _ in range(2)]  # of the pool: of the tiles in shared memory
         coming = [0 for _ in range(2)]  # of those that are being read
@@ -233,10 +288,10 @@ def make_attend_staged(x, c):
                 here = at + tile * KEYS
                 if here < seen[L.end] and here + KEYS > seen[L.begin]:
                     block = ti.select(tile == 0, blocks[0], blocks[1])
-                    whole = find_values(here, block, lane, seen, visible, task, table, v_at, counts, strides, params)
+                    whole = find_values(here, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
                     take_keys(tile * KEYS, lane, keys, kf)
                     p = [ti.f32(0.0) for _ in range(4 * G)]
-                    scores(kf, qf, p, scalars)
+                    f.scores(kf, qf, p, scalars)
                     take_values(tile * KEYS, lane, values, vf)
                     add_tile(here, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
             at = at + STEP
@@ -244,11 +299,10 @@ def make_attend_staged(x, c):
     return attend_staged
 
 
-def make_add_tile(x, c):
+def make_add_tile(x, f, c):
     """add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, ...): a tile's logits and V into the results."""
     exp2 = instructions().exp2
-    mask, clear = make_mask(x, c), make_clear(c)
-    rescale, add_values = make_rescale(x, c), make_add_values(x, c)
+    mask, rescale = make_mask(x, c), make_rescale(x, c)
     G = x.row_tiles
 
     @ti.func
@@ -256,7 +310,7 @@ def make_add_tile(x, c):
                  l: ti.template(), acc: ti.template(), sums: ti.template(), visible, params):  # fmt: skip
         if whole == 0:
             mask(at, row, lane, counts, p, visible, params)
-            clear(counts, vf)
+            f.clear(counts, vf)
         grown = 0
         for r in ti.static(range(2 * G)):
             top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
@@ -269,7 +323,7 @@ def make_add_tile(x, c):
             p[i] = weight
         for r in ti.static(range(2 * G)):
             l[r] += p[ti.static(r // 2 * 4 + r % 2)] + p[ti.static(r // 2 * 4 + r % 2 + 2)]
-        add_values(lane, p, vf, acc, sums)
+        f.add_values(lane, p, vf, acc, sums)
 
     return add_tile
 
@@ -303,24 +357,6 @@ def make_limits(count, c):
         return ti.Vector([begin, end, low, high])
 
     return limits
-
-
-def make_load_queries(x, c):
-    """load_queries(row, lane, task, q, qf, ...): a lane's fragments of Q^T, two for each tile and 16 columns."""
-    query_row = make_query_row(c)
-    NK = c.width // KEYS
-
-    @ti.func
-    def load_queries(row, lane, task, q: ti.template(), qf: ti.template(), strides, params):
-        for g in ti.static(range(x.row_tiles)):
-            r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
-            at = query_row(task[T.sequence], task[T.head], r, strides, params) + (lane & 3) * 8
-            for n in ti.static(range(2 * NK)):
-                column = at + ti.static(n // 4 * 32 + n % 4 * 2)
-                low, high = ti.cast(q[column], ti.u32), ti.cast(q[column + 1], ti.u32)
-                qf[ti.static(g * 2 * NK) + n] = low | (high << ti.u32(16))
-
-    return load_queries
 
 
 def make_look_up(c):
@@ -373,28 +409,29 @@ def make_slot_behind(c):
 
 
 def make_find_keys(c):
-    """find_keys(at, block, lane, seen, ..., k_at, ...): where the lane's two rows of K begin."""
-    slot_behind, (k_offset, _, _) = make_slot_behind(c), make_slot_offsets(c)
+    """find_keys(at, block, lane, seen, ..., slots, ...): the slots of the lane's two keys."""
+    slot_behind = make_slot_behind(c)
 
     @ti.func
-    def find_keys(at, block, lane, seen, visible, task, table: ti.template(), k_at: ti.template(), strides, params):
+    def find_keys(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(), strides,
+                  params):  # fmt: skip
         for i in ti.static(range(2)):
             behind = (lane >> 2) + ti.static(i * 8)
             slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
-            k_at[i] = task[T.k_first] + k_offset(ti.max(slot, 0), strides)
+            slots[i] = ti.max(slot, 0)
 
     return find_keys
 
 
 def make_find_values(c):
-    """find_values(at, block, lane, seen, ..., v_at, counts, ...) -> 1 if every row sees every key of the tile.
+    """find_values(at, block, lane, seen, ..., slots, counts, ...) -> 1 if every row sees every key of the tile.
 
-    Fills in where the lane's four rows of V begin, and which of its two keys and of these are the task's.
+    Fills in the slots of the lane's four rows of V, and which of its two keys and of these are the task's.
     """
-    slot_behind, (_, v_offset, _) = make_slot_behind(c), make_slot_offsets(c)
+    slot_behind = make_slot_behind(c)
 
     @ti.func
-    def find_values(at, block, lane, seen, visible, task, table: ti.template(), v_at: ti.template(),
+    def find_values(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(),
                     counts: ti.template(), strides, params):  # fmt: skip
         whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
         if ti.static(c.masked):
@@ -412,7 +449,7 @@ def make_find_values(c):
                     missing = ti.select(slot < 0, 1, missing)
                     counts[i] = ti.select(slot < 0, 0, counts[i])
                 if ti.static(i >= 2):
-                    v_at[ti.static(i - 2)] = task[T.v_first] + v_offset(ti.max(slot, 0), strides)
+                    slots[ti.static(i - 2)] = ti.max(slot, 0)
         if ti.static(c.place == "table"):
             if ti.static(not has_whole_tiles(c)):
                 missing = ti.simt.warp.any_nonzero(ti.u32(ALL), missing)
@@ -420,63 +457,6 @@ def make_find_values(c):
         return whole
 
     return find_values
-
-
-def make_load_keys(c):
-    """load_keys(lane, k_at, k, kf): start to read a lane's words of a tile's keys, two side by side of every eight."""
-    NK = c.width // KEYS
-
-    @ti.func
-    def load_keys(lane, k_at: ti.template(), k: ti.template(), kf: ti.template()):
-        for i in ti.static(range(2)):
-            first = k_at[i] + (lane & 3) * 2
-            for n in ti.static(range(NK)):
-                word = k[first + ti.static(n // 2 * 8 + n % 2)]
-                kf[ti.static(2 * NK * i + 2 * n)] = ti.cast(word, ti.u32)
-                kf[ti.static(2 * NK * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
-
-    return load_keys
-
-
-def make_load_values(c):
-    """load_values(lane, v_at, v, vf): the same of its values, two side by side of every 16, or one of the last 8."""
-    NV = c.width_v // KEYS
-    pairs = NV // 4 * 2  # words that have a neighbour
-
-    @ti.func
-    def load_values(lane, v_at: ti.template(), v: ti.template(), vf: ti.template()):
-        for i in ti.static(range(4)):
-            first = v_at[i] + (lane >> 2) * 2
-            for n in ti.static(range(NV // 2)):
-                at = first + ti.static(n // 2 * 16 + n % 2)
-                if ti.static(n >= pairs):
-                    at = v_at[i] + (lane >> 2) + ti.static(n // 2 * 16)
-                word = v[at]
-                vf[ti.static(NV * i + 2 * n)] = ti.cast(word, ti.u32)
-                vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
-
-    return load_values
-
-
-def make_scores(x, c):
-    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
-    multiply, logit_of = getattr(instructions(), f"multiply_{c.cache}"), make_logit(c)
-    NK = c.width // KEYS
-
-    @ti.func
-    def scores(kf: ti.template(), qf: ti.template(), p: ti.template(), scalars):
-        for g in ti.static(range(x.row_tiles)):
-            s = [ti.f32(0.0) for _ in range(8)]  # two sums, so that no product waits for the one before
-            for n in ti.static(range(NK)):
-                o, a, b = ti.static(n % 2 * 4, 2 * n, 2 * NK * g + 2 * n)
-                multiply(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)], kf[a],
-                         kf[ti.static(2 * NK + a)], kf[ti.static(a + 1)], kf[ti.static(2 * NK + a + 1)], qf[b],
-                         qf[ti.static(b + 1)])  # fmt: skip
-            for i in ti.static(range(4)):
-                found = s[i] + s[ti.static(i + 4)]
-                p[ti.static(4 * g + i)] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
-
-    return scores
 
 
 def make_mask(x, c):
@@ -498,28 +478,6 @@ def make_mask(x, c):
                 p[n] = ti.select(found != 0, p[n], ti.f32(MASKED))
 
     return mask
-
-
-def make_clear(c):
-    """clear(counts, vf): zeros for what has no weight and may be infinite: rows of V that nobody sees.
-
-    Where rows of a task see different keys, the infinities and NaNs of all that lie in a tile with such keys.
-    """
-    INF, NV = INFINITE[c.cache], c.width_v // KEYS
-
-    @ti.func
-    def clear(counts: ti.template(), vf: ti.template()):
-        for i in ti.static(range(4)):
-            for n in ti.static(range(NV)):
-                y = vf[ti.static(i * NV + n)]
-                if ti.static(c.masked):
-                    y = ti.select((y & ti.u32(INF)) == ti.u32(INF), y & ti.u32(0xFFFF0000), y)
-                    y = ti.select((y & ti.u32(INF << 16)) == ti.u32(INF << 16), y & ti.u32(0xFFFF), y)
-                else:
-                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
-                vf[ti.static(i * NV + n)] = y
-
-    return clear
 
 
 def make_rescale(x, c):
@@ -544,63 +502,11 @@ def make_rescale(x, c):
     return rescale
 
 
-def make_add_values(x, c):
-    """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`."""
-    ext = instructions()
-    multiply, multiply_rows = getattr(ext, f"multiply_{c.cache}"), getattr(ext, f"multiply_rows_{c.cache}")
-    pack = getattr(ext, f"pack_{c.cache}")
-    NV = c.width_v // KEYS
-
-    @ti.func
-    def turned(y, lane):
-        """The 8 x 8 halves that the warp holds, transposed."""
-        source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
-        bits = ti.bit_cast(y, ti.i32)
-        low = ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), bits, source), ti.u32)
-        high = ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), bits, source + 4), ti.u32)
-        return ((low >> shift) & ti.u32(0xFFFF)) | ((high >> shift) << ti.u32(16))
-
-    @ti.func
-    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
-        ones = ti.u32(ONES[c.cache])
-        for g in ti.static(range(x.row_tiles)):
-            b = [ti.u32(0) for _ in range(2)]
-            for i in ti.static(range(2)):
-                word = ti.u32(0)
-                pack(word, p[ti.static(4 * g + 2 * i)], p[ti.static(4 * g + 2 * i + 1)])
-                b[i] = turned(word, lane)
-            o = ti.static(4 * g)
-            multiply(sums[o], sums[ti.static(o + 1)], sums[ti.static(o + 2)], sums[ti.static(o + 3)], ones, ones, ones,
-                     ones, b[0], b[1])  # fmt: skip
-            for t in ti.static(range(NV)):
-                a = ti.static((g * NV + t) * 4)
-                multiply_rows(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)], vf[t],
-                              vf[ti.static(NV + t)], vf[ti.static(2 * NV + t)], vf[ti.static(3 * NV + t)], b[0],
-                              b[1])  # fmt: skip
-
-    return add_values
-
-
-def make_column_of(c):
-    """column_of(t, lane) -> the first of the two columns of the result that a lane has in fragment t of O^T."""
-    pairs = c.width_v // (4 * KEYS) * 2  # as in `make_load_values`
-
-    @ti.func
-    def column_of(t: ti.template(), lane):
-        n = ti.static(t // 2)
-        column = ti.static(n // 2 * 64 + n % 2 * 4 + t % 2 * 2) + (lane >> 2) * 8
-        if ti.static(n >= pairs):
-            column = ti.static(n // 2 * 64 + t % 2 * 2) + (lane >> 2) * 4
-        return column
-
-    return column_of
-
-
-def make_store_rows(x, parts, c):
+def make_store_rows(x, f, parts, c):
     """finish(...) where warps share out the rows: each lane stores its columns of two rows a tile."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
-    store, column_of = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_column_of(c)
-    in_pairs = not parts and c.out in CODES  # float32 results, as of `extend`'s two parts, are stored as they are
+    store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
+    in_pairs = not parts and c.out in HALVES  # float32 results, as of `extend`'s two parts, are stored as they are
     pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
     NV = c.width_v // KEYS
 
@@ -618,27 +524,27 @@ def make_store_rows(x, parts, c):
                     inverse = ti.f32(1.0) / sums[i]
                 for t in ti.static(range(NV)):
                     a = ti.static((r // 2 * NV + t) * 4 + r % 2)
-                    to = at + column_of(t, lane)
+                    to = at + f.column_of(t, lane)
                     y, z = acc[a] * inverse, acc[ti.static(a + 2)] * inverse
                     if ti.static(not in_pairs):
                         store(out, to, ti.Vector([y]), ti.f32(1.0))
-                        store(out, to + 1, ti.Vector([z]), ti.f32(1.0))
+                        store(out, to + f.apart, ti.Vector([z]), ti.f32(1.0))
                     else:
                         both = ti.u32(0)
                         pack(both, y, z)
                         out[to] = ti.cast(both, ti.u16)
-                        out[to + 1] = ti.cast(both >> ti.u32(16), ti.u16)
+                        out[to + f.apart] = ti.cast(both >> ti.u32(16), ti.u16)
                 if lane < 4:
                     store_lse(lse, lse_at, m[r], l[r], scalars)
 
     return store_rows
 
 
-def make_merge_warps(x, parts, c):
+def make_merge_warps(x, f, parts, c):
     """finish(...) where warps share out the keys: their results in shared memory, then the task's rows."""
     exp2 = instructions().exp2
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
-    store, column_of = make_store(c.out, 1, SIZE[c.out] * 8, "cuda"), make_column_of(c)
+    store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
     DV, NV = c.width_v, c.width_v // KEYS
 
     @ti.func
@@ -668,7 +574,7 @@ def make_merge_warps(x, parts, c):
                 for t in ti.static(range(NV)):
                     for u in ti.static(range(2)):
                         y = acc[ti.static((g * NV + t) * 4 + e + 2 * u)] * fade
-                        results[(r * WARPS + warp) * DV + column_of(t, lane) + u] = y
+                        results[(r * WARPS + warp) * DV + f.column_of(t, lane) + u * f.apart] = y
             ti.simt.block.sync()
             first = row + ti.static(g * ROWS)
             for n in range(ti.min(ti.static(min(ROWS, c.rows - g * ROWS)), params[P.queries] * c.group - first)):

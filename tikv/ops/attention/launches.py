@@ -419,6 +419,12 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
         return found[0], found[1]
+    if cache.tile is not None and (cache.k.format is not None or k.dtype is dtypes.int8):
+        from tikv.kernels.attention import tensor_codes
+
+        kept = cache.k.format.name if cache.k.format else k.dtype.short
+        bits = tensor_codes.word_bits(kept, cache.width, cache.width_v)
+        return bits, bits
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
     widest = 0

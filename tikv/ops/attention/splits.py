@@ -14,7 +14,6 @@ SERIAL_PRODUCTS = 1 << 18  # on CPU, below this one thread is done before anothe
 GPU_BLOCKS = {"cuda": 1056, "vulkan": 64, "metal": 256, "amdgpu": 256}  # thread blocks that fill a device
 RESIDENT = (3, 4, 5, 6)  # blocks that a CUDA multiprocessor holds at once, by kernel
 BUSY = 0.9  # of the multiprocessors, on average over the blocks' waves: enough
-FILLING = 2  # blocks of tensor cores on a multiprocessor that keep the memory busy
 FILLED, FEW_IDLE = 0.95, 0.85  # of so many blocks, and of the places in the waves of more than there is room for
 EVEN_KEYS = 16  # a multiple of which `least_share` is, so that the parts stay as they are for some tokens
 MASS_KEYS = 512  # of a part of the mass, about: enough parts to fill a device, none of which takes long
@@ -81,7 +80,7 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
     tasks = tasks_of_split(query, cache)
     most = max(1, min(keys // LEAST_KEYS, 128))
     if cache.tile is not None:
-        return fewest_splits(tasks, most, launch.multiprocessors(live), cache.tile.resident)
+        return fewest_splits(tasks, most, launch.multiprocessors(live), cache.tile.resident, cache.tile.filling)
     wanted = 4 * live.threads if live.is_cpu else GPU_BLOCKS[live.arch]
     least = min(-(-wanted // tasks) if tasks < wanted else 1, most)
     return whole_waves(tasks, least, most, launch.multiprocessors(live)) if live.is_cuda else least
@@ -113,17 +112,18 @@ def whole_waves(tasks: int, least: int, most: int, multiprocessors: int, residen
 
 
 @functools.cache
-def fewest_splits(tasks: int, most: int, multiprocessors: int, resident: int) -> int:
+def fewest_splits(tasks: int, most: int, multiprocessors: int, resident: int, filling: int) -> int:
     """The fewest parts with which the tensor cores' kernel keeps the memory busy, of which some hold `resident` blocks.
 
-    Two blocks on each multiprocessor do, since they read at any time. More blocks than there is room for have to leave
-    few places idle in their last wave. On an H200 256 tasks of 8,192 keys in 1 part take 265 us, in 3 parts 281.
+    `filling` blocks on each multiprocessor do: two of float16, since they read at any time. More blocks than there is
+    room for have to leave few places idle in their last wave. On an H200 256 tasks of 8,192 keys in 1 part take 265 us,
+    in 3 parts 281.
     """
     found, best = 1, 0.0
     for splits in range(1, most + 1):
         blocks, room = tasks * splits, multiprocessors * resident
         waves = blocks / room
-        busy = min(1.0, blocks / (FILLING * multiprocessors)) if waves <= 1 else waves / math.ceil(waves)
+        busy = min(1.0, blocks / (filling * multiprocessors)) if waves <= 1 else waves / math.ceil(waves)
         if busy >= (FILLED if waves <= 1 else FEW_IDLE):
             return splits
         if busy > best:

@@ -18,11 +18,13 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     from tikv.kernels.attention import tensor_cores
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    if k.dtype.short not in tensor_cores.CODES:
-        return f"K and V are {k.dtype.name}"
-    if v.dtype is not k.dtype or q.dtype is not k.dtype:
+    kept = kept_as(arrays, cache)
+    if kept not in tensor_cores.HALVES:
+        if reason := _why_not_codes(kept, q, cache):
+            return reason
+    elif v.dtype is not k.dtype or q.dtype is not k.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name}, V {v.dtype.name}"
-    if cache.width not in tensor_cores.WIDTHS or cache.width_v not in tensor_cores.WIDTHS:
+    elif cache.width not in tensor_cores.WIDTHS or cache.width_v not in tensor_cores.WIDTHS:
         return f"heads are {cache.width} and {cache.width_v} wide"
     if cache.k.inner[0] or cache.v.inner[0]:
         return "rows lie in pieces"
@@ -33,6 +35,37 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     return ""
 
 
+def kept_as(arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
+    """How K is kept, as `Choices.cache` has it."""
+    return cache.k.format.name if cache.k.format else arrays["k"].dtype.short
+
+
+def _why_not_codes(kept: str, q: ArrayView, cache: CacheLayout) -> str:
+    """`why_not_tensor_cores` of what follows from K and V as codes."""
+    from tikv.kernels.attention import tensor_codes
+
+    if tensor_codes.codes_of(kept, cache.width) is None or not cache.alike:
+        return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
+    if q.dtype.short not in tensor_codes.QUERIES:
+        return f"q is {q.dtype.name}, over codes"
+    if cache.width not in tensor_codes.WIDTHS or cache.width_v not in tensor_codes.WIDTHS:
+        return f"heads are {cache.width} and {cache.width_v} wide"
+    if not tensor_codes.word_bits(kept, cache.width, cache.width_v):
+        return f"lanes share no whole words of {kept} in heads {cache.width} and {cache.width_v} wide"
+    scales = [a.dtype.short for a in cache.scales]
+    if scales != ["f16", "f16"]:
+        return f"scales are {cache.scales[0].dtype.name}"
+    both = 2 * cache.scales[0].dtype.itemsize
+    places = (*(a.ptr or 0 for a in cache.scales), *(a.offset for a in cache.scales))
+    if (
+        cache.k.format
+        and cache.k.format.numbers == 2
+        and (any(at % both for at in places) or any(n % 2 for n in cache.scale_strides))
+    ):
+        return f"not every scale and its bias begin at a multiple of {both} bytes"
+    return ""
+
+
 def choose_tile(live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout) -> Any:
     """How the tensor cores' work is shared out, a `Tile`; None where the other kernels serve."""
     if why_not_tensor_cores(live, arrays, cache):
@@ -40,4 +73,5 @@ def choose_tile(live: runtime.Runtime, arrays: dict[str, ArrayView], query: Quer
     from tikv.kernels.attention import tensor_cores
 
     rows = query.heads // cache.heads * query.queries
-    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows)
+    codes = kept_as(arrays, cache) not in tensor_cores.HALVES
+    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes)

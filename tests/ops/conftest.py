@@ -1,0 +1,32 @@
+"""Fixtures of the tests of CUDA's tensor cores."""
+
+import pytest
+
+from tikv import runtime
+from tikv.launch.cuda import driver
+from tikv.ops.attention import tensor_cores
+
+
+@pytest.fixture
+def tiles(monkeypatch, request):
+    """The tiles that plans of this test got."""
+    found = []
+    choose = tensor_cores.choose_tile
+
+    def choose_and_tell(*arguments):
+        found.append(choose(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
+    runtime.current().plans.clear()
+    yield found
+    assert found, "no plan was made"
+    assert all(tile is not None for tile in found), "the tensor cores were not used"
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """A driver that tells of a GPU with tensor cores."""
+    monkeypatch.setattr(driver, "generation", lambda: 8)
+    monkeypatch.setattr(driver, "multiprocessors", lambda: 132)
+    return monkeypatch

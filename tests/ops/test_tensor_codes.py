@@ -1,0 +1,192 @@
+"""Attention by CUDA's tensor cores over codes, against the float64 oracle over the numbers that they stand for.
+
+Numbers of V are rounded to halves before they meet their weights, which are as well.
+"""
+
+import numpy as np
+import oracle
+import pytest
+from ops.test_tensor_cores import CUDA, check, given, make, on_cuda
+
+import tikv
+from tikv import dtypes, launch, runtime
+from tikv.formats import FORMATS
+from tikv.ops.attention import tensor_cores
+
+GROUPS = ["quant8_64", "quant4_64", "q8_0", "q4_0", "quant8_32", "quant4_32", "quant8_128", "quant4_128"]
+LENS = (300, 1, 0, 64, 17)
+
+
+class Coded:
+    """A `Case` or `Pages` of float16 whose K and V become codes."""
+
+    def __init__(self, rng, arch, name, place="linear", *, query="float16", spoil=False, times=1.0, **options):
+        self.case, self.cache = make(rng, place, dtype="int8" if name == "int8" else "float16", **options)
+        self.case.query_dtype = query
+        self.case.q = self.case.q.astype(dtypes.parse(query, "test").numpy)
+        if name == "int8":
+            return
+        for side in ("k", "v"):
+            numbers = getattr(self.cache, side)
+            unseen = np.isnan(numbers).any(axis=-1)
+            coded = tikv.quantize(oracle.place((numbers * np.float16(times)).astype(np.float16), arch), name)
+            if spoil:  # what nobody sees may be anything
+                import torch
+
+                kept = [coded.scales] + ([] if coded.biases is None else [coded.biases])
+                for array in map(torch.from_dlpack, kept):
+                    array[torch.from_numpy(unseen).to(array.device)] = np.nan
+            setattr(self.cache, side, coded)
+            rows = getattr(self.case, f"{side}_real").astype(np.float16) * np.float16(times)
+            real = oracle.to_numpy(tikv.dequantize(tikv.quantize(oracle.place(rows.astype(np.float16), arch), name)))
+            setattr(self.case, f"{side}_real", real.astype(np.float64))
+
+    def run(self, arch, monkeypatch, **asked):
+        place = oracle.place
+        monkeypatch.setattr(oracle, "place", lambda a, arch: a if isinstance(a, tuple) else place(a, arch))
+        return self.cache.run(arch, **asked)
+
+
+def attend(rng, arch, monkeypatch, name, place="linear", seen=None, asked=None, tolerance=1.0, **options):
+    """Compare with the oracle: `asked` goes to the call, `seen` to both."""
+    coded = Coded(rng, arch, name, place, **options)
+    got = coded.run(arch, monkeypatch, **(seen or {}), **(asked or {}))
+    check(coded.case, got, coded.case.expected(**(seen or {})), tolerance)
+
+
+@on_cuda
+@pytest.mark.parametrize("query", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["int8", *GROUPS])
+def test_formats(arch, rng, tiles, monkeypatch, name, query):
+    attend(rng, arch, monkeypatch, name, query=query, capacity=300, lens=LENS)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("group", [1, 5, 8, 12, 20])
+def test_groups_of_heads(arch, rng, tiles, monkeypatch, name, group):
+    attend(rng, arch, monkeypatch, name, group=group, capacity=300, lens=LENS)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD"])
+@pytest.mark.parametrize("queries", [None, 3, 40])
+def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, queries):
+    """Where a KV head has 4, 12 and 160 query rows."""
+    if place == "ring":
+        coded = Coded(rng, arch, name, queries=queries, lens=(98, 99, 100, 777, 41), ring=99, sinks=3, capacity=99)
+        check(coded.case, coded.run(arch, monkeypatch), coded.case.expected(window=99))
+        return
+    lens = LENS if queries is None else (300, 0, 64, 41)
+    for window in (None, 37):
+        attend(rng, arch, monkeypatch, name, place, {"window": window}, queries=queries, lens=lens, capacity=300)
+        monkeypatch.undo()
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("name", "width", "width_v"),
+    [
+        ("int8", 64, 64), ("int8", 64, 128), ("int8", 96, 96), ("quant8_64", 64, 64), ("quant4_64", 64, 64),
+        ("q4_0", 64, 64), ("q8_0", 96, 96), ("quant8_32", 96, 96),
+    ],
+)  # fmt: skip
+def test_widths(arch, rng, tiles, monkeypatch, name, width, width_v):
+    attend(rng, arch, monkeypatch, name, width=width, width_v=width_v, lens=(130, 20), capacity=130)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int8", "quant8_64", "quant4_64", "q4_0"])
+@pytest.mark.parametrize("page", [3, 16, 48])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_pages_and_splits(arch, rng, tiles, monkeypatch, name, page, splits):
+    form = {"page": page, "width": 64 if page == 3 else 128, "lens": (200, 64, 0, 33)}
+    attend(rng, arch, monkeypatch, name, "NHD", {"window": 70}, {"num_splits": splits}, **form)
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["quant8_64", "quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("queries", [None, 2])
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_what_nobody_sees_may_be_nan(arch, rng, tiles, monkeypatch, name, queries, place):
+    attend(rng, arch, monkeypatch, name, place, spoil=True, queries=queries, lens=(39, 23, 5))
+
+
+@on_cuda
+@pytest.mark.parametrize("query", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["quant8_64", "quant4_64", "q8_0"])
+def test_numbers_at_the_edge_of_float16(arch, rng, tiles, monkeypatch, name, query):
+    """Which codes may leave: one key stands for numbers up to 65,504, the others for some around 1."""
+    coded = Coded(rng, arch, name, query=query, lens=(300,), capacity=300)
+    numbers = coded.case.v_real.astype(np.float16)
+    numbers[:, :, 100:140] *= np.float16(60000 / 5)
+    numbers = np.clip(numbers, -65504, 65504)
+    coded.cache.v = tikv.quantize(oracle.place(numbers, arch), name)
+    coded.case.v_real = oracle.to_numpy(tikv.dequantize(coded.cache.v)).astype(np.float64)
+    coded.case.q[:] = coded.case.q / 100
+    got, want = coded.run(arch, monkeypatch), coded.case.expected()
+    check(coded.case, got, want)
+
+
+@on_cuda
+@pytest.mark.parametrize("times", [2.0**-9, 2.0**9])
+def test_small_and_large_queries_and_numbers(arch, rng, tiles, monkeypatch, times):
+    """Of bfloat16 queries a power of two is taken."""
+    coded = Coded(rng, arch, "quant8_64", query="bfloat16", lens=(300, 40), capacity=300)
+    coded.case.q[:] = coded.case.q * np.float32(times)
+    seen = {"scale": float(128**-0.5 / times)}
+    check(coded.case, coded.run(arch, monkeypatch, **seen), coded.case.expected(**seen))
+
+
+@on_cuda
+def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
+    attend(rng, arch, monkeypatch, "quant4_64", seen={"scale": 1.3, "softcap": 2.5}, lens=(40, 11), tolerance=2)
+    monkeypatch.undo()
+    attend(rng, arch, monkeypatch, "int8", seen={"causal": False}, queries=3, lens=(40, 11))
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int8", "quant8_32", "quant4_32"])
+def test_the_longest_kernels_are_one_function(arch, rng, tiles, monkeypatch, name):
+    seen = {"window": 60, "softcap": 5.0}
+    attend(rng, arch, monkeypatch, name, "NHD", seen, query="bfloat16", lens=(150, 9), queries=8, tolerance=2)
+    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+
+
+# --- without a GPU
+
+
+def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=None, at=0):
+    """As `given`, of codes."""
+    arrays, query, cache = given("float16", q_dtype, width, width_v)
+    kind = dtypes.int8 if name == "int8" else dtypes.uint32
+    arrays["k"].dtype = arrays["v"].dtype = kind
+    scales = [type(arrays["k"])(dtype=dtypes.parse(scale, "test"), ptr=at, offset=0) for _ in "kv"]
+    if name != "int8":
+        cache = cache._replace(k=cache.k._replace(format=FORMATS[name]), v=cache.v._replace(format=FORMATS[name]))
+    arrays |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    return arrays, query, cache._replace(scales=tuple(scales), scale_strides=(0, 0, 4, 8))
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"name": "int8"}, ""),
+        ({"name": "quant4_64", "q_dtype": "bfloat16"}, ""),
+        ({"name": "q4_0", "width": 64}, ""),
+        ({"name": "quant4_64", "q_dtype": "float32"}, "q is float32, over codes"),
+        ({"name": "quant3_64"}, "K and V are quant3_64"),
+        ({"name": "int8", "scale": "float32"}, "scales are float32"),
+        ({"name": "int8", "width": 256}, "256 and 256 wide"),
+        ({"name": "q4_0", "width": 96}, "no whole words of q4_0"),
+        ({"name": "quant8_64", "at": 2}, "not every scale and its bias begin at a multiple of 4 bytes"),
+    ],
+)
+def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):
+    arrays, query, cache = codes_given(**options)
+    found = tensor_cores.why_not_tensor_cores(CUDA, arrays, cache)
+    assert why in found
+    assert bool(why) == bool(found)
+    assert (tensor_cores.choose_tile(CUDA, arrays, query, cache) is None) == bool(why)

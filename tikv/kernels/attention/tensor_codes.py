@@ -1,0 +1,468 @@
+"""Fragments of tensor cores from codes of 8 or 4 bits: int8 with a scale a row, and groups with a scale, maybe a bias.
+
+A code becomes a half by its bits alone. Codes of K are the lowest bits of one, 2 ** -24 of what they are, and meet the
+queries so; their sums over a group, in float32, get the group's scale and bias. Queries become halves by a power of two
+for each row, which the logits get back. Codes of V are placed below the bits of 1024, of which that is then taken away;
+they become the numbers that they stand for, rounded to halves, and meet the weights as V of float16 does.
+
+A lane's words of a group hold columns that lie side by side in four lanes of K, in eight of V; which columns a product
+takes together is free.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from tikv.formats import FORMATS
+from tikv.kernels.attention.addresses import make_query_row, make_slot_offsets
+from tikv.kernels.attention.parameters import P, S, X
+from tikv.kernels.attention.softmax import make_logit
+from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import ROWS, Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.codec import make_bits_to_f32, scale_array, word_array
+from tikv.kernels.groups import has_halves, make_column
+from tikv.kernels.lanes import ALL
+from tikv.runtime import ti
+
+BITS = (8, 4)  # of a code
+QUERIES = ("f16", "bf16")
+WIDTHS = range(64, 129, 32)  # of K and V: of wider ones LLVM makes no single function
+WIDEST_READ = 16  # bytes
+LARGE = 9  # exponent of the power of two by which numbers are less where some would leave float16's range
+
+
+class Codes(NamedTuple):
+    """How the codes of a format lie."""
+
+    bits: int
+    zero: int  # which is taken from a code, as a number without a sign
+    flip: int  # the bits of a word of 32 that are turned to have numbers without signs
+    group: int  # codes of a row that share a scale
+    numbers: int  # of a group: a scale, or a scale and a bias
+
+
+class Pieces(NamedTuple):
+    """The parts of a row that a lane reads: each as many neighbouring words of 32 bits, in every so many lanes."""
+
+    count: int
+    words: int
+    codes: int  # of a piece
+
+
+def codes_of(cache: str, width: int) -> Codes | None:
+    """How codes of a cache lie in rows of a width; None for what is no codes that tensor cores take."""
+    if cache == "i8":
+        return Codes(8, 128, 0x80808080, width, 1)
+    row = FORMATS.get(cache)
+    if row is None or row.bits not in BITS:
+        return None
+    zero, flip = {"affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0)}[row.rule]
+    return Codes(row.bits, zero, flip, row.group, row.numbers)
+
+
+def pieces_of(codes: Codes, width: int, lanes: int, most: int) -> Pieces:
+    """The pieces of a row over so many lanes, in each of which lie `most` columns at most that share a scale."""
+    each = math.gcd(WIDEST_READ, math.gcd(most, width) * codes.bits // 8 // lanes)
+    return Pieces(width * codes.bits // 8 // lanes // max(1, each), each // 4, each * 8 // codes.bits)
+
+
+def pieces(cache: str, width: int, width_v: int) -> tuple[Pieces, Pieces]:
+    """The pieces of K, whose four lanes share a group, and of V, whose lanes need not."""
+    of_k, of_v = codes_of(cache, width), codes_of(cache, width_v)
+    return pieces_of(of_k, width, 4, of_k.group), pieces_of(of_v, width_v, 8, width_v)
+
+
+def word_bits(cache: str, width: int, width_v: int) -> int:
+    """Bits of the words that K and V are read in; 0 where pieces are no words of 32."""
+    least = min(piece.words for piece in pieces(cache, width, width_v))
+    return 64 if least >= 2 else 32 * least
+
+
+def numbers_array(c):
+    """The type of an array of scales: a scale and its bias are read together."""
+    return word_array(32) if codes_of(c.cache, c.width).numbers == 2 else scale_array(c.scale)
+
+
+def halves(x: float) -> int:
+    """Two equal halves."""
+    return int(np.float16(x).view(np.uint16)) * 0x10001
+
+
+def make_fragments(x, c):
+    """The `Fragments` of a tile for choices whose K and V are codes."""
+    key, value = codes_of(c.cache, c.width), codes_of(c.cache, c.width_v)
+    of_k, of_v = pieces(c.cache, c.width, c.width_v)
+    groups = c.width // key.group
+    queries = 2 * (c.width // KEYS) + 2 * groups + 2
+    return Fragments(
+        keys=2 * (of_k.count * of_k.words + groups),
+        values=4 * of_v.count * (of_v.words + 1),
+        queries=queries * x.row_tiles,
+        results=4 * (c.width_v // KEYS) * x.row_tiles + 1,
+        load_queries=make_load_queries(x, key, of_k, c),
+        load_keys=make_load_keys(key, of_k, c),
+        load_values=make_load_values(value, of_v, c),
+        scores=make_scores(x, key, of_k, c),
+        clear=make_clear(of_v, c),
+        add_values=make_add_values(x, value, of_v, c),
+        settle=make_settle(x, c),
+        column_of=make_column_of(value, of_v, c),
+        apart=16 if has_halves(c.cache) else 1,
+    )
+
+
+def pairs_of(codes: Codes) -> list[tuple[int, int]]:
+    """Which codes of a word the registers that it becomes hold."""
+    return [(0, 1), (2, 3)] if codes.bits == 8 else [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def times_of(codes: Codes, n: int) -> int:
+    """How many times its codes register n of a word is, as `make_to_small_halves` leaves them."""
+    return 16 if codes.bits == 4 and n % 2 else 1
+
+
+def make_load_queries(x, codes, piece, c):
+    """load_queries(row, lane, task, q, qf, ...): a lane's fragments of Q^T in the order of K's codes.
+
+    A row is multiplied by a power of two that makes its largest number one of float16's largest, and where a register
+    of codes is of 16 times its codes, by a 16th. Behind the fragments come, of two rows of each tile, the sums over
+    groups, 2 ** -24 of them, and what logits lack for that power and for codes that are as small.
+    """
+    query_row, column, to_f32 = make_query_row(c), make_column(c.cache), make_bits_to_f32(c.query)
+    multiply, pack = instructions().multiply_f16, instructions().pack_f16
+    NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
+    STEPS, SUMS = codes.group // KEYS, 2 * NK * G
+    POWERS = SUMS + 2 * GROUPS * G
+    COUNT = len(pairs_of(codes))
+    # Of each register, the places in a row of its two codes, less the lane's share.
+    places = [
+        (n * 4 * piece.codes + w * 32 // codes.bits + low, n * 4 * piece.codes + w * 32 // codes.bits + high)
+        for n in range(piece.count)
+        for w in range(piece.words)
+        for low, high in pairs_of(codes)
+    ]
+    shares = [1.0 / times_of(codes, n % COUNT) for n in range(2 * NK)]
+    ones = [halves(times_of(codes, n)) for n in range(2)]  # which undo them
+
+    @ti.func
+    def load_queries(row, lane, task, q: ti.template(), qf: ti.template(), strides, params):
+        for g in ti.static(range(G)):
+            r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
+            at = query_row(task[T.sequence], task[T.head], r, strides, params)
+            share = (lane & 3) * piece.codes
+            largest = ti.u32(0)
+            for n in ti.static(range(2 * NK)):
+                low = ti.cast(q[at + column(share + ti.static(places[n][0]))], ti.u32)
+                high = ti.cast(q[at + column(share + ti.static(places[n][1]))], ti.u32)
+                qf[ti.static(g * 2 * NK + n)] = low | (high << ti.u32(16))
+                largest = ti.max(largest, ti.max(low & ti.u32(0x7FFF), high & ti.u32(0x7FFF)))
+            for distance in ti.static([1, 2]):
+                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.cast(largest, ti.i32), distance)
+                largest = ti.max(largest, ti.cast(other, ti.u32))
+            exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(15)), ti.u32(253))
+            power = ti.bit_cast((ti.u32(127 + 15 + 127) - exponent) << ti.u32(23), ti.f32)
+            for n in ti.static(range(2 * NK)):
+                word = qf[ti.static(g * 2 * NK + n)]
+                low_half = to_f32(word & ti.u32(0xFFFF)) * power * ti.f32(shares[n])
+                high_half = to_f32(word >> ti.u32(16)) * power * ti.f32(shares[n])
+                both = ti.u32(0)
+                pack(both, low_half, high_half)
+                qf[ti.static(g * 2 * NK + n)] = both
+            for e in ti.static(range(2)):
+                lacking = lane_bits(exponent, (lane & 3) * 8 + e * 4)
+                qf[ti.static(POWERS + 2 * g + e)] = ti.min(lacking + ti.u32(24 - 15), ti.u32(254)) << ti.u32(23)
+            near, far = ti.u32(ones[0]), ti.u32(ones[1])
+            for j in ti.static(range(GROUPS)):
+                s = [ti.f32(0.0) for _ in range(4)]
+                for n in ti.static(range(STEPS)):
+                    b = ti.static(g * 2 * NK + 2 * (j * STEPS + n))
+                    multiply(s[0], s[1], s[2], s[3], near, near, far, far, qf[b], qf[ti.static(b + 1)])
+                for e in ti.static(range(2)):
+                    qf[ti.static(SUMS + 2 * (g * GROUPS + j) + e)] = ti.bit_cast(s[e] * ti.f32(2.0**-24), ti.u32)
+
+    return load_queries
+
+
+def make_scales_at(codes, first, c):
+    """scales_at(slot, task, strides): where the numbers of a row's groups begin, as `numbers_array` counts them."""
+    _, _, scale_offset = make_slot_offsets(c)
+
+    @ti.func
+    def scales_at(slot, task, strides):
+        at = strides[first] + task[T.scale_first] + scale_offset(slot, strides)
+        if ti.static(codes.numbers == 2):
+            at = at >> 1
+        return at
+
+    return scales_at
+
+
+def make_read(piece, word_bits):
+    """read(array, first, at, to): a piece's words of 32 bits, of which the first is word `first` of the array."""
+
+    @ti.func
+    def read(array: ti.template(), first, to: ti.template(), at: ti.template()):
+        if ti.static(word_bits == 32):
+            for w in ti.static(range(piece.words)):
+                to[ti.static(at + w)] = array[first + w]
+        else:
+            for w in ti.static(range(piece.words // 2)):
+                word = array[first + w]
+                to[ti.static(at + 2 * w)] = ti.cast(word, ti.u32)
+                to[ti.static(at + 2 * w + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
+
+    return read
+
+
+def make_load_keys(codes, piece, c):
+    """load_keys(lane, slots, task, k, k_scale, kf, strides): start to read a lane's pieces of two keys.
+
+    Behind those of both come their groups' numbers.
+    """
+    read, scales_at = make_read(piece, c.bits), make_scales_at(codes, S.k_scale_first, c)
+    k_offset, _, _ = make_slot_offsets(c)
+    WORDS, GROUPS = piece.count * piece.words, c.width // codes.group
+    EACH = piece.words * 32 // c.bits  # words of the array
+
+    @ti.func
+    def load_keys(lane, slots: ti.template(), task, k: ti.template(), k_scale: ti.template(), kf: ti.template(),
+                  strides):  # fmt: skip
+        for i in ti.static(range(2)):
+            row = task[T.k_first] + k_offset(slots[i], strides)
+            for n in ti.static(range(piece.count)):
+                read(k, row + ((lane & 3) + ti.static(4 * n)) * EACH, kf, ti.static(i * WORDS + n * piece.words))
+            at = scales_at(slots[i], task, strides)
+            for j in ti.static(range(GROUPS)):
+                kf[ti.static(2 * WORDS + i * GROUPS + j)] = ti.cast(k_scale[at + j], ti.u32)
+
+    return load_keys
+
+
+def make_load_values(codes, piece, c):
+    """load_values(lane, slots, task, v, v_scale, vf, strides): the same of four rows of V; numbers by piece."""
+    read, scales_at = make_read(piece, c.bits), make_scales_at(codes, S.v_scale_first, c)
+    _, v_offset, _ = make_slot_offsets(c)
+    WORDS, EACH = piece.count * piece.words, piece.words * 32 // c.bits
+
+    @ti.func
+    def load_values(lane, slots: ti.template(), task, v: ti.template(), v_scale: ti.template(), vf: ti.template(),
+                    strides):  # fmt: skip
+        for i in ti.static(range(4)):
+            row, at = task[T.v_first] + v_offset(slots[i], strides), scales_at(slots[i], task, strides)
+            for n in ti.static(range(piece.count)):
+                which = (lane >> 2) + ti.static(8 * n)
+                read(v, row + which * EACH, vf, ti.static(i * WORDS + n * piece.words))
+                group = ti.cast(ti.cast(which * piece.codes, ti.u32) // ti.u32(codes.group), ti.i32)
+                vf[ti.static(4 * WORDS + i * piece.count + n)] = ti.cast(v_scale[at + group], ti.u32)
+
+    return load_values
+
+
+def make_to_halves(codes):
+    """to_halves(word, found, factor, by16, less, less16): a word's codes, in pairs, less zero, times a power of two.
+
+    The last four are `offsets_of` it.
+    """
+    ext = instructions()
+
+    @ti.func
+    def to_halves(word, found: ti.template(), factor, by16, less, less16):
+        if ti.static(codes.bits == 8):
+            ext.halves_8(found[0], found[1], word, factor, less)
+        else:
+            ext.halves_4(found[0], found[1], found[2], found[3], word, factor, less, by16, less16)
+
+    return to_halves
+
+
+def offsets_of(codes: Codes, factor: float) -> tuple[int, int, int, int]:
+    """What `make_to_halves` takes for a factor."""
+    zero = codes.zero
+    return halves(factor), halves(factor / 16), halves(-(1024 + zero) * factor), halves(-(64 + zero) * factor)
+
+
+def make_to_small_halves(codes):
+    """to_small_halves(word, found): the codes of a word in pairs, each 2 ** -24 of `times_of` it: halves below normal.
+
+    Of codes without a sign: zero is still to be taken away.
+    """
+    ext = instructions()
+
+    @ti.func
+    def to_small_halves(word, found: ti.template()):
+        if ti.static(codes.bits == 8):
+            nothing = ti.u32(0)
+            ext.low_bytes(found[0], word, nothing)
+            ext.high_bytes(found[1], word, nothing)
+        else:
+            found[0], found[1] = word & ti.u32(0x000F000F), word & ti.u32(0x00F000F0)
+            rest = word >> ti.u32(8)
+            found[2], found[3] = rest & ti.u32(0x000F000F), rest & ti.u32(0x00F000F0)
+
+    return to_small_halves
+
+
+def make_scores(x, codes, piece, c):
+    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
+    multiply, logit_of, to_halves = instructions().multiply_f16, make_logit(c), make_to_small_halves(codes)
+    to_f32 = make_bits_to_f32(c.scale)
+    NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
+    WORDS, SUMS = piece.count * piece.words, 2 * NK * G
+    POWERS = SUMS + 2 * GROUPS * G
+    COUNT = len(pairs_of(codes))  # registers that a word becomes
+    IN_GROUP = WORDS // GROUPS
+
+    @ti.func
+    def scores(kf: ti.template(), qf: ti.template(), p: ti.template(), scalars):
+        for j in ti.static(range(GROUPS)):
+            s = [ti.f32(0.0) for _ in range(4 * G)]
+            for w in ti.static(range(j * IN_GROUP, (j + 1) * IN_GROUP)):
+                near = [ti.u32(0) for _ in range(COUNT)]
+                far = [ti.u32(0) for _ in range(COUNT)]
+                to_halves(kf[w] ^ ti.u32(codes.flip), near)
+                to_halves(kf[ti.static(WORDS + w)] ^ ti.u32(codes.flip), far)
+                for n in ti.static(range(COUNT // 2)):
+                    for g in ti.static(range(G)):
+                        o, b = ti.static(4 * g, 2 * NK * g + 2 * (w * COUNT // 2 + n))
+                        multiply(s[o], s[ti.static(o + 1)], s[ti.static(o + 2)], s[ti.static(o + 3)],
+                                 near[ti.static(2 * n)], far[ti.static(2 * n)], near[ti.static(2 * n + 1)],
+                                 far[ti.static(2 * n + 1)], qf[b], qf[ti.static(b + 1)])  # fmt: skip
+            for i in ti.static(range(2)):
+                number = kf[ti.static(2 * WORDS + i * GROUPS + j)]
+                scale = to_f32(number & ti.u32(0xFFFF))
+                bias = scale * ti.f32(-1.0 * codes.zero)
+                if ti.static(codes.numbers == 2):
+                    bias = to_f32(number >> ti.u32(16))
+                for g in ti.static(range(G)):
+                    for e in ti.static(range(2)):
+                        o = ti.static(4 * g + 2 * i + e)
+                        total = ti.bit_cast(qf[ti.static(SUMS + 2 * (g * GROUPS + j) + e)], ti.f32)
+                        p[o] += s[o] * scale + bias * total
+        for i in ti.static(range(4 * G)):
+            lacking = ti.bit_cast(qf[ti.static(POWERS + i // 4 * 2 + i % 2)], ti.f32)
+            p[i] = logit_of(p[i] * lacking, scalars[X.logit_scale], scalars[X.softcap])
+
+    return scores
+
+
+def make_clear(piece, c):
+    """clear(counts, vf): zeros for the numbers of what has no weight and may be infinite: rows of V that nobody sees.
+
+    Where rows of a task see different keys, for infinities and NaNs of all that lie in a tile with such keys.
+    """
+    WORDS, INF = 4 * piece.count * piece.words, 0x7C00
+
+    @ti.func
+    def clear(counts: ti.template(), vf: ti.template()):
+        for i in ti.static(range(4)):
+            for n in ti.static(range(piece.count)):
+                y = vf[ti.static(WORDS + i * piece.count + n)]
+                if ti.static(c.masked):
+                    y = ti.select((y & ti.u32(INF)) == ti.u32(INF), y & ti.u32(0xFFFF0000), y)
+                    y = ti.select((y & ti.u32(INF << 16)) == ti.u32(INF << 16), y & ti.u32(0xFFFF), y)
+                else:
+                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
+                vf[ti.static(WORDS + i * piece.count + n)] = y
+
+    return clear
+
+
+def make_add_values(x, codes, piece, c):
+    """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`.
+
+    The last of `acc` is what results are multiplied by: 0 until a number may leave float16's range; then the others
+    and all that comes is less by 2 ** `LARGE`.
+    """
+    ext, weigh, to_halves = instructions(), make_weigh(x, "f16"), make_to_halves(codes)
+    multiply, G, NV = ext.multiply_f16, x.row_tiles, c.width_v // KEYS
+    WORDS, COUNT = piece.count * piece.words, len(pairs_of(codes))
+    PIECES = 4 * piece.count
+    LAST = 4 * NV * G
+    ONE, LESS = offsets_of(codes, 1.0), offsets_of(codes, 2.0**-LARGE)
+    CODES_OF_WORD = 32 // codes.bits
+
+    @ti.func
+    def make_room(vf: ti.template(), acc: ti.template()):
+        """Scales from 64 on, or biases from 32,768 on, and codes may make numbers above 65,504."""
+        wide = ti.u32(0)
+        for i in ti.static(range(PIECES)):
+            wide = wide | ((vf[ti.static(4 * WORDS + i)] & ti.u32(0x7FFF7FFF)) + ti.u32(0x08002C00))
+        wide = ti.select((wide & ti.u32(0x80008000)) != ti.u32(0), ti.u32(1), ti.u32(0))
+        if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(wide, ti.i32)) != 0:
+            if acc[LAST] == ti.f32(0.0):
+                for i in ti.static(range(LAST)):
+                    acc[i] *= ti.f32(2.0**-LARGE)
+                acc[LAST] = ti.f32(1.0)
+
+    @ti.func
+    def add_values(lane, p: ti.template(), vf: ti.template(), acc: ti.template(), sums: ti.template()):
+        make_room(vf, acc)
+        f = [ti.select(acc[LAST] == ti.f32(0.0), ti.u32(ONE[i]), ti.u32(LESS[i])) for i in range(4)]
+        factor, by16, less, less16 = f[0], f[1], f[2], f[3]
+        nothing = ti.u32(0x80008000)  # -0
+        b = [ti.u32(0) for _ in range(2 * G)]
+        weigh(lane, p, b, sums)
+        for n in ti.static(range(piece.count)):
+            scale = [ti.u32(0) for _ in range(2)]  # of two rows of V, twice
+            bias = [nothing for _ in range(2)]
+            for i in ti.static(range(2)):
+                first = ti.static(4 * WORDS + 2 * i * piece.count + n)
+                ext.low_halves(scale[i], vf[first], vf[ti.static(first + piece.count)])
+                if ti.static(codes.numbers == 2):
+                    ext.high_halves(bias[i], vf[first], vf[ti.static(first + piece.count)])
+                    ext.scale_halves(bias[i], bias[i], factor, nothing)
+            for w in ti.static(range(n * piece.words, (n + 1) * piece.words)):
+                # Of the word's columns, each in two rows of V; of the first two rows, then of the others.
+                found = [ti.u32(0) for _ in range(2 * CODES_OF_WORD)]
+                for i in ti.static(range(2)):
+                    first = ti.static(2 * i * WORDS + w)
+                    near, far = vf[first] ^ ti.u32(codes.flip), vf[ti.static(first + WORDS)] ^ ti.u32(codes.flip)
+                    mixed = [ti.u32(0) for _ in range(2)]
+                    if ti.static(codes.bits == 8):
+                        ext.low_bytes(mixed[0], near, far)
+                        ext.high_bytes(mixed[1], near, far)
+                    else:
+                        ext.low_halves(mixed[0], near, far)
+                        ext.high_halves(mixed[1], near, far)
+                    for h in ti.static(range(2)):
+                        part = [ti.u32(0) for _ in range(COUNT)]
+                        to_halves(mixed[h], part, factor, by16, less, less16)
+                        for e in ti.static(range(COUNT)):
+                            ext.scale_halves(found[ti.static(i * CODES_OF_WORD + h * COUNT + e)], part[e], scale[i],
+                                             bias[i])  # fmt: skip
+                for t in ti.static(range(CODES_OF_WORD // 2)):
+                    for g in ti.static(range(G)):
+                        a = ti.static((g * NV + w * CODES_OF_WORD // 2 + t) * 4)
+                        multiply(acc[a], acc[ti.static(a + 1)], acc[ti.static(a + 2)], acc[ti.static(a + 3)],
+                                 found[ti.static(2 * t)], found[ti.static(2 * t + 1)],
+                                 found[ti.static(CODES_OF_WORD + 2 * t)], found[ti.static(CODES_OF_WORD + 2 * t + 1)],
+                                 b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
+
+    return add_values
+
+
+def make_settle(x, c):
+    """settle(acc): the results as they are, whatever they were kept by."""
+    LAST = 4 * (c.width_v // KEYS) * x.row_tiles
+
+    @ti.func
+    def settle(acc: ti.template()):
+        if acc[LAST] != ti.f32(0.0):
+            for i in ti.static(range(LAST)):
+                acc[i] *= ti.f32(2.0**LARGE)
+
+    return settle
+
+
+def make_column_of(codes, piece, c):
+    """column_of(t, lane) -> the first of the two columns of the result that a lane has in fragment t of O^T."""
+    column = make_column(c.cache)
+
+    @ti.func
+    def column_of(t: ti.template(), lane):
+        n, behind = ti.static(2 * t // piece.codes, 2 * t % piece.codes)
+        return column(((lane >> 2) + ti.static(8 * n)) * piece.codes + behind)
+
+    return column_of

@@ -1,0 +1,72 @@
+"""The instructions of tensor cores that Taichi does not know, and what all of their kernels share."""
+
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+from tikv.kernels.lanes import ALL, BLOCK
+from tikv.runtime import engine_in_use, ti
+
+SOURCE = pathlib.Path(__file__).with_name("tensor_cores.ll")
+BITCODE = SOURCE.with_suffix(".bc")  # llvm-as-14 tensor_cores.ll -o tensor_cores.bc
+ROWS = 8  # of a product
+WARPS = BLOCK // 32
+ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
+
+
+class Fragments(NamedTuple):
+    """How K, V and the queries of a kind become what tensor cores multiply: a lane's registers, and the functions."""
+
+    keys: int  # registers of two keys
+    values: int  # of four rows of V
+    queries: int
+    results: int
+    load_queries: Any
+    load_keys: Any
+    load_values: Any
+    scores: Any
+    clear: Any
+    add_values: Any
+    settle: Any  # settle(acc): what results are kept as becomes what they are
+    column_of: Any
+    apart: int  # columns from the first to the second of those that a lane has in a fragment of the result
+
+
+@functools.cache
+def instructions():
+    """The functions of `tensor_cores.ll`, to be called in kernels."""
+    return engine_in_use().bitcode(str(BITCODE))
+
+
+@ti.func
+def lane_bits(bits, lane):
+    """The 32 bits that another lane of the warp has."""
+    return ti.bit_cast(ti.simt.warp.shfl_sync_i32(ti.u32(ALL), ti.bit_cast(bits, ti.i32), lane), ti.u32)
+
+
+@ti.func
+def turned(y, lane):
+    """The 8 x 8 halves that the warp holds, transposed."""
+    source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
+    low, high = lane_bits(y, source), lane_bits(y, source + 4)
+    return ((low >> shift) & ti.u32(0xFFFF)) | ((high >> shift) << ti.u32(16))
+
+
+def make_weigh(x, half):
+    """weigh(lane, p, b, sums): the weights as fragments `b`, two for each tile of rows; their sums are added up."""
+    ext = instructions()
+    multiply, pack = getattr(ext, f"multiply_{half}"), getattr(ext, f"pack_{half}")
+
+    @ti.func
+    def weigh(lane, p: ti.template(), b: ti.template(), sums: ti.template()):
+        ones = ti.u32(ONES[half])
+        for g in ti.static(range(x.row_tiles)):
+            for i in ti.static(range(2)):
+                word = ti.u32(0)
+                pack(word, p[ti.static(4 * g + 2 * i)], p[ti.static(4 * g + 2 * i + 1)])
+                b[ti.static(2 * g + i)] = turned(word, lane)
+            o = ti.static(4 * g)
+            multiply(sums[o], sums[ti.static(o + 1)], sums[ti.static(o + 2)], sums[ti.static(o + 3)], ones, ones, ones,
+                     ones, b[ti.static(2 * g)], b[ti.static(2 * g + 1)])  # fmt: skip
+
+    return weigh
