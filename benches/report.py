@@ -2,17 +2,23 @@
 
 pytest benches --benchmark-json=bench.json
 python benches/report.py bench.json [more.json ...] [--svg docs/performance]
+
+The picture of the H200 is drawn from the tables in docs/ as they are now (benches/recorded.py says from which rows):
+
+python benches/report.py --h200
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
 from collections import defaultdict
 
+import recorded
+from picture import COLOURS, INK, number, plain, save
+
 PEERS = ("tikv", "torch", "numpy")  # those with a column and a colour of their own
-INK = {"light": "#1f2328", "dark": "#e6edf3"}
-COLOURS = {"tikv": "#2da44e", "torch": "#e36209", "numpy": "#6e7781"}
 
 
 def load(paths):
@@ -46,11 +52,6 @@ def by_case(rows):
 def is_bandwidth(peers) -> bool:
     """Whether a case moves so much that the memory is timed, rather than the call."""
     return peers["tikv"]["bytes_moved"] >= 1 << 22
-
-
-def number(value) -> str:
-    """A measured number, its last digits only where they tell something."""
-    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def cell(row, field) -> str:
@@ -181,47 +182,48 @@ def decode_panel(axes, cases, ink):
 
 def draw(rows, machine, stem):
     """Prefill rates, the roofline and decode latencies of one machine, in a light and a dark version."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "tikv", "font.size": 8})
-    from matplotlib import lines, patches, pyplot
-
     cases = {key: peers for key, peers in by_case(rows).items() if "tikv" in peers}
-    for arch in dict.fromkeys(key[0] for key in cases):
+    archs = list(dict.fromkeys(key[0] for key in cases))
+    for arch in archs:
         if not any(key[0] == arch and key[1] == "prefill" for key in cases):
             sys.exit(f"report: no prefill rows of {arch} to draw")
-    for arch in dict.fromkeys(key[0] for key in cases):
+    for arch in archs:
         mine = {key: peers for key, peers in cases.items() if key[0] == arch}
-        name = stem if len({key[0] for key in cases}) == 1 else f"{stem}-{arch}"
-        for theme, ink in INK.items():
-            matplotlib.rcParams.update({f"{at}color": ink for at in ("axes.label", "axes.edge", "xtick.", "ytick.")})
-            matplotlib.rcParams.update({"text.color": ink, "axes.titlecolor": ink})
-            figure, panels = pyplot.subplot_mosaic(
-                [["prefill", "roofline"], ["prefill", "decode"]], figsize=(10, 6), layout="constrained"
-            )
-            for panel, fill in (("prefill", prefill_panel), ("roofline", roofline_panel), ("decode", decode_panel)):
-                panels[panel].set_facecolor("none")
-                panels[panel].spines[["top", "right"]].set_visible(False)
-                fill(panels[panel], mine, ink)
-            keys = [patches.Patch(color=COLOURS[peer], label=peer) for peer in PEERS]
-            keys.append(lines.Line2D([], [], color=ink, label="plain copy of the same bytes"))
-            keys.append(lines.Line2D([], [], color=ink, ls="--", lw=1, label="empty launch"))
-            figure.legend(handles=keys, frameon=False, loc="outside upper center", ncols=len(keys))
-            figure.text(0.01, -0.02, f"{arch}: {machine}", fontsize=6)
-            target = pathlib.Path(f"{name}-{theme}.svg")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(target, transparent=True, metadata={"Date": None}, bbox_inches="tight")
-            pyplot.close(figure)
-            print(f"drew {target}", file=sys.stderr)
+        about = f"{arch}: {machine}"
+        save(functools.partial(figure_of, mine, about), stem if len(archs) == 1 else f"{stem}-{arch}")
+
+
+def figure_of(cases, about, theme):
+    """The three panels of one back end."""
+    from matplotlib import lines, patches, pyplot
+
+    ink = INK[theme]
+    figure, panels = pyplot.subplot_mosaic(
+        [["prefill", "roofline"], ["prefill", "decode"]], figsize=(10, 6), layout="constrained"
+    )
+    for panel, fill in (("prefill", prefill_panel), ("roofline", roofline_panel), ("decode", decode_panel)):
+        plain(panels[panel])
+        fill(panels[panel], cases, ink)
+    keys = [patches.Patch(color=COLOURS[peer], label=peer) for peer in PEERS]
+    keys.append(lines.Line2D([], [], color=ink, label="plain copy of the same bytes"))
+    keys.append(lines.Line2D([], [], color=ink, ls="--", lw=1, label="empty launch"))
+    figure.legend(handles=keys, frameon=False, loc="outside upper center", ncols=len(keys))
+    figure.text(0.01, -0.02, about, fontsize=6)
+    return figure
 
 
 def main():
     """Print the tables, and draw if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", nargs="+", help="files that pytest --benchmark-json wrote")
+    parser.add_argument("json", nargs="*", help="files that pytest --benchmark-json wrote")
     parser.add_argument("--svg", metavar="STEM", help="draw STEM-light.svg and STEM-dark.svg of the first file")
+    parser.add_argument("--h200", action="store_true", help="draw the H200's tables in docs/, without any file")
     options = parser.parse_args()
+    if options.h200 == bool(options.json):
+        parser.error("give files, or --h200")
+    if options.h200:
+        recorded.draw(options.svg or recorded.STEM)
+        return
     runs = list(load(options.json))
     for machine, rows in runs:
         print(f"{machine}\n")

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -244,6 +245,49 @@ def test_every_picture_and_page_is_shown():
     notebooks = (ROOT / "docs").rglob("*.ipynb")  # docs/notebooks.py makes a page of each
     pages |= {path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in notebooks}
     assert {page for page in pages if f": {page}\n" not in navigation} == set()
+
+
+def test_the_picture_of_the_h200_has_the_figures_of_the_tables():
+    """Every figure and word at its bars, in order; matplotlib writes a text as a comment above its outlines."""
+    recorded = importlib.import_module("recorded")
+    columns, line = recorded.panels()
+    for theme in ("light", "dark"):
+        comments = re.findall(
+            "<!-- (.*?) -->", pathlib.Path(f"{recorded.STEM}-{theme}.svg").read_text(encoding="utf-8")
+        )
+        drawn = [text for text in comments if text.startswith(" ")]
+        assert drawn == recorded.labels(columns), "python benches/report.py --h200 draws it from the tables as they are"
+        assert line in comments
+
+
+def test_the_picture_of_the_h200_is_what_the_command_draws(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    kept = {
+        theme: (ROOT / f"docs/performance-h200-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")
+    }
+    if f"Matplotlib v{matplotlib.__version__}," not in kept["light"] or platform.machine() != "x86_64":
+        pytest.skip("another matplotlib or another machine places outlines otherwise by a hair")
+    command = [sys.executable, str(ROOT / "benches" / "report.py"), "--h200", "--svg", str(tmp_path / "picture")]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    for theme, text in kept.items():
+        drawn = (tmp_path / f"picture-{theme}.svg").read_text(encoding="utf-8")
+        assert drawn == text, "python benches/report.py --h200 draws it anew"
+
+
+def test_a_figure_of_a_table_is_found_by_names_or_missed_by_name():
+    recorded = importlib.import_module("recorded")
+    assert recorded.figure("0.76 / 0.68 (0.5 / 0.4 before)", 1) == 0.68
+    assert recorded.figure("0.79 / ", 1) is None
+    assert recorded.figure("two `index_copy_` 14.4 / 14.9", 1, "`index_copy_`") == 14.9
+    assert recorded.figure("1,234.5 to 2,000 us") == 1234.5
+    with pytest.raises(SystemExit, match="no figure number 3"):
+        recorded.figure("1 / 2", 2)
+    table = recorded.tables_of("| a | b |\n| --- | --- |\n| `x`, 1 | 2 |\n| the same, y | 3 |\n| z | 4 |\n")[0]
+    assert table.row("x, 1", "the same, y") == {"a": "the same, y", "b": "3"}
+    for names in (["w"], ["z", "the same"]):
+        with pytest.raises(SystemExit, match="0 times a row"):
+            table.row(*names)
 
 
 def test_the_readme_is_one_that_is_read_to_its_end():

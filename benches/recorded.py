@@ -1,0 +1,326 @@
+"""The H200's picture, from the figures that the manual's tables have: python benches/report.py --h200.
+
+Rows and columns are found by their names, so a figure is changed in its table and the picture drawn again. A name that
+no table has any more stops the command, which says it; the lists below then need the new one.
+"""
+
+import functools
+import pathlib
+import re
+from typing import NamedTuple
+
+import picture
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STEM = str(ROOT / "docs" / "performance-h200")
+COLOURS = {
+    "tikv": picture.COLOURS["tikv"],
+    "torch": picture.COLOURS["torch"],
+    "Triton": "#a371f7",
+    "tikv on one GPU": "#8c959f",
+}
+INSIDE = picture.INK["light"]  # of words in a bar, whose colour is that of both themes
+LOSS = {"light": "#cf222e", "dark": "#ff7b72"}  # of a ratio below 1
+NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
+
+# (what the picture calls it, the row's name and that of the row below it which is meant, which of the figures that the
+# row has between slashes, the peer's words just before its figures)
+COPIES = [
+    ("prefill, float32", ["prefill copy_kv"], 0, "copy_"),
+    ("prefill, float16", ["prefill copy_kv", "the same, float16"], 0, "torch"),
+    ("prefill, float32\nto float16", ["float32 to float16"], 0, "torch"),
+    ("append, 64 sequences\nx 64 rows, float16", ["append_ragged, 64 sequences x 64 rows"], 0, "indexing"),
+    ("131,072 tokens into\nrandom pages of 16", ["write_slots, 131,072 tokens"], 0, "indexing"),
+]
+CALLS = [
+    ("1 token, float32", ["copy_kv, 1 token"], 0, "two index_copy_"),
+    ("1 token, float16", ["copy_kv, 1 token"], 1, "two index_copy_"),
+    ("1 token, 32 layers", ["append_all, 32 layers, 1 token"], 0, "64 index_copy_"),
+    ("32 appends in\na captured graph", ["32 appends in a captured graph"], 0, "64 index_copy_ captured"),
+    ("1 token after 1,000,000", ["append after 1,000 / 1,000,000 tokens"], 1, "torch cat"),
+    ("TikvCache.update\nat 20,000 tokens", ["TikvCache.update at 2,000 / 20,000 tokens"], 1, "DynamicCache"),
+]
+# (sequences x tokens, query heads per KV head)
+DECODES = [("32 x 8,192", 1), ("32 x 8,192", 4), ("32 x 8,192", 8), ("1 x 32,768", 8), ("128 x 1,024", 8)]
+SHARED = [
+    ("1 x 524,288 tokens,\nfrom Python", ["attend, 1 x 524,288 tokens"]),
+    ("the same, captured", ["attend, 1 x 524,288 tokens", "the same, captured"]),
+    ("32 x 8,192,\nfrom Python", ["attend, 32 x 8,192"]),
+    ("the same, captured", ["attend, 32 x 8,192", "the same, captured"]),
+]
+
+
+class Bar(NamedTuple):
+    """A figure, whose it is, how many times the peer's speed that is, and what is written in the bar."""
+
+    who: str
+    figure: float
+    speed: float | None = None
+    word: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is drawn beside it: the figure as the table has it, and two digits of the ratio."""
+        figure = "" if self.figure == self.speed else f"{self.figure:,g}"
+        ratio = "" if self.speed is None else f"{self.speed:.{2 if self.speed < 10 else 0}f}x"
+        return f" {figure}  {ratio}".rstrip() if figure else f" {ratio}"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is slower than its peer by what the label shows."""
+        return self.speed is not None and round(self.speed, 2) < 1
+
+
+class Group(NamedTuple):
+    """The bars of one case."""
+
+    name: str
+    bars: list[Bar]
+    roof: float | None = None
+
+
+class Panel(NamedTuple):
+    title: str
+    axis: str
+    groups: list[Group]
+    scale: str = "linear"
+    room: float = 1.2  # the axis goes to so many times the longest bar: labels stand there
+
+
+class Table(NamedTuple):
+    """A table of a page; its cells are without the marks of code."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+    def row(self, name: str, *below: str) -> dict[str, str]:
+        """The row whose first cell begins so, or that of the rows "the same ..." just below it."""
+        at = only([i for i, row in enumerate(self.rows) if row[0].startswith(name)], f"a row {name!r}")
+        for other in below:
+            end = next((i for i in range(at + 1, len(self.rows)) if not self.rows[i][0].startswith("the same")), None)
+            found = [i for i in range(at + 1, end or len(self.rows)) if self.rows[i][0].startswith(other)]
+            at = only(found, f"a row {other!r} below {name!r}")
+        return dict(zip(self.columns, self.rows[at], strict=True))
+
+
+def only(found, what):
+    """The one that there is."""
+    if len(found) != 1:
+        raise SystemExit(f"report: the H200's tables in docs/ have {len(found)} times {what}, and it has to be once")
+    return found[0]
+
+
+def tables_of(text: str) -> list[Table]:
+    """All tables of a page or a part of it."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in plain(block).splitlines()]
+        found.append(Table(head, rows))
+    return found
+
+
+def plain(text: str) -> str:
+    return text.replace("`", "")
+
+
+def figure(cell: str, part: int = 0, after: str = "") -> float | None:
+    """A figure of a cell: the first number, of a range the lower one, between slashes the one that is asked for.
+
+    What stands in brackets does not count. `after`: the words that stand before the figures.
+    """
+    text = re.sub(r"\([^)]*\)", "", cell)
+    if after not in text:
+        raise SystemExit(f"report: no {after!r} in the cell {cell!r} of the H200's tables in docs/")
+    parts = re.split(r"\s/(?:\s|$)", text.partition(after)[2] if after else text)
+    if part >= len(parts):
+        raise SystemExit(
+            f"report: no figure number {part + 1} between slashes in {cell!r} of the H200's tables in docs/"
+        )
+    found = NUMBER.search(parts[part])
+    return float(found[0].replace(",", "")) if found else None
+
+
+def needed(cell: str, part: int = 0, after: str = "", unit: str = "") -> float:
+    """The same where there has to be one, in that unit."""
+    found = figure(cell, part, after)
+    if found is None or unit not in cell:
+        raise SystemExit(f"report: no figure in {unit or 'numbers'} in {cell!r} of the H200's tables in docs/")
+    return found
+
+
+def copies(work: Table, kept: Table) -> Panel:
+    """Writes of many tokens, and the compaction, with the speed of memcpy that their share of it says."""
+    groups = []
+    for name, row, part, peer in COPIES:
+        cells = work.row(*row)
+        ours, theirs = needed(cells["tikv"], part, unit="GB/s"), needed(cells["peer"], part, peer)
+        share = figure(cells["device memcpy"])
+        roof = 100 * ours / share if share else None
+        groups.append(Group(name, [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)], roof))
+    cells = kept.row("compact, any half")
+    ours, theirs = needed(cells["tikv"], unit="GB/s"), needed(cells["peer"], after="gather of K and V")
+    groups.append(Group("compact, any half\nof the rows", [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)]))
+    return Panel("writes: K and V of many tokens", "GB/s read and written; line: the device's memcpy", groups)
+
+
+def calls(work: Table) -> Panel:
+    """Microseconds of calls that write a token."""
+    groups = []
+    for name, row, part, peer in CALLS:
+        cells = work.row(*row)
+        ours, theirs = needed(cells["tikv"], part, unit="us"), needed(cells["peer"], part, peer)
+        word = peer.removeprefix("torch ")
+        groups.append(Group(name, [Bar("tikv", ours, theirs / ours), Bar("torch", theirs, word=word)]))
+    return Panel("one token's K and V", "microseconds a call; shorter is better", groups, "log", 4)
+
+
+def formats(kept_as: Table) -> Panel:
+    """Writes and decode attention of each format, as times the speed of float16."""
+    heads = {column: m[1] for column in kept_as.columns if (m := re.search(r"(\d+) query heads?$", column))}
+    if not heads:
+        raise SystemExit("report: the table of formats has no column of query heads")
+    groups = []
+    for row in kept_as.rows:
+        cells = dict(zip(kept_as.columns, row, strict=True))
+        for part, name in enumerate(row[0].split(" / ")):
+            bars = []
+            if (time := figure(cells["write"], part)) is not None:
+                bars.append(Bar("tikv", 1 / time, 1 / time, "write"))
+            for column, count in heads.items():
+                if (speed := figure(cells[column], part)) is not None:
+                    bars.append(Bar("tikv", speed, speed, f"{count} head{'s' * (count != '1')}"))
+            groups.append(Group(name, bars, 1.0))
+    axis = "times tikv's float16, which is the line; heads: query heads per KV head"
+    return Panel("fewer bits: writes of 131,072 tokens, decode attention", axis, groups)
+
+
+def decodes(attention: Table, roof: float) -> Panel:
+    """Decode attention over pages beside Triton, over contiguous memory beside torch."""
+    column = attention.columns[0]
+    orders = {row[0].rpartition(", ")[0]: row[0].rpartition(", ")[2].split(" / ") for row in attention.rows}
+    groups = []
+    for shape, heads in DECODES:
+        cells = attention.row(shape)
+        part = orders[cells[column].rpartition(", ")[0]].index(str(heads))
+        pages, triton, contiguous, torch = (
+            needed(cells[name], part) for name in ("pages", "Triton", "contiguous", "torch")
+        )
+        bars = [Bar("tikv", pages, pages / triton, "pages"), Bar("Triton", triton, word="pages")]
+        bars += [Bar("tikv", contiguous, contiguous / torch, "contiguous"), Bar("torch", torch, word="contiguous")]
+        groups.append(Group(f"{shape},\n{heads} head{'s' * (heads > 1)}", bars, roof))
+    axis = "GB/s of K and V; line: torch.sum; heads: query heads per KV head"
+    return Panel("decode attention, float16: sequences x tokens", axis, groups, room=1.15)
+
+
+def prompts(new: Table) -> Panel:
+    """Attention of prompts beside torch's flash attention."""
+    groups = []
+    for row in new.rows:
+        cells = dict(zip(new.columns, row, strict=True))
+        flash = needed(cells["torch, flash"])
+        ours = {name: needed(cells[name]) for name in ("pages", "contiguous")}
+        bars = [Bar("tikv", rate, rate / flash, name) for name, rate in ours.items()]
+        groups.append(Group(f"{row[0]} new tokens", [*bars, Bar("torch", flash, word="flash")]))
+    return Panel("attention of prompts over 8,192 tokens", "TFLOP/s", groups)
+
+
+def shared(gpus: Table) -> Panel:
+    """Attention over one cache whose tokens are cut over two GPUs."""
+    groups = []
+    for name, row in SHARED:
+        cells = gpus.row(*row)
+        one, two = needed(cells["one H200"], unit="us"), needed(cells["two"], unit="us")
+        bars = [Bar("tikv", two, one / two, "two GPUs"), Bar("tikv on one GPU", one, word="one GPU")]
+        groups.append(Group(name, bars))
+    return Panel("decode attention, tokens cut over two H200", "microseconds; shorter is better", groups)
+
+
+def about(performance: str) -> str:
+    """The line below the picture: what was measured on."""
+    found = only(re.findall(r"^\*\*NVIDIA H200\*\* \(([^)]*)\)", performance, re.MULTILINE), "their heading")
+    ratios = "ratios are times the peer's speed, red where tikv is slower"
+    return f"cuda: NVIDIA H200, {found}; {ratios}; from the tables in docs/"
+
+
+def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
+    """Two columns of panels, and the line below them, of what the tables say."""
+    performance = (docs / "performance.md").read_text(encoding="utf-8")
+    part = "**NVIDIA H200**" + performance.partition("**NVIDIA H200**")[2].partition("\n**")[0]
+    here = tables_of(part)
+    there = tables_of((docs / "many_devices.md").read_text(encoding="utf-8"))
+
+    def table(found: list[Table], *columns: str) -> Table:
+        fit = [each for each in found if set(columns) <= set(each.columns) and each.columns[0].startswith(columns[0])]
+        return only(fit, f"a table with the columns {', '.join(columns)}")
+
+    work = table(here, "work", "tikv", "peer", "ratio", "device memcpy")
+    kept = only([each for each in here if each.columns == ["work", "tikv", "peer"]], "the table of compact")
+    decode = only([each for each in here if {"pages", "Triton"} <= set(each.columns)], "the table with Triton")
+    roof = only(re.findall(r"`torch\.sum` has ([\d,]+)", part), "what torch.sum has")
+    left = [copies(work, kept), calls(work), formats(table(here, "kept as", "write"))]
+    right = [
+        decodes(decode, float(roof.replace(",", ""))),
+        prompts(table(here, "new tokens", "pages", "contiguous", "torch, flash")),
+        shared(table(there, "work", "one H200", "two")),
+    ]
+    return [left, right], about(part)
+
+
+def labels(found: list[list[Panel]]) -> list[str]:
+    """The texts at all bars, in the order in which they are drawn."""
+    bars = [bar for column in found for panel in column for group in panel.groups for bar in group.bars]
+    return [text for bar in bars for text in (bar.word and f" {bar.word}", bar.text) if text]
+
+
+def fill(axes, panel: Panel, theme: str):
+    """The groups of a panel one below the other."""
+    ink = picture.INK[theme]
+    longest = max(bar.figure for group in panel.groups for bar in group.bars)
+    start = 1 if panel.scale == "log" else 0
+    letter = 0.017 * panel.room * longest
+    y, ticks = 0.0, []
+    for group in panel.groups:
+        top = y
+        for bar in group.bars:
+            axes.barh(y, bar.figure, 0.92, color=COLOURS[bar.who])
+            if bar.word:
+                axes.text(start, y, f" {bar.word}", va="center", fontsize=6, color=INSIDE)
+            # A label that the line would cross stands behind it.
+            crossed = group.roof and bar.figure <= group.roof < bar.figure + letter * len(bar.text)
+            colour, weight = (LOSS[theme], "bold") if bar.is_loss else (ink, "normal")
+            at = group.roof if crossed else bar.figure
+            axes.text(at, y, bar.text, va="center", fontsize=6, color=colour, weight=weight)
+            y += 1
+        ticks.append((top + y - 1) / 2)
+        if group.roof:
+            axes.plot([group.roof] * 2, [top - 0.6, y - 0.4], color=ink, lw=1.5)
+        y += 0.7
+    axes.set_yticks(ticks, [group.name for group in panel.groups], fontsize=7)
+    axes.set_ylim(y - 0.9, -0.8)
+    axes.set_xscale(panel.scale)
+    axes.set_xlim(start, panel.room * longest)
+    axes.set_xlabel(panel.axis, fontsize=7)
+    axes.set_title(panel.title, fontsize=9, loc="left")
+
+
+def figure_of(columns: list[list[Panel]], line: str, theme: str):
+    """All panels, each as high as it has bars."""
+    from matplotlib import patches, pyplot
+
+    whole = pyplot.figure(figsize=(10, 9), layout="constrained")
+    for part, column in zip(whole.subfigures(1, 2), columns, strict=True):
+        part.set_facecolor("none")
+        heights = [sum(len(group.bars) + 0.7 for group in panel.groups) for panel in column]
+        for axes, panel in zip(part.subplots(len(column), height_ratios=heights), column, strict=True):
+            picture.plain(axes)
+            fill(axes, panel, theme)
+    keys = [patches.Patch(color=colour, label=who) for who, colour in COLOURS.items()]
+    whole.legend(handles=keys, frameon=False, loc="outside upper center", ncols=len(keys))
+    whole.text(0.01, -0.02, line, fontsize=6)
+    return whole
+
+
+def draw(stem: str):
+    """Draw the figures that the tables have now, in a light and a dark version."""
+    columns, line = panels()
+    picture.save(functools.partial(figure_of, columns, line), stem)
