@@ -30,7 +30,7 @@ BITS = (8, 4)  # of a code
 QUERIES = ("f16", "bf16")
 WIDTHS = range(64, 129, 32)  # of K and V: of wider ones LLVM makes no single function
 WIDEST_READ = 16  # bytes
-LARGE = 9  # exponent of the power of two by which numbers are less where some would leave float16's range
+LARGE = 9  # where some number would leave float16's range, all are 2 ** -`LARGE` of what they are
 
 
 class Codes(NamedTuple):
@@ -372,8 +372,8 @@ def make_clear(piece, c):
 def make_add_values(x, codes, piece, c):
     """add_values(lane, p, vf, acc, sums): V, weighted, is added to the results, and the weights to `sums`.
 
-    The last of `acc` is what results are multiplied by: 0 until a number may leave float16's range; then the others
-    and all that comes is less by 2 ** `LARGE`.
+    The last of `acc` is 0 until a number may leave float16's range. From then on it is 1, and the others, with all that
+    is added to them, are 2 ** -`LARGE` of what they are.
     """
     ext, weigh, to_halves = instructions(), make_weigh(x, "f16"), make_to_halves(codes)
     multiply, G, NV = ext.multiply_f16, x.row_tiles, c.width_v // KEYS
