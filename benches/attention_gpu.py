@@ -241,14 +241,13 @@ def codes(flushed):
         plain = {}
         for name in ("float16", *FORMATS):
             caches, scales, nbytes = ([k, v], {}, k.nbytes + v.nbytes) if name == "float16" else coded(name, k, v)
+            numbers = None if name == "float16" else numbers_of(caches, scales)
             for group, q in queries.items():
                 out = torch.empty_like(q)
-                call = functools.partial(
-                    tikv.decode_attention, q, *caches, lens, out=out, impl="taichi", **scales
-                )  # fmt: skip
-                call()
-                if name != "float16":
-                    check_first(out, q, *numbers_of(caches, scales))
+                call = functools.partial(tikv.decode_attention, q, *caches, lens, out=out, impl="taichi", **scales)
+                if numbers is not None:
+                    call()
+                    check_first(out, q, *numbers)
                 time = time_of([call], flushed)
                 plain.setdefault(group, time)
                 rates = f"{time:.1f} | {nbytes / time / 1e3:.0f} | {plain[group] / time:.2f}"

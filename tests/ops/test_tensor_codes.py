@@ -20,7 +20,7 @@ LENS = (300, 1, 0, 64, 17)
 class Coded:
     """A `Case` or `Pages` of float16 whose K and V become codes."""
 
-    def __init__(self, rng, arch, name, place="linear", *, query="float16", spoil=False, times=1.0, **options):
+    def __init__(self, rng, arch, name, place="linear", *, query="float16", spoil=False, **options):
         self.case, self.cache = make(rng, place, dtype="int8" if name == "int8" else "float16", **options)
         self.case.query_dtype = query
         self.case.q = self.case.q.astype(dtypes.parse(query, "test").numpy)
@@ -29,7 +29,7 @@ class Coded:
         for side in ("k", "v"):
             numbers = getattr(self.cache, side)
             unseen = np.isnan(numbers).any(axis=-1)
-            coded = tikv.quantize(oracle.place((numbers * np.float16(times)).astype(np.float16), arch), name)
+            coded = tikv.quantize(oracle.place(numbers, arch), name)
             if spoil:  # what nobody sees may be anything
                 import torch
 
@@ -37,8 +37,8 @@ class Coded:
                 for array in map(torch.from_dlpack, kept):
                     array[torch.from_numpy(unseen).to(array.device)] = np.nan
             setattr(self.cache, side, coded)
-            rows = getattr(self.case, f"{side}_real").astype(np.float16) * np.float16(times)
-            real = oracle.to_numpy(tikv.dequantize(tikv.quantize(oracle.place(rows.astype(np.float16), arch), name)))
+            rows = getattr(self.case, f"{side}_real").astype(np.float16)
+            real = oracle.to_numpy(tikv.dequantize(tikv.quantize(oracle.place(rows, arch), name)))
             setattr(self.case, f"{side}_real", real.astype(np.float64))
 
     def run(self, arch, monkeypatch, **asked):

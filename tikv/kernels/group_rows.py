@@ -144,7 +144,7 @@ def make_quantise_rows(heads, codec, scale, types):
 
 def make_dequantise_rows(heads, codec, scale):
     """dequantise_rows(...): a token's rows of codes as numbers, otherwise as `make_quantise_rows`."""
-    dequantise_group = make_dequantise_group(codec.src, "cpu", codec.dst, scale)
+    dequantise_group = make_dequantise_group(codec.src, codec.dst, scale)
 
     @ti.func
     def dequantise_rows(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, units,

@@ -318,10 +318,10 @@ def make_dequantise_unit(codec, style, scale):
     return dequantise_unit
 
 
-def make_dequantise_group(name, style, to, scale):
-    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group): the numbers of a group of codes."""
-    row, column, value_of_code = FORMATS[name], make_column(name), make_value_of_code(name, style)
-    encode, decode_scale = make_f32_to_bits(to, style), make_bits_to_f32(scale)
+def make_dequantise_group(name, to, scale):
+    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group): the numbers of a group of codes, on CPU."""
+    row, column, value_of_code = FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
+    encode, decode_scale = make_f32_to_bits(to, "cpu"), make_bits_to_f32(scale)
     size, bits, numbers = row.group, row.bits, row.numbers
     mask = (1 << bits) - 1
     word_type = {"f32": ti.u32, "f16": ti.u16, "bf16": ti.u16}[to]

@@ -40,6 +40,11 @@ class Rows(NamedTuple):
     inner: tuple[int, int] = (0, 0)
     format: GroupFormat | None = None
 
+    @property
+    def kept(self) -> str:
+        """What kernels call the way that rows are kept: the code of the dtype, or the name of the format."""
+        return self.format.name if self.format else self.array.dtype.short
+
 
 class Placement(NamedTuple):
     """Which slot a token goes to at one end (see `kernels.address`), and the page length where there are pages."""

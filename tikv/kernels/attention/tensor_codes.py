@@ -20,10 +20,18 @@ from tikv.kernels.attention.parameters import P, S, X
 from tikv.kernels.attention.softmax import make_logit
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import ROWS, Fragments, instructions, lane_bits, make_weigh
+from tikv.kernels.attention.tensor_instructions import (
+    INFINITE,
+    ROWS,
+    Fragments,
+    instructions,
+    lane_bits,
+    make_clear,
+    make_weigh,
+)
 from tikv.kernels.codec import make_bits_to_f32, scale_array, word_array
 from tikv.kernels.groups import has_halves, make_column
-from tikv.kernels.lanes import ALL
+from tikv.kernels.lanes import ALL, make_row_max
 from tikv.runtime import ti
 
 BITS = (8, 4)  # of a code
@@ -105,7 +113,7 @@ def make_fragments(x, c):
         load_keys=make_load_keys(key, of_k, c),
         load_values=make_load_values(value, of_v, c),
         scores=make_scores(x, key, of_k, c),
-        clear=make_clear(of_v, c),
+        clear=make_clear(4 * of_v.count * of_v.words, of_v.count, INFINITE["f16"], c),
         add_values=make_add_values(x, value, of_v, c),
         settle=make_settle(x, c),
         column_of=make_column_of(value, of_v, c),
@@ -131,7 +139,7 @@ def make_load_queries(x, codes, piece, c):
     groups, 2 ** -24 of them, and what logits lack for that power and for codes that are as small.
     """
     query_row, column, to_f32 = make_query_row(c), make_column(c.cache), make_bits_to_f32(c.query)
-    multiply, pack = instructions().multiply_f16, instructions().pack_f16
+    multiply, pack, row_max = instructions().multiply_f16, instructions().pack_f16, make_row_max("cuda", 4)
     NK, GROUPS, G = c.width // KEYS, c.width // codes.group, x.row_tiles
     STEPS, SUMS = codes.group // KEYS, 2 * NK * G
     POWERS = SUMS + 2 * GROUPS * G
@@ -158,9 +166,7 @@ def make_load_queries(x, codes, piece, c):
                 high = ti.cast(q[at + column(share + ti.static(places[n][1]))], ti.u32)
                 qf[ti.static(g * 2 * NK + n)] = low | (high << ti.u32(16))
                 largest = ti.max(largest, ti.max(low & ti.u32(0x7FFF), high & ti.u32(0x7FFF)))
-            for distance in ti.static([1, 2]):
-                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.cast(largest, ti.i32), distance)
-                largest = ti.max(largest, ti.cast(other, ti.u32))
+            largest = row_max(lane, largest)
             exponent = ti.min(ti.max(ti.bit_cast(to_f32(largest), ti.u32) >> ti.u32(23), ti.u32(15)), ti.u32(253))
             power = ti.bit_cast((ti.u32(127 + 15 + 127) - exponent) << ti.u32(23), ti.f32)
             for n in ti.static(range(2 * NK)):
@@ -345,28 +351,6 @@ def make_scores(x, codes, piece, c):
             p[i] = logit_of(p[i] * lacking, scalars[X.logit_scale], scalars[X.softcap])
 
     return scores
-
-
-def make_clear(piece, c):
-    """clear(counts, vf): zeros for the numbers of what has no weight and may be infinite: rows of V that nobody sees.
-
-    Where rows of a task see different keys, for infinities and NaNs of all that lie in a tile with such keys.
-    """
-    WORDS, INF = 4 * piece.count * piece.words, 0x7C00
-
-    @ti.func
-    def clear(counts: ti.template(), vf: ti.template()):
-        for i in ti.static(range(4)):
-            for n in ti.static(range(piece.count)):
-                y = vf[ti.static(WORDS + i * piece.count + n)]
-                if ti.static(c.masked):
-                    y = ti.select((y & ti.u32(INF)) == ti.u32(INF), y & ti.u32(0xFFFF0000), y)
-                    y = ti.select((y & ti.u32(INF << 16)) == ti.u32(INF << 16), y & ti.u32(0xFFFF), y)
-                else:
-                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
-                vf[ti.static(WORDS + i * piece.count + n)] = y
-
-    return clear
 
 
 def make_add_values(x, codes, piece, c):

@@ -5,11 +5,10 @@ from tikv.kernels.attention.parameters import P, X
 from tikv.kernels.attention.softmax import make_logit
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
-from tikv.kernels.attention.tensor_instructions import ROWS, Fragments, instructions, make_weigh
+from tikv.kernels.attention.tensor_instructions import INFINITE, ROWS, Fragments, instructions, make_clear, make_weigh
 from tikv.runtime import ti
 
 WORD_BITS = 64
-INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}  # the exponent of infinities and NaNs
 
 
 def make_fragments(x, c):
@@ -24,7 +23,7 @@ def make_fragments(x, c):
         load_keys=make_load_keys(c),
         load_values=make_load_values(c),
         scores=make_scores(x, c),
-        clear=make_clear(c),
+        clear=make_clear(0, NV, INFINITE[c.cache], c),
         add_values=make_add_values(x, c),
         settle=settle,
         column_of=make_column_of(c),
@@ -121,28 +120,6 @@ def make_scores(x, c):
                 p[ti.static(4 * g + i)] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
 
     return scores
-
-
-def make_clear(c):
-    """clear(counts, vf): zeros for what has no weight and may be infinite: rows of V that nobody sees.
-
-    Where rows of a task see different keys, the infinities and NaNs of all that lie in a tile with such keys.
-    """
-    INF, NV = INFINITE[c.cache], c.width_v // KEYS
-
-    @ti.func
-    def clear(counts: ti.template(), vf: ti.template()):
-        for i in ti.static(range(4)):
-            for n in ti.static(range(NV)):
-                y = vf[ti.static(i * NV + n)]
-                if ti.static(c.masked):
-                    y = ti.select((y & ti.u32(INF)) == ti.u32(INF), y & ti.u32(0xFFFF0000), y)
-                    y = ti.select((y & ti.u32(INF << 16)) == ti.u32(INF << 16), y & ti.u32(0xFFFF), y)
-                else:
-                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
-                vf[ti.static(i * NV + n)] = y
-
-    return clear
 
 
 def make_add_values(x, c):

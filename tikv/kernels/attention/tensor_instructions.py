@@ -11,6 +11,7 @@ SOURCE = pathlib.Path(__file__).with_name("tensor_cores.ll")
 BITCODE = SOURCE.with_suffix(".bc")  # llvm-as-14 tensor_cores.ll -o tensor_cores.bc
 ROWS = 8  # of a product
 WARPS = BLOCK // 32
+INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}  # the exponent of infinities and NaNs
 ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 
@@ -50,6 +51,28 @@ def turned(y, lane):
     source, shift = (lane & 3) * 8 + (lane >> 3), ti.cast((lane >> 2 & 1) * 16, ti.u32)
     low, high = lane_bits(y, source), lane_bits(y, source + 4)
     return ((low >> shift) & ti.u32(0xFFFF)) | ((high >> shift) << ti.u32(16))
+
+
+def make_clear(first, each, infinite, c):
+    """clear(counts, vf): zeros for what has no weight and may be infinite: rows of V that nobody sees.
+
+    Of each of a lane's four rows, `each` registers of two halves, from register `first` on. Where rows of a task see
+    different keys, the infinities and NaNs of all that lie in a tile with such keys; `infinite` is their exponent.
+    """
+
+    @ti.func
+    def clear(counts: ti.template(), vf: ti.template()):
+        for i in ti.static(range(4)):
+            for n in ti.static(range(each)):
+                y = vf[ti.static(first + i * each + n)]
+                if ti.static(c.masked):
+                    y = ti.select((y & ti.u32(infinite)) == ti.u32(infinite), y & ti.u32(0xFFFF0000), y)
+                    y = ti.select((y & ti.u32(infinite << 16)) == ti.u32(infinite << 16), y & ti.u32(0xFFFF), y)
+                else:
+                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
+                vf[ti.static(first + i * each + n)] = y
+
+    return clear
 
 
 def make_weigh(x, half):

@@ -222,13 +222,12 @@ class AttentionLaunches(Plan):
         cache, query, options = self.cache, self.query, self.options
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
         scales = [cache.scales[0].dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
-        of_v = cache.v.format.name if cache.v.format else arrays["v"].dtype.short
         group = query.heads // cache.heads
         return Choices(
             place=cache.place,
             page=cache.page,
             sinks=cache.sinks > 0,
-            cache=cache.k.format.name if cache.k.format else arrays["k"].dtype.short,
+            cache=cache.k.kept,
             bits=bits[0],
             scale=scales[0],
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
@@ -251,7 +250,7 @@ class AttentionLaunches(Plan):
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             block=options.dealt[0],
             tree=bool(tree_of(arrays)),
-            values=None if cache.alike else Kept(of_v, bits[1], scales[1]),
+            values=None if cache.alike else Kept(cache.v.kept, bits[1], scales[1]),
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
@@ -419,12 +418,12 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         both = (cache.k, k, cache.width), (cache.v, v, cache.width_v)
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
         return found[0], found[1]
-    if cache.tile is not None and (cache.k.format is not None or k.dtype is dtypes.int8):
-        from tikv.kernels.attention import tensor_codes
+    if cache.tile is not None:
+        from tikv.kernels.attention import tensor_codes, tensor_cores
 
-        kept = cache.k.format.name if cache.k.format else k.dtype.short
-        bits = tensor_codes.word_bits(kept, cache.width, cache.width_v)
-        return bits, bits
+        if cache.k.kept not in tensor_cores.HALVES:
+            bits = tensor_codes.word_bits(cache.k.kept, cache.width, cache.width_v)
+            return bits, bits
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
     widest = 0

@@ -18,9 +18,8 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     from tikv.kernels.attention import tensor_cores
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    kept = kept_as(arrays, cache)
-    if kept not in tensor_cores.HALVES:
-        if reason := _why_not_codes(kept, q, cache):
+    if cache.k.kept not in tensor_cores.HALVES:
+        if reason := _why_not_codes(q, cache):
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name}, V {v.dtype.name}"
@@ -35,15 +34,11 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     return ""
 
 
-def kept_as(arrays: dict[str, ArrayView], cache: CacheLayout) -> str:
-    """How K is kept, as `Choices.cache` has it."""
-    return cache.k.format.name if cache.k.format else arrays["k"].dtype.short
-
-
-def _why_not_codes(kept: str, q: ArrayView, cache: CacheLayout) -> str:
+def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     """`why_not_tensor_cores` of what follows from K and V as codes."""
     from tikv.kernels.attention import tensor_codes
 
+    kept = cache.k.kept
     if tensor_codes.codes_of(kept, cache.width) is None or not cache.alike:
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if q.dtype.short not in tensor_codes.QUERIES:
@@ -73,5 +68,5 @@ def choose_tile(live: runtime.Runtime, arrays: dict[str, ArrayView], query: Quer
     from tikv.kernels.attention import tensor_cores
 
     rows = query.heads // cache.heads * query.queries
-    codes = kept_as(arrays, cache) not in tensor_cores.HALVES
+    codes = cache.k.kept not in tensor_cores.HALVES
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes)
