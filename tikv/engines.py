@@ -39,6 +39,8 @@ class Engine:
     context_class: str  # what walks through a kernel's source
     position_method: str  # its method that draws the line of a source that is compiled
     source_reader: str  # the module whose `getsourcelines` and `getsourcefile` it calls
+    source_parser: str  # the module that parses the source
+    writes_trees_anew: bool  # whether it may read a tree of the source again: what it noted is overwritten
 
     @property
     def requirement(self) -> str:
@@ -101,11 +103,6 @@ class Engine:
         name: str = self.core.arch_name(arch)
         return name
 
-    @property
-    def source_position(self) -> tuple[Any, str]:
-        """A class, and its method that draws the source line under each expression, for messages of errors."""
-        return getattr(self.part("lang.ast.ast_transformer_utils"), self.context_class), self.position_method
-
     def annotations(self, kernel: Any) -> list[Any]:
         """Those of a kernel's arguments. `kernel` is the `_primal` of what `ti.kernel` makes."""
         return [argument.annotation for argument in kernel.arguments]
@@ -160,10 +157,10 @@ class _Taichi(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_TAICHI_HEADER_PRINT": "0", "TI_SKIP_VERSION_CHECK": "ON"}
     cache_variable, policy_variable = "TI_OFFLINE_CACHE_FILE_PATH", "TI_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "ticache.lock"
-    has_graphs = has_modules = has_known_ptx = has_bitcode = True
+    has_graphs = has_modules = has_known_ptx = has_bitcode = writes_trees_anew = True
     core_name = "_ti_core"
     context_class, position_method = "ASTTransformerContext", "get_pos_info"
-    source_reader = "lang.kernel_impl"
+    source_reader = source_parser = "lang.kernel_impl"
     program_of = attrgetter("prog")
 
 
@@ -186,12 +183,12 @@ class _Quadrants(Engine):
     quiet: ClassVar[Mapping[str, str]] = {"ENABLE_QUADRANTS_HEADER_PRINT": "0"}
     cache_variable, policy_variable = "QD_OFFLINE_CACHE_FILE_PATH", "QD_OFFLINE_CACHE_CLEANING_POLICY"
     cache_lock = "kernel_compilation_manager/qdcache.lock"
-    has_graphs = has_modules = has_known_ptx = has_bitcode = False
+    has_graphs = has_modules = has_known_ptx = has_bitcode = writes_trees_anew = False
     mps_arch = "metal"
     word = "i32"  # it shows PyTorch no unsigned integers
     core_name = "_qd_core"
     context_class, position_method = "ASTTransformerFuncContext", "memoized_get_pos_info"
-    source_reader = "lang._wrap_inspect"
+    source_reader, source_parser = "lang._wrap_inspect", "lang._func_base"
     program_of = attrgetter("_prog")
 
     @property

@@ -23,7 +23,7 @@ from typing import Any
 from tikv import engines, forks
 from tikv.engines import Engine
 from tikv.errors import ArchError, OptionError
-from tikv.runtime.cache import BoundedCache
+from tikv.runtime import tracing
 from tikv.runtime.devices import SPIRV_ARCHS
 from tikv.runtime.dropped import Array
 from tikv.runtime.real_functions import RealFunctions
@@ -325,25 +325,6 @@ def own_kernels() -> None:
         kernels.remove(kernel)
 
 
-_sources: BoundedCache[tuple[Callable[[Any], Any], str, int, str], Any] = BoundedCache()
-
-
-def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`read(function)` of the source, once for all functions that were made of the same lines."""
-
-    def read_once(function: Any) -> Any:
-        code = function.__code__
-        key = read, code.co_filename, code.co_firstlineno, code.co_name
-        found = _sources.get(key)
-        return _sources.keep(key, read(function)) if found is None else found
-
-    return read_once
-
-
-def _line_of(context: Any, node: Any) -> str:
-    return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
-
-
 @contextlib.contextmanager
 def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     """Compile under this library's settings whatever the caller chose, and put the caller's back.
@@ -369,11 +350,7 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     changes += [(settings, name, value) for name, value in of_settings.items() if hasattr(settings, name)]
     if arch == "cpu":
         changes.append((type(program), "create_function", _next_real_function(settings, program)))
-    # The source line is drawn under each expression, for messages of errors that our kernels do not have.
-    changes += [(*_engine.source_position, _line_of)]
-    # And the source of a function is read again each time that one is called in a kernel: a quarter of that work.
-    reader = _engine.part(_engine.source_reader)
-    changes += [(reader, name, _once(getattr(reader, name))) for name in ("getsourcelines", "getsourcefile")]
+    changes += tracing.changes(_engine)
     saved = [(where, name, getattr(where, name)) for where, name, _ in changes]
     try:
         for where, name, value in changes:

@@ -1,0 +1,92 @@
+"""How an engine reads the Python source of a kernel, without what it does again and again.
+
+An engine walks through the source of each function once for every call of it in a kernel. That takes more time than
+machine code does wherever that is found on disk. While this library's kernels are compiled, what stands here takes the
+place of parts of the engine: the same program comes out, sooner.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tikv.engines import Engine
+from tikv.runtime.cache import BoundedCache
+
+_sources: BoundedCache[tuple[Callable[[Any], Any], str, int, str], Any] = BoundedCache()
+_lines = functools.lru_cache(1 << 15)(textwrap.fill)  # which engines call for each line of a function
+_texts = types.SimpleNamespace(fill=_lines, dedent=functools.lru_cache(1 << 12)(textwrap.dedent))
+
+
+def changes(engine: Engine) -> Iterator[tuple[Any, str, Any]]:
+    """(where, name, value) of each part of the engine that is replaced while a kernel is compiled."""
+    walker = engine.part("lang.ast.ast_transformer_utils")
+    yield getattr(walker, engine.context_class), engine.position_method, _line_of
+    reader, parser = engine.part(engine.source_reader), engine.part(engine.source_parser)
+    for name in ("getsourcelines", "getsourcefile"):
+        yield reader, name, _once(getattr(reader, name))
+    yield parser, "textwrap", _texts
+    if engine.writes_trees_anew:
+        trees = _Trees(parser.transform_tree)
+        yield parser, "ast", types.SimpleNamespace(parse=trees.parse)
+        yield parser, "transform_tree", trees.transform
+        yield walker.Builder, "__call__", _visit
+        yield engine.settings, "src_info_stack", [""]  # which line is read, for expressions: no message shows it
+
+
+def _once(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`read(function)` of the source, once for all functions that were made of the same lines."""
+
+    def read_once(function: Any) -> Any:
+        code = function.__code__
+        key = read, code.co_filename, code.co_firstlineno, code.co_name
+        found = _sources.get(key)
+        return _sources.keep(key, read(function)) if found is None else found
+
+    return read_once
+
+
+def _line_of(context: Any, node: Any) -> str:
+    """Where an expression stands; the engine would draw its line as well."""
+    return f'File "{context.file}", line {node.lineno + context.lineno_offset}, in {context.func.func.__name__}:\n'
+
+
+class _Trees:
+    """Sources as trees. The engine notes on a tree what each part becomes, so that a tree serves one call at a time.
+
+    Those of functions serve the later calls in a kernel too; the engine takes the arguments out of a kernel's own.
+    """
+
+    def __init__(self, transform: Callable[[Any, Any], Any]) -> None:
+        self.plain_transform = transform
+        self.free: dict[str, list[ast.Module]] = {}
+        self.source_of: dict[int, str] = {}
+
+    def parse(self, source: str) -> ast.Module:
+        """The tree of a source that no call is under way with."""
+        free = self.free.get(source)
+        tree = free.pop() if free else ast.parse(source)
+        self.source_of[id(tree)] = source
+        return tree
+
+    def transform(self, tree: ast.Module, context: Any) -> Any:
+        """What the engine makes of a tree, which is free then."""
+        found = self.plain_transform(tree, context)
+        if not (context.is_kernel or context.is_real_function):
+            self.free.setdefault(self.source_of[id(tree)], []).append(tree)
+        return found
+
+
+def _visit(builder: Any, context: Any, node: Any) -> Any:
+    """A part of a tree becomes a part of a program; the engine would note the line of each as well."""
+    try:
+        return getattr(builder, "build_" + node.__class__.__name__)(context, node)
+    except Exception as error:
+        if context.raised or not isinstance(node, (ast.stmt, ast.expr)):
+            raise
+        context.raised = True
+        raise RuntimeError(f"{_line_of(context, node)}{error}") from error
