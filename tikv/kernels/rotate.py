@@ -8,7 +8,7 @@ the same positions a thread reads them once for its part of the rows of several,
 
 from typing import NamedTuple
 
-from tikv.kernels.address import RowStrides, S, index_array
+from tikv.kernels.address import RowStrides, S, divided, index_array
 from tikv.kernels.codec import (
     SCALE_WORD,
     WORD,
@@ -35,7 +35,11 @@ class RotateParams(NamedTuple):
 
     iterations: int = 0
     rows: int = 0  # of a head
+    rows_inverse: int = 0  # this and the next: `address.inverse_of` them
+    rows_shift: int = 0
     heads: int = 1
+    heads_inverse: int = 0
+    heads_shift: int = 0
     count: int = 0  # rows of all heads, those that a thread turns together counting once
     angle_first: int = 0
     angle_sequence: int = 0
@@ -136,9 +140,10 @@ def make_rotate(style, serial, codec, transform, width, lanes, together, scale):
     if together > 1:
         body = make_body_together(style, codec, transform, lanes, together, scale)
     loop = make_loop(style, serial, body, R.iterations)
+    TABLE = word_array(64) if together > 1 and elements % 2 == 0 else FLOATS  # two numbers a word
 
     @ti.kernel
-    def rotate(x: X, angles: ANGLES, cos: FLOATS, sin: FLOATS, scales: SC, strides: STRIDES, params: PARAMS):
+    def rotate(x: X, angles: ANGLES, cos: TABLE, sin: TABLE, scales: SC, strides: STRIDES, params: PARAMS):
         loop(x, params, (x, angles, cos, sin, scales, strides, params))
 
     return rotate
@@ -165,12 +170,23 @@ def make_body_together(style, codec, transform, lanes, together, scale):
     scale_value, scale_word = make_bits_to_f32(scale) if scale else None, SCALE_WORD[scale]
 
     @ti.func
-    def places(group, s, first, sequence, head, token, params):
-        """Where the rows of a position lie, of neighbouring heads."""
+    def rounds(lane):
+        """How many pairs of units a lane has."""
+        found = pairs // lanes
+        if ti.static(pairs % lanes > 0):
+            found = (pairs - lane + lanes - 1) // lanes
+        return found
+
+    @ti.func
+    def places(b, h, s, first, sequence, head, token, params):
+        """Where the rows of a position lie, of neighbouring heads from head h of sequence b on."""
         at = ti.Vector([0 for _ in range(together)])
+        sequence_of, head_of = b, h
         for g in ti.static(range(together)):
-            b, h = (group + g) // params[R.heads], (group + g) % params[R.heads]
-            at[g] = first + b * sequence + h * head + s * token
+            at[g] = first + sequence_of * sequence + head_of * head + s * token
+            head_of += 1
+            if head_of == params[R.heads]:
+                sequence_of, head_of = sequence_of + 1, 0
         return at
 
     @ti.func
@@ -187,7 +203,11 @@ def make_body_together(style, codec, transform, lanes, together, scale):
     def read_angles(table: ti.template(), first):
         found = ti.Vector([ti.f32(0.0) for _ in range(elements)])
         for e in ti.static(range(elements)):
-            found[e] = table[first + e]
+            if ti.static(elements % 2 == 0):
+                two = table[(first >> 1) + e // 2]
+                found[e] = ti.bit_cast(ti.cast(two >> ti.u64(32 * (e % 2)), ti.u32), ti.f32)
+            else:
+                found[e] = table[first + e]
         return found
 
     @ti.func
@@ -209,23 +229,26 @@ def make_body_together(style, codec, transform, lanes, together, scale):
     def body(i, x: ti.template(), angles: ti.template(), cos: ti.template(), sin: ti.template(),
              scales: ti.template(), strides, params):  # fmt: skip
         r, lane = i // lanes, i % lanes
-        group, s = r // params[R.rows] * together, r % params[R.rows]
+        group = divided(r, params[R.rows_inverse], params[R.rows_shift])
+        s = r - group * params[R.rows]
+        b = divided(group * together, params[R.heads_inverse], params[R.heads_shift])
+        h = group * together - b * params[R.heads]
         angle = -1
         if r < params[R.count]:
-            at_angle = params[R.angle_first] + group // params[R.heads] * params[R.angle_sequence] + s
+            at_angle = params[R.angle_first] + b * params[R.angle_sequence] + s
             angle = ti.cast(angles[at_angle], ti.i32)
-        at = places(group, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
+        at = places(b, h, s, strides[S.first], strides[S.sequence], strides[S.head], strides[S.token], params)
         cos_row, sin_row = params[R.cos_first] + angle * half, params[R.sin_first] + angle * half
         if ti.static(scale == ""):
             if angle >= 0:
-                for n in range((pairs - lane + lanes - 1) // lanes):
+                for n in range(rounds(lane)):
                     p = lane + n * lanes
                     held = read(x, at, p)
                     c, s_ = read_angles(cos, cos_row + p * elements), read_angles(sin, sin_row + p * elements)
                     for g in ti.static(range(together)):
                         write(x, at[g], p, turn(values(held, g), c, s_, at[g]), ti.f32(1.0))
         else:
-            of_scales = places(group, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
+            of_scales = places(b, h, s, params[R.scale_first], params[R.scale_sequence], params[R.scale_head],
                                params[R.scale_row], params)  # fmt: skip
             own = ti.select(angle >= 0, ti.select(lane < pairs, 1, 0), 0)
             held = ti.Vector([word(0) for _ in range(held_words)])
