@@ -85,9 +85,7 @@ def index_array(bits):
 def inverse_of(divisor):
     """(inverse, shift), two 32-bit numbers by which `divided` divides by an integer from 1 on."""
     shift = 31 + (divisor - 1).bit_length()
-    inverse = -(
-        -(1 << shift) // divisor
-    )  # below 2**32; what it is too large by no dividend shows
+    inverse = -(-(1 << shift) // divisor)  # below 2**32; what it is too large by no dividend shows
     return inverse - (1 << 32), shift  # as a signed number has these bits
 
 

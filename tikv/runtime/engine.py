@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tikv import engines, forks
@@ -211,7 +211,8 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
     """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
     ti = load()
-    made = ti.ndarray(getattr(ti, _engine.word), (count,))
+    with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]):  # it takes five times as long as the rest
+        made = ti.ndarray(getattr(ti, _engine.word), (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
         made.__class__ = _kept_ndarray
@@ -351,6 +352,13 @@ def compiling(program: Any, fast_math: bool) -> Iterator[None]:
     if arch == "cpu":
         changes.append((type(program), "create_function", _next_real_function(settings, program)))
     changes += tracing.changes(_engine)
+    with _replaced(changes):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """With attributes of the engine's that have other values: each (where, name, value)."""
     saved = [(where, name, getattr(where, name)) for where, name, _ in changes]
     try:
         for where, name, value in changes:
