@@ -41,7 +41,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("name", documented())
 def test_docstring_examples(name, arch):
@@ -69,7 +69,7 @@ def test_every_public_name_has_a_docstring():
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.archs("cpu")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", [name for name, path in PAGES.items() if "```python" in path.read_text("utf-8")])
@@ -138,7 +138,7 @@ print(json.dumps([cell.get("outputs", []) for cell in notebook.cells]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.archs("cpu")
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs" / "tutorials").glob("*.ipynb")))
 def test_a_notebook_runs_and_shows_what_it_was_saved_with(name, arch):

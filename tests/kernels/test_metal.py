@@ -41,13 +41,8 @@ def factories():
     return defining - shared | {name for name, called in calls.items() if called & shared}
 
 
-def every_group(test):
-    """A case for each group of calls."""
-    full = pytest.mark.full(unless=lambda case: case["group"] == "copies")
-    return full(pytest.mark.parametrize("group", metal_calls.GROUPS)(test))
-
-
-@every_group
+@pytest.mark.thorough
+@pytest.mark.parametrize("group", metal_calls.GROUPS)
 def test_every_kernel_is_one_valid_metal_function(group, made):
     """One task a kernel; valid SPIR-V; Metal source without a double or an atomic float."""
     folder, kernels = made(group)
@@ -80,17 +75,18 @@ def compare(group, every, made, clang, environment):
         assert sorted(found["launched"]) == sorted(kernel["name"] for kernel in kernels), options
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 @pytest.mark.parametrize("group", metal_calls.GROUPS)
 def test_every_kernel_computes_on_metal_what_it_does_on_the_cpu(group, made, clang, vulkan):
-    """Bit for bit; attention, whose sums have another order, within its tolerance.
+    """Bit for bit, its threads in another order; attention, whose sums have another order, within its tolerance."""
+    compare(group, [Options(32, seed=3)], made, clang, vulkan)
 
-    The width of a SIMD group and the order of threads matter to kernels whose threads share a row.
-    """
-    every = [Options(32, seed=3)]
-    if group in ("fused", "wide_norms", "attention"):
-        every = [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)]
-    compare(group, every, made, clang, vulkan)
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", ["fused", "wide_norms", "attention"])
+def test_simd_groups_may_have_any_width(group, made, clang, vulkan):
+    """Which matters to kernels whose threads share a row; with subnormals as zeros too."""
+    compare(group, [Options(32), Options(16, seed=1, flush=True), Options(64, seed=2)], made, clang, vulkan)
 
 
 @pytest.mark.full

@@ -92,8 +92,9 @@ def inverse_of(divisor):
 @ti.func
 def divided(x, inverse, shift):
     """The quotient x // n of x from 0 on, by what `inverse_of(n)` says: `//` takes a GPU some thirty instructions."""
-    product = ti.cast(ti.bit_cast(x, ti.u32), ti.u64) * ti.cast(ti.bit_cast(inverse, ti.u32), ti.u64)
-    return ti.cast(product >> ti.cast(shift, ti.u64), ti.i32)
+    # Not by casts to unsigned numbers: of those SPIRV-Cross writes what C++ reads as the type of a function.
+    product = (ti.cast(x, ti.i64) & ti.i64(0xFFFFFFFF)) * (ti.cast(inverse, ti.i64) & ti.i64(0xFFFFFFFF))
+    return ti.cast(product >> ti.cast(shift, ti.i64), ti.i32)
 
 
 @ti.func
