@@ -30,6 +30,16 @@ def python(request):
     return run
 
 
+@pytest.fixture
+def known_ptx(arch):
+    """For tests of the native CUDA launcher, on whose account alone they are left out with another engine."""
+    from tikv import runtime
+
+    live = runtime.current()
+    if live.is_cuda and not live.engine.has_known_ptx:
+        pytest.skip(f"the native launcher does not know the PTX of {live.engine.title}")
+
+
 @pytest.fixture(autouse=True)
 def few_rows(request, monkeypatch):
     """On Vulkan a task of attention has 4 rows of queries at most, not 8, but for tests marked `eight_rows`.

@@ -115,6 +115,8 @@ def test_positions_are_checked(arch, rng):
 def launcher(request, arch):
     """Each launcher in turn; calls bound by another are forgotten."""
     live = tikv.runtime.current()
+    if request.param == "native":
+        request.getfixturevalue("known_ptx")
     launch.choose_launcher(request.param)
     live.plans.clear()
     yield request.param
@@ -123,7 +125,7 @@ def launcher(request, arch):
 
 
 @pytest.fixture
-def native(arch):
+def native(arch, known_ptx):
     """The native launcher, whatever this run was started with; missing is a failure."""
     live = tikv.runtime.current()
     launch.choose_launcher("native")
@@ -175,7 +177,7 @@ def writes(rng, arch):
 
 
 @pytest.mark.archs("cuda")
-def test_both_launchers_give_the_same_bits(arch):
+def test_both_launchers_give_the_same_bits(arch, known_ptx):
     found = {}
     for name in ("native", "direct"):
         launch.choose_launcher(name)

@@ -426,7 +426,7 @@ builder.compile().run(values)
 
 
 @pytest.mark.archs("cuda")
-def test_a_number_is_not_captured(arch):
+def test_a_number_is_not_captured(arch, known_ptx):
     import torch
 
     tikv.launch.choose_launcher("native")

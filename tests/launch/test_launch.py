@@ -27,6 +27,8 @@ def fresh_plans():
 def route(request, fresh_plans):
     """Kernels are bound by this launcher."""
     before = launcher._chosen
+    if request.param == "native":
+        request.getfixturevalue("known_ptx")
     launch.choose_launcher(request.param)
     yield request.param
     launch.choose_launcher(before)

@@ -155,7 +155,7 @@ for run in (lambda: step.run(row, row, row), lambda: tikv.compile_step(store)):
 
 
 @pytest.mark.archs("cuda")
-def test_a_step_is_captured(arch, rng):
+def test_a_step_is_captured(arch, rng, known_ptx):
     """A CUDA graph of a step's run is replayed: the step itself moves the positions on."""
     import torch
 
