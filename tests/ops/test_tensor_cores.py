@@ -229,6 +229,69 @@ def test_the_longest_kernel_is_one_function(arch, rng, tiles):
     assert launch.launcher_report(runtime.current())["fallbacks"] == {}
 
 
+# --- heads whose columns the warps of a block share out
+
+
+@on_cuda
+@pytest.mark.parametrize(("width", "width_v"), [(576, 512), (512, 512), (320, 256), (320, 128), (64, 512)])
+@pytest.mark.parametrize(("group", "queries"), [(1, None), (16, None), (20, None), (5, 3)])
+def test_wide_heads(arch, rng, tiles, width, width_v, group, queries):
+    form = {"width": width, "width_v": width_v, "group": group, "queries": queries}
+    attend(rng, arch, lens=(130, 20, 0), capacity=130, **form)
+    assert {tile.shared_out for tile in tiles} == {"columns"}
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD", "HND"])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_storages_of_wide_heads(arch, rng, tiles, place, dtype, queries):
+    wide = {"width": 576, "width_v": 512, "group": 16, "heads": 1, "queries": queries, "dtype": dtype}
+    if place == "ring":
+        case, _ = make(rng, lens=(98, 100, 777, 41), ring=99, sinks=3, capacity=99, **wide)
+        check(case, case.run(arch), case.expected(window=99))
+        return
+    for window in (None, 37):
+        attend(rng, arch, place, {"window": window}, lens=(300, 0, 64, 41), capacity=300, **wide)
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+@pytest.mark.parametrize("splits", [1, 3, 16])
+def test_splits_of_wide_heads(arch, rng, tiles, place, splits):
+    wide = {"width": 576, "width_v": 512, "group": 16, "heads": 1}
+    attend(rng, arch, place, {"window": 300}, {"num_splits": splits}, lens=(700, 33, 0, 699), capacity=700, **wide)
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+@pytest.mark.parametrize("spoiled", [-1, -10])
+def test_what_a_query_of_wide_heads_does_not_see_may_be_nan(arch, rng, tiles, place, spoiled):
+    wide = {"width": 576, "width_v": 512, "group": 16, "heads": 1}
+    case, cache = make(rng, place, queries=2, lens=(40, 23), spoiled=spoiled, **wide)
+    got, want, query = cache.run(arch, window=9), case.expected(window=9), 0 if spoiled == -1 else 1
+    check(case, [a[:, :, query] for a in got], [a[:, :, query] for a in want])
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [16, 128])
+def test_values_may_be_columns_of_the_keys(arch, rng, tiles, group):
+    case, _ = make(rng, width=576, width_v=512, heads=1, group=group, lens=(300, 17), capacity=300)
+    case.v_real = case.k_real[..., :512]
+    q, k, lens = (oracle.place(a, arch) for a in (case.q, case.k, np.array(case.lens, np.int32)))
+    got = tikv.decode_attention(q, k, None, lens, head_dim_v=512, return_lse=True)
+    check(case, [oracle.to_numpy(a).astype(np.float64) for a in got], case.expected())
+
+
+@on_cuda
+def test_the_longest_kernel_of_wide_heads_is_one_function(arch, rng, tiles):
+    wide = {"width": 576, "width_v": 512, "group": 16, "heads": 1, "dtype": "bfloat16", "queries": 4}
+    attend(rng, arch, "NHD", {"window": 60, "softcap": 5.0}, lens=(150, 9), tolerance=2, **wide)
+    attend(rng, arch, "NHD", {"window": 60}, lens=(150, 9), page=8, **wide)
+    assert [tile.row_tiles for tile in tiles] == [1, 2]
+    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+
+
 # --- without a GPU
 
 
@@ -261,7 +324,10 @@ CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=eng
         ({"q_dtype": "bfloat16"}, "q is bfloat16"),
         ({"width": 80}, "80 and 80 wide"),
         ({"width": 32}, "32 and 32 wide"),
+        ({"width": 576, "width_v": 512}, ""),
         ({"width": 288}, "288 and 288 wide"),
+        ({"width": 320, "width_v": 96}, "320 and 96 wide"),
+        ({"width": 640, "width_v": 512}, "640 and 512 wide"),
         ({"width_v": 40}, "128 and 40 wide"),
         ({"ptr": 8}, "not every row begins at a multiple of 16 bytes"),
         ({"inner": 1}, "rows lie in pieces"),
@@ -308,7 +374,8 @@ def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, g
 @pytest.mark.parametrize(
     ("queries", "group", "width", "rows"),
     [(1, 4, 128, 4), (1, 8, 128, 8), (1, 12, 128, 12), (1, 20, 128, 10), (1, 12, 256, 6), (2, 4, 128, 8),
-     (3, 4, 128, 16), (9, 4, 128, 64), (2, 8, 256, 8), (3, 8, 256, 32)],
+     (3, 4, 128, 16), (9, 4, 128, 64), (2, 8, 256, 8), (3, 8, 256, 32), (1, 4, 512, 4), (1, 16, 512, 16),
+     (1, 128, 512, 16)],
 )  # fmt: skip
 def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
     tile = tensor_cores.choose_tile(CUDA, *given(group=group, queries=queries, width=width))

@@ -132,7 +132,7 @@ def times_of(codes: Codes, n: int) -> int:
 
 
 def make_load_queries(x, codes, piece, c):
-    """load_queries(row, lane, task, q, qf, ...): a lane's fragments of Q^T in the order of K's codes.
+    """load_queries(row, lane, start, task, q, qf, ...): a lane's fragments of Q^T, in the order of K's codes.
 
     A row is multiplied by a power of two that makes its largest number one of float16's largest, and where a register
     of codes is of 16 times its codes, by a 16th. Behind the fragments come, of two rows of each tile, the sums over
@@ -155,10 +155,10 @@ def make_load_queries(x, codes, piece, c):
     ones = [halves(times_of(codes, n)) for n in range(2)]  # which undo them
 
     @ti.func
-    def load_queries(row, lane, task, q: ti.template(), qf: ti.template(), strides, params):
+    def load_queries(row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
         for g in ti.static(range(G)):
             r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
-            at = query_row(task[T.sequence], task[T.head], r, strides, params)
+            at = query_row(task[T.sequence], task[T.head], r, strides, params) + start
             share = (lane & 3) * piece.codes
             largest = ti.u32(0)
             for n in ti.static(range(2 * NK)):

@@ -5,7 +5,8 @@ columns is free in both products, so each lane takes whole words. The scores com
 the second product takes in: their exponentials are rounded to halves, and 8 x 8 of them at a time are turned by two
 shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
 merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
-(`staged`) or from the cache of their multiprocessor. How K and V become fragments is in `tensor_halves`, and for what
+(`staged`) or from the cache of their multiprocessor; and the columns of wide heads, where each adds its part of the
+logits. How K and V become fragments is in `tensor_halves`, and for what
 is kept as codes in `tensor_codes`.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 from tikv.kernels.attention import staged, tensor_codes, tensor_halves
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets
-from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, array_types
-from tikv.kernels.attention.softmax import make_store_lse
+from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.tensor_instructions import ROWS, WARPS, instructions
@@ -28,6 +29,7 @@ from tikv.runtime import ti
 ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
 HALVES = ("f16", "bf16")  # of K, V and q; else they are codes
 WIDTHS = range(64, 257, 32)  # of K and V
+WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # where one is wider than those: warps share out the columns
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
 KEY_DISTANCES = [16, 8, 4]  # of lanes that have other keys of the same rows
 FAR = 1 << 30  # beyond every index of a key
@@ -37,25 +39,41 @@ class Tile(NamedTuple):
     """How the warps of a block share the work."""
 
     row_tiles: int  # of `ROWS` query rows, that each warp computes
-    share_rows: bool  # the warps share out the rows; else the keys
+    shared_out: str  # to the warps: "keys", "rows", or "columns" of the heads
     resident: int  # blocks that a multiprocessor holds at once; what registers a thread may use follows
     filling: int = 2  # of them, which keep the memory busy
 
     @property
     def rows(self) -> int:
         """Query rows of a task."""
-        return ROWS * self.row_tiles * (WARPS if self.share_rows else 1)
+        return ROWS * self.row_tiles * (WARPS if self.shared_out == "rows" else 1)
 
 
-def tile_of(width: int, rows: int, codes: bool = False) -> Tile:
-    """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as."""
+def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> Tile:
+    """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as.
+
+    A `long` kernel, of queries that see different keys behind sinks or with a soft cap, has fewer rows of wide heads:
+    else LLVM makes two functions of it, which the native launcher does not take.
+    """
     if codes:
-        return Tile(1, rows > 2 * ROWS, 3, 3)
+        return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3)
+    if width > WIDTHS[-1]:
+        return Tile(1 if rows <= ROWS or long else 2, "columns", 2)
     if rows <= ROWS:
-        return Tile(1, False, 4 if width <= 64 else 3 if width <= 128 else 2)
+        return Tile(1, "keys", 4 if width <= 64 else 3 if width <= 128 else 2)
     if width > 128:
-        return Tile(1, rows > 2 * ROWS, 2)
-    return Tile(2, rows > 4 * ROWS, 3 if width <= 64 else 2)
+        return Tile(1, "rows" if rows > 2 * ROWS else "keys", 2)
+    return Tile(2, "rows" if rows > 4 * ROWS else "keys", 3 if width <= 64 else 2)
+
+
+def serves_widths(width: int, width_v: int) -> bool:
+    """Whether there is a tile for heads of these widths, of halves."""
+    return (width in WIDTHS and width_v in WIDTHS) or (width in WIDE and width_v in WIDE_V)
+
+
+def share_of(x, c):
+    """The choices for what a warp takes of a head: all, or its share of the columns."""
+    return c._replace(width=c.width // WARPS, width_v=c.width_v // WARPS) if x.shared_out == "columns" else c
 
 
 class Limits(NamedTuple):
@@ -102,16 +120,16 @@ make_attend_tensor.pairs = (
 
 def make_attend_task(x, parts, c):
     """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
-    decode_task = make_decode_task("cuda", KEYS * (1 if x.share_rows else WARPS), c)
+    decode_task = make_decode_task("cuda", step_of(x), c)
     limits, f = make_limits(ROWS * x.row_tiles, c), make_fragments(x, c)
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     add_tile = make_add_tile(x, f, c)
-    STAGED = is_staged(x, c)
+    STAGED, COLUMNS = is_staged(x, c), x.shared_out == "columns"
     attend_staged = make_attend_staged(x, f, c) if STAGED else None
+    attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
     attend_ahead = None if c.cache in HALVES else make_attend_ahead(x, f, c)
-    finish = (make_store_rows if x.share_rows else make_merge_warps)(x, f, parts, c)
-    G = x.row_tiles
-    STEP = KEYS if x.share_rows else KEYS * WARPS
+    finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
+    G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
     EARLY = max(c.width, c.width_v) <= 128  # where there are registers for it
 
     @ti.func
@@ -119,18 +137,22 @@ def make_attend_task(x, parts, c):
         q, k, v, lens, table, k_scale, v_scale, out, lse = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
         lane, warp = thread % 32, thread // 32
-        row, ahead = task[T.row], warp * KEYS
-        if ti.static(x.share_rows):
+        row, ahead, column = task[T.row], warp * KEYS, 0
+        if ti.static(x.shared_out == "rows"):
             row, ahead = task[T.row] + warp * ti.static(ROWS * G), 0
+        elif ti.static(COLUMNS):
+            column = warp * own.width
         seen = limits(row, visible, task, params)
         qf = [ti.u32(0) for _ in range(f.queries)]
-        f.load_queries(row, lane, task, q, qf, strides, params)
+        f.load_queries(row, lane, column, task, q, qf, strides, params)
         m = [ti.f32(LOWEST) for _ in range(2 * G)]  # above `MASKED`: what is masked weighs nothing from the start
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(f.results)]
         sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
         if ti.static(STAGED):
             attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+        elif ti.static(COLUMNS):
+            attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
         elif ti.static(c.cache not in HALVES):
             attend_ahead(lane, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
         else:
@@ -171,13 +193,18 @@ def make_attend_task(x, parts, c):
 
 def make_fragments(x, c):
     """How K, V and the queries of these choices become what tensor cores multiply."""
-    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, c)
+    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, share_of(x, c))
+
+
+def step_of(x) -> int:
+    """Keys that a block takes at a time."""
+    return KEYS * WARPS if x.shared_out == "keys" else KEYS
 
 
 def is_staged(x, c) -> bool:
     """Whether the block reads K and V into shared memory."""
     return (
-        x.share_rows
+        x.shared_out == "rows"
         and c.cache in HALVES
         and c.width == c.width_v
         and c.width in staged.WIDTHS
@@ -192,7 +219,7 @@ def make_attend_ahead(x, f, c):
     """
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
     add_tile = make_add_tile(x, f, c)
-    STEP = KEYS if x.share_rows else KEYS * WARPS
+    STEP = step_of(x)
 
     @ti.func
     def attend_ahead(lane, row, ahead, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
@@ -299,10 +326,66 @@ def make_attend_staged(x, f, c):
     return attend_staged
 
 
+def make_attend_columns(x, f, c):
+    """attend_columns(thread, row, seen, ...): the loop over the keys where warps share out the columns.
+
+    Each multiplies its columns of the keys by those of the queries. All add up the four parts of the logits in the same
+    order, so that they have the same weights, and each weighs its columns of V. Parts of every other tile lie in the
+    same place, so that a warp that is ahead spoils none that another still reads.
+    """
+    look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
+    products, logit_of = tensor_halves.make_products(x, share_of(x, c)), make_logit(c)
+    add_tile = make_add_tile(x, f, c)
+    COUNT, SIZE_OF_PART = 4 * x.row_tiles, 32 * 4 * x.row_tiles
+    K_WORDS, V_WORDS = (n // WARPS // (tensor_halves.WORD_BITS // 16) for n in (c.width, c.width_v))
+
+    @ti.func
+    def attend_columns(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
+                       l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
+                       scalars):  # fmt: skip
+        k, v, table, k_scale, v_scale = ti.static((arrays[1], arrays[2], arrays[4], arrays[5], arrays[6]))
+        logits = ti.simt.block.SharedArray((2 * WARPS * SIZE_OF_PART,), ti.f32)
+        lane, warp = thread % 32, thread // 32
+        own = task
+        own[T.k_first] += warp * K_WORDS
+        own[T.v_first] += warp * V_WORDS
+        kf = [ti.u32(0) for _ in range(f.keys)]
+        vf = [ti.u32(0) for _ in range(f.values)]
+        k_slots = [0 for _ in range(2)]
+        v_slots = [0 for _ in range(4)]
+        counts = [0 for _ in range(6)]
+        at, part = seen[L.begin], 0
+        block = look_up(at, seen, visible, task, table, strides, params)
+        coming = look_up(at + KEYS, seen, visible, task, table, strides, params)
+        if seen[L.begin] < seen[L.end]:
+            find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
+            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+        for _ in range((seen[L.end] - seen[L.begin] + (KEYS - 1)) // KEYS):
+            whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
+            f.load_values(lane, v_slots, own, v, v_scale, vf, strides)
+            p = [ti.f32(0.0) for _ in range(COUNT)]
+            products(kf, qf, p)
+            find_keys(at + KEYS, coming, lane, seen, visible, task, table, k_slots, strides, params)
+            f.load_keys(lane, k_slots, own, k, k_scale, kf, strides)
+            for i in ti.static(range(COUNT)):
+                logits[part + warp * SIZE_OF_PART + i * 32 + lane] = p[i]
+            ti.simt.block.sync()
+            for i in ti.static(range(COUNT)):
+                found = logits[part + i * 32 + lane]
+                for w in ti.static(range(1, WARPS)):
+                    found += logits[part + w * SIZE_OF_PART + i * 32 + lane]
+                p[i] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
+            block, coming = coming, look_up(at + 2 * KEYS, seen, visible, task, table, strides, params)
+            add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+            at, part = at + KEYS, WARPS * SIZE_OF_PART - part
+
+    return attend_columns
+
+
 def make_add_tile(x, f, c):
     """add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, ...): a tile's logits and V into the results."""
     exp2 = instructions().exp2
-    mask, rescale = make_mask(x, c), make_rescale(x, c)
+    mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))
     G = x.row_tiles
 
     @ti.func
@@ -503,17 +586,20 @@ def make_rescale(x, c):
 
 
 def make_store_rows(x, f, parts, c):
-    """finish(...) where warps share out the rows: each lane stores its columns of two rows a tile."""
+    """finish(...) where warps share out the rows or columns: each lane stores its columns of two rows a tile."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
     in_pairs = not parts and c.out in HALVES  # float32 results, as of `extend`'s two parts, are stored as they are
     pack = getattr(instructions(), f"pack_{c.out}") if in_pairs else None
-    NV = c.width_v // KEYS
+    own, COLUMNS = share_of(x, c), x.shared_out == "columns"
+    NV = own.width_v // KEYS
 
     @ti.func
     def store_rows(thread, row, task, m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template(),
                    out: ti.template(), lse: ti.template(), strides, params, scalars):  # fmt: skip
-        lane = thread % 32
+        lane, column = thread % 32, 0
+        if ti.static(COLUMNS):
+            column = thread // 32 * own.width_v
         for r in ti.static(range(2 * x.row_tiles)):
             i = ti.static(r // 2 * 4 + r % 2)
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
@@ -524,7 +610,7 @@ def make_store_rows(x, f, parts, c):
                     inverse = ti.f32(1.0) / sums[i]
                 for t in ti.static(range(NV)):
                     a = ti.static((r // 2 * NV + t) * 4 + r % 2)
-                    to = at + f.column_of(t, lane)
+                    to = at + column + f.column_of(t, lane)
                     y, z = acc[a] * inverse, acc[ti.static(a + 2)] * inverse
                     if ti.static(not in_pairs):
                         store(out, to, ti.Vector([y]), ti.f32(1.0))
@@ -534,7 +620,7 @@ def make_store_rows(x, f, parts, c):
                         pack(both, y, z)
                         out[to] = ti.cast(both, ti.u16)
                         out[to + f.apart] = ti.cast(both >> ti.u32(16), ti.u16)
-                if lane < 4:
+                if (thread if ti.static(COLUMNS) else lane) < 4:
                     store_lse(lse, lse_at, m[r], l[r], scalars)
 
     return store_rows

@@ -37,18 +37,24 @@ def settle(acc: ti.template()):
 
 
 def make_load_queries(x, c):
-    """load_queries(row, lane, task, q, qf, ...): a lane's fragments of Q^T, two for each tile and 16 columns."""
+    """load_queries(row, lane, start, task, q, qf, ...): a lane's fragments of Q^T, from column `start` on.
+
+    They are two for each tile and 16 columns, which are those of `load_keys`.
+    """
     query_row = make_query_row(c)
     NK = c.width // KEYS
+    pairs = NK // 2 * 2
 
     @ti.func
-    def load_queries(row, lane, task, q: ti.template(), qf: ti.template(), strides, params):
+    def load_queries(row, lane, start, task, q: ti.template(), qf: ti.template(), strides, params):
         for g in ti.static(range(x.row_tiles)):
             r = ti.min(row + g * ROWS + (lane >> 2), params[P.queries] * c.group - 1)
-            at = query_row(task[T.sequence], task[T.head], r, strides, params) + (lane & 3) * 8
+            first = query_row(task[T.sequence], task[T.head], r, strides, params) + start
             for n in ti.static(range(2 * NK)):
-                column = at + ti.static(n // 4 * 32 + n % 4 * 2)
-                low, high = ti.cast(q[column], ti.u32), ti.cast(q[column + 1], ti.u32)
+                at = first + (lane & 3) * 8 + ti.static(n // 4 * 32 + n % 4 * 2)
+                if ti.static(n // 2 >= pairs):
+                    at = first + (lane & 3) * 4 + ti.static(n // 4 * 32 + n % 4 * 2)
+                low, high = ti.cast(q[at], ti.u32), ti.cast(q[at + 1], ti.u32)
                 qf[ti.static(g * 2 * NK) + n] = low | (high << ti.u32(16))
 
     return load_queries
@@ -57,18 +63,23 @@ def make_load_queries(x, c):
 def make_load_keys(c):
     """load_keys(lane, slots, task, k, ..., kf, strides): start to read a lane's words of a tile's keys.
 
-    They are two side by side of every eight.
+    They are two side by side of every eight, or one of the last four.
     """
     k_offset, _, _ = make_slot_offsets(c)
     NK = c.width // KEYS
+    pairs = NK // 2 * 2  # words that have a neighbour
 
     @ti.func
     def load_keys(lane, slots: ti.template(), task, k: ti.template(), k_scale: ti.template(), kf: ti.template(),
                   strides):  # fmt: skip
         for i in ti.static(range(2)):
-            first = task[T.k_first] + k_offset(slots[i], strides) + (lane & 3) * 2
+            row = task[T.k_first] + k_offset(slots[i], strides)
+            first = row + (lane & 3) * 2
             for n in ti.static(range(NK)):
-                word = k[first + ti.static(n // 2 * 8 + n % 2)]
+                at = first + ti.static(n // 2 * 8 + n % 2)
+                if ti.static(n >= pairs):
+                    at = row + (lane & 3) + ti.static(n // 2 * 8)
+                word = k[at]
                 kf[ti.static(2 * NK * i + 2 * n)] = ti.cast(word, ti.u32)
                 kf[ti.static(2 * NK * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
 
@@ -101,13 +112,13 @@ def make_load_values(c):
     return load_values
 
 
-def make_scores(x, c):
-    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
-    multiply, logit_of = getattr(instructions(), f"multiply_{c.cache}"), make_logit(c)
+def make_products(x, c):
+    """products(kf, qf, p): what the lane's two keys and two rows of each tile of rows multiply to."""
+    multiply = getattr(instructions(), f"multiply_{c.cache}")
     NK = c.width // KEYS
 
     @ti.func
-    def scores(kf: ti.template(), qf: ti.template(), p: ti.template(), scalars):
+    def products(kf: ti.template(), qf: ti.template(), p: ti.template()):
         for g in ti.static(range(x.row_tiles)):
             s = [ti.f32(0.0) for _ in range(8)]  # two sums, so that no product waits for the one before
             for n in ti.static(range(NK)):
@@ -116,8 +127,20 @@ def make_scores(x, c):
                          kf[ti.static(2 * NK + a)], kf[ti.static(a + 1)], kf[ti.static(2 * NK + a + 1)], qf[b],
                          qf[ti.static(b + 1)])  # fmt: skip
             for i in ti.static(range(4)):
-                found = s[i] + s[ti.static(i + 4)]
-                p[ti.static(4 * g + i)] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
+                p[ti.static(4 * g + i)] = s[i] + s[ti.static(i + 4)]
+
+    return products
+
+
+def make_scores(x, c):
+    """scores(kf, qf, p, scalars): base-2 logits of the lane's two keys, for two rows of each tile of rows."""
+    products, logit_of = make_products(x, c), make_logit(c)
+
+    @ti.func
+    def scores(kf: ti.template(), qf: ti.template(), p: ti.template(), scalars):
+        products(kf, qf, p)
+        for i in ti.static(range(4 * x.row_tiles)):
+            p[i] = logit_of(p[i], scalars[X.logit_scale], scalars[X.softcap])
 
     return scores
 

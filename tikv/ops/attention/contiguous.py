@@ -114,12 +114,13 @@ def decode_attention(
     Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
         a query, or in a key that it sees, need not show in the result.
         By CUDA's tensor cores, which serve float16 and bfloat16 where q, K and V have one of them and heads are 64 to
-        256 wide in steps of 32: weights are rounded to that dtype before they meet V, and divided by their own sum, so
-        the result is within 2**-10 or 2**-7 of its largest number; where queries of a call see different keys, an
-        infinity in V that only some of them see need not show. They serve int8 and groups of 8 or 4 bits as well, with
-        float16 scales, q of float16 or bfloat16, and heads of 64, 96 or 128: there weights and the numbers of V are
-        rounded to float16, within the same bounds. ``tikv.info()["tensor_cores"]`` says whether there are any. Without
-        them, and with sink logits, slopes, masks or trees, all is float32.
+        256 wide in steps of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128: weights are
+        rounded to that dtype before they meet V, and divided by their own sum, so the result is within 2**-10 or
+        2**-7 of its largest number; where queries of a call see different keys, an infinity in V that only some of
+        them see need not show. They serve int8 and groups of 8 or 4 bits as well, with float16 scales, q of float16
+        or bfloat16, and heads of 64, 96 or 128: there weights and the numbers of V are rounded to float16, within the
+        same bounds. ``tikv.info()["tensor_cores"]`` says whether there are any. Without them, and with sink logits,
+        slopes, masks or trees, all is float32.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
         splits. Heads of different lengths take the time of as many keys in heads of one length.
         ``return_mass`` is one more launch, which reads K once more.

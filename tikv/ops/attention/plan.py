@@ -60,7 +60,7 @@ class AttentionPlan(Plan):
             k=cache.k._replace(array=cache.k.array.without_owner()),
             v=cache.v._replace(array=cache.v.array.without_owner()),
             scales=tuple(a.without_owner() for a in cache.scales),
-            tile=choose_tile(live, arrays, self.query, cache),
+            tile=choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None),
             most_rows=choose_most_rows(live, arrays, self.query, cache, options),
         )
         self.shape = (*q.shape[:-1], cache.width_v)

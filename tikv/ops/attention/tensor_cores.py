@@ -23,7 +23,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
         return f"q is {q.dtype.name}, K {k.dtype.name}, V {v.dtype.name}"
-    elif cache.width not in tensor_cores.WIDTHS or cache.width_v not in tensor_cores.WIDTHS:
+    elif not tensor_cores.serves_widths(cache.width, cache.width_v):
         return f"heads are {cache.width} and {cache.width_v} wide"
     if cache.k.inner[0] or cache.v.inner[0]:
         return "rows lie in pieces"
@@ -61,7 +61,9 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     return ""
 
 
-def choose_tile(live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout) -> Any:
+def choose_tile(
+    live: runtime.Runtime, arrays: dict[str, ArrayView], query: QueryShape, cache: CacheLayout, softcap: bool = False
+) -> Any:
     """How the tensor cores' work is shared out, a `Tile`; None where the other kernels serve."""
     if why_not_tensor_cores(live, arrays, cache):
         return None
@@ -69,4 +71,5 @@ def choose_tile(live: runtime.Runtime, arrays: dict[str, ArrayView], query: Quer
 
     rows = query.heads // cache.heads * query.queries
     codes = cache.k.kept not in tensor_cores.HALVES
-    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes)
+    long = query.queries > 1 and (softcap or cache.sinks > 0)
+    return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)
