@@ -6,8 +6,7 @@ the second product takes in: their exponentials are rounded to halves, and 8 x 8
 shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
 merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
 (`staged`) or from the cache of their multiprocessor; and the columns of wide heads, where each adds its part of the
-logits. How K and V become fragments is in `tensor_halves`, and for what
-is kept as codes in `tensor_codes`.
+logits. How K and V become fragments is in `tensor_halves`, and for what is kept as codes in `tensor_codes`.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
 """
