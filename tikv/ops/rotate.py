@@ -382,14 +382,15 @@ def _bind(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], ro
     kernel = launch.kernel(
         live, kernels.make_rotate, live.kernel_style, serial, codec, choices, width, shared_by, together, code
     )
+    by_rows, by_heads = inverse_of(rows), inverse_of(heads)
     numbers = kernels.RotateParams(
         iterations=iterations,
         rows=rows,
-        rows_inverse=inverse_of(rows)[0],
-        rows_shift=inverse_of(rows)[1],
+        rows_inverse=by_rows[0],
+        rows_shift=by_rows[1],
         heads=heads,
-        heads_inverse=inverse_of(heads)[0],
-        heads_shift=inverse_of(heads)[1],
+        heads_inverse=by_heads[0],
+        heads_shift=by_heads[1],
         count=count,
         angle_first=index.offset // 4,
         angle_sequence=index_steps[0],

@@ -211,7 +211,7 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
     """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
     ti = load()
-    with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]):  # it takes five times as long as the rest
+    with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]):  # takes the longer the deeper the stack
         made = ti.ndarray(getattr(ti, _engine.word), (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))

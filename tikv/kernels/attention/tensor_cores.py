@@ -333,10 +333,11 @@ def make_attend_columns(x, f, c):
     same place, so that a warp that is ahead spoils none that another still reads.
     """
     look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
-    products, logit_of = tensor_halves.make_products(x, share_of(x, c)), make_logit(c)
+    share = share_of(x, c)
+    products, logit_of = tensor_halves.make_products(x, share), make_logit(c)
     add_tile = make_add_tile(x, f, c)
     COUNT, SIZE_OF_PART = 4 * x.row_tiles, 32 * 4 * x.row_tiles
-    K_WORDS, V_WORDS = (n // WARPS // (tensor_halves.WORD_BITS // 16) for n in (c.width, c.width_v))
+    K_WORDS, V_WORDS = (width * 16 // tensor_halves.WORD_BITS for width in (share.width, share.width_v))
 
     @ti.func
     def attend_columns(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
