@@ -3,6 +3,7 @@
     python benches/attention_gpu.py decode
     python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
     python benches/attention_gpu.py codes                        # int8 and groups of 8 and 4 bits beside own float16
+    python benches/attention_gpu.py latent                       # keys of 576 whose first 512 columns are the values
 
 Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
 over the same pages, split over the keys, at the fastest of a few settings, and torch's own attention over contiguous
@@ -264,10 +265,37 @@ def dequantise_and_attend(q, caches, wide):
     return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], *wide, enable_gqa=True)
 
 
+def latent(flushed):
+    """Microseconds where the values are columns of the keys, and where they are an array of their own."""
+    width, width_v, heads = 576, 512, 16
+    print("| sequences x tokens | tikv, columns of the keys | tikv, two arrays | torch, two arrays |")
+    print("| --- | --- | --- | --- |")
+    for batch, length in SHAPES[:2]:
+        like = {"device": "cuda", "dtype": torch.float16}
+        k, q = torch.randn(batch, 1, length, width, **like), torch.randn(batch, heads, width, **like)
+        v, out = k[..., :width_v].contiguous(), torch.empty(batch, heads, width_v, **like)
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        weights = torch.softmax(q[0].double() @ k[0, 0].double().T * width**-0.5, dim=-1)
+        want = weights @ v[0, 0].double()
+        calls = [
+            functools.partial(tikv.decode_attention, q, k, None, lens, head_dim_v=width_v, out=out),
+            functools.partial(tikv.decode_attention, q, k, v, lens, out=out, impl="taichi"),
+        ]
+        found = []
+        for call in calls:
+            out.fill_(7)
+            call()
+            assert ((out[0].double() - want).norm() / want.norm()).item() < 2e-3
+            found.append(time_of([call], flushed))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        found.append(time_of([functools.partial(attention, q[:, :, None], k, v, enable_gqa=True)], flushed))
+        print(f"| {batch} x {length} | {' | '.join(f'{time:.1f}' for time in found)} |", flush=True)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["decode", "prompts", "codes"])
+    parser.add_argument("what", choices=["decode", "prompts", "codes", "latent"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
     given = parser.parse_args()
     tikv.init("cuda")
@@ -277,6 +305,8 @@ def main():
         decode(flushed)
     elif given.what == "codes":
         codes(flushed)
+    elif given.what == "latent":
+        latent(flushed)
     else:
         prompts(given.tokens, flushed)
 
