@@ -3,6 +3,7 @@
     python benches/attention_gpu.py decode
     python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
     python benches/attention_gpu.py codes                        # int8 and groups of 8 and 4 bits beside own float16
+    python benches/attention_gpu.py dequantize                   # each format back to float16, beside the device's copy
     python benches/attention_gpu.py latent                       # keys of 576 whose first 512 columns are the values
 
 Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
@@ -12,8 +13,8 @@ caches. Rates are the bytes of K and V over the time.
 Prompts: the newest tokens of a sequence attend, each by its causal mask; beside them torch's flash attention with the
 same mask over K and V that were gathered and repeated before.
 
-Codes: the same sequences in contiguous caches of each format; beside them own float16, and for 4 bits dequantising all
-of K and V for torch's attention.
+Codes: the same sequences in contiguous caches and in pages of each format; beside them own float16 in the same storage,
+and for 4 bits dequantising all of K and V for torch's attention.
 
 The L2 cache is flushed before each call, the host queues the call while the device sleeps; medians of 16.
 """
@@ -31,6 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 import tikv
 
 HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16
+DEQUANTISED = 1 << 21  # rows of a head
 SHAPES = [(32, 8192), (1, 32768), (128, 1024)]  # sequences, tokens of each
 PROMPT_KEYS, PROMPT_GROUP = 8192, 4
 FORMATS = ("int8", "quant8_64", "q8_0", "quant4_64", "q4_0")
@@ -213,49 +215,99 @@ def coded(name, k, v):
 
 
 def numbers_of(caches, scales):
-    """The numbers that K and V stand for, of the first sequence, in float64."""
+    """The numbers that K and V stand for, in their caches' order."""
     if not scales:
-        return [torch.from_dlpack(tikv.dequantize(a))[0].double() for a in caches]
+        return [torch.from_dlpack(tikv.dequantize(a)) for a in caches]
     return [
-        torch.from_dlpack(a)[0].double() * torch.from_dlpack(b)[0].double()[..., None]
+        torch.from_dlpack(a) * torch.from_dlpack(b)[..., None].float()
         for a, b in zip(caches, scales.values(), strict=True)
     ]
 
 
 def check_first(out, q, k, v):
-    """Fail unless the first sequence's result is what float64 gives."""
+    """Fail unless the first sequence's result is what float64 gives of its K and V."""
     grouped = q[0].double().reshape(HEADS, -1, WIDTH)
-    weights = torch.softmax(grouped @ k.transpose(-1, -2) * WIDTH**-0.5, dim=-1)
-    want = (weights @ v).reshape(-1, WIDTH)
+    weights = torch.softmax(grouped @ k.double().transpose(-1, -2) * WIDTH**-0.5, dim=-1)
+    want = (weights @ v.double()).reshape(-1, WIDTH)
     assert ((out[0].double() - want).norm() / want.norm()).item() < 2e-3
 
 
+class Contiguous:
+    """Sequences of one length, each head of each in one piece."""
+
+    def __init__(self, batch, length):
+        self.shape = batch, HEADS, length, WIDTH
+        self.lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+
+    def call(self, q, caches, scales, out):
+        """One step of attention."""
+        return tikv.decode_attention(q, *caches, self.lens, out=out, impl="taichi", **scales)
+
+    def first(self, numbers):
+        """K or V of the first sequence."""
+        return numbers[0]
+
+
+class Pages(Contiguous):
+    """The same in pages, which lie in random order."""
+
+    def __init__(self, batch, length):
+        super().__init__(batch, length)
+        blocks = batch * length // PAGE
+        self.shape = blocks, PAGE, HEADS, WIDTH
+        self.table = torch.randperm(blocks, device="cuda").int().reshape(batch, -1).contiguous()
+
+    def call(self, q, caches, scales, out):
+        return tikv.paged_decode_attention(q, *caches, self.table, self.lens, out=out, **scales)
+
+    def first(self, numbers):
+        return numbers[self.table[0].long()].flatten(0, 1).transpose(0, 1)
+
+
 def codes(flushed):
-    """The speed over each format, as times own float16's."""
-    like = {"device": "cuda", "dtype": torch.float16}
-    print("| sequences x tokens, query heads a KV head | format | us | GB/s | tokens a second, times float16's |")
-    print("| --- | --- | --- | --- | --- |")
+    """The speed over each format, as times own float16's in the same storage."""
+    print("| sequences x tokens, query heads a KV head | storage | format | us | GB/s | tokens/s, times float16's |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for batch, length in SHAPES:
-        k, v = (torch.randn(batch, HEADS, length, WIDTH, **like) for _ in "kv")
-        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-        queries = {group: torch.randn(batch, HEADS * group, WIDTH, **like) for group in (1, 4)}
-        plain = {}
-        for name in ("float16", *FORMATS):
-            caches, scales, nbytes = ([k, v], {}, k.nbytes + v.nbytes) if name == "float16" else coded(name, k, v)
-            numbers = None if name == "float16" else numbers_of(caches, scales)
-            for group, q in queries.items():
-                out = torch.empty_like(q)
-                call = functools.partial(tikv.decode_attention, q, *caches, lens, out=out, impl="taichi", **scales)
-                if numbers is not None:
-                    call()
-                    check_first(out, q, *numbers)
-                time = time_of([call], flushed)
-                plain.setdefault(group, time)
-                rates = f"{time:.1f} | {nbytes / time / 1e3:.0f} | {plain[group] / time:.2f}"
-                print(f"| {batch} x {length}, {group} | {name} | {rates} |", flush=True)
-                if name.startswith("quant4") and length == SHAPES[0][1]:
-                    by_torch = functools.partial(dequantise_and_attend, q, caches, [torch.empty_like(k) for _ in "kv"])
-                    print(f"| | dequantised for torch | {time_of([by_torch], flushed):.1f} | | |", flush=True)
+        for storage in (Contiguous(batch, length), Pages(batch, length)):
+            codes_in(storage, batch, f"{batch} x {length}", flushed)
+
+
+def codes_in(storage, batch, shape, flushed):
+    """The rows of one storage."""
+    like, kind = {"device": "cuda", "dtype": torch.float16}, type(storage).__name__.lower()
+    k, v = (torch.randn(storage.shape, **like) for _ in "kv")
+    queries, plain = {group: torch.randn(batch, HEADS * group, WIDTH, **like) for group in (1, 4)}, {}
+    for name in ("float16", *FORMATS):
+        caches, scales, nbytes = ([k, v], {}, k.nbytes + v.nbytes) if name == "float16" else coded(name, k, v)
+        numbers = [storage.first(a) for a in ((k, v) if name == "float16" else numbers_of(caches, scales))]
+        for group, q in queries.items():
+            out = torch.empty_like(q)
+            call = functools.partial(storage.call, q, caches, scales, out)
+            call()
+            check_first(out, q, *numbers)
+            time = time_of([call], flushed)
+            plain.setdefault(group, time)
+            rates = f"{time:.1f} | {nbytes / time / 1e3:.0f} | {plain[group] / time:.2f}"
+            print(f"| {shape}, {group} | {kind} | {name} | {rates} |", flush=True)
+            if name.startswith("quant4") and kind == "contiguous" and batch == SHAPES[0][0]:
+                wide = [torch.empty_like(k) for _ in "kv"]
+                time = time_of([functools.partial(dequantise_and_attend, q, caches, wide)], flushed)
+                print(f"| | | dequantised for torch's attention | {time:.1f} | | |", flush=True)
+
+
+def dequantize(flushed):
+    """Every number of a cache of each format as float16, beside the device's own copy."""
+    numbers = torch.randn(DEQUANTISED, WIDTH, device="cuda", dtype=torch.float16)
+    out = torch.empty_like(numbers)
+    copied = 2 * out.nbytes / time_of([functools.partial(out.copy_, numbers)], flushed) / 1e3
+    print("| format | us | GB/s read and written | share of the device's copy |\n| --- | --- | --- | --- |")
+    for name in FORMATS:
+        found = tikv.quantize(numbers, name)
+        arrays = found if name == "int8" else (found,)
+        time = time_of([functools.partial(tikv.dequantize, *arrays, out=out)], flushed)
+        rate = (sum(a.nbytes for a in arrays) + out.nbytes) / time / 1e3
+        print(f"| {name} | {time:.1f} | {rate:.0f} | {rate / copied:.2f} |", flush=True)
 
 
 def dequantise_and_attend(q, caches, wide):
@@ -295,7 +347,7 @@ def latent(flushed):
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["decode", "prompts", "codes", "latent"])
+    parser.add_argument("what", choices=["decode", "prompts", "codes", "dequantize", "latent"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
     given = parser.parse_args()
     tikv.init("cuda")
@@ -305,6 +357,8 @@ def main():
         decode(flushed)
     elif given.what == "codes":
         codes(flushed)
+    elif given.what == "dequantize":
+        dequantize(flushed)
     elif given.what == "latent":
         latent(flushed)
     else:

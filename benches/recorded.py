@@ -158,7 +158,7 @@ def copies(work: Table, kept: Table) -> Panel:
         roof = 100 * ours / share if share else None
         groups.append(Group(name, [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)], roof))
     cells = kept.row("compact, any half")
-    ours, theirs = needed(cells["tikv"], unit="GB/s"), needed(cells["peer"], after="gather of K and V")
+    ours, theirs = needed(cells["tikv"], unit="GB/s"), needed(cells["peer"], after="gather into a new array")
     groups.append(Group("compact, any half\nof the rows", [Bar("tikv", ours, ours / theirs), Bar("torch", theirs)]))
     return Panel("writes: K and V of many tokens", "GB/s read and written; line: the device's memcpy", groups)
 
@@ -175,8 +175,8 @@ def calls(work: Table) -> Panel:
 
 
 def formats(kept_as: Table) -> Panel:
-    """Writes and decode attention of each format, as times the speed of float16."""
-    heads = {column: m[1] for column in kept_as.columns if (m := re.search(r"(\d+) query heads?$", column))}
+    """Writes and decode attention over contiguous caches of each format, as times the speed of float16."""
+    heads = {column: m[1] for column in kept_as.columns if (m := re.fullmatch(r"(?:decode, )?(\d+) query heads?", column))}
     if not heads:
         raise SystemExit("report: the table of formats has no column of query heads")
     groups = []

@@ -46,6 +46,7 @@ def bench_compact(arch, rng, peer, which, smoke, timed):
 
     want = reference.compact(before, keep)[:, :, : keep.shape[2]]
     oracle.assert_same_bits(oracle.to_numpy(call())[:, :, : keep.shape[2]], want)
-    moved = roofline.bytes_moved(keep[0, 0].size * layers, heads, width, dtypes.float16, dtypes.float16)
+    moved = roofline.bytes_moved(keep[0, 0].size * layers, heads, width, *[dtypes.float16] * 2, streams=1)
     case = f"{layers} layers, {shape[2]} rows, half: {which}"
-    timed(call, op="compact", peer=peer, case=case, bytes_moved=moved, rounds=5 if arch == "cpu" else 15)
+    calls, rounds = (1, 5) if arch == "cpu" else (8, 7)
+    timed(call, op="compact", peer=peer, case=case, bytes_moved=moved, calls=calls, rounds=rounds)

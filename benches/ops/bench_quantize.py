@@ -1,4 +1,4 @@
-"""Pools of int8 and of groups: quantising on the way against a plain write of the same rows, and reading back."""
+"""Pools of fewer bits: quantising on the way against a plain write of the same rows, and reading back."""
 
 import numpy as np
 import oracle
@@ -15,7 +15,7 @@ SCALE = dtypes.float16
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
 @pytest.mark.parametrize("stored", ["quant8_64", "q8_0", "quant4_64", "q4_0"])
 def bench_write_groups(arch, rng, peer, stored, sizes, smoke, timed):
-    """The same write into codes of groups; `bench_write_int8` has the float16 that they are compared with."""
+    """The same write into codes of groups; `bench_write_numbers` has the float16 that they are compared with."""
     if smoke and stored != "quant4_64":
         pytest.skip("one format is enough to see that it runs")
     heads, width, _ = shapes.MODELS["8x128"]
@@ -40,12 +40,15 @@ def bench_write_groups(arch, rng, peer, stored, sizes, smoke, timed):
                 before = np.zeros((tokens // block, block, *part.shape[1:]), part.dtype)
                 oracle.assert_same_bits(got, reference.write_slots(whole, before, slots), what=name)
     moved = 2 * tokens * heads * width * 2 + sum(pool.nbytes for pool in pools)
-    timed(call, op="write_slots", peer=peer, case=f"{tokens:,} tokens into {stored}", bytes_moved=moved)
+    case = f"{tokens:,} tokens into {stored}"
+    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved, calls=1 if arch == "cpu" else 8)
 
 
 @pytest.mark.parametrize("peer", ["tikv"], indirect=True)
-@pytest.mark.parametrize("stored", ["float16", "int8"])
-def bench_write_int8(arch, rng, peer, stored, sizes, smoke, timed):
+@pytest.mark.parametrize("stored", ["float16", "int8", "float8_e4m3fn"])
+def bench_write_numbers(arch, rng, peer, stored, sizes, smoke, timed):
+    """The write that all others are compared with, int8 with a scale a row, and floats of 8 bits."""
+    dtype = dtypes.parse(stored, "bench")
     heads, width, _ = shapes.SMOKE if smoke else shapes.MODELS["8x128"]
     block = (shapes.SMOKE_SCATTER if smoke else shapes.SCATTER).block
     tokens = sizes.prefill // block * block
@@ -53,7 +56,7 @@ def bench_write_int8(arch, rng, peer, stored, sizes, smoke, timed):
     few = [(rng.random((block, heads, width), np.float32) - np.float32(0.5)).astype(np.float16) for _ in "kv"]
     rows = [np.concatenate([a] * (tokens // block)) for a in few]
     slots = rng.permutation(tokens)
-    before = [oracle.random_bits(rng, (tokens // block, block, heads, width), np.dtype(stored)) for _ in "kv"]
+    before = [oracle.random_bits(rng, (tokens // block, block, heads, width), dtype.numpy) for _ in "kv"]
     scales_before = [oracle.random_bits(rng, (tokens // block, block, heads), SCALE.numpy) for _ in "kv"]
     new, pools, scales = ([oracle.place(a.copy(), arch) for a in arrays] for arrays in (rows, before, scales_before))
     options = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if stored == "int8" else {}
@@ -64,17 +67,21 @@ def bench_write_int8(arch, rng, peer, stored, sizes, smoke, timed):
 
     call()
     for i, name in enumerate("kv"):
-        want, want_scale = (few[i], None) if stored == "float16" else reference.quantize(few[i], SCALE.numpy)
+        by_row = stored == "int8"
+        want, want_scale = (
+            reference.quantize(few[i], SCALE.numpy) if by_row else (reference.encode(few[i], dtype.numpy), None)
+        )
         want = np.concatenate([want] * (tokens // block))
         oracle.assert_same_bits(pools[i], reference.write_slots(want, before[i], slots), what=name)
         if want_scale is not None:
             want_scale = np.concatenate([want_scale] * (tokens // block))[..., None]
             after = reference.write_slots(want_scale, scales_before[i][..., None], slots)[..., 0]
             oracle.assert_same_bits(scales[i], after, what=f"scales of {name}")
-    moved = roofline.bytes_moved(tokens, heads, width, dtypes.float16, dtypes.parse(stored, "bench"))
+    moved = roofline.bytes_moved(tokens, heads, width, dtypes.float16, dtype)
     if stored == "int8":
         moved += 2 * tokens * heads * SCALE.itemsize
-    timed(call, op="write_slots", peer=peer, case=f"{tokens:,} tokens into {stored}", bytes_moved=moved)
+    case = f"{tokens:,} tokens into {stored}"
+    timed(call, op="write_slots", peer=peer, case=case, bytes_moved=moved, calls=1 if arch == "cpu" else 8)
 
 
 @pytest.mark.parametrize("peer", ["tikv", "torch"], indirect=True)

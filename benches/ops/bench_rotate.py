@@ -23,7 +23,7 @@ def bench_rotate(arch, rng, peer, smoke, timed):
     some = before[:1, :1]
     want = reference.rotate(some, np.broadcast_to(new - old, some.shape[:3]), freq)
     oracle.assert_same_bits(oracle.to_numpy(k)[:1, :1], want.astype(np.float16))
-    moved = roofline.bytes_moved(rows * layers, heads, width, dtypes.float16, dtypes.float16)
+    moved = roofline.bytes_moved(rows * layers, heads, width, *[dtypes.float16] * 2, streams=1)
     timed(
         lambda: tikv.rotate(k, old, new, rope),
         op="rotate",

@@ -6,7 +6,7 @@ the order in which they may be moved one after the other.
 Since index[j] >= j, a head whose rows are moved in their order never reads a row that was written before. So heads are
 independent, and so are the words of a row, but a head's rows are not. On CPU a thread moves a head, and reads the rows
 between those that it keeps as well, where that is sooner done (`make_wants_gaps`). On Vulkan and Metal a thread moves
-one word of each of a head's rows, `HELD` rows at a time, all read before one is written, and waits for nobody. On CUDA,
+one word of each of a head's rows, `HELD` at a time, all read before one is written, and waits for nobody. On CUDA,
 where that would leave memory waiting, the threads of a block share a head's words and neighbouring rows, and a barrier
 stands between reading and writing: what a block reads in a later round lies above all that it has written.
 """
@@ -19,8 +19,8 @@ from tikv.kernels.codec import word_array
 from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
-HELD = 16  # rows of which a GPU thread holds a word: what 256 heads of 32 words need in flight on an H200
-WARP = 32  # words side by side that one read of a warp takes
+HELD = 16  # words that a GPU's thread holds at once
+COLUMNS, EACH = 8, 2  # threads side by side on CUDA, and words of a row for each: what they ask of an index, both share
 STREAMS = 4  # K, V, and the scales of both
 LINE = 64  # bytes that a CPU's core fetches at once
 GAP = 1024  # bytes between two rows of a head, on average, above which a CPU does not read them
@@ -57,20 +57,21 @@ class Words(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How the words of a row are dealt to threads: parts of a row, words of a part, rows side by side."""
+    """How a head's rows are dealt to threads: parts of a row, threads of a part, words of each, rows side by side."""
 
     parts: int
     columns: int
+    words: int
     rows: int
 
 
 def shape_of(units, barrier):
     """Threads for rows of so many words: a block for a part of a head's rows, or a thread for a word of them."""
     if not barrier:
-        return Shape(units, 1, 1)
-    parts = -(-units // WARP)
-    columns = -(-units // parts)
-    return Shape(parts, columns, BLOCK // columns)
+        return Shape(units, 1, 1, 1)
+    columns = min(units, COLUMNS)
+    words = min(EACH, -(-units // columns))
+    return Shape(-(-units // (columns * words)), columns, words, BLOCK // columns)
 
 
 def threads_of(units, barrier):
@@ -210,9 +211,10 @@ def make_move_head(bits, IX, uid, placed):
 
 
 def make_move_words(shape, words, barrier, placed):
-    """GPU: move_words(...): a thread's words of a head's rows, `HELD` rows at a time."""
-    _, columns, side = shape
-    word = word_array(words.bits).dtype
+    """GPU: move_words(...): a thread's words of a head's rows, `HELD` words at a time."""
+    _, columns, each, side = shape
+    word, rows = word_array(words.bits).dtype, HELD // each
+    whole = words.units % (columns * each) == 0
 
     @ti.func
     def moves(source, target):
@@ -222,22 +224,29 @@ def make_move_words(shape, words, barrier, placed):
         return found
 
     @ti.func
+    def is_of_row(column, i: ti.template()):
+        """Whether a row has the i-th of a thread's words."""
+        found = True
+        if ti.static(not whole):
+            found = column + i * columns < words.units
+        return found
+
+    @ti.func
     def move_words(a: ti.template(), index: ti.template(), row, token, thread, at, params):
         part, own = thread, 0
         column = part
         if ti.static(barrier):
             part = thread // BLOCK
             own = (thread % BLOCK) // columns
-            column = part * columns + thread % BLOCK % columns
+            column = part * (columns * each) + thread % BLOCK % columns
         # Threads that are over take no row, but stop at the barrier with the others.
         taking = own < side and column < words.units
         tokens = params[C.tokens]
-        for turn in range((tokens + side * HELD - 1) // (side * HELD)):
+        for turn in range((tokens + side * rows - 1) // (side * rows)):
             held = ti.Vector.zero(word, HELD)
-            source, target = ti.Vector.zero(ti.i32, HELD), ti.Vector.zero(ti.i32, HELD)
-            first = turn * side * HELD + own
-            for n in ti.static(range(HELD)):
-                j = first + n * side
+            source, target = ti.Vector.zero(ti.i32, rows), ti.Vector.zero(ti.i32, rows)
+            for n in ti.static(range(rows)):
+                j = (turn * rows + n) * side + own
                 if ti.static(not placed):
                     target[n] = j
                 if taking and j < tokens:
@@ -247,13 +256,17 @@ def make_move_words(shape, words, barrier, placed):
                         source[n] = ti.cast(s, ti.i32)
                         if ti.static(placed):
                             target[n] = ti.cast(index[at + j * params[C.index_step] + 1], ti.i32)
-            for n in ti.static(range(HELD)):
+            for n in ti.static(range(rows)):
                 if moves(source[n], target[n]):
-                    held[n] = a[row + source[n] * token + column]
+                    for i in ti.static(range(each)):
+                        if is_of_row(column, i):
+                            held[ti.static(n * each + i)] = a[row + source[n] * token + column + ti.static(i * columns)]
             if ti.static(barrier):
                 ti.simt.block.sync()
-            for n in ti.static(range(HELD)):
+            for n in ti.static(range(rows)):
                 if moves(source[n], target[n]):
-                    a[row + target[n] * token + column] = held[n]
+                    for i in ti.static(range(each)):
+                        if is_of_row(column, i):
+                            a[row + target[n] * token + column + ti.static(i * columns)] = held[ti.static(n * each + i)]
 
     return move_words

@@ -6,7 +6,8 @@ the second product takes in: their exponentials are rounded to halves, and 8 x 8
 shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warps of a block share out the keys, and
 merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
 (`staged`) or from the cache of their multiprocessor; and the columns of wide heads, where each adds its part of the
-logits. How K and V become fragments is in `tensor_halves`, and for what is kept as codes in `tensor_codes`.
+logits. Which keys a tile has is in `tensor_tiles`; how K and V become fragments is in `tensor_halves`, and for what is
+kept as codes in `tensor_codes`.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
 """
@@ -14,24 +15,33 @@ logits. How K and V become fragments is in `tensor_halves`, and for what is kept
 from typing import NamedTuple
 
 from tikv.kernels.attention import staged, tensor_codes, tensor_halves
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets
-from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.addresses import make_output_offsets
+from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, X, array_types
 from tikv.kernels.attention.softmax import make_logit, make_store_lse
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
-from tikv.kernels.attention.tensor_instructions import ROWS, WARPS, instructions
-from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
-from tikv.kernels.codec import SIZE, WORD, make_store
+from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS, instructions
+from tikv.kernels.attention.tensor_tiles import (
+    L,
+    has_whole_tiles,
+    in_tile,
+    make_find_keys,
+    make_find_values,
+    make_limits,
+    make_look_up,
+    make_slot_behind,
+    make_tile_at,
+)
+from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
+from tikv.kernels.codec import SIZE, make_store
 from tikv.kernels.lanes import ALL, BLOCK, butterfly_max, butterfly_sum
 from tikv.runtime import ti
 
 ROW_BYTES = 16  # at a multiple of which every row begins: its words are read in pairs
-HALVES = ("f16", "bf16")  # of K, V and q; else they are codes
 WIDTHS = range(64, 257, 32)  # of K and V
 WIDE, WIDE_V = range(64, 577, 64), range(128, 513, 128)  # where one is wider than those: warps share out the columns
 LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
 KEY_DISTANCES = [16, 8, 4]  # of lanes that have other keys of the same rows
-FAR = 1 << 30  # beyond every index of a key
 
 
 class Tile(NamedTuple):
@@ -73,18 +83,6 @@ def serves_widths(width: int, width_v: int) -> bool:
 def share_of(x, c):
     """The choices for what a warp takes of a head: all, or its share of the columns."""
     return c._replace(width=c.width // WARPS, width_v=c.width_v // WARPS) if x.shared_out == "columns" else c
-
-
-class Limits(NamedTuple):
-    """Entries of what `make_limits` returns: of the keys' indices, for the rows of a warp."""
-
-    begin: int = 0  # of the first tile; may lie before the task's first key
-    end: int = 1  # behind the last key that some row sees
-    low: int = 2  # every row sees the task's keys above it
-    high: int = 3  # up to this one
-
-
-L = Limits()
 
 
 def make_attend_tensor(tile, parts, c):
@@ -192,7 +190,7 @@ def make_attend_task(x, parts, c):
 
 def make_fragments(x, c):
     """How K, V and the queries of these choices become what tensor cores multiply."""
-    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, share_of(x, c))
+    return (tensor_halves if c.cache in HALVES else tensor_codes).make_fragments(x, in_tile(share_of(x, c)))
 
 
 def step_of(x) -> int:
@@ -216,7 +214,8 @@ def make_attend_ahead(x, f, c):
 
     The next tile's K and V are read while this one's are used: as many bytes are under way as of wider tiles.
     """
-    look_up, find_keys, find_values = make_look_up(c), make_find_keys(c), make_find_values(c)
+    look_up, tile_at = make_look_up(c), make_tile_at(c)
+    find_keys, find_values = make_find_keys(c), make_find_values(c)
     add_tile = make_add_tile(x, f, c)
     STEP = step_of(x)
 
@@ -236,22 +235,24 @@ def make_attend_ahead(x, f, c):
         block = look_up(at, seen, visible, task, table, strides, params)
         coming = look_up(at + STEP, seen, visible, task, table, strides, params)
         next_whole = 0
+        tile = tile_at(block, task, strides)
         if seen[L.begin] < seen[L.end]:
             find_keys(at, block, lane, seen, visible, task, table, k_slots, strides, params)
-            f.load_keys(lane, k_slots, task, k, k_scale, next_kf, strides)
+            f.load_keys(lane, k_slots, tile, k, k_scale, next_kf, strides)
             next_whole = find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
-            f.load_values(lane, v_slots, task, v, v_scale, next_vf, strides)
+            f.load_values(lane, v_slots, tile, v, v_scale, next_vf, strides)
         for _ in range((seen[L.end] - seen[L.begin] + STEP - 1) // STEP):
             whole = next_whole
             for i in ti.static(range(f.keys)):
                 kf[i] = next_kf[i]
             for i in ti.static(range(f.values)):
                 vf[i] = next_vf[i]
+            tile = tile_at(coming, task, strides)
             find_keys(at + STEP, coming, lane, seen, visible, task, table, k_slots, strides, params)
-            f.load_keys(lane, k_slots, task, k, k_scale, next_kf, strides)
+            f.load_keys(lane, k_slots, tile, k, k_scale, next_kf, strides)
             next_whole = find_values(at + STEP, coming, lane, seen, visible, task, table, v_slots, counts, strides,
                                      params)  # fmt: skip
-            f.load_values(lane, v_slots, task, v, v_scale, next_vf, strides)
+            f.load_values(lane, v_slots, tile, v, v_scale, next_vf, strides)
             later = look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
             p = [ti.f32(0.0) for _ in range(4 * x.row_tiles)]
             f.scores(kf, qf, p, scalars)
@@ -409,137 +410,6 @@ def make_add_tile(x, f, c):
         f.add_values(lane, p, vf, acc, sums)
 
     return add_tile
-
-
-def has_whole_tiles(c) -> bool:
-    """Whether the keys of a tile lie in one page, which is then looked up once."""
-    return c.place == "table" and c.page % KEYS == 0 and not c.sinks
-
-
-def make_limits(count, c):
-    """limits(row, visible, task, params) -> the vector `Limits` of `count` rows, of which `row` is the first."""
-    query_bounds = make_query_bounds(c)
-
-    @ti.func
-    def limits(row, visible, task, params):
-        begin, end, low, high = task[T.begin], task[T.end], -FAR, FAR
-        rows = params[P.queries] * c.group
-        if ti.static(c.masked):
-            first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
-            last = query_bounds((ti.min(row + count, rows) - 1) // c.group, visible, params)
-            low, high, newest = last[0], first[1], last[1]
-            if ti.static(c.sinks):
-                low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
-            else:
-                begin = ti.max(begin, (ti.max(first[0], -1) + 1) // KEYS * KEYS)
-            end = ti.min(end, newest + 1)
-        if row >= rows:
-            end = begin
-        if ti.static(has_whole_tiles(c)):
-            begin = begin - ((visible[V.first] + begin) & (KEYS - 1))
-        return ti.Vector([begin, end, low, high])
-
-    return limits
-
-
-def make_look_up(c):
-    """look_up(at, seen, ...) -> the block of the pool that the tile at an index lies in; -1 for none of the pool's."""
-    unsigned = WORD[c.table_bits or 32]
-
-    @ti.func
-    def look_up(at, seen, visible, task, table: ti.template(), strides, params):
-        found = -1
-        if ti.static(has_whole_tiles(c)):
-            if seen[L.begin] < seen[L.end]:
-                p = position_of_tile(at, seen, visible)
-                page = ti.cast(ti.cast(p, ti.u32) // ti.u32(c.page), ti.i32)
-                first = strides[S.table_first] + task[T.sequence] * strides[S.table_sequence]
-                if ti.static(c.table_by_head):
-                    first = first + task[T.head] * params[P.table_head]
-                block = table[first + page * strides[S.table_block]]
-                if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
-                    found = ti.cast(block, ti.i32)
-        return found
-
-    return look_up
-
-
-@ti.func
-def position_of_tile(at, seen, visible):
-    """The position of a tile's first key; behind the last tile, of that one."""
-    return ti.min(visible[V.first] + at, (visible[V.first] + seen[L.end] - 1) & ~(KEYS - 1))
-
-
-def make_slot_behind(c):
-    """slot_behind(at, behind, block, ...) -> the slot of a key of a tile; -1 for one of no page.
-
-    Keys behind the last are the last one, or others of its page.
-    """
-    locate = make_locate(c)
-
-    @ti.func
-    def slot_behind(at, behind, block, seen, visible, task, table: ti.template(), strides, params):
-        slot = -1
-        if ti.static(has_whole_tiles(c)):
-            inside = ti.cast(ti.cast(position_of_tile(at, seen, visible), ti.u32) % ti.u32(c.page), ti.i32)
-            slot = ti.select(block < 0, -1, block * c.page + inside + behind)
-        else:
-            index = ti.min(at + behind, seen[L.end] - 1)
-            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
-        return slot
-
-    return slot_behind
-
-
-def make_find_keys(c):
-    """find_keys(at, block, lane, seen, ..., slots, ...): the slots of the lane's two keys."""
-    slot_behind = make_slot_behind(c)
-
-    @ti.func
-    def find_keys(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(), strides,
-                  params):  # fmt: skip
-        for i in ti.static(range(2)):
-            behind = (lane >> 2) + ti.static(i * 8)
-            slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
-            slots[i] = ti.max(slot, 0)
-
-    return find_keys
-
-
-def make_find_values(c):
-    """find_values(at, block, lane, seen, ..., slots, counts, ...) -> 1 if every row sees every key of the tile.
-
-    Fills in the slots of the lane's four rows of V, and which of its two keys and of these are the task's.
-    """
-    slot_behind = make_slot_behind(c)
-
-    @ti.func
-    def find_values(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(),
-                    counts: ti.template(), strides, params):  # fmt: skip
-        whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
-        if ti.static(c.masked):
-            whole = whole * ti.cast(at > seen[L.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[L.high], ti.i32)
-        missing = 0
-        for i in ti.static(range(6)):
-            # Of K the keys 0 and 8 behind the lane's own, of V those that the second product pairs.
-            behind = (lane >> 2) + ti.static(i * 8)
-            if ti.static(i >= 2):
-                behind = (lane & 3) * 2 + ti.static((i - 2) % 2 + (i - 2) // 2 * 8)
-            counts[i] = ti.cast(at + behind >= task[T.begin], ti.i32) * ti.cast(at + behind < seen[L.end], ti.i32)
-            if ti.static(i >= 2 or c.place == "table"):
-                slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
-                if ti.static(c.place == "table"):
-                    missing = ti.select(slot < 0, 1, missing)
-                    counts[i] = ti.select(slot < 0, 0, counts[i])
-                if ti.static(i >= 2):
-                    slots[ti.static(i - 2)] = ti.max(slot, 0)
-        if ti.static(c.place == "table"):
-            if ti.static(not has_whole_tiles(c)):
-                missing = ti.simt.warp.any_nonzero(ti.u32(ALL), missing)
-            whole = ti.select(missing != 0, 0, whole)
-        return whole
-
-    return find_values
 
 
 def make_mask(x, c):

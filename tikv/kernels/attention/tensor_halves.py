@@ -12,7 +12,7 @@ WORD_BITS = 64
 
 
 def make_fragments(x, c):
-    """The `Fragments` of a tile for choices whose K, V and queries are of one of `tensor_cores.HALVES`."""
+    """The `Fragments` of a tile for choices whose K, V and queries are of one of `tensor_instructions.HALVES`."""
     NK, NV = c.width // KEYS, c.width_v // KEYS
     return Fragments(
         keys=4 * NK,

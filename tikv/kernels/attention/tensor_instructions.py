@@ -9,6 +9,7 @@ from tikv.runtime import engine_in_use, ti
 
 SOURCE = pathlib.Path(__file__).with_name("tensor_cores.ll")
 BITCODE = SOURCE.with_suffix(".bc")  # llvm-as-14 tensor_cores.ll -o tensor_cores.bc
+HALVES = ("f16", "bf16")  # of K, V and q; else they are codes
 ROWS = 8  # of a product
 WARPS = BLOCK // 32
 INFINITE = {"f16": 0x7C00, "bf16": 0x7F80}  # the exponent of infinities and NaNs

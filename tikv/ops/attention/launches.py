@@ -419,10 +419,11 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         found = [_bits_of_other(rows, a, width, style) for rows, a, width in both]
         return found[0], found[1]
     if cache.tile is not None:
-        from tikv.kernels.attention import tensor_codes, tensor_cores, tensor_halves
+        from tikv.kernels.attention import tensor_codes, tensor_halves
+        from tikv.kernels.attention.tensor_instructions import HALVES
 
         bits = tensor_halves.WORD_BITS
-        if cache.k.kept not in tensor_cores.HALVES:
+        if cache.k.kept not in HALVES:
             bits = tensor_codes.word_bits(cache.k.kept, cache.width, cache.width_v)
         return bits, bits
     if style == "cpu" or cache.k.format is not None:

@@ -16,9 +16,10 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     if reason := launch.why_no_tensor_cores(live):
         return reason
     from tikv.kernels.attention import tensor_cores
+    from tikv.kernels.attention.tensor_instructions import HALVES
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    if cache.k.kept not in tensor_cores.HALVES:
+    if cache.k.kept not in HALVES:
         if reason := _why_not_codes(q, cache):
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
@@ -68,8 +69,9 @@ def choose_tile(
     if why_not_tensor_cores(live, arrays, cache):
         return None
     from tikv.kernels.attention import tensor_cores
+    from tikv.kernels.attention.tensor_instructions import HALVES
 
     rows = query.heads // cache.heads * query.queries
-    codes = cache.k.kept not in tensor_cores.HALVES
+    codes = cache.k.kept not in HALVES
     long = query.queries > 1 and (softcap or cache.sinks > 0)
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)

@@ -1,0 +1,194 @@
+"""The keys of a tile of the tensor cores: where a task's tiles begin and end, and in which slots their keys lie."""
+
+from typing import NamedTuple
+
+from tikv.kernels.attention.addresses import make_locate
+from tikv.kernels.attention.parameters import P, S
+from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import HALVES
+from tikv.kernels.attention.visible import V, make_query_bounds
+from tikv.kernels.codec import WORD
+from tikv.kernels.lanes import ALL
+from tikv.runtime import ti
+
+FAR = 1 << 30  # beyond every index of a key
+
+
+class Limits(NamedTuple):
+    """Entries of what `make_limits` returns: of the keys' indices, for the rows of a warp."""
+
+    begin: int = 0  # of the first tile; may lie before the task's first key
+    end: int = 1  # behind the last key that some row sees
+    low: int = 2  # every row sees the task's keys above it
+    high: int = 3  # up to this one
+
+
+L = Limits()
+
+
+def has_whole_tiles(c) -> bool:
+    """Whether the keys of a tile lie in one page, which is then looked up once."""
+    return c.place == "table" and c.page % KEYS == 0 and not c.sinks
+
+
+def make_limits(count, c):
+    """limits(row, visible, task, params) -> the vector `Limits` of `count` rows, of which `row` is the first."""
+    query_bounds = make_query_bounds(c)
+
+    @ti.func
+    def limits(row, visible, task, params):
+        begin, end, low, high = task[T.begin], task[T.end], -FAR, FAR
+        rows = params[P.queries] * c.group
+        if ti.static(c.masked):
+            first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
+            last = query_bounds((ti.min(row + count, rows) - 1) // c.group, visible, params)
+            low, high, newest = last[0], first[1], last[1]
+            if ti.static(c.sinks):
+                low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
+            else:
+                begin = ti.max(begin, (ti.max(first[0], -1) + 1) // KEYS * KEYS)
+            end = ti.min(end, newest + 1)
+        if row >= rows:
+            end = begin
+        if ti.static(has_whole_tiles(c)):
+            begin = begin - ((visible[V.first] + begin) & (KEYS - 1))
+        return ti.Vector([begin, end, low, high])
+
+    return limits
+
+
+def make_look_up(c):
+    """look_up(at, seen, ...) -> the block of the pool that the tile at an index lies in; -1 for none of the pool's."""
+    unsigned = WORD[c.table_bits or 32]
+
+    @ti.func
+    def look_up(at, seen, visible, task, table: ti.template(), strides, params):
+        found = -1
+        if ti.static(has_whole_tiles(c)):
+            if seen[L.begin] < seen[L.end]:
+                p = position_of_tile(at, seen, visible)
+                page = ti.cast(ti.cast(p, ti.u32) // ti.u32(c.page), ti.i32)
+                first = strides[S.table_first] + task[T.sequence] * strides[S.table_sequence]
+                if ti.static(c.table_by_head):
+                    first = first + task[T.head] * params[P.table_head]
+                block = table[first + page * strides[S.table_block]]
+                if ti.cast(block, unsigned) < ti.cast(params[P.blocks], unsigned):
+                    found = ti.cast(block, ti.i32)
+        return found
+
+    return look_up
+
+
+@ti.func
+def position_of_tile(at, seen, visible):
+    """The position of a tile's first key; behind the last tile, of that one."""
+    return ti.min(visible[V.first] + at, (visible[V.first] + seen[L.end] - 1) & ~(KEYS - 1))
+
+
+def counts_in_page(c) -> bool:
+    """Whether slots of a tile are counted from where its page begins.
+
+    That takes fewer instructions, which is what limits codes. Halves wait for memory, and for them the other order of
+    loads that came with it took 6 % longer on an H200.
+    """
+    return has_whole_tiles(c) and c.cache not in HALVES
+
+
+def in_tile(c):
+    """The choices for rows of a tile by its slots: those that are counted from their page follow each other."""
+    return c._replace(place="linear") if counts_in_page(c) else c
+
+
+def make_tile_at(c):
+    """tile_at(block, task, strides) -> the task; where slots are counted from a page, its arrays begin there."""
+
+    @ti.func
+    def tile_at(block, task, strides):
+        found = task
+        if ti.static(counts_in_page(c)):
+            page = ti.max(block, 0)
+            found[T.k_first] += page * strides[S.k_block]
+            found[T.v_first] += page * strides[S.v_block]
+            found[T.scale_first] += page * strides[S.scale_block]
+        return found
+
+    return tile_at
+
+
+def make_slot_behind(c):
+    """slot_behind(at, behind, block, ...) -> the slot of a key of a tile; -1 for one of no page.
+
+    Keys behind the last are the last one, or others of its page.
+    """
+    locate = make_locate(c)
+
+    @ti.func
+    def slot_behind(at, behind, block, seen, visible, task, table: ti.template(), strides, params):
+        slot = -1
+        if ti.static(has_whole_tiles(c)):
+            inside = ti.cast(ti.cast(position_of_tile(at, seen, visible), ti.u32) % ti.u32(c.page), ti.i32)
+            slot = inside + behind
+            if ti.static(not counts_in_page(c)):
+                slot = ti.select(block < 0, -1, block * c.page + inside + behind)
+        else:
+            index = ti.min(at + behind, seen[L.end] - 1)
+            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        return slot
+
+    return slot_behind
+
+
+def make_find_keys(c):
+    """find_keys(at, block, lane, seen, ..., slots, ...): the slots of the lane's two keys."""
+    slot_behind = make_slot_behind(c)
+
+    @ti.func
+    def find_keys(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(), strides,
+                  params):  # fmt: skip
+        for i in ti.static(range(2)):
+            behind = (lane >> 2) + ti.static(i * 8)
+            slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
+            slots[i] = ti.max(slot, 0)
+
+    return find_keys
+
+
+def make_find_values(c):
+    """find_values(at, block, lane, seen, ..., slots, counts, ...) -> 1 if every row sees every key of the tile.
+
+    Fills in the slots of the lane's four rows of V, and which of its two keys and of these are the task's.
+    """
+    slot_behind = make_slot_behind(c)
+
+    @ti.func
+    def find_values(at, block, lane, seen, visible, task, table: ti.template(), slots: ti.template(),
+                    counts: ti.template(), strides, params):  # fmt: skip
+        whole = ti.cast(at >= task[T.begin], ti.i32) * ti.cast(at + KEYS <= seen[L.end], ti.i32)
+        if ti.static(c.masked):
+            whole = whole * ti.cast(at > seen[L.low], ti.i32) * ti.cast(at + (KEYS - 1) <= seen[L.high], ti.i32)
+        missing = 0
+        if ti.static(counts_in_page(c)):
+            missing = ti.cast(block < 0, ti.i32)
+        for i in ti.static(range(6)):
+            # Of K the keys 0 and 8 behind the lane's own, of V those that the second product pairs.
+            behind = (lane >> 2) + ti.static(i * 8)
+            if ti.static(i >= 2):
+                behind = (lane & 3) * 2 + ti.static((i - 2) % 2 + (i - 2) // 2 * 8)
+            counts[i] = ti.cast(at + behind >= task[T.begin], ti.i32) * ti.cast(at + behind < seen[L.end], ti.i32)
+            if ti.static(i >= 2 or c.place == "table"):
+                slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
+                if ti.static(counts_in_page(c)):
+                    counts[i] = ti.select(missing != 0, 0, counts[i])
+                elif ti.static(c.place == "table"):
+                    missing = ti.select(slot < 0, 1, missing)
+                    counts[i] = ti.select(slot < 0, 0, counts[i])
+                if ti.static(i >= 2):
+                    slots[ti.static(i - 2)] = ti.max(slot, 0)
+        if ti.static(c.place == "table"):
+            if ti.static(not has_whole_tiles(c)):
+                missing = ti.simt.warp.any_nonzero(ti.u32(ALL), missing)
+            whole = ti.select(missing != 0, 0, whole)
+        return whole
+
+    return find_values
