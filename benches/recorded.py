@@ -176,7 +176,8 @@ def calls(work: Table) -> Panel:
 
 def formats(kept_as: Table) -> Panel:
     """Writes and decode attention over contiguous caches of each format, as times the speed of float16."""
-    heads = {column: m[1] for column in kept_as.columns if (m := re.fullmatch(r"(?:decode, )?(\d+) query heads?", column))}
+    of_contiguous = re.compile(r"(?:decode, )?(\d+) query heads?")
+    heads = {column: m[1] for column in kept_as.columns if (m := of_contiguous.fullmatch(column))}
     if not heads:
         raise SystemExit("report: the table of formats has no column of query heads")
     groups = []

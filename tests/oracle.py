@@ -121,8 +121,8 @@ def isnan(array) -> np.ndarray:
 
 def as_stored(rows, name) -> np.ndarray:
     """What a store of that dtype or format gives back of float32 rows."""
-    if name in formats.FORMATS:
-        row = formats.FORMATS[name]
+    if name in formats.GROUP_FORMATS:
+        row = formats.GROUP_FORMATS[name]
         quantised = reference.quantize_groups(rows, row.bits, row.group, row.rule, np.float16)
         return reference.dequantize_groups(*quantised, row.bits, row.rule)
     if name == "int8":

@@ -74,4 +74,4 @@ def test_the_reference_has_the_same_conversions():
 
 def test_tikv_support_tries_every_dtype_of_a_cache():
     """Its columns, which the README shows."""
-    assert {stored for _, stored in support.DTYPES.values()} - set(formats.FORMATS) == set(dtypes.APPENDED)
+    assert {stored for _, stored in support.DTYPES.values()} - set(formats.GROUP_FORMATS) == set(dtypes.APPENDED)

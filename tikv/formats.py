@@ -1,31 +1,83 @@
-"""One row a format that keeps groups of numbers as integers of a few bits, with a scale, and maybe a bias, a group.
+"""One row a format that keeps numbers as codes of 2 to 8 bits, which a scale makes numbers again.
 
-A format says how many bits and numbers a group has and by which rule they are found. The rules are `encode` and
-`decode` of a group in `kernels/groups.py`, and in `reference.py`.
+A format says which numbers share a scale, how many bits a code has, and by which rule both are found. int8 has a scale
+for each row; formats of groups have one, and maybe a bias, for so many columns; floats of 8 bits have none, or one for
+all rows of a head, or of all heads, which the caller gives. The rules are in `kernels/codec.py` and, of groups,
+`kernels/groups.py`, and in `reference.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from tikv.errors import OptionError, ShapeError
+from tikv import dtypes
+from tikv.dtypes import DType
+from tikv.errors import DTypeError, OptionError, ShapeError
 
-WORD_BITS = 32  # codes lie in words of so many bits, the first in the lowest
+WORD_BITS = 32  # codes of groups lie in words of so many bits, the first in the lowest
 BITS = (2, 3, 4, 8)
 GROUPS = (32, 64, 128)
 MOST_RESIDUAL = 1 << 30
 
 
 @dataclass(frozen=True)
-class GroupFormat:
-    """A row: its name, which kernels are compiled for, bits of a code, codes of a group, rule, numbers of a group."""
+class Format:
+    """A row: its name, what has a scale, bits of a code, rule, dtype of the array of codes, dtypes of scales."""
 
     name: str
+    scale_of: Literal["row", "group", "head"]  # that of a head, or of all heads, is the caller's
     bits: int
-    group: int
-    rule: str  # "affine", "q8_0" or "q4_0"
+    rule: str  # "int8", "float8", "affine", "q8_0" or "q4_0"
+    stored: DType
+    scale_dtypes: tuple[DType, ...]
+
+    @property
+    def code(self) -> str:
+        """What kernels are compiled for."""
+        return self.stored.short
+
+    @property
+    def finds_scales(self) -> bool:
+        """Whether a write finds the scales, and stores them beside the codes."""
+        return self.scale_of != "head"
+
+    def numbers_of(self, width: int) -> int:
+        """Scales of a row, those of groups with their biases; 0 where rows have none of their own."""
+        return int(self.finds_scales)
+
+    def check_scale_dtype(self, dtype: DType, operation: str, name: str = "scale_dtype") -> DType:
+        """A dtype that its scales may have, in an array.
+
+        Raises:
+            DTypeError: they may not.
+        """
+        if dtype not in self.scale_dtypes:
+            raise DTypeError(
+                f"{operation}: {name} {dtype.name} is not offered for {self}. Use "
+                f"{' or '.join(row.name for row in self.scale_dtypes)}."
+            )
+        return dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class GroupFormat(Format):
+    """A row of a format whose groups of columns have numbers of their own."""
+
+    group: int  # codes
     numbers: int  # 2: a scale and a bias; 1: a scale
+
+    @property
+    def code(self) -> str:
+        """What kernels are compiled for: words of codes say too little."""
+        return self.name
+
+    def numbers_of(self, width: int) -> int:
+        """Scales and biases of a row."""
+        return width // self.group * self.numbers
 
     def words(self, width: int) -> int:
         """Words of a row of codes."""
@@ -47,9 +99,6 @@ class GroupFormat:
                 f"of {self.group}, or a format of smaller groups."
             )
         return width // self.group
-
-    def __str__(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True)
@@ -95,7 +144,7 @@ class Quant:
     @property
     def row(self) -> GroupFormat:
         """The row of the table, by which groups are encoded, whatever their axis."""
-        return FORMATS[f"quant{self.bits}_{self.group}"]
+        return GROUP_FORMATS[f"quant{self.bits}_{self.group}"]
 
     @property
     def format(self) -> GroupFormat:
@@ -116,24 +165,46 @@ class Quant:
         return replace(self.row, name=f"{self.row.name}_tokens", rule="tokens")
 
 
-FORMATS = {
+def _group_format(name: str, bits: int, group: int, rule: str) -> GroupFormat:
+    affine = rule == "affine"
+    scales = dtypes.GROUP_SCALES if affine else (dtypes.float16,)
+    return GroupFormat(name, "group", bits, rule, dtypes.uint32, scales, group, 2 if affine else 1)
+
+
+FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
-        GroupFormat("q8_0", 8, 32, "q8_0", 1),
-        GroupFormat("q4_0", 4, 32, "q4_0", 1),
-        *(GroupFormat(f"quant{bits}_{group}", bits, group, "affine", 2) for bits in BITS for group in GROUPS),
+        Format("int8", "row", 8, "int8", dtypes.int8, dtypes.SCALES),
+        *(Format(row.name, "head", 8, "float8", row, dtypes.SCALES) for row in dtypes.FLOATS8),
+        _group_format("q8_0", 8, 32, "q8_0"),
+        _group_format("q4_0", 4, 32, "q4_0"),
+        *(_group_format(f"quant{bits}_{group}", bits, group, "affine") for bits in BITS for group in GROUPS),
     )
 }
 
+# Those of groups: what callers and files call them is what kernels do.
+GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, GroupFormat)}
+OF_CODE = {row.code: row for row in FORMATS.values()}
+_OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}
 
 # What a message about a dtype adds where a format is taken as well.
 OR_FORMATS = ", q8_0, q4_0, or a tikv.Quant of 2, 3, 4 or 8 bits"
 
 
+def format_of(kept: DType | GroupFormat) -> Format | None:
+    """The row of what rows are kept as; None for a model's own dtypes.
+
+    Examples:
+        >>> print(format_of(dtypes.int8), format_of(dtypes.float16))
+        int8 None
+    """
+    return kept if isinstance(kept, Format) else _OF_DTYPE.get(kept)
+
+
 def parse_format(value: Any) -> GroupFormat | None:
-    """The row that a user's argument means, a `Quant`, a name or a row; None for what is none."""
+    """The row of groups that a user's argument means, a `Quant`, a name or a row; None for what is none."""
     if isinstance(value, Quant):
         return value.format
     if isinstance(value, GroupFormat):
         return value
-    return FORMATS.get(value) if isinstance(value, str) else None
+    return GROUP_FORMATS.get(value) if isinstance(value, str) else None

@@ -107,7 +107,7 @@ def test_sequences_keep_their_codes(arch, rng, tmp_path, names, layout):
         store.scales(0) if store.form.scale_dtype else (None, None),
         strict=True,
     ):
-        row = formats.FORMATS.get(name)
+        row = formats.GROUP_FORMATS.get(name)
         assert (numbers is not None) == (row is not None or name == "int8")
         if row is not None:
             assert oracle.to_numpy(codes).dtype == np.uint32

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv.errors import CacheFileError, CapacityError, OptionError
-from tikv.formats import BITS, FORMATS, GROUPS, GroupFormat
+from tikv.formats import BITS, GROUP_FORMATS, GROUPS, GroupFormat
 from tikv.ops import checks
 from tikv.stores import files, tensor_file
 from tikv.stores.contiguous import KVCacheStore
@@ -296,7 +296,7 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
         raise OptionError(
             f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which no format has."
         )
-    format = FORMATS[f"quant{bits}_{group}"]
+    format = GROUP_FORMATS[f"quant{bits}_{group}"]
     if first is not None and first.format is not format:
         raise ValueError(f"format of layer 0: it is {format}")
     entries = [[file.entries[f"{i}.{j}.{n}"] for n in range(len(PARTS))] for j in range(2)]

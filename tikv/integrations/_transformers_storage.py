@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError
-from tikv.formats import FORMATS, OR_FORMATS, GroupFormat, parse_format
+from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, parse_format
 from tikv.stores.storage import appended, check_divided
 
 OPERATION = "TikvCache"
@@ -60,7 +60,8 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
         model = dtypes.parse(states.dtype, name)
         if model.name not in appended(stored):
             fit = [row for row, sources in APPENDED.items() if model.name in sources]
-            fit += [row for row, format in FORMATS.items() if format.numbers == 1 and model.name in appended(format)]
+            gguf = [format for format in GROUP_FORMATS.values() if format.numbers == 1]
+            fit += [format.name for format in gguf if model.name in appended(format)]
             raise DTypeError(
                 f"{name}: {what} of {model.name} are not stored as {stored.name}. Use dtype=None, or one of "
                 f"{', '.join(fit)}."

@@ -7,7 +7,7 @@ dtypes move words and never look inside, so NaN payloads, -0 and subnormals stay
 import functools
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS, OF_CODE
 from tikv.kernels.exact import ONE, quotient
 from tikv.runtime import ti
 
@@ -30,12 +30,13 @@ class Codec(NamedTuple):
     @property
     def finds_scale(self) -> bool:
         """Whether a row is quantised with a scale of its own, which its largest magnitude gives."""
-        return self.dst == "i8"
+        return self.dst in OF_CODE and OF_CODE[self.dst].scale_of == "row"
 
     @property
     def src_words(self) -> int:
         """Words of a unit at the source; a group of codes counts as one."""
-        return 1 if self.src == "raw" or self.src in FORMATS else self.elements * SIZE[self.src] * 8 // self.src_bits
+        whole = self.src == "raw" or self.src in GROUP_FORMATS
+        return 1 if whole else self.elements * SIZE[self.src] * 8 // self.src_bits
 
     @property
     def dst_words(self) -> int:

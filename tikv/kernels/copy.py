@@ -10,7 +10,7 @@ Rows that are quantised are shared by `lanes` threads, which first agree on the 
 import zlib
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS, OF_CODE
 from tikv.kernels.address import (
     K_DST,
     K_SRC,
@@ -49,8 +49,6 @@ from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_unit
 from tikv.kernels.lanes import make_loop, make_row_max
 from tikv.runtime import ti
-
-SCALED = ("i8", *FLOAT8, *FORMATS)  # dtypes and formats whose rows may have scales
 
 
 class EndLayout(NamedTuple):
@@ -91,7 +89,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     IX, SC = index_array(0 if by_pages else index_bits), scale_array(scale)
     plain = index_bits == 0 and scale == ""
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
-    find_rows = make_find_rows(src, dst, k.codec.src in SCALED)
+    find_rows = make_find_rows(src, dst, k.codec.src in OF_CODE)
     if style == "cpu":
         uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale)).encode()) >> 1
         types = (KS, KD, KS if plain else SC), (VS, VD, KS if plain else SC)
@@ -279,9 +277,9 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
 def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     """CPU: token_rows(src, dst, scales, ok, ...): a token's rows, if it is copied; the rest as `make_rows` has it."""
     codec = stream.codec
-    if codec.dst in FORMATS:
+    if codec.dst in GROUP_FORMATS:
         rows = make_quantise_rows(heads, codec, scale, types)
-    elif codec.src in FORMATS:
+    elif codec.src in GROUP_FORMATS:
         rows = make_dequantise_rows(heads, codec, scale)
     else:
         rows = make_rows(heads, stream, src_inner, dst_inner, scale, types)
@@ -324,9 +322,9 @@ def make_move_row(style, streams, src, dst, lanes, scale):
     """GPU: move_row(...): a lane's part of a row, of K and of V."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
-    if k.codec.src in FORMATS:
+    if k.codec.src in GROUP_FORMATS:
         return make_move_groups(style, streams, src, dst, lanes, scale)
-    if k.codec.dst in FORMATS:
+    if k.codec.dst in GROUP_FORMATS:
         read_k, write_k = make_shared_groups(style, k, scale)
         read_v, write_v = make_shared_groups(style, v, scale)
     else:
@@ -371,8 +369,8 @@ def make_unit(style, codec, src_inner, dst_inner, scale):
 
 
 def has_scale(code, scale):
-    """Whether rows of a dtype have a scale, which int8 always has."""
-    return code in SCALED and scale != ""
+    """Whether what is kept so has a scale here: floats of 8 bits may have none."""
+    return code in OF_CODE and scale != ""
 
 
 def make_unit_parts(style, codec, src_inner, dst_inner, scale):

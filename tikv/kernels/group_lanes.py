@@ -5,7 +5,7 @@ a reciprocal, and only where one of these may be another by the library's own qu
 infinity, by the rule itself.
 """
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import SCALE_WORD, SIZE, WORD, make_decode, make_f32_to_bits
 from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal, upper_half
 from tikv.kernels.group_rows import BELOW_HALF
@@ -30,7 +30,7 @@ ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves the nearest whole number 
 
 def lanes_of_group(name):
     """Threads that share a group."""
-    return FORMATS[name].group // max(HELD, unit_of(name)[0])
+    return GROUP_FORMATS[name].group // max(HELD, unit_of(name)[0])
 
 
 @ti.func
@@ -52,7 +52,7 @@ def make_edges(name, style, held_numbers, column_of):
 
     The threads of a group find them together; `column_of(member, i)` is the column of number `i` of a thread.
     """
-    row = FORMATS[name]
+    row = GROUP_FORMATS[name]
     affine, by_sign = row.rule == "affine", row.rule == "q4_0"
     row_max = make_row_max(style, lanes_of_group(name))
 
@@ -110,7 +110,7 @@ def make_quick(name, style):
     prepare(numbers, edges) -> (factor, whether codes may be found by it). quick(value, origin, factor, row) -> (the
     code, a float from 0.5 on if it may be another one).
     """
-    row, product = FORMATS[name], make_product(style)
+    row, product = GROUP_FORMATS[name], make_product(style)
     last = float((1 << row.bits) - 1)
     by_floor = style == "spirv"  # whose compilers may take the sum and the difference of one number for nothing
 
@@ -158,7 +158,7 @@ def make_settle(name):
     Its quotient is near the middle of two codes. What that middle, times the factor, leaves of the distance is exact,
     of products of halves; it says on which side the quotient is, or that it is rounded to the middle, hence to even.
     """
-    last = float((1 << FORMATS[name].bits) - 1)
+    last = float((1 << GROUP_FORMATS[name].bits) - 1)
 
     @ti.func
     def settle(value, origin, factor, inverse):
@@ -179,7 +179,7 @@ def make_settle(name):
 
 def make_pack(name, held_numbers):
     """(pack, pack_any): put code `i` of those that a thread holds into its words; `i` known, or at run time."""
-    bits = FORMATS[name].bits
+    bits = GROUP_FORMATS[name].bits
     count = held_numbers * bits // 32
 
     @ti.func
@@ -213,7 +213,7 @@ def make_shared_groups(style, stream, scale):
     Threads of a row: `lanes_of_group` for each of its groups. All of a block call `write` together.
     """
     codec, groups = stream.codec, stream.units
-    name, row, rule = codec.dst, FORMATS[codec.dst], make_rule(codec.dst, style)
+    name, row, rule = codec.dst, GROUP_FORMATS[codec.dst], make_rule(codec.dst, style)
     (unit, words), share = unit_of(name), lanes_of_group(name)
     rounds, size, numbers = row.group // unit // share, row.group, row.numbers
     parts, held_numbers = unit // PART, rounds * unit

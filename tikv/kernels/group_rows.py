@@ -6,7 +6,7 @@ iteration finds as many codes as fill words of the destination. Bytes are twice 
 from numbers that lie far apart.
 """
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import SCALE_WORD, WORD, make_bits_to_f32, make_f32_to_bits, round_half_even_by_addition
 from tikv.kernels.groups import BIAS, FACTOR, INFINITE, ORIGIN, SCALE, make_dequantise_group, make_rule
 from tikv.runtime import ti
@@ -34,7 +34,7 @@ def below(x, high):
 
 def make_code_of(name):
     """code_of(value, origin, factor) -> the code of a number as an i32, by what `Rule.finish` found."""
-    row = FORMATS[name]
+    row = GROUP_FORMATS[name]
     last = float((1 << row.bits) - 1)
 
     @ti.func
@@ -63,7 +63,7 @@ def make_quantise_rows(heads, codec, scale, types):
     Words of the source are elements.
     """
     name, source, word_bits = codec.dst, codec.src, codec.dst_bits
-    row, finish = FORMATS[name], make_rule(name, "cpu").finish
+    row, finish = GROUP_FORMATS[name], make_rule(name, "cpu").finish
     decode, encode, code_of = make_bits_to_f32(source), make_f32_to_bits(scale, "cpu"), make_code_of(name)
     kind, unsigned, infinite, mask, sign_at = WORDS[source]
     size, bits, numbers, scale_word = row.group, row.bits, row.numbers, SCALE_WORD[scale]

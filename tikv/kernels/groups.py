@@ -9,7 +9,7 @@ side.
 import functools
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits, make_store
 from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, make_small_ratio, near_reciprocal
 from tikv.runtime import ti
@@ -166,13 +166,13 @@ def make_gguf(bits, style):
 @functools.cache
 def make_rule(name, style):
     """The `Rule` of a format."""
-    row = FORMATS[name]
+    row = GROUP_FORMATS[name]
     return make_affine(row.bits, style) if row.rule == "affine" else make_gguf(row.bits, style)
 
 
 def has_halves(name):
     """Whether the codes of a byte are of columns 16 apart, as those of q4_0 are; of any dtype code."""
-    return name in FORMATS and FORMATS[name].rule == "q4_0"
+    return name in GROUP_FORMATS and GROUP_FORMATS[name].rule == "q4_0"
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def make_place(name):
 @functools.cache
 def make_value_of_code(name, style):
     """value_of_code(code, scale, bias, row): the number that a code stands for."""
-    rule, product = FORMATS[name].rule, make_product(style)
+    rule, product = GROUP_FORMATS[name].rule, make_product(style)
 
     @ti.func
     def value_of_code(code, scale, bias, row):
@@ -227,18 +227,18 @@ def make_value_of_code(name, style):
 
 def unit_of(name):
     """(codes, words): the fewest words that have whole codes."""
-    bits = FORMATS[name].bits
+    bits = GROUP_FORMATS[name].bits
     return (32 // bits, 1) if 32 % bits == 0 else (32, bits)
 
 
 def offset_of(name):
     """What is added to a code as `make_code` reads it, where a scale has no bias beside it."""
-    return {"affine": 0.0, "q8_0": -128.0, "q4_0": -8.0}[FORMATS[name].rule]
+    return {"affine": 0.0, "q8_0": -128.0, "q4_0": -8.0}[GROUP_FORMATS[name].rule]
 
 
 def step_of_code(name, e):
     """What `make_code` multiplies code e of a unit by: a power of two, which takes nothing of its precision."""
-    bits = FORMATS[name].bits
+    bits = GROUP_FORMATS[name].bits
     shift = e * bits % 32
     return float(1 << shift) if shift + bits < 32 else 1.0
 
@@ -250,7 +250,7 @@ def make_code(name):
     What lies below the highest bits of a word is not shifted: a float times a power of two is as good. Signed codes are
     read with 128 added.
     """
-    row = FORMATS[name]
+    row = GROUP_FORMATS[name]
     bits, flip = row.bits, 0x80808080 if row.rule == "q8_0" else 0
 
     @ti.func
@@ -276,7 +276,7 @@ def make_load_unit(name, scale_value, style="cpu"):
     A unit is `UNIT` codes, what a GPU's thread takes at a time. `scale_value` turns an entry of `scales` into a float.
     Products are rounded before a bias is added where `style` is the GPU's; attention leaves it to the compiler.
     """
-    kind, value_of_code = FORMATS[name], make_value_of_code(name, style)
+    kind, value_of_code = GROUP_FORMATS[name], make_value_of_code(name, style)
     per_group, numbers, bits = kind.group // UNIT, kind.numbers, kind.bits
     mask = (1 << bits) - 1
 
@@ -320,7 +320,7 @@ def make_dequantise_unit(codec, style, scale):
 
 def make_dequantise_group(name, to, scale):
     """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group): the numbers of a group of codes, on CPU."""
-    row, column, value_of_code = FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
+    row, column, value_of_code = GROUP_FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
     encode, decode_scale = make_f32_to_bits(to, "cpu"), make_bits_to_f32(scale)
     size, bits, numbers = row.group, row.bits, row.numbers
     mask = (1 << bits) - 1

@@ -11,6 +11,7 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected, mps
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import Format
 
 MAX_POSITION = 2**63 - 1
 LAYOUTS = ("token_major", "head_major")
@@ -184,6 +185,17 @@ def same_dtype(a: ArrayView, b: ArrayView, a_name: str, b_name: str, operation: 
         raise DTypeError(
             f"{operation}: {a_name} is {describe(a)} and {b_name} is {describe(b)}; they must have one dtype."
         )
+
+
+def scales(array: ArrayView, name: str, format: Format, operation: str) -> None:
+    """An array of scales, and of biases, has a dtype that the format has them in.
+
+    Raises:
+        DTypeError: it has another.
+    """
+    if array.dtype not in format.scale_dtypes:
+        offered = " or ".join(row.name for row in format.scale_dtypes)
+        raise DTypeError(f"{operation}: {name} is {describe(array)}; scales of {format} are {offered}.")
 
 
 def extent(actual: int, expected: int, what: str, operation: str, detail: str = "") -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from tikv import dtypes
 from tikv.arrays import ArrayView, describe
-from tikv.errors import DTypeError, ShapeError
-from tikv.formats import GroupFormat
+from tikv.errors import ShapeError
+from tikv.formats import FORMATS, GroupFormat
 from tikv.ops import checks
 
 Formats: TypeAlias = tuple[GroupFormat | None, GroupFormat | None]  # of K and of V, None where rows are numbers
@@ -121,7 +120,7 @@ def pool_rows(pool: ArrayView, axes: str, format: GroupFormat | None = None) -> 
 def pool_scale(
     scale: ArrayView, shape: PoolShape, name: str, operation: str, format: GroupFormat | None = None
 ) -> None:
-    """The scales of an int8 pool are (N, bs, H), float16 or float32, and their slots follow one another.
+    """The scales of an int8 pool are (N, bs, H), and their slots follow one another.
 
     Those of a format of groups are (N, bs, H, n), the numbers of a row's groups side by side; as many there may be of
     int8 beside groups, of which the first is in use.
@@ -130,8 +129,7 @@ def pool_scale(
         DTypeError: they have another dtype.
         ShapeError: they have another shape, or gaps between blocks.
     """
-    if scale.dtype not in (dtypes.SCALES if format is None else dtypes.GROUP_SCALES):
-        raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
+    checks.scales(scale, name, format or FORMATS["int8"], operation)
     wanted = (shape.blocks, shape.page, shape.heads)
     slots = scale.shape[:3] if scale.ndim == 4 and scale.shape[3] else scale.shape
     if format is not None:

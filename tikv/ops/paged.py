@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
-from tikv.formats import GroupFormat
+from tikv.formats import GroupFormat, format_of
 from tikv.ops import checks
 from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale_arguments, scale_given
 from tikv.ops.indices import check_blocks, check_slots, host_indices, index_array
@@ -177,13 +177,14 @@ def _check_stored(
         ShapeError, DTypeError: they cannot.
     """
     rows, pool, scale = given[name], given[f"{name}_pool"], given.get(f"{name}_scale")
-    if pool.dtype is dtypes.int8 or format is not None:
+    row = format or format_of(pool.dtype)
+    if row is not None and row.finds_scales:
         require_quantizable(rows, name, operation)
         if scale is None:
             raise _missing(f"{name}_scale", operation)
         checks.writable(scale, f"{name}_scale", operation)
         pool_scale(scale, shape, f"{name}_scale", operation, format)
-    elif scale is not None and pool.dtype in dtypes.FLOATS8:
+    elif scale is not None and row is not None:
         if rows.dtype not in dtypes.QUANTIZABLE:
             raise DTypeError(
                 f"{operation}: {name} is {describe(rows)}; a scale divides float32, float16 and bfloat16 rows."
@@ -407,16 +408,16 @@ def gather(
             f"Read at most {table.shape[0] * shape.page} tokens."
         )
     named = [("pool", source, False), ("block_table", table, False)]
-    quantised, fixed = source.dtype is dtypes.int8 or format is not None, source.dtype in dtypes.FLOATS8
-    scaled = scale is not None
-    if (quantised and not scaled) or (scaled and not quantised and not fixed):
-        wanted = "an int8 pool needs its (N, bs, H) scale" if quantised else f"a pool of {source.dtype} has no scale"
+    row, scaled = format or format_of(source.dtype), scale is not None
+    found_scales = row is not None and row.finds_scales
+    if (found_scales and not scaled) or (scaled and row is None):
+        wanted = "an int8 pool needs its (N, bs, H) scale" if found_scales else f"a pool of {source.dtype} has no scale"
         raise DTypeError(f"{operation}: pool is {describe(source)}; {wanted}.")
     if scaled:
         scale = scale_given(scale, live, "scale", operation)
         scales = view(scale, "scale", operation)
         checks.readable(scales, "scale", operation)
-        if fixed:
+        if not found_scales:
             check_fixed_scale(scales, shape.heads, "scale", operation)
         else:
             pool_scale(scales, shape, "scale", operation, format)
@@ -443,7 +444,7 @@ def gather(
         target = new_array(wanted_shape, dtype, live, zeroed=entries is None)  # the kernel may leave rows out
         out = CacheArray(target, live)
     named.append(("out", target, True))
-    of_scales = fixed_scale_arguments if fixed else scale_arguments
+    of_scales = scale_arguments if found_scales else fixed_scale_arguments
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         source, table, target = arrays[0], arrays[1], arrays[-1]

@@ -14,7 +14,7 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, ShapeError
-from tikv.formats import GroupFormat, parse_format
+from tikv.formats import FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
@@ -92,27 +92,33 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
     """
     operation = "quantize"
     live = runtime.current()
-    groups = parse_format(format)
-    if groups is not None:
-        return _quantize_groups(live, operation, x, groups, scale_dtype)
-    if scale_dtype is None:
-        scale_dtype, format = ("float16", format) if format == "int8" else (format, "int8")
-    if format != "int8":
+    row: Format | None = parse_format(format) or (FORMATS.get(format) if isinstance(format, str) else None)
+    if row is None and scale_dtype is None:
+        row, scale_dtype = FORMATS["int8"], format
+    if row is None or not row.finds_scales:
         raise OptionError(f"{operation}: unknown format {format!r}. Use 'int8', 'q8_0', 'q4_0' or a tikv.Quant.")
     rows = view(x, "x", operation)
     checks.on_device([("x", rows)], live, operation)
     if rows.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
-    scales = dtypes.parse(scale_dtype, operation)
-    if scales not in dtypes.SCALES:
-        raise DTypeError(f"{operation}: scale_dtype is {scales}; it is float16 or float32.")
+    if scale_dtype is None:
+        scales = rows.dtype if row.rule == "affine" else dtypes.float16
+    else:
+        scales = row.check_scale_dtype(dtypes.parse(scale_dtype, operation), operation)
     checks.readable(rows, "x", operation)
     if rows.ndim == 0 or rows.shape[-1] == 0 != math.prod(rows.shape[:-1]):
         raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs at least one element to have a scale.")
-    q = new_array(rows.shape, dtypes.int8, live)
-    scale = new_array(rows.shape[:-1], scales, live)
-    _run(live, operation, ("x", "q", "scale"), (False, True, True), (rows, q, scale), scale.strides)
-    return CacheArray(q, live), CacheArray(scale, live)
+    names, written, (*lead, width) = ("x", "codes", "scales"), (False, True, True), rows.shape
+    if not isinstance(row, GroupFormat):
+        codes, numbers = new_array(rows.shape, row.stored, live), new_array(lead, scales, live)
+        _run(live, operation, names, written, (rows, codes, numbers), numbers.strides)
+        return CacheArray(codes, live), CacheArray(numbers, live)
+    row.groups(width, "x", operation)
+    codes = new_array((*lead, row.words(width)), row.stored, live)
+    numbers = new_array((*lead, row.numbers_of(width)), scales, live)
+    _run(live, operation, names, written, (rows, codes, numbers), numbers.strides[:-1], (None, row))
+    scale, *bias = (CacheArray(part, live) for part in _parts(numbers, row))
+    return Quantized(CacheArray(codes, live), scale, bias[0] if bias else None, row, rows.shape)
 
 
 def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
@@ -148,10 +154,10 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
         return _dequantize_groups(live, operation, q, out)
     rows, scales = view(q, "q", operation), view(scale, "scale", operation)
     checks.on_device([("q", rows), ("scale", scales)], live, operation)
-    if rows.dtype is not dtypes.int8:
+    int8 = FORMATS["int8"]
+    if rows.dtype is not int8.stored:
         raise DTypeError(f"{operation}: q is {describe(rows)}, not int8.")
-    if scales.dtype not in dtypes.SCALES:
-        raise DTypeError(f"{operation}: scale is {describe(scales)}; it is float16 or float32.")
+    checks.scales(scales, "scale", int8, operation)
     if rows.ndim == 0 or scales.shape != rows.shape[:-1]:
         raise ShapeError(f"{operation}: scale is {describe(scales)} where {describe(rows)} needs {rows.shape[:-1]}.")
     for name, a in (("q", rows), ("scale", scales)):
@@ -174,30 +180,6 @@ def _target(live: runtime.Runtime, operation: str, out: Any, shape: tuple[int, .
         raise ShapeError(f"{operation}: out is {describe(target)} where {shape} was given.")
     checks.writable(target, "out", operation)
     return target, out
-
-
-def _quantize_groups(live: runtime.Runtime, operation: str, x: Any, format: GroupFormat, scale_dtype: Any) -> Quantized:
-    """`quantize` into a format of groups."""
-    rows = view(x, "x", operation)
-    checks.on_device([("x", rows)], live, operation)
-    if rows.dtype not in dtypes.QUANTIZABLE:
-        raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
-    affine = format.rule == "affine"
-    scales = (rows.dtype if affine else dtypes.float16) if scale_dtype is None else dtypes.parse(scale_dtype, operation)
-    if scales not in (dtypes.GROUP_SCALES if affine else (dtypes.float16,)):
-        raise DTypeError(f"{operation}: scale_dtype {scales} is not offered for {format}. Leave it out.")
-    checks.readable(rows, "x", operation)
-    if rows.ndim == 0:
-        raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs columns.")
-    width, lead = rows.shape[-1], rows.shape[:-1]
-    groups = format.groups(width, "x", operation)
-    codes = new_array((*lead, format.words(width)), dtypes.uint32, live)
-    numbers = new_array((*lead, groups * format.numbers), scales, live)
-    names, written = ("x", "codes", "scales"), (False, True, True)
-    _run(live, operation, names, written, (rows, codes, numbers), numbers.strides[:-1], (None, format))
-    parts = _parts(numbers, format)
-    of_groups = [CacheArray(part, live) for part in parts]
-    return Quantized(CacheArray(codes, live), of_groups[0], of_groups[1] if affine else None, format, rows.shape)
 
 
 def _parts(numbers: ArrayView, format: GroupFormat) -> list[ArrayView]:
@@ -233,8 +215,7 @@ def codes_and_numbers(
         wanted = (*lead, format.words(width))
         raise ShapeError(f"{operation}: {of}codes is {describe(codes)} where {wanted} is needed.")
     for name, part in named[1:]:
-        if part.dtype not in dtypes.GROUP_SCALES:
-            raise DTypeError(f"{operation}: {name} is {describe(part)}; it is float16, float32 or bfloat16.")
+        checks.scales(part, name, format, operation)
         checks.same_dtype(scales, part, f"{of}scales", name, operation)
         if part.shape != (*lead, groups):
             raise ShapeError(f"{operation}: {name} is {describe(part)} where {(*lead, groups)} is needed.")

@@ -11,6 +11,7 @@ import numpy as np
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import format_of
 from tikv.ops import checks
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Rows
@@ -145,9 +146,10 @@ def check_keys(k: ArrayView, scale: ArrayView | None, rope: Rope, operation: str
         raise DTypeError(f"{operation}: k is {describe(k)}. Keys that are rotated are of one of {names}.")
     if rope.rope_dim > k.shape[-1]:
         raise ShapeError(f"{operation}: the rotation of {rope.rope_dim} elements is wider than k, {describe(k)}.")
-    if (k.dtype is dtypes.int8) != (scale is not None):
+    row = format_of(k.dtype)
+    if (row is not None and row.finds_scales) != (scale is not None):
         raise DTypeError(f"{operation}: k is {describe(k)}; int8 needs scale, and nothing else has one.")
-    if scale is not None and (scale.shape != k.shape[:3] or scale.dtype not in dtypes.SCALES):
+    if scale is not None and row is not None and (scale.shape != k.shape[:3] or scale.dtype not in row.scale_dtypes):
         raise ShapeError(f"{operation}: scale is {describe(scale)} where float16 or float32 {k.shape[:3]} is needed.")
 
 

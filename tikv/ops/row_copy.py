@@ -14,7 +14,7 @@ from tikv import launch, runtime
 from tikv.arrays import ArrayView, describe
 from tikv.dtypes import DType
 from tikv.errors import ShapeError
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
 from tikv.ops.fixed_scales import head_step
 from tikv.ops.layouts import LINEAR, Placement, Rows
@@ -92,7 +92,7 @@ def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
     """
     from tikv.kernels.group_lanes import lanes_of_group
 
-    if streams[0].codec.dst in FORMATS:
+    if streams[0].codec.dst in GROUP_FORMATS:
         return max(int(s.units * lanes_of_group(s.codec.dst)) for s in streams)
     units = max(s.units for s in streams)
     rounds = max(1, WORDS_IN_FLIGHT // sum(s.codec.src_words for s in streams))
@@ -141,7 +141,7 @@ def bind_copy(
     scale_code = scale.short if scale is not None else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
     codecs = [streams[0].codec, streams[-1].codec]
-    cooperative = not cpu and any(s.codec.finds_scale or s.codec.dst in FORMATS for s in streams)
+    cooperative = not cpu and any(s.codec.finds_scale or s.codec.dst in GROUP_FORMATS for s in streams)
     shared_by = 1 if cpu else choose_lanes(streams, cooperative)
     # On CPU an iteration is a token of one stream, else a unit.
     iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)

@@ -16,6 +16,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, new_like, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import format_of
 from tikv.ops import checks
 from tikv.ops.indices import check_slots, host_indices, index_array
 from tikv.ops.layouts import (
@@ -636,7 +637,8 @@ def _scales(
 ) -> list[str]:
     """The names of the scale arrays, checked; none unless the destinations are int8."""
     found: list[str] = [n for n in ("k_scale", "v_scale") if n in arrays]
-    if k.dtype is not dtypes.int8:
+    row = format_of(k.dtype)
+    if row is None or not row.finds_scales:
         if found:
             raise DTypeError(
                 f"{operation}: k_dst is {describe(k)}; only int8 destinations have scales. Leave them out."
@@ -651,8 +653,7 @@ def _scales(
         if pool is not None:
             pool_scale(scale, pool, name, operation)
             continue
-        if scale.dtype not in dtypes.SCALES:
-            raise DTypeError(f"{operation}: {name} is {describe(scale)}; int8 scales are float16 or float32.")
+        checks.scales(scale, name, row, operation)
         if scale.shape != shape:
             raise ShapeError(f"{operation}: {name} is {describe(scale)} where (H, capacity) = {shape} is needed.")
     checks.same_dtype(arrays["k_scale"], arrays["v_scale"], "k_scale", "v_scale", operation)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError
-from tikv.formats import OR_FORMATS, GroupFormat, parse_format
+from tikv.formats import OR_FORMATS, GroupFormat, format_of, parse_format
 from tikv.ops.fixed_scales import fixed_numbers
 
 # What all rows of K, and all of V, are divided by: one number, or one a head; None for nothing.
@@ -62,9 +62,8 @@ class RowForm(NamedTuple):
     @property
     def numbers(self) -> int:
         """Scales of a row, those of groups with their biases; 0 for none."""
-        if isinstance(self.dtype, GroupFormat):
-            return self.width // self.dtype.group * self.dtype.numbers
-        return int(self.dtype is dtypes.int8)
+        row = format_of(self.dtype)
+        return 0 if row is None else row.numbers_of(self.width)
 
     @property
     def read_dtype(self) -> DType:
@@ -75,7 +74,7 @@ class RowForm(NamedTuple):
 def storage(
     dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str = ""
 ) -> tuple[DType, DType | None]:
-    """What a cache stores its rows in, and their scales where it is int8; ``also`` is as in `dtypes.parse`.
+    """What a cache stores its rows in, and their scales where it has them; ``also`` is as in `dtypes.parse`.
 
     Raises:
         DTypeError: it is not offered, or not on this arch.
@@ -86,14 +85,12 @@ def storage(
             f"{operation}: {format} is kept by KVCacheStore and PagedKVCacheStore alone. Use one of them, or another "
             f"dtype such as 'int8'."
         )
-    stored, scales = dtypes.parse(dtype, operation, also), dtypes.parse(scale_dtype, operation)
+    stored = dtypes.parse(dtype, operation, also)
     if stored.name not in dtypes.APPENDED:
         raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(dtypes.APPENDED)}.")
     if stored is dtypes.float64 and not live.has_float64:
         raise DTypeError(f"{operation}: {live.arch} has no float64. Use float32, or CPU or CUDA.")
-    if scales not in dtypes.SCALES:
-        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
-    return stored, scales if stored is dtypes.int8 else None
+    return stored, _scales_of(stored, scale_dtype, operation)
 
 
 def storage_or_format(
@@ -107,10 +104,21 @@ def storage_or_format(
     format = parse_format(dtype)
     if format is None:
         return storage(dtype, scale_dtype, live, operation, OR_FORMATS)
-    scales = dtypes.parse(scale_dtype, operation)
-    if scales not in (dtypes.SCALES if format.rule == "affine" else (dtypes.float16,)):
-        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered for {format}. Use float16.")
-    return format, scales
+    return format, _scales_of(format, scale_dtype, operation)
+
+
+def _scales_of(kept: DType | GroupFormat, scale_dtype: Any, operation: str) -> DType | None:
+    """The dtype of the scales that are stored beside what is kept; None for none, whatever dtype was asked for.
+
+    Raises:
+        DTypeError: it is not offered.
+    """
+    scales, row = dtypes.parse(scale_dtype, operation), format_of(kept)
+    if scales not in dtypes.SCALES:
+        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
+    if row is None or not row.finds_scales:
+        return None
+    return row.check_scale_dtype(scales, operation)
 
 
 def check_divided(kept: Sequence[DType | GroupFormat | None], given: Sequence[Any], operation: str) -> None:
@@ -140,12 +148,13 @@ def divisors_of(kept: Sequence[DType | GroupFormat], given: Sequence[Any], heads
         return None, None
     check_divided(kept, given, operation)
     for i, (name, dtype, scale) in enumerate(zip(("k_scale", "v_scale"), kept, given, strict=True)):
-        if isinstance(dtype, GroupFormat) or dtype is dtypes.int8:
+        row = format_of(dtype)
+        if row is not None and row.finds_scales:
             raise OptionError(
                 f"{operation}: {dtype.name} has scales of rows, and attention finds those of K and V by the same "
                 f"strides, so that the other one has no scale of its own. Leave k_scale and v_scale out."
             )
-        if dtype in dtypes.FLOATS8:
+        if row is not None:
             found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
     k, v = found
     if k is not None and v is not None and len(k) != len(v):
@@ -160,11 +169,11 @@ def named_divisors(divisors: Divisors) -> dict[str, list[float]]:
 
 def appended(*kept: DType | GroupFormat, divided: bool = False) -> tuple[str, ...]:
     """The names of what may be appended to a cache whose K and V are kept as this, or as these."""
-    numbers = tuple(row.name for row in dtypes.QUANTIZABLE)
-    found = [
-        numbers if isinstance(dtype, GroupFormat) or (divided and dtype in dtypes.FLOATS8) else dtypes.APPENDED[name]
-        for name, dtype in ((dtype.name, dtype) for dtype in kept)
-    ]
+    found = []
+    for dtype in kept:
+        row = format_of(dtype)
+        scaled = row is not None and (row.finds_scales or divided)
+        found.append(tuple(row.name for row in dtypes.QUANTIZABLE) if scaled else dtypes.APPENDED[dtype.name])
     return tuple(name for name in found[0] if all(name in names for names in found))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from tikv import arrays, dtypes, launch, runtime
 from tikv.errors import ArchError, CacheFileError, OptionError
+from tikv.formats import FORMATS
 from tikv.launch import ahead
 from tikv.launch.vectors import fields_of
 from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
@@ -73,7 +74,8 @@ class Calls:
 
     def scales(self, *shape: int) -> dict[str, Any]:
         """The scales of keys and values, as arguments; none where the dtype has none."""
-        names = ("k_scale", "v_scale") if self.name == "int8" else ()
+        row = FORMATS.get(self.name)
+        names = ("k_scale", "v_scale") if row is not None and row.finds_scales else ()
         return {name: self.zeros(*shape, dtype=np.float16) for name in names}
 
     def pool_scales(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tikv import arrays, dtypes, reference, runtime
 from tikv.errors import ArchError, DTypeError
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.graphs.builder import GraphBuilder
 from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
 from tikv.stores.contiguous import KVCacheStore
@@ -76,7 +76,7 @@ def _into_codes(
     wanted: Callable[[Array, Array], Array],
 ) -> Trials:
     """Rows written by `run` into caches of codes of that shape; `wanted` does the same to each part of the codes."""
-    row = FORMATS[stored]
+    row = GROUP_FORMATS[stored]
     made = [_groups(bench, stored, *shape) for _ in rows]
     caches, befores = [quantised for quantised, _, _ in made], [parts for _, parts, _ in made]
     run([bench.on_device(r) for r in rows], caches)
@@ -89,7 +89,7 @@ def _into_codes(
 
 
 def _copy(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         yield from _into_codes(
             bench, stored, [bench.rows(src, 9, 3, 64)], (3, 6),
             lambda rows, caches: copy.copy(*rows, *caches, position=4, window=5),
@@ -103,7 +103,7 @@ def _copy(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _copy_kv(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         yield from _into_codes(
             bench, stored, [bench.rows(src, 3, 5, 64) for _ in "kv"], (12, 3),
             lambda rows, caches: copy.copy_kv(
@@ -130,7 +130,7 @@ def _linearize(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _compact(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         quantised, before, _ = _groups(bench, stored, 2, 3, 9)
         keep = np.sort(bench.rng.random((2, 3, 9)).argsort()[..., :5])
         compact.compact(quantised, keep)
@@ -152,7 +152,7 @@ def _compact(bench: Bench, src: str, stored: str) -> Trials:
 def _rotate(bench: Bench, src: str, stored: str) -> Trials:
     freq, before, after = [1.0, 0.1, 0.01], np.arange(9) * 5, np.arange(9)
     rope, moved = rotate.Rope(freq), np.broadcast_to(after - before, (2, 3, 9))
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         rotate.rotate(_groups(bench, stored, 2, 3, 9)[0], before, after, rope)
     elif stored == "int8":
         q, scale = reference.quantize(bench.rows(src, 2, 3, 9, 16))
@@ -170,7 +170,7 @@ def _rotate(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         starts = np.array([-2, 0, 7], np.int32)
         yield from _into_codes(
             bench, stored, [bench.rows(src, 3, 2, 4, 64) for _ in "kv"], (3, 2, 9),
@@ -188,7 +188,7 @@ def _append_ragged(bench: Bench, src: str, stored: str) -> Trials:
 
 def _write_slots(bench: Bench, src: str, stored: str) -> Trials:
     slots = np.array([3, 17, -1, 8, 0], np.int32)
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         yield from _into_codes(
             bench, stored, [bench.rows(src, 5, 2, 64) for _ in "kv"], (6, 4, 2),
             lambda rows, pools: paged.write_slots(*[*rows, *pools, bench.on_device(slots)]),
@@ -211,7 +211,7 @@ def _write_slots(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _gather_paged(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         quantised, _, numbers = _groups(bench, stored, 6, 4, 2)
         got = paged.gather_paged(quantised, np.array([4, 1], np.int32), 7)
         yield got, reference.gather_paged(numbers, [4, 1], 7), None
@@ -242,7 +242,7 @@ def _blocks(operation: Callable[..., None]) -> Callable[[Bench, str, str], Trial
 
 def _groups(bench: Bench, stored: str, *lead: int) -> tuple[Any, Any, Array]:
     """Rows of 64 numbers in a format of groups, by `quantize` and by the reference, and the numbers that come back."""
-    row, rows = FORMATS[stored], bench.rows("float32", *lead, 64)
+    row, rows = GROUP_FORMATS[stored], bench.rows("float32", *lead, 64)
     scales = np.float32 if row.numbers == 2 else np.float16
     want = reference.quantize_groups(rows, row.bits, row.group, row.rule, scales)
     numbers = reference.dequantize_groups(*want, row.bits, row.rule)
@@ -250,7 +250,7 @@ def _groups(bench: Bench, stored: str, *lead: int) -> tuple[Any, Any, Array]:
 
 
 def _quantize(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         quantised, wanted, _ = _groups(bench, stored, 7, 3)
         for part, want in zip(quantised, wanted, strict=False):
             if want is not None:
@@ -262,7 +262,7 @@ def _quantize(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _dequantize(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         quantised, _, numbers = _groups(bench, stored, 7, 3)
         yield quantize.dequantize(quantised), numbers, None
     if src == stored:
@@ -275,7 +275,7 @@ def _dequantize(bench: Bench, src: str, stored: str) -> Trials:
 def _write_qkv(bench: Bench, src: str, stored: str) -> Trials:
     if stored == "int8":
         return
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         projected = bench.rows(src, 5, (4 + 2 + 2) * 64)
         yield from _into_codes(
             bench, stored, reference.split_qkv(projected, 4, 2)[1:], (2, 8),
@@ -298,7 +298,7 @@ _SEVEN = np.array([7], np.int32)
 
 
 def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         q, groups = bench.rows(src, 1, 4, 64), [_groups(bench, stored, 1, 2, 8) for _ in "kv"]
         caches = [quantised for quantised, _, _ in groups]
         got = attention.decode_attention(bench.on_device(q), caches[0], caches[1], 7, scale=0.25, impl="taichi")
@@ -317,7 +317,7 @@ def _decode_attention(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _paged_decode_attention(bench: Bench, src: str, stored: str) -> Trials:
-    if stored in FORMATS:
+    if stored in GROUP_FORMATS:
         q, groups = bench.rows(src, 1, 4, 64), [_groups(bench, stored, 6, 4, 2) for _ in "kv"]
         pools = [quantised for quantised, _, _ in groups]
         pages = bench.on_device(np.array([[4, 1]], np.int32))
@@ -361,7 +361,7 @@ _LSE = ("float32", (2, 4))
 
 
 def _store(bench: Bench, src: str, stored: str) -> Trials:
-    width = 64 if stored in FORMATS else 16
+    width = 64 if stored in GROUP_FORMATS else 16
     form: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": width, "capacity": 9, "dtype": stored}
     cache = KVCacheStore(**form, window=[None, 4], sinks=1)
     rows = bench.rows(src, 2, 7, 2, width)
@@ -373,7 +373,7 @@ def _store(bench: Bench, src: str, stored: str) -> Trials:
 
 
 def _paged_store(bench: Bench, src: str, stored: str) -> Trials:
-    width = 64 if stored in FORMATS else 16
+    width = 64 if stored in GROUP_FORMATS else 16
     pool = PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=width, num_blocks=6, block_size=4, dtype=stored)
     rows = bench.rows(src, 7, 2, width)
     seq = pool.add()
@@ -384,8 +384,8 @@ def _paged_store(bench: Bench, src: str, stored: str) -> Trials:
 
 def _stored(rows: Array, stored: str) -> Array:
     """The rows as a store gives them back."""
-    if stored in FORMATS:
-        row = FORMATS[stored]
+    if stored in GROUP_FORMATS:
+        row = GROUP_FORMATS[stored]
         quantised = reference.quantize_groups(rows, row.bits, row.group, row.rule, np.float16)
         return reference.dequantize_groups(*quantised, row.bits, row.rule)
     if stored == "int8":

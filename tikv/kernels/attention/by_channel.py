@@ -6,7 +6,7 @@ sum over d of (q s) code + q b: each thread adds it up for the tokens of a unit 
 
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.attention.parameters import FLOATS
 from tikv.kernels.codec import SIZE, element_array, make_bits_to_f32, make_load, scale_array, word_array
 from tikv.kernels.groups import make_code, step_of_code, unit_of
@@ -46,7 +46,7 @@ def make_channel_scores(style, serial, name, query, scale, width, group, band):
         group: query heads of a KV head; with the queries of each they are its rows.
         band: rows that an item computes, which divide them.
     """
-    row, code, (count, words) = FORMATS[name], make_code(name), unit_of(name)
+    row, code, (count, words) = GROUP_FORMATS[name], make_code(name), unit_of(name)
     load_q, value = make_load(query, 1, SIZE[query] * 8), make_bits_to_f32(scale)
     units, steps = row.group // count, [1 / step_of_code(name, e) for e in range(count)]
     Q, CODES, SC = element_array(query), word_array(32), scale_array(scale)

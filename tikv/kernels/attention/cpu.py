@@ -8,7 +8,7 @@ read by the same loops as a row of keys is.
 import zlib
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.attention import cpu_codes
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu_loops import (
@@ -176,7 +176,7 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
-    codes = c.groups if c.values is None else c.of_values.groups and c.cache not in FORMATS and c.scale == ""
+    codes = c.groups if c.values is None else c.of_values.groups and c.cache not in GROUP_FORMATS and c.scale == ""
     if c.rows < NUMBER_ROWS and codes:
         return make_attend_codes(rows, uid, parts, c)
     if c.values is not None or c.rows >= NUMBER_ROWS:

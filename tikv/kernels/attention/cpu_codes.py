@@ -9,7 +9,7 @@ lane, which LLVM joins: the sums over keys stay in registers.
 
 from typing import Any, NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.attention.cpu_loops import CHUNK, ROW, before, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
@@ -64,7 +64,7 @@ def make_value_loops(c):
 
 def has_bias(name):
     """Whether a code of 0 may stand for something else than 0."""
-    return FORMATS[name].numbers == 2 or offset_of(name) != 0.0
+    return GROUP_FORMATS[name].numbers == 2 or offset_of(name) != 0.0
 
 
 def make_load_query(name, c):
@@ -85,7 +85,7 @@ def make_load_query(name, c):
 
 def make_sum_queries(name, c):
     """sum_queries(...): the sums of each row of queries over each group."""
-    row, (count, _) = FORMATS[name], unit_of(name)
+    row, (count, _) = GROUP_FORMATS[name], unit_of(name)
     units, groups, rows = row.group // count, c.width // row.group, -(-c.rows // rows_per_band(c.rows))
     rows, steps = rows * rows_per_band(c.rows), [step_of_code(name, e) for e in range(count)]
 
@@ -105,7 +105,7 @@ def make_sum_queries(name, c):
 def make_load_numbers(name, width, c):
     """load_numbers(...): the scales and biases of the listed keys, one key's after the other's."""
     _, _, _, _, SC, _ = array_types("cpu", c)
-    value, numbers = make_element_to_f32(c.scale), width // FORMATS[name].group * FORMATS[name].numbers
+    value, numbers = make_element_to_f32(c.scale), width // GROUP_FORMATS[name].group * GROUP_FORMATS[name].numbers
 
     @ti.real_func
     def load_numbers(scales: SC, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
@@ -128,7 +128,7 @@ def make_load_numbers(name, width, c):
 
 def make_bias_of(name):
     """bias_of(work, at): of a group whose scale, and bias, were loaded."""
-    two, offset = FORMATS[name].numbers == 2, offset_of(name)
+    two, offset = GROUP_FORMATS[name].numbers == 2, offset_of(name)
 
     @ti.func
     def bias_of(work: ti.template(), at):
@@ -148,7 +148,7 @@ def is_spread(name, rows):
     It does where the units of a group are so few that LLVM would unroll a loop over them rather than make vectors of
     it, and for several rows: a code times its scale serves them all, and there is one sum for each, of all groups.
     """
-    return rows_per_band(rows) > 1 or FORMATS[name].group // unit_of(name)[0] <= LANES
+    return rows_per_band(rows) > 1 or GROUP_FORMATS[name].group // unit_of(name)[0] <= LANES
 
 
 def make_dots(name, c):
@@ -157,7 +157,7 @@ def make_dots(name, c):
     Two keys at a time share what the query's numbers are loaded for.
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
-    row, code, (count, words) = FORMATS[name], make_code(name), unit_of(name)
+    row, code, (count, words) = GROUP_FORMATS[name], make_code(name), unit_of(name)
     B, bias_of, biased = rows_per_band(c.rows), make_bias_of(name), has_bias(name)
     bands, groups, units, per_group = -(-c.rows // B), c.width // row.group, c.width // count, row.group // count
     G = groups * row.numbers
@@ -240,8 +240,8 @@ def pass_of(name, width, rows):
 
 def make_part(name, p):
     """part(codes, at, number): the codes of a unit that its pass `number` adds up, from the lowest bit of a word on."""
-    (_, words), bits = unit_of(name), p.codes * FORMATS[name].bits
-    flip = 0x80808080 if FORMATS[name].rule == "q8_0" else 0
+    (_, words), bits = unit_of(name), p.codes * GROUP_FORMATS[name].bits
+    flip = 0x80808080 if GROUP_FORMATS[name].rule == "q8_0" else 0
 
     @ti.func
     def part(codes: ti.template(), at, number):
@@ -259,7 +259,7 @@ def make_part(name, p):
 
 def make_code_of_part(name):
     """(code_of_part(x, e), steps): code e of what `make_part` gives, as a float times steps[e]."""
-    bits = FORMATS[name].bits
+    bits = GROUP_FORMATS[name].bits
     steps = [1.0 if (e + 1) * bits == 32 else float(1 << e * bits) for e in range(32 // bits)]
 
     @ti.func
@@ -279,7 +279,7 @@ def make_weigh(name, width, careful):
 
     Careful: what weighs nothing is left out, since the scales of what a query does not see may be NaN.
     """
-    row, (count, _), bias_of = FORMATS[name], unit_of(name), make_bias_of(name)
+    row, (count, _), bias_of = GROUP_FORMATS[name], unit_of(name), make_bias_of(name)
     groups, units, of_group = width // row.group, width // count, row.group // count
     G = groups * row.numbers
 
@@ -321,7 +321,7 @@ def make_add_values(c, careful):
     rows each code is, once for all.
     """
     _, KV, _, _, _, _ = array_types("cpu", c.of_values)
-    row, width, (count, words) = FORMATS[c.cache], c.width_v, unit_of(c.cache)
+    row, width, (count, words) = GROUP_FORMATS[c.cache], c.width_v, unit_of(c.cache)
     rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
     B = 1 if careful else rows_per_band(c.rows)
     bands, groups, units, per_group = rows // B, width // row.group, width // count, row.group // count

@@ -3,7 +3,7 @@
 What a worker turns stays in its nearest cache: `CHUNK` keys of a head, read by all query rows.
 """
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.cpu_loops import before
 from tikv.kernels.attention.parameters import FLOATS, array_types
@@ -39,7 +39,7 @@ def make_numbers_of_elements(c, width, inner):
 def make_numbers_of_codes(c, width):
     """`make_numbers` of a format of groups."""
     _, KV, _, _, SC, _ = array_types("cpu", c)
-    row, scale_value = FORMATS[c.cache], make_element_to_f32(c.scale)
+    row, scale_value = GROUP_FORMATS[c.cache], make_element_to_f32(c.scale)
     value_of_code, column = make_value_of_code(c.cache, "cpu"), make_column(c.cache)  # products may be fused here
     (count, words), bits, scale_numbers = unit_of(c.cache), row.bits, width // row.group * row.numbers
 

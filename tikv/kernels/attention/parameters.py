@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tikv.formats import FORMATS
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import index_array
 from tikv.kernels.codec import ELEMENT, SIZE, element_array, scale_array, word_array
 from tikv.kernels.groups import UNIT
@@ -67,7 +67,7 @@ class Choices(NamedTuple):
     @property
     def groups(self) -> bool:
         """Whether K and V are codes of groups, which have scales of their own."""
-        return self.cache in FORMATS
+        return self.cache in GROUP_FORMATS
 
     @property
     def row_scale(self) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tikv.formats import FORMATS
+from tikv.formats import OF_CODE, GroupFormat
 from tikv.kernels.attention.addresses import make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import P, S, X
 from tikv.kernels.attention.softmax import make_logit
@@ -37,6 +37,8 @@ from tikv.runtime import ti
 BITS = (8, 4)  # of a code
 QUERIES = ("f16", "bf16")
 WIDTHS = range(64, 129, 32)  # of K and V: of wider ones LLVM makes no single function
+# By a format's rule: what is taken from a code without a sign, and the bits of a word of 32 that are turned to get one.
+ZEROS = {"int8": (128, 0x80808080), "affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0)}
 WIDEST_READ = 16  # bytes
 LARGE = 9  # where some number would leave float16's range, all are 2 ** -`LARGE` of what they are
 
@@ -61,13 +63,11 @@ class Pieces(NamedTuple):
 
 def codes_of(cache: str, width: int) -> Codes | None:
     """How codes of a cache lie in rows of a width; None for what is no codes that tensor cores take."""
-    if cache == "i8":
-        return Codes(8, 128, 0x80808080, width, 1)
-    row = FORMATS.get(cache)
-    if row is None or row.bits not in BITS:
+    row = OF_CODE.get(cache)
+    if row is None or row.bits not in BITS or row.rule not in ZEROS:
         return None
-    zero, flip = {"affine": (0, 0), "q8_0": (128, 0x80808080), "q4_0": (8, 0)}[row.rule]
-    return Codes(row.bits, zero, flip, row.group, row.numbers)
+    group, numbers = (row.group, row.numbers) if isinstance(row, GroupFormat) else (width, 1)
+    return Codes(row.bits, *ZEROS[row.rule], group, numbers)
 
 
 def pieces_of(codes: Codes, width: int, lanes: int, most: int) -> Pieces:

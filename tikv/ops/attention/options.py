@@ -10,6 +10,7 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, view, view_all
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
+from tikv.formats import format_of
 from tikv.ops import checks
 from tikv.ops.fixed_scales import scale_given
 from tikv.ops.layouts import Rows
@@ -119,10 +120,10 @@ def check_form(
         if a.dtype not in dtypes.ATTENDED and rows.format is None:
             readable = ", ".join(row.name for row in dtypes.ATTENDED)
             raise DTypeError(f"{operation}: {name} is {describe(a)}; attention reads {readable}.")
-        scaled = f"{name.lower()}_scale" in arrays
-        if a.dtype is dtypes.int8 and not scaled:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; int8 needs k_scale and v_scale.")
-        if scaled and a.dtype not in (dtypes.int8, *dtypes.FLOATS8) and rows.format is None:
+        scaled, row = f"{name.lower()}_scale" in arrays, rows.format or format_of(a.dtype)
+        if row is not None and row.finds_scales and not scaled:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; {row} needs k_scale and v_scale.")
+        if scaled and row is None:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and floats of 8 bits have scales.")
     if options.mass and cache.k.format is not None:
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
