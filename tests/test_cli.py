@@ -297,15 +297,23 @@ def test_support_says_what_is_not_on_this_machine(capsys):
     assert "metal: not on this machine" in capsys.readouterr().out
 
 
-@pytest.mark.full(unless=lambda case: case["operation"] in ("copy", "write_slots", "decode_attention"))
+# Each dtype has kernels of its own, which the operations' own tests compile too.
+EVERY, FEW = ("copy", "write_slots", "decode_attention"), ("float32", "float64", "int8", "quant4_64")
+
+
 @pytest.mark.parametrize(
-    "operation",
-    # Each dtype has kernels of its own, which the operations' own tests compile too.
-    [op if op == "copy" else pytest.param(op, marks=pytest.mark.thorough) for op in support.OPERATIONS],
-)
-def test_each_operation_agrees_with_the_reference(arch, operation):
+    ("operation", "columns"),
+    [
+        *(pytest.param(op, FEW, id=f"{op}-few", marks=pytest.mark.thorough)
+          for op in support.OPERATIONS if op not in EVERY),
+        *(pytest.param(op, tuple(support.DTYPES), id=op,
+                       marks=[pytest.mark.thorough] * (op != "copy") + [pytest.mark.full] * (op not in EVERY))
+          for op in support.OPERATIONS),
+    ],
+)  # fmt: skip
+def test_each_operation_agrees_with_the_reference(arch, operation, columns):
     live = runtime.current()
-    found = {dtype: support.attempt(live, operation, dtype) for dtype in support.DTYPES}
+    found = {dtype: support.attempt(live, operation, dtype) for dtype in columns}
     known = [trial for trial in found.values() if trial is not None]
     assert [trial.detail for trial in known if trial.status == "FAIL"] == []
     assert found["float32"].status == "tested"
@@ -330,7 +338,7 @@ def can_be_imported(module):
     return True
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_bench_times_every_case_and_draws_it(tmp_path):
     child = run("bench", "--arch", "cpu", "--seconds", "1", "--json", "--plot", str(tmp_path / "out.svg"))
     assert child.returncode == 0, child.stderr

@@ -115,7 +115,8 @@ def test_every_cache_and_attention_writes_the_recomputed_text(model, cache, atte
     np.testing.assert_allclose(logits, whole, atol=2e-3)
 
 
-@pytest.mark.full
+@pytest.mark.full("vulkan")
+@pytest.mark.full(unless=lambda case: (case["dtype"], case["cache"]) in (("float16", "contiguous"), ("int8", "paged")))
 @pytest.mark.parametrize("cache", ["contiguous", "paged"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.4), ("int8", 1.2)])
 def test_narrow_caches_round_and_take_less_memory(model, dtype, tolerance, cache, arch):
@@ -146,7 +147,6 @@ def test_a_prompt_in_pieces_is_the_prompt(model, pieces, arch):
     np.testing.assert_allclose(np.concatenate(rows), recomputed_logits(model, ids), atol=2e-3)
 
 
-@pytest.mark.full
 def test_generate_streams_the_same_text_with_and_without_the_cache():
     with_cache = run("--tokens", "90", "--arch", "cpu", "--greedy")
     without = run("--tokens", "90", "--arch", "cpu", "--greedy", "--no-cache")
@@ -161,7 +161,6 @@ def test_generate_streams_the_same_text_with_and_without_the_cache():
     assert "times as fast" in without.stderr
 
 
-@pytest.mark.full
 def test_generate_writes_the_same_from_pages():
     pages, rings = (
         run("--tokens", "70", "--arch", "cpu", "--greedy", "--cache", cache) for cache in ("paged", "contiguous")
@@ -171,7 +170,6 @@ def test_generate_writes_the_same_from_pages():
     assert "83 tokens in 6 blocks of 16" in pages.stderr
 
 
-@pytest.mark.full
 def test_many_prompts_share_blocks_and_write_what_each_writes_alone():
     result = run("--tokens", "12", "--arch", "cpu", script="many_prompts.py")
     assert result.returncode == 0, result.stderr
@@ -269,7 +267,7 @@ def test_every_example_has_help_or_says_what_is_missing(script, tmp_path):
     assert "Traceback" not in child.stderr
 
 
-@pytest.mark.full
+@pytest.mark.full("vulkan")
 def test_a_seed_draws_the_same_text_again(model, arch):
     from generate import Chooser, cached
 
@@ -282,7 +280,7 @@ def test_a_seed_draws_the_same_text_again(model, arch):
     assert draw(1) == draw(1) != draw(2)
 
 
-@pytest.mark.full
+@pytest.mark.full("vulkan")
 def test_no_repeat_writes_no_run_of_tokens_twice(model, arch):
     from generate import Chooser, cached
 

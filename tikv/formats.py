@@ -182,7 +182,7 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-# Those of groups: what callers and files call them is what kernels do.
+# The rows of groups, which kernels know by the same names; all rows by the names that kernels have for them.
 GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, GroupFormat)}
 OF_CODE = {row.code: row for row in FORMATS.values()}
 _OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}

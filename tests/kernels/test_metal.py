@@ -122,7 +122,7 @@ def test_a_result_that_differs_is_noticed():
     assert "differs by nan" in metal_comparison.difference(near, exact.astype(np.float32), False)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_norms_and_rotations_are_not_fused(made):
     """No product of theirs is left to be rounded together with a sum, here and in CUDA's code from the same source.
 
@@ -171,7 +171,7 @@ def test_what_is_evaluated_on_a_condition_is_seen():
     assert not may_be_skipped("a = (c ? 1 : 0) & simd_sum(b);", 18)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_attention_reduces_over_simd_groups(made):
     """By SPIR-V's operations, and in Metal by sums and maxima that all threads of a SIMD group take part in."""
     folder, kernels = made("attention")
@@ -187,7 +187,7 @@ def test_attention_reduces_over_simd_groups(made):
                 assert not may_be_skipped(line, use.start()), f"{shader.name}: {line.strip()}"
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_no_factory_is_left_out(made):
     """A new kernel needs a call in metal_calls.py."""
     groups = [group for group in metal_calls.GROUPS if group != "attention_in_parts"]

@@ -225,7 +225,11 @@ def test_masks_and_trees(arch, rng, place, dtype, form, window, splits):
 
 @pytest.mark.parametrize(
     ("place", "dtype", "width"),
-    [("linear", "float16", 48), ("NHD", "int8", 48), pytest.param("linear", "float16", 576, marks=pytest.mark.full)],
+    [
+        ("linear", "float16", 48),
+        ("NHD", "int8", 48),
+        pytest.param("linear", "float16", 576, marks=pytest.mark.full("cpu")),
+    ],
 )
 def test_values_that_are_the_first_columns_of_the_keys(arch, rng, place, dtype, width):
     """Latent attention: all query heads over one head of keys."""

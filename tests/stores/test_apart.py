@@ -129,7 +129,7 @@ def test_what_two_formats_take_and_refuse(arch, rng):
     np.testing.assert_allclose(np.asarray(mass).sum(axis=-1), 2, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.full(unless=lambda case: case["names"] == ("int8", "quant3_64"))  # codes that begin in one word of two
 @pytest.mark.parametrize("names", [*itertools.permutations(["float32", "int8", "quant3_64", "q8_0"], 2)])
 def test_any_pair(arch, rng, names):
     model = Model(rng, arch, names)

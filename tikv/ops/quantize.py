@@ -108,7 +108,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
     checks.readable(rows, "x", operation)
     if rows.ndim == 0 or rows.shape[-1] == 0 != math.prod(rows.shape[:-1]):
         raise ShapeError(f"{operation}: x is {describe(rows)}; a row needs at least one element to have a scale.")
-    names, written, (*lead, width) = ("x", "codes", "scales"), (False, True, True), rows.shape
+    names, written, lead, width = ("x", "codes", "scales"), (False, True, True), rows.shape[:-1], rows.shape[-1]
     if not isinstance(row, GroupFormat):
         codes, numbers = new_array(rows.shape, row.stored, live), new_array(lead, scales, live)
         _run(live, operation, names, written, (rows, codes, numbers), numbers.strides)
