@@ -84,3 +84,19 @@ def test_reciprocals(exact, rng):
     codec = importlib.import_module("tikv.kernels.codec")
     values = positive(rng, LEAST_NORMAL, int(np.float32(2.0**126).view(np.uint32)))
     assert_equal(of_each(codec.make_reciprocal.__wrapped__(style), values), np.float32(1) / values, values)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 15.0, 255.0, 4095.0, 100003.0])
+@pytest.mark.archs("cpu", "cuda")
+def test_small_quotients(exact, rng, divisor):
+    """By the quick way of CUDA, of which a compiler may round a product and a sum once."""
+    module, _ = exact
+    ti, small_ratio = runtime.ti, module.make_small_ratio.__wrapped__("cuda")
+
+    @ti.func
+    def by_divisor(x):
+        return small_ratio(x, ti.f32(divisor))
+
+    low = np.float32(divisor * 2.0**-90)
+    values = np.concatenate([positive(rng, int(low.view(np.uint32))), np.float32([0])])
+    assert_equal(of_each(by_divisor, values), values / np.float32(divisor), values)

@@ -138,6 +138,12 @@ def upper_half(x):
     return ti.bit_cast(ti.bit_cast(x, ti.u32) & ti.u32(0xFFFFF000), ti.f32)
 
 
+@ti.func
+def without_last_bit(x):
+    """The nearest float of 23 bits towards 0."""
+    return ti.bit_cast(ti.bit_cast(x, ti.u32) & ti.u32(0xFFFFFFFE), ti.f32)
+
+
 SMALL = 4096.0
 
 
@@ -147,7 +153,8 @@ def make_small_ratio(style):
 
     Quick below `SMALL`: products of halves with n are exact, so that what a first quotient leaves of x is, whether or
     not a product and a sum are rounded once. No quotient of such a number lies close enough to the middle of two floats
-    for the second one to be wrong. What is below 2**-90 may be.
+    for the second one to be wrong. What is below 2**-90 may be. The first quotient lacks its last bit, so that a
+    compiler cannot put the product in its place, which has more bits, where it is taken from a sum.
     """
     ratio = make_ratio(style)
 
@@ -156,7 +163,7 @@ def make_small_ratio(style):
         found = x
         if ti.static(style == "cuda"):
             inverse = near_reciprocal(n)
-            first = x * inverse
+            first = without_last_bit(x * inverse)
             high = upper_half(first)
             rest = (x - high * n) - (first - high) * n
             found = ti.select(n > ti.f32(1.0), first + rest * inverse, x)
