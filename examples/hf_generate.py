@@ -5,6 +5,7 @@ python examples/hf_generate.py path/to/checkpoint "Once upon"    any causal mode
 """
 
 import argparse
+import inspect
 import sys
 import time
 
@@ -15,6 +16,10 @@ try:
     from tikv.integrations.transformers import TikvCache
 except ImportError as error:
     sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[transformers]'")
+
+
+# The argument has this name since transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 def tiny_model():
@@ -36,7 +41,7 @@ def tiny_model():
 def generate(model, ids, cache, tokens):
     """The new tokens, and the seconds they took."""
     start = time.perf_counter()
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+    out = model.generate(ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False)
     return out[0, ids.shape[1] :], time.perf_counter() - start
 
 

@@ -12,6 +12,8 @@ from tikv.tools import roofline
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from model_cache import given  # noqa: E402
+
 PEERS = ("tikv", "StaticCache", "DynamicCache")
 pytestmark = [pytest.mark.archs("cpu", "cuda"), pytest.mark.filterwarnings("default")]
 
@@ -113,7 +115,7 @@ def bench_generate(arch, peer, smoke, timed):
 
     def call(peer=peer):
         cache = cache_of(peer, config, capacity=ids.shape[1] + tokens)
-        return model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        return model.generate(ids, **given(cache), max_new_tokens=tokens, do_sample=False)
 
     assert torch.equal(call(), call("DynamicCache"))
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads

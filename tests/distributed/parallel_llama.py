@@ -1,12 +1,13 @@
 """A small random Llama cut over the processes by transformers, writing with a `TikvCache`; see test_transformers_tp.py.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 parallel_llama.py FOLDER
+python -m torch.distributed.run --standalone --nproc-per-node 2 parallel_llama.py FOLDER, with tests/ on the path
 """
 
 import sys
 
 import torch
 import torch.distributed as dist
+from model_cache import given
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tikv
@@ -20,7 +21,7 @@ CONFIG = {
 
 def written(model, cache):
     prompt = torch.arange(3, 15)[None]
-    found = model.generate(prompt, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    found = model.generate(prompt, **given(cache), max_new_tokens=16, do_sample=False)
     return found[0].tolist()
 
 

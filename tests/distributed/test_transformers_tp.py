@@ -1,5 +1,6 @@
 """A transformers model cut over two processes (tensor parallelism), a `TikvCache` in each: the text of the whole."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -14,6 +15,10 @@ pytest.importorskip("accelerate", reason="transformers cuts models with it")
 def test_a_model_cut_over_two_processes_writes_what_the_whole_one_does(tmp_path):
     script = pathlib.Path(__file__).with_name("parallel_llama.py")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    child = subprocess.run([*start, str(script), str(tmp_path)], capture_output=True, text=True, timeout=400)
+    path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run(
+        [*start, str(script), str(tmp_path)], capture_output=True, text=True, timeout=400,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.endswith("the same text\n")

@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from model_cache import given  # noqa: E402
+
 import tikv  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -62,7 +64,7 @@ def fed(model, cache, ids, sizes, padding=None):
             seen = {} if padding is None else {"attention_mask": padding[:, :end]}
             if padding is not None:
                 seen["position_ids"] = (padding.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            found.append(model(part, past_key_values=cache, **seen).logits)
+            found.append(model(part, **given(cache), **seen).logits)
             start = end
     assert start == ids.shape[1]
     return torch.cat(found, dim=1)
@@ -128,7 +130,7 @@ def test_padding_is_not_seen(arch, attention):
 def test_generate_writes_the_text_of_the_mask(arch):
     model, prompt = build("tikv"), text(33)
     cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
-    ids = model.generate(prompt, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    ids = model.generate(prompt, **given(cache), max_new_tokens=40, do_sample=False)
     want = masked_logits(model, ids)[:, 32:-1].argmax(-1)
     assert torch.equal(ids[:, 33:], want)
     assert cache.nbytes == 2 * 2 * 2 * 2 * WINDOW * 8 * 4  # layers, K and V, batch, heads

@@ -13,7 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import model_cache  # noqa: E402
 import transformers  # noqa: E402
+from model_cache import given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
@@ -96,7 +98,7 @@ def generate(model, cache, inputs, new_tokens=30, **options):
     options = {"do_sample": False, **options}
     return model.generate(
         **inputs,
-        past_key_values=cache,
+        **given(cache),
         max_new_tokens=new_tokens,
         return_dict_in_generate=True,
         output_logits=True,
@@ -145,7 +147,7 @@ def test_layers_that_all_slide_go_on_beyond_the_capacity(arch, max_cache_len, ti
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    layer = copy.deepcopy(got.past_key_values).layers[0]
+    layer = copy.deepcopy(getattr(got, model_cache.NAME)).layers[0]
     assert (layer.get_seq_length(), layer.get_max_length()) == (70, min(WINDOW, max_cache_len))
     assert_same_text(model, TikvCache(model.config, WINDOW), prompts(11), new_tokens=60)
 
@@ -153,9 +155,9 @@ def test_layers_that_all_slide_go_on_beyond_the_capacity(arch, max_cache_len, ti
 def test_with_a_full_layer_none_goes_on(arch):
     model = build("gemma3")
     cache = TikvCache(model.config, max_cache_len=12)
-    model(prompts(12)["input_ids"], past_key_values=cache, use_cache=True)
+    model(prompts(12)["input_ids"], **given(cache), use_cache=True)
     with pytest.raises(tikv.CapacityError, match=r"layer 0: 12 cached \+ 1 new tokens > max_cache_len=12"):
-        model(prompts(1)["input_ids"], past_key_values=cache, use_cache=True)
+        model(prompts(1)["input_ids"], **given(cache), use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [12] * 4
 
 
@@ -219,7 +221,7 @@ def test_chunks_are_the_same_as_one_prompt(arch, model, chunk, tight):
     for start in range(0, 43, chunk):
         part = ids[:, start : start + chunk]
         with torch.no_grad():
-            want, got = (model(part, past_key_values=cache, use_cache=True).logits for cache in caches)
+            want, got = (model(part, **given(cache), use_cache=True).logits for cache in caches)
         assert torch.equal(got, want)
 
 
@@ -419,7 +421,7 @@ def steps(model, compiled, cache, inputs, count):
     with torch.no_grad():
         for _ in range(count + 1):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            logits = forward(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+            logits = forward(ids, attention_mask=mask, position_ids=positions, **given(cache)).logits
             ids, forward = logits[:, -1:].argmax(-1), compiled
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             text.append(ids)
@@ -450,15 +452,15 @@ def test_torch_compile_keeps_the_cache_in_its_graph(arch, name, dtype, lengths, 
     ids = torch.full((len(lengths), 1), 7)
     for _ in range(2):
         with torch.no_grad():
-            a, b = (model(ids, past_key_values=cache).logits for cache in caches)
+            a, b = (model(ids, **given(cache)).logits for cache in caches)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     for cache in caches if name != "mistral" else ():
         with pytest.raises(tikv.CapacityError, match=r"23 cached \+ 1 new tokens > max_cache_len=23"):
-            model(ids, past_key_values=cache)
+            model(ids, **given(cache))
         cache.crop(-1)
         cache.batch_select_indices(torch.tensor([0]))
     with torch.no_grad():
-        a, b = (model(ids[:1], past_key_values=cache).logits for cache in caches)
+        a, b = (model(ids[:1], **given(cache)).logits for cache in caches)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
@@ -468,7 +470,7 @@ def test_torch_compile_takes_a_prompt_into_memory_that_is_there(arch):
     cache.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
     torch.compiler.reset()
     with torch.no_grad():
-        got = torch.compile(model.forward, fullgraph=True, backend="eager")(ids, past_key_values=cache).logits
+        got = torch.compile(model.forward, fullgraph=True, backend="eager")(ids, **given(cache)).logits
         torch.testing.assert_close(got, model(ids).logits, rtol=0, atol=1e-5)
     assert cache.get_seq_length() == 9
 
@@ -637,7 +639,7 @@ def test_a_crop_that_one_layer_refuses_changes_none(arch, tight):
     cache, model = TikvCache(config), transformers.Gemma3ForCausalLM(config).eval()
     with torch.no_grad():
         for _ in range(4):
-            model(prompts(20)["input_ids"], past_key_values=cache)
+            model(prompts(20)["input_ids"], **given(cache))
     with pytest.raises(tikv.PositionError, match="layer 1: cannot go back from 80 to 50 tokens"):
         cache.crop(-30)
     assert [layer.get_seq_length() for layer in cache.layers] == [80] * 4
@@ -711,10 +713,10 @@ def test_a_shallow_copy_of_a_cache_is_refused(arch, model):
 
 def test_gradients_are_refused_where_they_would_be_wrong(arch):
     model, inputs = build("llama", num_hidden_layers=1), prompts(5)
-    want = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    want = model(**inputs, **given(DynamicCache(config=model.config))).logits
     for name in ("sdpa", "tikv"):
         model.set_attn_implementation(name)
-        got = model(**inputs, past_key_values=TikvCache(model.config)).logits
+        got = model(**inputs, **given(TikvCache(model.config))).logits
         assert torch.equal(got, want)
         with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
             got.sum().backward()
@@ -722,13 +724,13 @@ def test_gradients_are_refused_where_they_would_be_wrong(arch):
         cache = TikvCache(model.config, dtype=dtype)
         for steps in (torch.no_grad, torch.no_grad, torch.no_grad, torch.enable_grad, torch.enable_grad):
             with steps():
-                got = model(torch.tensor([[7]]), past_key_values=cache).logits
+                got = model(torch.tensor([[7]]), **given(cache)).logits
         with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
             got.sum().backward()
     model.requires_grad_(False)
     model.model.layers[0].self_attn.v_proj.requires_grad_(True)
     with pytest.raises(tikv.OptionError, match="gradients do not flow through the cache"):
-        model(**inputs, past_key_values=TikvCache(model.config)).logits.sum().backward()
+        model(**inputs, **given(TikvCache(model.config))).logits.sum().backward()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -742,13 +744,13 @@ def test_gradients_of_queries_outlive_the_cache(arch, name, compiled, tight):
     forward = torch.compile(model.forward, backend="eager") if compiled else model
     ids = prompts(9, 9)["input_ids"]
     for cache, call in ((DynamicCache(config=model.config), model), (TikvCache(model.config, 40), forward)):
-        model(ids, past_key_values=cache)
-        logits = [forward(ids[:, i : i + 1], past_key_values=cache).logits for i in range(4)]
+        model(ids, **given(cache))
+        logits = [forward(ids[:, i : i + 1], **given(cache)).logits for i in range(4)]
         if name == "llama":  # transformers' own window is not cropped
             cache.crop(-1)
-        logits += [call(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5, 9)]
+        logits += [call(ids[:, i : i + 1], **given(cache)).logits for i in range(5, 9)]
         cache.reorder_cache(torch.tensor([1, 0]))
-        logits.append(call(ids[:, :3], past_key_values=cache).logits)
+        logits.append(call(ids[:, :3], **given(cache)).logits)
         grads.append(torch.autograd.grad(sum(a.square().sum() for a in logits), weight)[0])
     torch.testing.assert_close(grads[1], grads[0])
 
@@ -1017,9 +1019,9 @@ def test_too_many_tokens_are_refused_before_a_write(arch, model):
     if model.config.model_type == "mistral":
         return  # its layers all slide, and go on
     cache = TikvCache(model.config, max_cache_len=12)
-    model(prompts(10)["input_ids"], past_key_values=cache, use_cache=True)
+    model(prompts(10)["input_ids"], **given(cache), use_cache=True)
     with pytest.raises(tikv.CapacityError, match=r"layer 0: 10 cached \+ 3 new tokens > max_cache_len=12"):
-        model(prompts(3)["input_ids"], past_key_values=cache, use_cache=True)
+        model(prompts(3)["input_ids"], **given(cache), use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers if isinstance(layer, TikvLayer)] == [10] * sum(
         isinstance(layer, TikvLayer) for layer in cache.layers
     )

@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from model_cache import given  # noqa: E402
+
 import tikv  # noqa: E402
 from tikv.integrations import _transformers_layer as layers  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
@@ -104,7 +106,7 @@ def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
         model = transformers.Gemma3ForCausalLM(config()).eval()
         model.set_attn_implementation(implementation)
         found = model.generate(
-            torch.arange(2, 13)[None], past_key_values=TikvCache(model.config, **stored), max_new_tokens=12,
+            torch.arange(2, 13)[None], **given(TikvCache(model.config, **stored)), max_new_tokens=12,
             do_sample=False, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         logits.append(torch.stack(found.logits))

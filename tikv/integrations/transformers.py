@@ -1,7 +1,7 @@
 """A transformers `Cache` over this library's layers, and its decode attention under the name "tikv".
 
 from tikv.integrations.transformers import TikvCache
-model.generate(**inputs, past_key_values=TikvCache(model.config))
+model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= before transformers 5.24
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         ...                      num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
         >>> model = LlamaForCausalLM(config).eval()
         >>> cache = TikvCache(model.config)
-        >>> text = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=4, do_sample=False,
+        >>> text = model.generate(torch.tensor([[1, 2, 3]]), cache=cache, max_new_tokens=4, do_sample=False,
         ...                       eos_token_id=None)
         >>> cache.get_seq_length(), tuple(cache.layers[0].keys.shape)
         (6, (1, 1, 6, 8))
