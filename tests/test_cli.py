@@ -305,9 +305,10 @@ EVERY, FEW = ("copy", "write_slots", "decode_attention"), ("float32", "float64",
     ("operation", "columns"),
     [
         *(pytest.param(op, FEW, id=f"{op}-few", marks=pytest.mark.thorough)
-          for op in support.OPERATIONS if op not in EVERY),
+          for op in support.OPERATIONS if op not in EVERY or op == "decode_attention"),
         *(pytest.param(op, tuple(support.DTYPES), id=op,
-                       marks=[pytest.mark.thorough] * (op != "copy") + [pytest.mark.full] * (op not in EVERY))
+                       marks=[pytest.mark.thorough] * (op != "copy") + [pytest.mark.full] * (op not in EVERY)
+                       + [pytest.mark.full("vulkan")] * (op == "decode_attention"))
           for op in support.OPERATIONS),
     ],
 )  # fmt: skip

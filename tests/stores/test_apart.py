@@ -60,6 +60,7 @@ class Model:
         return np.stack(found)
 
 
+@pytest.mark.full("vulkan")  # its parts run there, each by itself
 @pytest.mark.full(unless=lambda case: case["names"] == PAIRS[0])
 @pytest.mark.parametrize(("names", "window"), [(PAIRS[0], None), (PAIRS[1], 7), (PAIRS[2], None), (PAIRS[3], None)])
 def test_a_store_keeps_each_in_its_format(arch, rng, tmp_path, names, window):

@@ -132,6 +132,7 @@ def uneven(rng, model, layer):
     return mask & (np.arange(mask.shape[-1]) < model.counts(layer)[..., None])
 
 
+@pytest.mark.full("vulkan")  # its parts run there, each by itself
 @pytest.mark.full(unless=lambda case: case["form"] == "ring")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_store_goes_on_after_compactions(arch, rng, form):

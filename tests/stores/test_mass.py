@@ -67,6 +67,7 @@ def test_mass_of_a_linear_layer(arch, rng):
     assert (oracle.to_numpy(store.extend(0, *nothing, layout="head_major", return_mass=True)[1]) == 0).all()
 
 
+@pytest.mark.full("vulkan")  # its parts run there, each by itself
 def test_mass_of_a_ring_is_in_the_order_of_its_tokens(arch, rng):
     """The sinks, then the oldest that is left; also after a trim, which leaves fewer than the window."""
     window, sinks = 8, 2
@@ -89,6 +90,7 @@ def test_mass_of_a_ring_is_in_the_order_of_its_tokens(arch, rng):
     close(mass, second.mass(real[:, :, :10], [0, 1, *range(6, 10)], 10, oldest=6, **seen))
 
 
+@pytest.mark.full("vulkan")  # its parts run there, each by itself
 def test_mass_of_sequences_of_a_pool(arch, rng):
     """By position, the shorter sequences' zeros behind theirs; prompts of different lengths in one call."""
     pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=HEADS, head_dim=WIDTH, num_blocks=16, block_size=4)

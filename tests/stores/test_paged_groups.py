@@ -63,11 +63,12 @@ class Model:
         return np.stack(found)
 
 
+@pytest.mark.full("vulkan")  # its parts run there, each by itself
 @pytest.mark.parametrize(
     ("names", "layout"),
     [
         (("quant4_64",), "NHD"),
-        pytest.param(("float16", "quant4_64"), "NHD", marks=pytest.mark.full("vulkan")),
+        (("float16", "quant4_64"), "NHD"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (

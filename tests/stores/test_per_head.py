@@ -102,6 +102,7 @@ def random_masks(rng, kept, share):
 
 
 @pytest.mark.thorough  # compaction and attention by head, each tested by itself
+@pytest.mark.full("vulkan")
 @pytest.mark.full(unless=lambda case: case["dtype"] == "int8")
 @pytest.mark.parametrize(("dtype", "layout"), [("int8", "NHD"), ("float16", "HND")])
 def test_heads_keep_what_each_is_told(arch, rng, dtype, layout):
