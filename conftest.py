@@ -58,6 +58,13 @@ def pytest_addoption(parser):
         help="how kernels are launched; sets TIKV_LAUNCHER for this run",
     )
     group.addoption(
+        "--gpu",
+        type=int,
+        default=0,
+        help="on CUDA, the number of the GPU that is torch's current one, on which all tests run that do not need the "
+        "engine's own launchers or memory",
+    )
+    group.addoption(
         "--full",
         metavar="ARCHS",
         default="",
@@ -254,11 +261,34 @@ def no_lock_of_the_dead():
                 lock.unlink()
 
 
+def _use_gpu(number: int) -> None:
+    """Let torch's current GPU be this one; tests of what the first one alone has are skipped."""
+    import torch
+
+    from tikv import launch
+
+    torch.cuda.set_device(number)
+    choose = launch.choose_launcher
+
+    def refuse(*arguments, **options):
+        pytest.skip("memory of the engine's own lies on the first GPU")
+
+    def choose_native(name):
+        if name in ("direct", "public"):
+            pytest.skip("the engine's launchers drive the first GPU alone")
+        choose(name)
+
+    runtime.ti.ndarray = runtime.ti.Vector.ndarray = refuse
+    launch.choose_launcher = choose_native
+
+
 @pytest.fixture(scope="session")
 def arch(request) -> str:
     """The back end of this test, started; asking for it is what makes a test run on each of them."""
     import tikv
 
+    if request.param == "cuda" and (gpu := request.config.getoption("--gpu")):
+        _use_gpu(gpu)
     gc.collect()  # a stale array that is freed after the engine has started again may free a new one
     assert tikv.init(arch=request.param).arch == request.param
     yield request.param

@@ -551,11 +551,17 @@ class OnSecondGpu:
 
 
 @pytest.mark.archs("cpu")
-def test_arrays_of_another_gpu_are_refused_with_the_way_out(arch):
+def test_arrays_of_two_gpus_are_refused_with_the_way_out(arch):
     found = arrays.view(OnSecondGpu(), "src", "copy")
     assert found.device == "cuda:1"
-    live = types.SimpleNamespace(arch="cuda", engine=runtime.current().engine, has_float64=True)
-    with pytest.raises(tikv.ArchError, match=r"src lies on cuda:1, .* a process for each GPU.*CUDA_VISIBLE_DEVICES=1,"):
+    live = types.SimpleNamespace(
+        arch="cuda", device="cuda:0", index=0, engine=runtime.current().engine, has_float64=True
+    )
+    with pytest.raises(tikv.ArchError) as caught:
         checks.on_device([("src", found)], live, "copy")
+    assert str(caught.value) == (
+        "copy: src lies on cuda:1, and what it goes with on cuda:0. Move one of them. A store lies on torch's current "
+        "GPU of when it was made: with torch.cuda.device('cuda:1')."
+    )
     with pytest.raises(tikv.ArchError, match=r"lies on cuda:1 and .* runs on cpu"):
         tikv.copy(OnSecondGpu(), np.zeros((1, 8, 4), np.float32), position=0)

@@ -114,7 +114,7 @@ def test_positions_are_checked(arch, rng):
 @pytest.fixture(params=["native", "direct", "public"])
 def launcher(request, arch):
     """Each launcher in turn; calls bound by another are forgotten."""
-    live = tikv.runtime.current()
+    live = tikv.arrays.runtime_of()
     if request.param == "native":
         request.getfixturevalue("known_ptx")
     launch.choose_launcher(request.param)
@@ -127,7 +127,7 @@ def launcher(request, arch):
 @pytest.fixture
 def native(arch, known_ptx):
     """The native launcher, whatever this run was started with; missing is a failure."""
-    live = tikv.runtime.current()
+    live = tikv.arrays.runtime_of()
     launch.choose_launcher("native")
     live.plans.clear()
     yield live
@@ -181,10 +181,10 @@ def test_both_launchers_give_the_same_bits(arch, known_ptx):
     found = {}
     for name in ("native", "direct"):
         launch.choose_launcher(name)
-        tikv.runtime.current().plans.clear()
+        tikv.arrays.runtime_of().plans.clear()
         found[name] = writes(np.random.default_rng(1), arch)
     launch.choose_launcher(None)
-    tikv.runtime.current().plans.clear()
+    tikv.arrays.runtime_of().plans.clear()
     for i, (a, b) in enumerate(zip(found["native"], found["direct"], strict=True)):
         assert_same_bits(a, b, what=f"buffer {i}")
 

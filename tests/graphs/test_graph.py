@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full(each_value=True)
 
 def on_device(array):
     """A CacheArray of the library's own memory: what Taichi's graph takes on Vulkan and Metal."""
-    live = runtime.current()
+    live = arrays.runtime_of()
     return arrays.CacheArray(arrays.to_device(np.ascontiguousarray(array), live), live)
 
 
@@ -247,7 +247,7 @@ def test_backends_give_the_same_bits(arch, rng):
     builder = tikv.GraphBuilder()
     builder.copy_kv("k", "v", "k_rows", "v_rows", position="at")
     builder.decode_attention("q", "k_cache", "v_cache", "n", lse="lse")
-    live = runtime.current()
+    live = arrays.runtime_of()
     if not (live.is_spirv and live.engine.has_graphs):
         why = "by their address" if live.engine.has_graphs else "has no compiled graphs"
         with pytest.raises(tikv.ArchError, match=why):

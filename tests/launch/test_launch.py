@@ -9,7 +9,8 @@ import oracle
 import pytest
 
 import tikv
-from tikv import launch, reference, runtime
+from tikv import launch, reference
+from tikv.arrays import runtime_of
 from tikv.launch import launcher
 from tikv.ops import copy
 
@@ -17,7 +18,7 @@ from tikv.ops import copy
 @pytest.fixture
 def fresh_plans():
     """No plan of an earlier test, and none left behind."""
-    live = runtime.current()
+    live = runtime_of()
     live.plans.clear()
     yield live.plans
     live.plans.clear()
@@ -200,7 +201,7 @@ def test_threads_that_bind_together_bind_once(arch, monkeypatch, fresh_plans):
 
     monkeypatch.setattr(copy, "bind_copy", slow)
     src, caches = np.ones((1, 1, 4), np.float32), [np.zeros((1, 4, 4), np.float32) for _ in range(4)]
-    live = runtime.current()
+    live = runtime_of()
     views = [[copy.view(src, "src", "copy"), copy.view(cache, "cache", "copy")] for cache in caches]
     plan = copy.check_copy(live, "copy", views[0], ("src", "cache"), None, None, 0, "token_major", "head_major")
     threads = [threading.Thread(target=plan.run, args=(arrays, plan.entries_at(i))) for i, arrays in enumerate(views)]

@@ -15,22 +15,23 @@ def choice(monkeypatch):
     """No launcher chosen, nothing known yet about the driver."""
     monkeypatch.delenv("TIKV_LAUNCHER", raising=False)
     monkeypatch.setattr(launcher, "_chosen", None)
-    monkeypatch.setattr(launcher, "_unavailable", None)
+    monkeypatch.setattr(launcher, "_unavailable", {})
     monkeypatch.setattr(launcher, "fallbacks", {})
     return monkeypatch
 
 
-CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI)
-CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu", engine=engines.TAICHI)
-QUADRANTS = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.QUADRANTS)
+CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI, index=0, device="cuda:0")
+SECOND = types.SimpleNamespace(**{**vars(CUDA), "index": 1, "device": "cuda:1"})
+CPU = types.SimpleNamespace(is_cuda=False, is_cpu=True, arch="cpu", engine=engines.TAICHI, index=0, device="cpu")
+QUADRANTS = types.SimpleNamespace(**{**vars(CUDA), "engine": engines.QUADRANTS})
 
 
-def missing():
+def missing(index):
     raise tikv.ArchError("cuda-bindings cannot be imported. Install taichi-kv[cuda].")
 
 
 def test_native_is_taken_where_the_driver_answers(choice):
-    choice.setattr(driver, "device", lambda: None)
+    choice.setattr(driver, "device", lambda index: None)
     assert launch.launcher_report(CUDA)["launcher"] == "native"
     assert launch.launcher_report(CPU)["launcher"] == "direct"
     for name in ("direct", "public", "native"):
@@ -65,7 +66,7 @@ def test_what_quadrants_compiles_stays_with_its_own_launcher(choice):
         f"launch: the native launcher was asked for and is not there: {why}. Use engine='taichi', or unset "
         f"TIKV_LAUNCHER."
     )
-    choice.setattr(driver, "capturing", lambda: True)
+    choice.setattr(driver, "capturing", lambda index: True)
     choice.setenv("TIKV_LAUNCHER", "direct")
     bound = legacy_stream.OnLegacyStream.__new__(legacy_stream.OnLegacyStream)
     bound.kernel = kernel_stub(live=QUADRANTS)
@@ -93,8 +94,8 @@ def test_a_kernel_that_cannot_be_patched_stays_with_taichi(choice):
         raise ptx.Unpatchable("a form nobody knows")
 
     choice.setattr(compiled, "load_native", refuse)
-    choice.setattr(driver, "device", lambda: None)
-    choice.setattr(driver, "capturing", lambda: False)
+    choice.setattr(driver, "device", lambda index: None)
+    choice.setattr(driver, "capturing", lambda index: False)
     on_gpu = types.SimpleNamespace(device="cuda:0")
     kernel = kernel_stub()
     assert kernel._bind_native(1, (on_gpu,)) is None
@@ -111,9 +112,50 @@ def test_host_arrays_stay_with_taichi(choice):
 
 
 def test_taichis_launcher_refuses_a_capture(choice):
-    choice.setattr(driver, "capturing", lambda: True)
+    choice.setattr(driver, "capturing", lambda index: True)
     choice.setattr(driver, "device", missing)
     bound = legacy_stream.OnLegacyStream.__new__(legacy_stream.OnLegacyStream)
     bound.kernel = kernel_stub()
     with pytest.raises(tikv.ArchError, match=r"cannot capture.*taichi-kv\[cuda\]"):
         bound.launch()
+
+
+def test_another_gpu_needs_the_native_launcher(choice):
+    for live in (CPU, CUDA, QUADRANTS):
+        launcher.require_native(live, "copy")
+    choice.setattr(driver, "device", lambda index: None)
+    launcher.require_native(SECOND, "copy")
+    choice.setenv("TIKV_LAUNCHER", "direct")
+    with pytest.raises(tikv.ArchError) as caught:
+        launcher.require_native(SECOND, "copy")
+    assert str(caught.value) == (
+        "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); Taichi's own drives "
+        "cuda:0 alone. Install taichi-kv[cuda], or start a process that sees cuda:1 alone, by CUDA_VISIBLE_DEVICES."
+    )
+
+
+def test_what_the_native_launcher_cannot_take_is_refused_on_another_gpu(choice):
+    """By the engine's launcher it would run on the first one."""
+
+    def refuse(kernel):
+        raise ptx.Unpatchable("a form nobody knows")
+
+    choice.setattr(compiled, "load_native", refuse)
+    choice.setattr(driver, "device", lambda index: None)
+    choice.setattr(driver, "capturing", lambda index: False)
+    kernel = kernel_stub(live=SECOND)
+    kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
+    with pytest.raises(tikv.ArchError, match=r"cuda:1 needs the native launcher, which cannot take .*a form nobody"):
+        kernel.bind(1, types.SimpleNamespace(device="cuda:1"))
+
+
+def test_a_gpu_that_the_driver_lacks_does_not_keep_others_from_it(choice):
+    def device(index):
+        if index:
+            raise tikv.ArchError("cuDeviceGet of device 1: the CUDA driver says CUDA_ERROR_INVALID_DEVICE.")
+
+    choice.setattr(driver, "device", device)
+    assert launcher.launcher_of(SECOND)[0] == "direct"
+    assert launcher.launcher_of(CUDA)[0] == "native"
+    with pytest.raises(tikv.ArchError, match="CUDA_ERROR_INVALID_DEVICE"):
+        launcher.require_native(SECOND, "copy")

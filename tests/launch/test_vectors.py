@@ -8,7 +8,7 @@ import pytest
 
 import tikv
 from tikv import launch, runtime
-from tikv.arrays import CacheArray, to_device
+from tikv.arrays import CacheArray, runtime_of, to_device
 from tikv.kernels import advance
 from tikv.launch import vectors
 from tikv.runtime.cache import BoundedCache
@@ -58,7 +58,7 @@ def route(request):
 
 
 def test_a_launch_takes_entries_by_name(arch, route):
-    live = runtime.current()
+    live = runtime_of()
     positions, bound = bind(live, arch, Step(first=0, count=4, tokens=1))
     bound.launch()
     bound.set("tokens", 10)
@@ -71,7 +71,7 @@ def test_a_launch_takes_entries_by_name(arch, route):
 
 
 def test_a_name_that_is_not_there_is_an_error_of_ours(arch):
-    live = runtime.current()
+    live = runtime_of()
     _, bound = bind(live, arch, Step(0, 4, 1))
     for use in (lambda: bound.set("slots", 1), lambda: bound.setter("slots")):
         with pytest.raises(KeyError, match=r"'slots' is not the name of exactly one entry.*first, count, tokens"):
@@ -82,7 +82,7 @@ def test_a_name_that_is_not_there_is_an_error_of_ours(arch):
 
 
 def test_a_recorded_launch_knows_its_names(arch):
-    live = runtime.current()
+    live = runtime_of()
     with launch.recording(live, {}) as recorded:
         positions, bound = bind(live, arch, Step(0, 4, 1))
         bound.setter("tokens")(7)
@@ -98,7 +98,7 @@ def test_a_recorded_launch_knows_its_names(arch):
 
 def test_a_plan_is_recorded_as_often_as_it_runs(arch, rng):
     """Two copies of one form, of other arrays and to another position; what is kept of them has no array."""
-    live, plans = runtime.current(), BoundedCache()
+    live, plans = runtime_of(), BoundedCache()
     hosts = rng.standard_normal((2, 2, 1, 16)).astype(np.float32), np.zeros((2, 1, 6, 16), np.float32)
     new, caches = ([CacheArray(to_device(a, live), live) for a in pair] for pair in hosts)  # which are aligned alike
     with launch.recording(live, plans) as recorded:
@@ -128,7 +128,7 @@ def test_numbers_in_memory_of_the_launch_go_by_name(arch):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch.Kernel, "bind", bind)
-        runtime.current().plans.clear()
+        runtime_of().plans.clear()
         tikv.copy(np.ones((1, 1, 2), np.float32), caches[0], position=0)
     bound.setter("dst_position")(2)
     bound.launch()
@@ -137,7 +137,7 @@ def test_numbers_in_memory_of_the_launch_go_by_name(arch):
 
 @pytest.mark.archs("vulkan", "metal")
 def test_a_taichi_graph_takes_entries_by_name(arch):
-    live = runtime.current()
+    live = runtime_of()
     if not live.engine.has_graphs:
         pytest.skip(f"{live.engine.title} has no graphs")
     kernel = launch.kernel(live, advance.make_advance, live.kernel_style)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tikv import runtime
+from tikv import arrays
 from tikv.launch.cuda import driver
 from tikv.ops.attention import tensor_cores
 
@@ -10,8 +10,8 @@ from tikv.ops.attention import tensor_cores
 @pytest.fixture
 def tiles(monkeypatch, request):
     """The tiles that plans of this test got."""
-    if not runtime.current().engine.has_bitcode:
-        pytest.skip(f"{runtime.current().engine.title} takes no bitcode, which tensor cores need")
+    if not arrays.runtime_of().engine.has_bitcode:
+        pytest.skip(f"{arrays.runtime_of().engine.title} takes no bitcode, which tensor cores need")
     found = []
     choose = tensor_cores.choose_tile
 
@@ -20,7 +20,7 @@ def tiles(monkeypatch, request):
         return found[-1]
 
     monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
-    runtime.current().plans.clear()
+    arrays.runtime_of().plans.clear()
     yield found
     assert found, "no plan was made"
     assert all(tile is not None for tile in found), "the tensor cores were not used"
@@ -29,6 +29,6 @@ def tiles(monkeypatch, request):
 @pytest.fixture
 def ampere(monkeypatch):
     """A driver that tells of a GPU with tensor cores."""
-    monkeypatch.setattr(driver, "generation", lambda: 8)
-    monkeypatch.setattr(driver, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(driver, "generation", lambda index: 8)
+    monkeypatch.setattr(driver, "multiprocessors", lambda index: 132)
     return monkeypatch

@@ -16,7 +16,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import launch, reference, runtime
+from tikv import arrays, launch, reference
 from tikv.arrays import view
 from tikv.ops.attention.contiguous import contiguous_cache
 from tikv.ops.attention.options import AttentionOptions, QueryShape
@@ -486,7 +486,7 @@ def test_the_longest_kernels(arch, rng, dtype, width):
     pages = Pages(rng, dtype=dtype, width=width, lens=(150, 9), queries=4, page=16)
     options = {"window": 60, "softcap": 5.0}
     assert_close(pages.run(arch, **options), pages.case.expected(**options), "float32")
-    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -661,8 +661,8 @@ def test_merging_with_nothing_changes_nothing(arch, rng):
     lse, nothing = rng.standard_normal((3, 2)).astype(np.float32), np.full((3, 2), -np.inf, np.float32)
     junk = np.full_like(out, np.nan)
     place = lambda a: oracle.place(a, arch)  # noqa: E731
-    for arrays in ((out, lse, junk, nothing), (junk, nothing, out, lse)):
-        merged, merged_lse = tikv.merge_states(*map(place, arrays))
+    for states in ((out, lse, junk, nothing), (junk, nothing, out, lse)):
+        merged, merged_lse = tikv.merge_states(*map(place, states))
         oracle.assert_same_bits(merged, out)
         np.testing.assert_allclose(oracle.to_numpy(merged_lse), lse, rtol=1e-6)
     empty, empty_lse = tikv.merge_states(*map(place, (junk, nothing, junk, nothing)))

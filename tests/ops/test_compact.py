@@ -6,7 +6,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import reference, runtime
+from tikv import arrays, reference
 from tikv.arrays import CacheArray, to_device
 from tikv.ops import compact
 
@@ -126,7 +126,7 @@ def test_indices_that_only_the_device_knows_to_be_outside_are_left_out(arch, rng
     keep = kept(rng, SHAPE, 20)
     wrong = keep.copy()
     wrong[:, :, 5], wrong[:, :, 19] = -1, 40
-    live = runtime.current()
+    live = arrays.runtime_of()
     index = CacheArray(to_device(wrong, live), live)
     want = reference.compact(case.before, keep)
     want[:, :, [5, 19]] = case.before[:, :, [5, 19]]

@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import arrays, dtypes, launch, reference, runtime
+from tikv import arrays, dtypes, launch, reference
 from tikv.ops import checks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -300,7 +300,7 @@ def test_many_tokens_are_one_token_after_the_other(arch, rng):
 
 def test_an_array_past_32_bits_is_refused(arch):
     """Spans, not elements, are what an index has to reach; nothing this large is allocated here."""
-    live = runtime.current()
+    live = arrays.runtime_of()
     limit = 2**32 if live.is_spirv else 2**31 * 4
     address = 0 if live.is_spirv else 1 << 20
     last_ok = arrays.ArrayView(address, (limit // 4,), (1,), dtypes.float32, live.arch)
@@ -396,8 +396,8 @@ def test_fast_math_of_the_caller_changes_no_bit(arch, python):
 
 def test_the_kernel_is_named_after_its_factory(arch):
     tikv.copy(np.zeros((1, 1, 2), np.float32), np.zeros((1, 2, 2), np.float32), position=0)
-    assert any(kernel.name.startswith("copy(") for kernel in runtime.current().kernels.values())
-    assert all(isinstance(kernel, launch.Kernel) for kernel in runtime.current().kernels.values())
+    assert any(kernel.name.startswith("copy(") for kernel in arrays.runtime_of().kernels.values())
+    assert all(isinstance(kernel, launch.Kernel) for kernel in arrays.runtime_of().kernels.values())
 
 
 def test_options_are_told_apart_by_their_values(arch):

@@ -6,7 +6,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import reference, runtime
+from tikv import arrays, reference, runtime
 from tikv.ops import paged
 
 pytestmark = pytest.mark.full(each_value=True)
@@ -222,7 +222,7 @@ def test_a_slot_of_the_device_beyond_the_pool_is_skipped(arch, rng, layout, slot
     case.write(on_device(slots, arch))
     case.check([*SLOTS[:-1], -1])
     case.before = [oracle.to_numpy(pool).copy() for pool in case.pools]
-    monkeypatch.setattr(runtime.current(), "debug", True)
+    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
     if slot > 0:
         with pytest.raises(tikv.PositionError, match=rf"slot_mapping\[10\]={slot}"):
             case.write(on_device(slots, arch))
@@ -236,7 +236,7 @@ def test_two_tokens_for_one_slot_are_an_error_in_debug_mode(arch, rng, where, mo
     case = Case(rng, arch, tokens=5)
     slots = np.array([3, -1, 7, -1, 3])
     given = slots if where == "host" else on_device(slots, arch)
-    monkeypatch.setattr(runtime.current(), "debug", True)
+    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
     with pytest.raises(tikv.PositionError, match="slot_mapping names destination 3 more than once"):
         case.write(given)
     case.unchanged()
@@ -378,7 +378,7 @@ def test_blocks_that_only_the_device_knows_to_be_outside_are_not_read(arch, rng,
     tikv.gather_paged(case.pools[0], table, length, out=out)
     before[:PAGE], before[3 * PAGE :] = want[:PAGE], want[3 * PAGE :]
     oracle.assert_same_bits(out, before)
-    monkeypatch.setattr(runtime.current(), "debug", True)
+    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
     with pytest.raises(tikv.PositionError, match=r"block_table\[1\]"):
         tikv.gather_paged(case.pools[0], table, length)
 
@@ -432,7 +432,7 @@ def place_pool(pool, arch, where):
         return pool
     if arch == "cuda":
         return oracle.place(pool, arch)
-    live = runtime.current()
+    live = arrays.runtime_of()
     from tikv.arrays import CacheArray, to_device
 
     return CacheArray(to_device(pool, live), live)

@@ -9,7 +9,7 @@ import pytest
 from ops.test_tensor_cores import CUDA, check, given, make, on_cuda
 
 import tikv
-from tikv import dtypes, launch, runtime
+from tikv import arrays, dtypes, launch
 from tikv.formats import FORMATS
 from tikv.ops.attention import tensor_cores
 
@@ -151,7 +151,7 @@ def test_options_of_the_softmax(arch, rng, tiles, monkeypatch):
 def test_the_longest_kernels_are_one_function(arch, rng, tiles, monkeypatch, name):
     seen = {"window": 60, "softcap": 5.0}
     attend(rng, arch, monkeypatch, name, "NHD", seen, query="bfloat16", lens=(150, 9), queries=8, tolerance=2)
-    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
 # --- without a GPU

@@ -14,7 +14,7 @@ import pytest
 from ops.test_attention import Case, Pages
 
 import tikv
-from tikv import dtypes, engines, launch, runtime
+from tikv import arrays, dtypes, engines, launch
 from tikv.formats import FORMATS
 from tikv.launch.cuda import compiler, driver
 from tikv.ops.attention import options, tensor_cores
@@ -226,7 +226,7 @@ def test_views_that_start_inside_an_array_and_queries_with_strides(arch, rng, ti
 def test_the_longest_kernel_is_one_function(arch, rng, tiles):
     options = {"window": 60, "softcap": 5.0}
     attend(rng, arch, "NHD", options, dtype="bfloat16", width=256, lens=(150, 9), queries=4, tolerance=2)
-    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
 # --- heads whose columns the warps of a block share out
@@ -289,7 +289,7 @@ def test_the_longest_kernel_of_wide_heads_is_one_function(arch, rng, tiles):
     attend(rng, arch, "NHD", {"window": 60, "softcap": 5.0}, lens=(150, 9), tolerance=2, **wide)
     attend(rng, arch, "NHD", {"window": 60}, lens=(150, 9), page=8, **wide)
     assert [tile.row_tiles for tile in tiles] == [1, 2]
-    assert launch.launcher_report(runtime.current())["fallbacks"] == {}
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
 # --- without a GPU
@@ -308,7 +308,9 @@ def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queri
     return arrays, query, cache
 
 
-CUDA = types.SimpleNamespace(is_cuda=True, is_cpu=False, arch="cuda", engine=engines.TAICHI, kernel_style="cuda")
+CUDA = types.SimpleNamespace(
+    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda"
+)
 
 
 @pytest.mark.archs("cpu")
@@ -348,10 +350,10 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "is cpu" in tikv.info()["tensor_cores"]
     quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
     assert "Quadrants takes no bitcode" in launch.why_no_tensor_cores(quadrants)
-    ampere.setattr(driver, "generation", lambda: 7)
+    ampere.setattr(driver, "generation", lambda index: 7)
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert tensor_cores.choose_tile(CUDA, *given()) is None
-    ampere.setattr(driver, "generation", lambda: 9)
+    ampere.setattr(driver, "generation", lambda index: 9)
     from tikv.kernels.attention import tensor_instructions as kernels
 
     ampere.setattr(kernels, "BITCODE", pathlib.Path("/nowhere.bc"))

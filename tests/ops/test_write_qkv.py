@@ -10,7 +10,7 @@ import pytest
 from launch_counter import count_launches
 
 import tikv
-from tikv import reference, runtime
+from tikv import arrays, reference, runtime
 from tikv.ops import write_qkv
 
 pytestmark = pytest.mark.full(each_value=True)
@@ -424,7 +424,7 @@ def test_in_debug_mode_the_device_is_asked(arch, rng, monkeypatch):
     case = Case(rng, arch, "half", tokens=3)
     k, v = case.pools(np.float32, "NHD")
     options = {"num_q_heads": HQ, "norm_rope": case.how, "layout": "NHD"}
-    monkeypatch.setattr(runtime.current(), "debug", True)
+    monkeypatch.setattr(arrays.runtime_of(), "debug", True)
     for slots, positions, message in (
         ([1, 2, 1], [0, 1, 2], "more than once"),
         ([1, 2, 12], [0, 1, 2], "beyond the pool"),
@@ -461,7 +461,7 @@ def test_many_tokens_are_shared_out(arch, rng, threads, tokens, monkeypatch):
     case = Case(rng, arch, "half", tokens=tokens)
     k, v = case.caches(np.float32, capacity=tokens + 3)
     turned = rng.integers(0, TABLE, tokens)
-    monkeypatch.setattr(runtime.current(), "threads", threads)
+    monkeypatch.setattr(arrays.runtime_of(), "threads", threads)
     got = tikv.write_qkv(
         case.qkv, k, v, num_q_heads=HQ, norm_rope=case.how, position=2, rope_positions=oracle.place(turned, arch)
     )
@@ -719,7 +719,7 @@ def test_one_array_given_twice_is_two_to_later_calls(arch, rng):
         return oracle.place(np.array(values), arch)
 
     want = run(index(2, 3), index(5, 6), *weights)
-    runtime.current().plans.clear()
+    arrays.runtime_of().plans.clear()
     same = index(0, 1)
     run(same, same, weights[0], weights[0])
     for found, right in zip(run(index(2, 3), index(5, 6), *weights), want, strict=True):

@@ -89,3 +89,53 @@ def test_every_table_of_archs_has_all_of_them():
     assert all(size <= BLOCK_BYTES[arch] for arch, size in SHARED_BYTES.items())
     assert set(GPU_BLOCKS) == archs - {"cpu"}
     assert set(runpy.run_path(str(BENCHES / "shapes.py"))["SIZES"]) == archs
+
+
+class Driver:
+    """Stands in for the driver's library: two devices with a context each, of which a thread has one or none."""
+
+    def __init__(self, current):
+        self.current = current
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 100 + device.value
+        return 0
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.current
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.current = context.value
+        return 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(100, 100), (101, 101), (None, 101)], ids=["other", "own", "none"])
+def test_the_current_gpu_is_left_as_it_was(monkeypatch, before, after):
+    cuda = Driver(before)
+    monkeypatch.setattr(devices, "_cuda_library", lambda: cuda)
+    assert devices.num_gpus() == 2
+    with devices.current_gpu(1):
+        assert cuda.current == 101
+    assert cuda.current == after
+    with pytest.raises(KeyError), devices.current_gpu(1):
+        raise KeyError
+    assert cuda.current == after
+
+
+def test_without_a_driver_there_is_no_current_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "_cuda_library", lambda: None)
+    assert devices.num_gpus() == 0
+    with devices.current_gpu(0):
+        pass

@@ -11,7 +11,7 @@ import pytest
 from launch_counter import count_launches
 
 import tikv
-from tikv import arrays, dtypes, reference, runtime
+from tikv import arrays, dtypes, reference
 from tikv.stores import layer as layer_module
 from tikv.stores import storage
 
@@ -804,7 +804,7 @@ def test_memory_of_a_dropped_store_is_given_back(arch):
     """Plans hold addresses, not arrays: neither the caller's arrays nor a store outlive their last reference."""
     import weakref
 
-    live = runtime.current()
+    live = arrays.runtime_of()
     kept = ROWS[0].make()
     k, v = (oracle.place(np.zeros((1, HEADS, 8), np.float16), arch) for _ in "kv")
     kept.append(0, k, v)

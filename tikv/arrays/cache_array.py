@@ -54,7 +54,7 @@ class CacheArray(runtime.NotCopied):
 
     @property
     def device(self) -> str:
-        """Where the memory lies: cpu, cuda:0, vulkan or metal."""
+        """Where the memory lies: cpu, cuda:0 and further, vulkan or metal."""
         return self._array.device
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays.array_view import ALIGNMENT, ArrayView, contiguous_strides
 from tikv.dtypes import DType
+from tikv.errors import ArchError
 
 
 class Memory:
@@ -20,6 +21,7 @@ class Memory:
 
     def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
         self.runtime = live
+        self.device = live.device
         self.nbytes = nbytes
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         self.handle: Any = None
@@ -30,16 +32,18 @@ class Memory:
             start = -raw.ctypes.data % ALIGNMENT
             self.block = raw[start : start + size]
             self.ptr = self.block.ctypes.data
-            self.device = "cpu"
         elif live.is_cuda and torch is not None and torch.cuda.is_available():
-            self.block = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+            self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
             self.ptr = self.block.data_ptr()
-            self.device = "cuda:0"
+        elif live.index:
+            raise ArchError(
+                f"memory: on {live.device} it is torch's, which this process has not imported or cannot use. Import "
+                f"torch before the first operation, or start a process that sees {live.device} alone."
+            )
         else:
             self.block = live.new_words(size // 4)
             self.handle = self.block
             self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
-            self.device = "cuda:0" if live.is_cuda else live.arch
 
     def __del__(self) -> None:
         # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
@@ -50,8 +54,8 @@ class Memory:
             return
         if runtime.is_forked():
             return
-        for handle in tuple(runtime.side_streams):
-            block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle))
+        for handle in tuple(self.runtime.side_streams):
+            block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle, device=self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         """The same bytes in memory of their own, copied on the device."""
@@ -69,7 +73,7 @@ class Memory:
                 found.block.copy_from(self.block)
         else:
             found.block.copy_(self.block)
-            sys.modules["torch"].cuda.synchronize()
+            sys.modules["torch"].cuda.synchronize(self.device)
         return found
 
     def array(self, shape: tuple[int, ...], dtype: DType, byte_offset: int = 0) -> ArrayView:

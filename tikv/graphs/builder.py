@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tikv import runtime
+from tikv.arrays import runtime_of
 from tikv.errors import OptionError
 from tikv.graphs.calls import LENGTHS, Call, Roles
 from tikv.graphs.graph import Graph, choose_backend
@@ -242,7 +243,7 @@ class GraphBuilder(runtime.NotCopied):
         operation = "GraphBuilder.compile"
         if not self._calls:
             raise OptionError(f"{operation}: no calls were added. Add some, for instance copy_kv.")
-        live = runtime.current()
+        live = runtime_of()
         backend = choose_backend(backend, live, operation)
         graph = self._compiled.get(backend)
         if graph is None or graph.runtime is not live:

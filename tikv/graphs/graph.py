@@ -170,7 +170,7 @@ class Graph(runtime.NotCopied):
                 return plan, entries
             plan = self._plans.get((key, choice))
         if plan is None:
-            if self.runtime.is_cuda and driver.capturing():
+            if self.runtime.is_cuda and driver.capturing(self.runtime.index):
                 raise ArchError(
                     f"{operation}: these arrays are of a kind that this graph has not seen, and a CUDA graph is being "
                     f"captured. Call run or prepare with such arrays once before."

@@ -81,20 +81,21 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
         self.dtype, self.device = key_states.dtype, key_states.device
-        share_memory_with(self.device)
+        where = share_memory_with(self.device)
         batch, heads, _, width = key_states.shape
         check_storage(self._name, self.storage, key_states, value_states)
-        self.store = GrowingLayer(
-            num_kv_heads=heads,
-            head_dim=width,
-            head_dim_v=value_states.shape[3],
-            capacity=self._room_for(tokens),
-            batch_size=batch,
-            dtype=self.storage.k or self.dtype,
-            v_dtype=self.storage.v or self.dtype,
-            k_scale=self.storage.k_scale,
-            v_scale=self.storage.v_scale,
-        )
+        with where:
+            self.store = GrowingLayer(
+                num_kv_heads=heads,
+                head_dim=width,
+                head_dim_v=value_states.shape[3],
+                capacity=self._room_for(tokens),
+                batch_size=batch,
+                dtype=self.storage.k or self.dtype,
+                v_dtype=self.storage.v or self.dtype,
+                k_scale=self.storage.k_scale,
+                v_scale=self.storage.v_scale,
+            )
         self.is_initialized = True
         self._settled = 0
         self._attach()

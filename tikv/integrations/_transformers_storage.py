@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 from tikv import dtypes, engines, runtime
@@ -70,8 +71,11 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
             stored.groups(states.shape[3], f"a head of {what}", name)
 
 
-def share_memory_with(device: Any) -> None:
+def share_memory_with(device: Any) -> contextlib.AbstractContextManager[Any]:
     """See that Taichi runs where the model's tensors lie, starting it there if it does not run yet.
+
+    Returns:
+        What is made within has its memory on that device: a model may lie on several GPUs.
 
     Raises:
         ArchError: it runs elsewhere, or the device is one whose memory it cannot share.
@@ -93,3 +97,6 @@ def share_memory_with(device: Any) -> None:
             f"{OPERATION}: the model is on {device}, {live.engine.title} runs on {live.arch}. "
             f"Call tikv.init(arch={arch!r}) before the first operation, or move the model."
         )
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

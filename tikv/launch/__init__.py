@@ -25,6 +25,7 @@ from tikv.launch.graph import TaichiGraph as TaichiGraph
 from tikv.launch.launcher import choose_launcher as choose_launcher
 from tikv.launch.launcher import launcher_report as launcher_report
 from tikv.launch.launcher import multiprocessors as multiprocessors
+from tikv.launch.launcher import require_native as require_native
 from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording

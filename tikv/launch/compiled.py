@@ -87,6 +87,11 @@ class Kernel:
             if bound is not None:
                 return bound
             chosen = "direct"
+        if self.runtime.index:
+            raise ArchError(
+                f"{self.name}: {self.runtime.device} needs the native launcher, which cannot take this kernel "
+                f"({launcher.fallbacks.get(self.name, 'it was not chosen')}). Move the arrays to cuda:0."
+            )
         self.compile()
         if self.runtime.is_cuda:
             return (PublicOnCuda if chosen == "public" else DirectOnCuda)(self, iterations, arguments)
@@ -104,7 +109,7 @@ class Kernel:
             try:
                 self.native = load_native(self)
             except ArchError as error:
-                if driver.capturing() or launcher.wanted_launcher() == "native":
+                if driver.capturing(self.runtime.index) or launcher.wanted_launcher() == "native":
                     raise
                 launcher.fallbacks[self.name] = str(error)
                 runtime.log.warning("%s stays with %s's launcher: %s", self.name, self.runtime.engine.title, error)

@@ -11,7 +11,7 @@ from tikv.launch.cuda import driver
 
 LAUNCHERS = ("native", "direct", "public")
 _chosen: str | None = None
-_unavailable: ArchError | None = None  # why the driver cannot be used; it is asked once a process
+_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; it is asked once a process
 
 # Kernels that the native launcher could not take, and why. One line a kernel for as long as the process lives: the
 # reason does not go away, and a second attempt would start the compiling process again.
@@ -46,7 +46,6 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     Raises:
         ArchError: native was asked for on CUDA and cannot be had.
     """
-    global _unavailable
     wanted = wanted_launcher()
     if wanted == "public":
         return wanted, "asked for"
@@ -62,16 +61,37 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
                 f"TIKV_LAUNCHER."
             )
         return "direct", why
-    if _unavailable is None:
+    if live.index not in _unavailable:
+        found = None
         try:
-            driver.device()
+            driver.device(live.index)
         except ArchError as error:
-            _unavailable = error
-    if _unavailable is None:
+            found = error
+        _unavailable[live.index] = found
+    unavailable = _unavailable[live.index]
+    if unavailable is None:
         return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
     if wanted:
-        raise ArchError(f"launch: the native launcher was asked for and is not there: {_unavailable}") from _unavailable
-    return "direct", str(_unavailable)
+        raise ArchError(f"launch: the native launcher was asked for and is not there: {unavailable}") from unavailable
+    return "direct", str(unavailable)
+
+
+def require_native(live: runtime.Runtime, operation: str) -> None:
+    """Another GPU than the first is driven by the native launcher alone: the engine knows of one.
+
+    Raises:
+        ArchError: it is another one, and kernels have another launcher there.
+    """
+    if not live.index:
+        return
+    name, why = launcher_of(live)
+    if name == "native":
+        return
+    raise ArchError(
+        f"{operation}: {live.device} needs the native launcher, and the launcher in use is {name!r} ({why}); "
+        f"{live.engine.title}'s own drives cuda:0 alone. Install taichi-kv[cuda], or start a process that sees "
+        f"{live.device} alone, by CUDA_VISIBLE_DEVICES."
+    )
 
 
 def launcher_report(live: runtime.Runtime) -> dict[str, Any]:
@@ -96,7 +116,7 @@ def multiprocessors(live: runtime.Runtime) -> int:
         ArchError: the driver does not say.
     """
     assert live.is_cuda, "only a CUDA device is asked for its multiprocessors"
-    return driver.multiprocessors()
+    return driver.multiprocessors(live.index)
 
 
 def why_no_tensor_cores(live: runtime.Runtime) -> str:
@@ -106,7 +126,7 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
     if not live.engine.has_bitcode:
         return f"{live.engine.title} takes no bitcode"
     try:
-        generation = driver.generation()
+        generation = driver.generation(live.index)
     except ArchError as error:
         return str(error)
     if generation < 8:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, StagedNdarray, as_numpy, describe, new_array, read_host, view
+from tikv.arrays import ArrayView, StagedNdarray, as_numpy, describe, new_array, read_host, runtime_of, view
 from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import check_unique, host_indices, index_array
@@ -44,7 +44,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
         [0.0, 1.0, 2.0, 3.0, 0.0, 1.0]
     """
     operation = "copy_blocks"
-    live = runtime.current()
+    live = runtime_of(k_pool, v_pool)
     pairs = index_array(pairs)
     k, v, index = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation), _pairs(pairs, operation)
     named = [("k_pool", k, True), ("v_pool", v, True), ("pairs", index, False)]
@@ -93,7 +93,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
         [2.0, 3.0]
     """
     operation = "swap_blocks"
-    live = runtime.current()
+    live = runtime_of(dst_pool, src_pool)
     pairs = index_array(pairs)
     src, dst, index = (
         view(src_pool, "src_pool", operation),

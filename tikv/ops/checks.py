@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, StagedNdarray, describe, host_bytes, is_protected, mps
 from tikv.errors import ArchError, CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import Format
@@ -133,12 +133,13 @@ def _overlaps_itself(array: ArrayView) -> bool:
 
 
 def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, operation: str) -> None:
-    """Every array lies on the host or on the runtime's device; all GPU arrays on one device.
+    """Every array lies on the host or on the runtime's device, on which kernels can be launched.
 
     Raises:
-        ArchError: one lies elsewhere.
+        ArchError: one lies elsewhere, or nothing can be launched there.
         DTypeError: float64 where the arch has none.
     """
+    launch.require_native(live, operation)
     for name, array in arrays:
         device = array.device
         if device == "mps":
@@ -148,12 +149,10 @@ def on_device(arrays: Sequence[tuple[str, ArrayView]], live: runtime.Runtime, op
                 f"{operation}: {name} lies on {device} and {live.engine.title} runs on {live.arch}. "
                 f"Call tikv.init({device.partition(':')[0]!r}) first, or move the array."
             )
-        if device.startswith("cuda") and device != "cuda:0":
+        elif device not in ("cpu", live.device):
             raise ArchError(
-                f"{operation}: {name} lies on {device}, and {live.engine.title} drives one GPU of a process, cuda:0, "
-                f"the first that it sees. Start a process for each GPU, which sees that one alone: "
-                f"CUDA_VISIBLE_DEVICES={device.partition(':')[2]}, or under torchrun its LOCAL_RANK, set before CUDA "
-                f"starts. torch.cuda.set_device is not enough. tikv.distributed shares a cache among them."
+                f"{operation}: {name} lies on {device}, and what it goes with on {live.device}. Move one of them. A "
+                f"store lies on torch's current GPU of when it was made: with torch.cuda.device({device!r})."
             )
         if array.dtype is dtypes.float64 and not live.has_float64:
             raise DTypeError(

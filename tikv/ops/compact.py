@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, Views, describe, view
+from tikv.arrays import ArrayView, Views, describe, runtime_of, view
 from tikv.errors import DTypeError
 from tikv.ops import checks
 from tikv.ops.kept import Rows as HeldRows
@@ -59,7 +59,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
         [[1.0, 3.0], [4.0, 6.0]]
     """
     operation = "compact"
-    live = runtime.current()
+    live = runtime_of(cache, out)
     rows = _arrays_of(live, operation, cache, "cache", out is None)
     batch, heads, slots, _ = rows[0].shape
     held = held_lengths(lengths, (batch, heads, slots), live, operation)

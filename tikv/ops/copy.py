@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, Views, describe, view, view_all
+from tikv.arrays import ArrayView, Views, describe, runtime_of, view, view_all
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position, token_and_head_axes
@@ -69,7 +69,7 @@ def copy(
     format = None
     if isinstance(cache, Quantized):
         format = cache.format
-        cache, numbers = codes_and_numbers(runtime.current(), "copy", cache, "cache's ", written=True)
+        cache, numbers = codes_and_numbers(runtime_of(cache, src), "copy", cache, "cache's ", written=True)
         scales = (numbers,)
     arrays = view_all((src, cache, *scales), (*_SINGLE, *_SCALES[: len(scales)]), "copy")
     write(
@@ -117,7 +117,7 @@ def copy_kv(
     format = None
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
-        (k_cache, v_cache), scales, format = codes_of_pair(runtime.current(), "copy_kv", pair, written=True)
+        (k_cache, v_cache), scales, format = codes_of_pair(runtime_of(k_cache, k), "copy_kv", pair, written=True)
     arrays = view_all((k, k_cache, v, v_cache, *scales), (*_PAIR, *_SCALES[: len(scales)]), "copy_kv")
     write(
         "copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout, format=format
@@ -206,7 +206,7 @@ def write(
     `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers. `format` is of caches
     of groups of codes, whose numbers follow the named arrays.
     """
-    live = runtime.current()
+    live = runtime_of(arrays[1], arrays[0])
     if type(arrays) is not Views:
         arrays = Views(arrays)
     # Calls are told apart by these, so they are ints; asked one by one, since it is on every call's way.
@@ -335,7 +335,7 @@ def linearize(cache: Any, out: Any, *, length: int, cache_layout: str = "head_ma
         [3.0, 4.0, 5.0]
     """
     operation = "linearize"
-    live = runtime.current()
+    live = runtime_of(cache, out)
     slot, head = token_and_head_axes(cache_layout, "cache_layout", operation)
     ring, to = view(cache, "cache", operation), view(out, "out", operation)
     named = (("cache", ring), ("out", to))

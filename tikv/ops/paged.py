@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, view, view_all
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, runtime_of, view, view_all
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat, format_of
 from tikv.ops import checks
@@ -76,7 +76,7 @@ def write_slots(
         [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     """
     operation = "write_slots"
-    live = runtime.current()
+    live = runtime_of(k_pool, k)
     scales: Sequence[Any] = ()
     formats: Formats | None = None
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
@@ -375,7 +375,7 @@ def gather_paged(
         if scale is not None:
             raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")
         format = pool.format
-        pool, scale = codes_and_numbers(runtime.current(), operation, pool, "pool's ")
+        pool, scale = codes_and_numbers(runtime_of(pool), operation, pool, "pool's ")
     return gather(operation, pool, block_table, length, layout=layout, scale=scale, out=out, format=format)
 
 
@@ -391,7 +391,7 @@ def gather(
     format: GroupFormat | None = None,
 ) -> Any:
     """`gather_paged` by the name that errors give; `format` is of a pool of groups, whose numbers are the scale."""
-    live = runtime.current()
+    live = runtime_of(pool, out, block_table)
     block_table = index_array(block_table)
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     length = checks.integer(length, "length", operation)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, to_device, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, runtime_of, to_device, view
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.formats import FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
@@ -91,7 +91,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
         ((3, 8), (3, 1), 'float16', 108)
     """
     operation = "quantize"
-    live = runtime.current()
+    live = runtime_of(x)
     row: Format | None = parse_format(format) or (FORMATS.get(format) if isinstance(format, str) else None)
     if row is None and scale_dtype is None:
         row, scale_dtype = FORMATS["int8"], format
@@ -147,7 +147,7 @@ def dequantize(q: Any, scale: Any = None, out: Any = None) -> Any:
         [[1.0, -2.0]]
     """
     operation = "dequantize"
-    live = runtime.current()
+    live = runtime_of(q)
     if isinstance(q, Quantized):
         if scale is not None:
             raise OptionError(f"{operation}: a Quantized has its scales. Leave scale out.")

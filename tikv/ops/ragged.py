@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Views, describe, view_all
+from tikv.arrays import ArrayView, Views, describe, runtime_of, view_all
 from tikv.errors import DTypeError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -53,7 +53,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
         [[2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]]
     """
     operation = "append_ragged"
-    live = runtime.current()
+    live = runtime_of(k_cache, k_new)
     scales: Sequence[Any] = ()
     format = None
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
@@ -244,7 +244,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
         if dtype not in dtypes.FLOATS:
             names = ", ".join(row.name for row in dtypes.FLOATS)
             raise DTypeError(f"{operation}: dtype is {dtype}. Use one of {names}.")
-        live = runtime.current()
+        live = runtime_of()
         if dtype is dtypes.float64 and not live.has_float64:
             raise DTypeError(f"{operation}: {live.arch} does not have float64. Use float32, CPU or CUDA.")
         return cls(descriptor, live)

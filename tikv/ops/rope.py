@@ -70,7 +70,7 @@ class NormRope:
     cos: Any = None
     sin: Any = None
     rope_dim: int | None = None
-    _in_runtime: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+    _in_runtime: dict[tuple[int, str], Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         operation = "NormRope"
@@ -124,15 +124,17 @@ class NormRope:
 
     def tables_in(self, live: runtime.Runtime, operation: str) -> tuple[tuple[Any, ...], dict[str, ArrayView]]:
         """(what a launch depends on, the arrays where the device sees them), remembered for the live runtime."""
-        found = self._in_runtime.get(live.epoch)
+        found = self._in_runtime.get((live.epoch, live.device))
         if found is None:
             arrays = self._views(operation)
             checks.on_device(list(arrays.items()), live, operation)
             if not live.is_cpu:
                 arrays = {n: to_device(read_host(a, live), live) if a.is_staged else a for n, a in arrays.items()}
             form = (self.mode, self.eps, self.rope_dim, *[(n, a.key) for n, a in arrays.items()])
-            self._in_runtime.clear()
-            found = self._in_runtime[live.epoch] = (form, arrays)
+            for epoch, device in [*self._in_runtime]:
+                if epoch != live.epoch:
+                    del self._in_runtime[epoch, device]
+            found = self._in_runtime[live.epoch, live.device] = (form, arrays)
         return found
 
     def transform_of(self, width: int, operation: str) -> Transform:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, to_device, view
+from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, runtime_of, to_device, view
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
 from tikv.ops import checks
@@ -109,7 +109,7 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
         [0.54, -0.841]
     """
     operation = "rotate"
-    live = runtime.current()
+    live = runtime_of(k)
     if isinstance(k, Quantized):
         raise DTypeError(
             f"{operation}: k is codes of {k.format}, and turned keys would need other scales, found by quantising them "

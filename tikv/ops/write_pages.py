@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import runtime
-from tikv.arrays import ArrayView, Views, view
+from tikv.arrays import ArrayView, Views, runtime_of, view
 from tikv.ops import checks
 from tikv.ops.paged import check_pool_write
 from tikv.ops.plan import Launch, Plan
@@ -41,7 +41,7 @@ def write_pages(
     Raises:
         ShapeError, DTypeError, ArchError: an array has other axes, another dtype, or lies elsewhere.
     """
-    live = runtime.current()
+    live = runtime_of(k_pool, k)
     given = (k, k_pool, v, v_pool, requests, positions, pages, starts)
     arrays = Views([view(a, name, operation) for a, name in zip(given, _NAMES, strict=True)])
     key = ("write_pages", operation, layout, arrays.key)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import ArrayView, describe, new_like, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
@@ -416,7 +416,7 @@ def _run(
     position: int | None,
 ) -> Any:
     """Look up or make the plan of a call, check what may change from call to call, launch, return Q."""
-    live = runtime.current()
+    live = runtime_of(*given.values())
     if not isinstance(how, NormRope):
         raise OptionError(f"{operation}: norm_rope is {how!r}. Pass a tikv.NormRope, or None.")
     source = next(iter(given.values()))

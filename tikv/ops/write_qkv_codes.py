@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, new_array, view, view_all
+from tikv.arrays import ArrayView, new_array, runtime_of, view, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.copy import CopyPlan, check_copy
@@ -46,7 +46,7 @@ def write_codes(
     Raises:
         As `write_qkv`, before anything is written.
     """
-    live = runtime.current()
+    live = runtime_of(qkv, k_dst)
     pair = {"k_dst": k_dst, "v_dst": v_dst}
     codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
     if (position is None) is (slot_mapping is None) or (slot_mapping is not None and window is not None):

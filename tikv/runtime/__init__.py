@@ -15,6 +15,7 @@ from tikv.runtime.copying import DeepCopied as DeepCopied
 from tikv.runtime.copying import NotCopied as NotCopied
 from tikv.runtime.devices import ARCHS as ARCHS
 from tikv.runtime.devices import SPIRV_ARCHS as SPIRV_ARCHS
+from tikv.runtime.devices import current_gpu as current_gpu
 from tikv.runtime.devices import device_name as device_name
 from tikv.runtime.devices import memory_bytes as memory_bytes
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
@@ -34,7 +35,6 @@ from tikv.runtime.start import is_started as is_started
 from tikv.runtime.start import log as log
 from tikv.runtime.start import require_alive as require_alive
 from tikv.runtime.start import running as running
-from tikv.runtime.start import side_streams as side_streams
 from tikv.runtime.start import thread_plans as thread_plans
 from tikv.runtime.start import why_auto as why_auto
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import sys
@@ -193,10 +194,55 @@ def device_name(arch: str) -> str:
     return platform.processor() or platform.machine()
 
 
+@functools.cache
+def _cuda_library() -> Any:
+    return _library("libcuda.so.1", "nvcuda.dll")
+
+
+def _cuda() -> Any:
+    """The driver's own library, started; None without one."""
+    cuda = _cuda_library()
+    return None if cuda is None or cuda.cuInit(0) != 0 else cuda
+
+
+def num_gpus() -> int:
+    """CUDA devices that this process sees."""
+    cuda, count = _cuda(), ctypes.c_int()
+    return count.value if cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+@functools.cache
+def _primary_context(cuda: Any, index: int) -> ctypes.c_void_p | None:
+    """The context of a CUDA device that torch uses as well, and an engine that of device 0; None without the device."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    failed = cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDevicePrimaryCtxRetain(
+        ctypes.byref(context), device
+    )
+    return None if failed else context
+
+
+@contextlib.contextmanager
+def current_gpu(index: int) -> Iterator[None]:
+    """Let a CUDA device be the current one of this thread; torch's is as before in the end.
+
+    A thread that has none, since it has not used CUDA yet, keeps this one. Without a driver nothing happens.
+    """
+    cuda, before = _cuda(), ctypes.c_void_p()
+    if cuda is None or cuda.cuCtxGetCurrent(ctypes.byref(before)) != 0:
+        yield
+        return
+    cuda.cuCtxSetCurrent(_primary_context(cuda, index))
+    try:
+        yield
+    finally:
+        if before.value:
+            cuda.cuCtxSetCurrent(before)
+
+
 def _cuda_device() -> tuple[str, int]:
     """(name, total bytes) of CUDA device 0, through the driver."""
-    cuda = _library("libcuda.so.1", "nvcuda.dll")
-    if cuda is None or cuda.cuInit(0) != 0:
+    cuda = _cuda()
+    if cuda is None:
         return "unknown", 0
     device, name, total = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
     if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0:

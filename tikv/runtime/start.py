@@ -25,7 +25,6 @@ _lock = threading.RLock()
 _epochs = itertools.count(1)
 _current: Runtime | None = None
 _made: weakref.WeakSet[Runtime] = weakref.WeakSet()  # as long as somebody keeps them
-side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
 before_synchronize: list[Callable[[], None]] = []  # waits for launchers other than the engine's
 
 
@@ -70,12 +69,16 @@ class Turns:
 
 
 class Runtime(NotCopied):
-    """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs of it."""
+    """One live program of the engine: its arch, its epoch (counted from 1) and what a launch needs of it.
 
-    def __init__(self, front: Any) -> None:
+    On CUDA a GPU has one each, all of one program: the first is the engine's, of others there are the memory that torch
+    makes and what the driver launches.
+    """
+
+    def __init__(self, front: Any, first: Runtime | None = None, index: int = 0) -> None:
         self.front = front  # of the engine's own runtime, which lets go of the program when it ends
         self.program = program = front.prog
-        self.epoch = next(_epochs)
+        self.epoch: int = next(_epochs) if first is None else first.epoch
         self.arch = engine.arch_of(program)
         self.engine = engine.engine_in_use()
         if self.arch not in ARCHS:
@@ -89,6 +92,11 @@ class Runtime(NotCopied):
         self.debug = bool(config.debug)
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
+        self.index = index  # of the GPU, 0 on other archs
+        self.device = f"cuda:{index}" if self.is_cuda else self.arch  # where its memory lies
+        self.num_gpus = devices.num_gpus() if self.is_cuda else 1
+        self._first = first
+        self._others: dict[int, Runtime] = {}  # of the first, those of the other GPUs
         self.threads = int(config.cpu_max_num_threads)  # that the CPU back end may use
         # An AMD GPU gets the same kernels and memory as these: nothing in them is of one vendor.
         self.is_spirv = self.arch in (*SPIRV_ARCHS, "amdgpu")
@@ -97,10 +105,28 @@ class Runtime(NotCopied):
         self.why_no_subgroups: str | None = None if self.is_spirv else f"kernels on {self.arch} have no use for them"
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
+        self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
         self.dropped = Dropped()
         self.turns: Turns = Turns()  # each launch waits for its own
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock() if first is None else first.lock
         _made.add(self)
+
+    def current_gpu(self) -> contextlib.AbstractContextManager[None]:
+        """The engine's GPU, the first, is this thread's current one: the engine does not see to that itself."""
+        return devices.current_gpu(0) if self.num_gpus > 1 else contextlib.nullcontext()
+
+    def on_gpu(self, index: int) -> Runtime:
+        """The runtime of another GPU, made when it is first asked for, or this one."""
+        if index == self.index:
+            return self
+        first = self._first or self
+        if not index:
+            return first
+        found = first._others.get(index)
+        if found is None:
+            with self.lock:
+                found = first._others.setdefault(index, Runtime(self.front, first, index))
+        return found
 
     @property
     def plans(self) -> BoundedCache[Any, Any]:
@@ -142,7 +168,8 @@ class Runtime(NotCopied):
         for wait in before_synchronize:
             wait()
         self.turns.settle()
-        self.program.synchronize()
+        with self.current_gpu():
+            self.program.synchronize()
 
     def _release(self, arr: Any) -> None:
         if self.alive:  # else its memory is gone, and an array of another program may have been given the address
@@ -151,14 +178,14 @@ class Runtime(NotCopied):
     @contextlib.contextmanager
     def engine_calls(self) -> Iterator[None]:
         """Around the engine's own calls on a `ti.ndarray`: while a thread compiles a kernel, it refuses them to all."""
-        with self.lock, self.turns:
+        with self.lock, self.turns, self.current_gpu():
             yield
 
     def new_words(self, count: int) -> Any:
         """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is surely given back when it is dropped."""
         if self.is_spirv:
             self.give_back()
-        with self.lock:
+        with self.lock, self.current_gpu():
             return engine.new_words(count, self.dropped.fresh.append if self.is_spirv else None)
 
     def give_back(self) -> None:
@@ -167,7 +194,8 @@ class Runtime(NotCopied):
             self.synchronize()
 
     def __repr__(self) -> str:
-        return f"Runtime({self.arch}, epoch {self.epoch}{'' if self.alive else ', gone'})"
+        where = self.device if self.index else self.arch
+        return f"Runtime({where}, epoch {self.epoch}{'' if self.alive else ', gone'})"
 
 
 def _release_what_waits(program: Any) -> None:
@@ -304,7 +332,8 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()
         for each in archs:
             try:
-                engine.start(each, options)
+                with devices.current_gpu(0) if each == "cuda" else contextlib.nullcontext():
+                    engine.start(each, options)
             except Exception as error:
                 reasons.append(f"{each}: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
                 continue

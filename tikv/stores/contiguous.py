@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import CacheArray, read_host, to_device, view, view_all
+from tikv.arrays import CacheArray, read_host, runtime_of, to_device, view, view_all
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
@@ -130,7 +130,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         v_scale: Any = None,
     ) -> None:
         operation = "KVCacheStore"
-        self.runtime = runtime.current()
+        self.runtime = runtime_of()
         self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
         self.num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         self.head_dim = checks.integer(head_dim, "head_dim", operation, low=1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import CacheArray, last_call_test, new_array, view_all
+from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, view_all
 from tikv.errors import PositionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -77,7 +77,7 @@ class GrowingLayer(runtime.NotCopied):
         v_scale: Any = None,
     ) -> None:
         operation = "GrowingLayer"
-        self.runtime = runtime.current()
+        self.runtime = runtime_of()
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, view
+from tikv.arrays import ArrayView, CacheArray, describe, new_array, new_like, runtime_of, view
 from tikv.errors import DTypeError, ShapeError, TikvError
 from tikv.ops import checks, paged, rope
 from tikv.ops.attention.paged import paged_call
@@ -108,7 +108,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         v_scale: Any = None,
     ) -> None:
         operation = "PagedKVCacheStore"
-        self.runtime = runtime.current()
+        self.runtime = runtime_of()
         self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
         self.form = PoolForm.checked(
             operation,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, new_like, to_device, view, write_host
+from tikv.arrays import ArrayView, Host, new_like, runtime_of, to_device, view, write_host
 from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
@@ -22,7 +22,7 @@ from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
-from tikv.runtime import Runtime, current
+from tikv.runtime import Runtime
 from tikv.stores.pool_form import PoolForm
 
 
@@ -61,7 +61,7 @@ class RaggedAttention:
         mass_queries: int | None = 0,
     ) -> None:
         self.operation = operation
-        self.live = current()
+        self.live = runtime_of(pools[0])
         self.given = q
         self.q = view(q, "q", operation)
         self.return_lse = return_lse

@@ -193,7 +193,7 @@ class Step(runtime.NotCopied):
             self._build()
         keys = view(k, "k", operation)
         tokens = keys.shape[self._token_axis] if keys.ndim >= 3 else 0
-        capturing = store.runtime.is_cuda and driver.capturing()
+        capturing = store.runtime.is_cuda and driver.capturing(store.runtime.index)
         first_valid = store.check_step(operation, self._layers, tokens)
         length = store.layer_length(self._layers[0])
         if length != self._length:

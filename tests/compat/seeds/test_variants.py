@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import tikv
-from tikv import dtypes, reference, runtime
+from tikv import arrays, dtypes, reference
 from tikv.compat.seeds import variants
 from tikv.compat.seeds.spec import VARIANTS
 
@@ -221,7 +221,7 @@ def test_a_plan_that_another_operation_made_does_not_lend_its_words(arch):
 def test_warmup_compiles_every_kernel_a_decode_step_needs(arch):
     """After it, calls of the same heads and width compile nothing."""
     assert tikv.warmup(num_kv_heads=HEADS, head_dim=WIDTH) == list(VARIANTS)
-    live = runtime.current()
+    live = arrays.runtime_of()
     compiled = len(live.kernels)
     for name, spec in VARIANTS.items():
         given, keywords = variants.example_arrays(spec, tokens=1, heads=HEADS, width=WIDTH, capacity=5)

@@ -1,5 +1,6 @@
 """What is asked of torch and of the driver's library, by stand-ins for both."""
 
+import contextlib
 import ctypes
 import sys
 import types
@@ -29,7 +30,7 @@ def found(monkeypatch):
 
     def ask(torch):
         monkeypatch.setitem(sys.modules, "torch", torch)
-        return driver.stream(), driver.capturing()
+        return driver.stream(0), driver.capturing(0)
 
     return ask
 
@@ -84,7 +85,7 @@ class Library:
         return 101 * (self.failing == "cuDeviceGet")
 
     def cuDeviceGetAttribute(self, value, attribute, device):
-        assert (attribute, device.value) == (16, 3)
+        assert (attribute, device.value) == (16, 5)
         value._obj.value = 46
         return 1 * (self.failing == "cuDeviceGetAttribute")
 
@@ -101,7 +102,7 @@ def asked(monkeypatch):
 
     def ask(load):
         monkeypatch.setattr(ctypes, "CDLL", load)
-        return driver.multiprocessors()
+        return driver.multiprocessors(2)
 
     yield ask
     driver._attribute.cache_clear()
@@ -113,7 +114,7 @@ def test_the_drivers_library_tells_the_multiprocessors(asked):
 
 @pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
 def test_a_driver_that_does_not_tell_is_an_error(asked, failing):
-    with pytest.raises(tikv.ArchError, match=r"does not say how many multiprocessors.*error \d+"):
+    with pytest.raises(tikv.ArchError, match=r"of device 2 .* does not say how many multiprocessors.*error \d+"):
         asked(lambda name: Library(failing))
     assert asked(lambda name: Library()) == 46, "a failure is not kept"
 
@@ -124,3 +125,84 @@ def test_no_driver_is_an_error(asked):
 
     with pytest.raises(tikv.ArchError, match="driver cannot be loaded"):
         asked(missing)
+
+
+class TwoDevices:
+    """Stands in for cuda.bindings.driver: two devices, of which the thread has one."""
+
+    CUresult = types.SimpleNamespace(CUDA_SUCCESS=0)
+    CUstreamCaptureStatus = types.SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
+    CUdevice_attribute = types.SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
+    )
+
+    def __init__(self):
+        self.current, self.capabilities = 0, [(9, 0), (9, 0)]
+        self.synchronized, self.captured = [], set()
+
+    def cuInit(self, flags):
+        return (0,)
+
+    def cuDeviceGet(self, index):
+        return 0, index
+
+    def cuDeviceGetAttribute(self, which, device):
+        return 0, self.capabilities[device][which]
+
+    def cuDriverGetVersion(self):
+        return 0, 13000
+
+    def cuCtxSynchronize(self):
+        self.synchronized.append(self.current)
+        return (0,)
+
+    def cuStreamIsCapturing(self, stream):
+        return 0, int(stream in self.captured)
+
+    @contextlib.contextmanager
+    def current_gpu(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    found = TwoDevices()
+    monkeypatch.setattr(driver, "binding", lambda: found)
+    monkeypatch.setattr(driver.runtime, "current_gpu", found.current_gpu)
+    monkeypatch.setattr(driver, "_devices", {})
+    monkeypatch.setattr(driver, "stream_object", lambda handle: handle)
+    monkeypatch.setattr(driver, "_torch_stream", lambda index: (0, 64)[index])
+    monkeypatch.setattr(driver, "_torch_capturing", lambda: False)
+    cuda = types.SimpleNamespace(current_device=lambda: 0)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    return found
+
+
+def test_all_devices_are_waited_for(contexts):
+    for index in (0, 1):
+        assert driver.device(index) is driver.device(index)
+    driver.synchronize_all()
+    assert (contexts.synchronized, contexts.current) == ([0, 1], 0)
+
+
+def test_a_device_that_is_not_the_current_one_may_be_captured(contexts):
+    """Torch tells of the current device alone."""
+    driver.device(0)
+    assert not driver.capturing(0)
+    driver.device(1)
+    assert not driver.capturing(1)
+    contexts.captured = {64}
+    assert driver.capturing(1)
+    assert not driver.capturing(0)
+    with pytest.raises(tikv.ArchError, match="waiting for the device while a CUDA graph is captured"):
+        driver.synchronize_all()
+    assert contexts.synchronized == []
+
+
+def test_devices_that_kernels_are_not_compiled_for_are_refused(contexts):
+    contexts.capabilities[1] = (8, 0)
+    with pytest.raises(tikv.ArchError, match=r"cuda:1 is sm_80 and cuda:0 sm_90.*CUDA_VISIBLE_DEVICES"):
+        driver.device(1)
+    assert driver.device(0).target == "sm_90"

@@ -1,5 +1,6 @@
 """The native launch without a GPU: arguments laid out, and launches, which a stand-in for the driver records."""
 
+import contextlib
 import ctypes
 import types
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tikv
-from tikv import launch, runtime
+from tikv import launch
 from tikv.arrays import view
 from tikv.launch.cuda import driver, native
 
@@ -70,17 +71,16 @@ class Refused(int):
 @pytest.fixture
 def recorder(monkeypatch):
     found = Recorder()
-    entered = types.SimpleNamespace(overlaps=False, enter=lambda: None, target="sm_90")
     monkeypatch.setattr(driver, "binding", lambda: found)
-    monkeypatch.setattr(driver, "device", lambda: entered)
-    monkeypatch.setattr(driver, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(driver, "multiprocessors", lambda index: 4)
     monkeypatch.setattr(driver, "stream_object", lambda handle: handle)
     monkeypatch.setattr(
-        driver, "launch_config", lambda blocks, block: types.SimpleNamespace(blocks=blocks, block=block, hStream=0)
+        driver,
+        "launch_config",
+        lambda blocks, block, overlaps: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
     )
-    monkeypatch.setattr(driver, "stream", lambda: 0)
-    monkeypatch.setattr(driver, "capturing", lambda: False)
-    monkeypatch.setattr(runtime, "side_streams", set())
+    monkeypatch.setattr(driver, "stream", lambda index: 0)
+    monkeypatch.setattr(driver, "capturing", lambda index: False)
     return found
 
 
@@ -95,10 +95,11 @@ def bound_of(recorder, iterations=300):
         words=["u64", "u32", None, None], lengths=[0, 0, 3, 0], is_float=[False, False, False, True]
     )
     kernel.name = "example"
-    kernel.runtime = types.SimpleNamespace(is_cuda=True)
+    kernel.runtime = types.SimpleNamespace(is_cuda=True, index=1, side_streams=set())
     offsets, recorder.size = launch.argument_layout(kernel.words, kernel.lengths)
     arrays = [view(np.zeros(4, np.float32), "a", "example") for _ in range(2)]
-    loaded = native.Native("function", 128, offsets, recorder.size)
+    device = types.SimpleNamespace(index=1, overlaps=False, entered=contextlib.nullcontext)
+    loaded = native.Native(device, "function", 128, offsets, recorder.size)
     return native.NativeBound(kernel, iterations, (*arrays, Size(1, -2, 3), 0.5), loaded), arrays
 
 
@@ -139,10 +140,10 @@ def test_entries_go_by_name(recorder):
 def test_a_launch_goes_to_the_stream_of_the_moment(recorder, monkeypatch):
     bound, _ = bound_of(recorder)
     for handle in (0, 64, 64, 128, 0):
-        monkeypatch.setattr(driver, "stream", lambda handle=handle: handle)
+        monkeypatch.setattr(driver, "stream", lambda index, handle=handle: handle + index)
         bound.launch()
-    assert [stream for _, stream, _ in recorder.launched] == [0, 64, 64, 128, 0]
-    assert runtime.side_streams - {0} == {64, 128}
+    assert [stream for _, stream, _ in recorder.launched] == [1, 65, 65, 129, 1], "that of the kernel's device"
+    assert bound.kernel.runtime.side_streams == {1, 65, 129}
 
 
 def test_a_thread_without_a_context_gets_one_and_a_second_failure_is_raised(recorder):
@@ -158,9 +159,9 @@ def test_a_thread_without_a_context_gets_one_and_a_second_failure_is_raised(reco
 
 def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
     bound, _ = bound_of(recorder)
-    monkeypatch.setattr(driver, "stream", lambda: 64)
+    monkeypatch.setattr(driver, "stream", lambda index: 64)
     bound.set_entry(2, 0, 5)
-    monkeypatch.setattr(driver, "capturing", lambda: True)
+    monkeypatch.setattr(driver, "capturing", lambda index: index == 1)
     bound.set_entry(2, 0, 6)
     with pytest.raises(tikv.ArchError, match=r"baked into the CUDA graph.*positions_on_device"):
         bound.launch()
@@ -171,7 +172,7 @@ def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
     unchanging.setter("rows")(7)
     with pytest.raises(tikv.ArchError, match="baked into the CUDA graph"):
         unchanging.launch()
-    cuda = types.SimpleNamespace(is_cuda=True)
+    cuda = types.SimpleNamespace(is_cuda=True, index=1)
     with pytest.raises(tikv.ArchError, match=r"KVCacheStore\.append: a position on the host"):
         launch.refuse_during_capture(cuda, "KVCacheStore.append")
     launch.refuse_during_capture(types.SimpleNamespace(is_cuda=False), "KVCacheStore.append")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, Views, to_device, write_host
+from tikv.arrays import ArrayView, CacheArray, Views, runtime_of, to_device, write_host
 from tikv.compat.seeds.kv_layer import KVLayer
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.ops import checks, copy, paged, rope
@@ -84,7 +84,7 @@ class ContiguousKVLayer(KVLayer):
         self, capacity: int, num_kv_heads: int, head_dim: int, *, dtype: Any = "float16", scale_dtype: Any = "float16"
     ) -> None:
         operation = "ContiguousKVLayer"
-        live = runtime.current()
+        live = runtime_of()
         capacity = checks.integer(capacity, "capacity", operation, low=1)
         num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         head_dim = checks.integer(head_dim, "head_dim", operation, low=1)
@@ -281,7 +281,7 @@ class KVPool(runtime.DeepCopied):
         layout: str = "NHD",
         scale_dtype: Any = "float16",
     ) -> None:
-        self.runtime = runtime.current()
+        self.runtime = runtime_of()
         storage(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
         self.form = PoolForm.checked(
             "KVPool",
@@ -367,7 +367,7 @@ class PagedKVLayer(KVLayer):
         pool: KVPool | None = None,
     ) -> None:
         operation = "PagedKVLayer"
-        live = runtime.current()
+        live = runtime_of()
         self.max_blocks_per_seq = checks.integer(max_blocks_per_seq, "max_blocks_per_seq", operation, low=1)
         if pool is None:
             pool = KVPool(

@@ -317,7 +317,7 @@ def warmup(*names: str, num_kv_heads: int = 8, head_dim: int = 128) -> list[str]
         if name not in VARIANTS:
             raise OptionError(f"warmup: unknown variant {name!r}. Use one of {', '.join(VARIANTS)}.")
     chosen = list(names or VARIANTS)
-    live = runtime.current()
+    live = arrays.runtime_of()
     for name in chosen:
         spec = VARIANTS[name]
         given, keywords = example_arrays(spec, tokens=1, heads=num_kv_heads, width=head_dim, capacity=2)

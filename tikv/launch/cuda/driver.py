@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tikv import runtime
 from tikv.errors import ArchError
 
 MULTIPROCESSOR_COUNT, CAPABILITY_MAJOR = 16, 75  # in the driver's CUdevice_attribute
@@ -48,16 +49,16 @@ def checked(result: Any, what: str) -> Any:
 
 
 class Device:
-    """CUDA device 0 and its primary context, which torch and Taichi use as well."""
+    """A CUDA device, by the context of it that torch uses as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
         cu = binding()
         checked(cu.cuInit(0), "cuInit")
-        self.device = checked(cu.cuDeviceGet(0), "cuDeviceGet")
-        self.context = checked(cu.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain")
+        self.index = index
+        device = checked(cu.cuDeviceGet(index), f"cuDeviceGet of device {index}")
         attribute = cu.CUdevice_attribute
         major, minor = (
-            checked(cu.cuDeviceGetAttribute(which, self.device), "cuDeviceGetAttribute")
+            checked(cu.cuDeviceGetAttribute(which, device), "cuDeviceGetAttribute")
             for which in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
@@ -66,9 +67,9 @@ class Device:
         self.target = f"sm_{major}{minor}"
         self.overlaps = major >= 9 and checked(cu.cuDriverGetVersion(), "cuDriverGetVersion") >= 12040
 
-    def enter(self) -> None:
-        """Make the context current in this thread, as torch and Taichi do."""
-        checked(binding().cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Let it be this thread's current device; torch's is as before in the end."""
+        return runtime.current_gpu(self.index)
 
     def load(self, ptx: str, entry: str) -> Any:
         """The function of an entry; the driver compiles it, or has it in its own cache.
@@ -76,38 +77,38 @@ class Device:
         Raises:
             ArchError: the driver refuses it; or a CUDA graph is being captured, where nothing may be loaded.
         """
-        if capturing():
+        if capturing(self.index):
             raise ArchError(
                 "launch: a kernel would be loaded while a CUDA graph is captured. Run the step once before "
                 "capturing it, as torch's own operations ask for as well."
             )
-        self.enter()
         cu = binding()
-        module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
-        return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+        with self.entered():
+            module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
+            return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
 
 
-def multiprocessors() -> int:
-    """How many multiprocessors CUDA device 0 has.
-
-    Raises:
-        ArchError: there is no driver, or it does not say.
-    """
-    return _attribute(MULTIPROCESSOR_COUNT, "how many multiprocessors device 0 has")
-
-
-def generation() -> int:
-    """The compute capability of CUDA device 0, without what stands behind the point.
+def multiprocessors(index: int) -> int:
+    """How many multiprocessors a CUDA device has.
 
     Raises:
         ArchError: there is no driver, or it does not say.
     """
-    return _attribute(CAPABILITY_MAJOR, "the compute capability of device 0")
+    return _attribute(MULTIPROCESSOR_COUNT, index, "how many multiprocessors it has")
+
+
+def generation(index: int) -> int:
+    """The compute capability of a CUDA device, without what stands behind the point.
+
+    Raises:
+        ArchError: there is no driver, or it does not say.
+    """
+    return _attribute(CAPABILITY_MAJOR, index, "its compute capability")
 
 
 @functools.cache
-def _attribute(which: int, what: str) -> int:
-    """A number of device 0 by the driver's own library: cuda-bindings need not be installed."""
+def _attribute(which: int, index: int, what: str) -> int:
+    """A number of a device by the driver's own library: cuda-bindings need not be installed."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     found, number = ctypes.c_int(), ctypes.c_int()
     try:
@@ -118,36 +119,44 @@ def _attribute(which: int, what: str) -> int:
         ) from error
     status = (
         cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(found), 0)
+        or cuda.cuDeviceGet(ctypes.byref(found), index)
         or cuda.cuDeviceGetAttribute(ctypes.byref(number), which, found)
     )
     if status:
         raise ArchError(
-            f"launch: the CUDA driver does not say {what} (error {status}). "
+            f"launch: of device {index} the CUDA driver does not say {what} (error {status}). "
             f"Run `python -m tikv doctor` to see what it says, and update it."
         )
     return number.value
 
 
-_device: Device | None = None
+_devices: dict[int, Device] = {}
 
 
-def device() -> Device:
-    """CUDA device 0, opened once.
+def device(index: int) -> Device:
+    """A CUDA device, opened once.
 
     Raises:
-        ArchError: there is no binding, driver or device.
+        ArchError: there is no binding, driver or device; or kernels, which are compiled for device 0, are not for it.
     """
-    global _device
-    if _device is None:
-        with _lock:
-            if _device is None:
-                _device = Device()
-    return _device
+    found = _devices.get(index)
+    if found is not None:
+        return found
+    first = device(0) if index else None
+    with _lock:
+        if index not in _devices:
+            opened = Device(index)
+            if first is not None and opened.target != first.target:
+                raise ArchError(
+                    f"launch: cuda:{index} is {opened.target} and cuda:0 {first.target}, which kernels are compiled "
+                    f"for. Start a process that sees cuda:{index} alone, by CUDA_VISIBLE_DEVICES."
+                )
+            _devices[index] = opened
+        return _devices[index]
 
 
-def launch_config(blocks: int, block: int) -> Any:
-    """How to launch: the grid, and leave to overlap with the launch before where the device can."""
+def launch_config(blocks: int, block: int, overlaps: bool) -> Any:
+    """How to launch: the grid, and leave to overlap with the launch before."""
     cu = binding()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
@@ -155,7 +164,7 @@ def launch_config(blocks: int, block: int) -> Any:
     config.sharedMemBytes = 0
     config.hStream = stream_object(0)
     config.numAttrs = 0
-    if device().overlaps:
+    if overlaps:
         attribute = cu.CUlaunchAttribute()
         attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
@@ -164,7 +173,7 @@ def launch_config(blocks: int, block: int) -> Any:
 
 
 _torch_stream: Callable[[int], int] | None = None
-_torch_capturing: Callable[[], bool] | None = None
+_torch_capturing: Callable[[], bool] | None = None  # of the current device
 
 
 def _find_torch() -> bool:
@@ -195,13 +204,16 @@ def _streams_of(torch: Any) -> tuple[Callable[[int], int], Callable[[], bool]]:
     return (raw, capturing) if works else (current, torch.cuda.is_current_stream_capturing)
 
 
-def stream() -> int:
-    """The handle of the stream that launches go to: the one given to `use_stream`, else torch's current one, else 0."""
+def stream(index: int) -> int:
+    """The handle of the stream that launches on a device go to.
+
+    The one given to `use_stream`, else torch's current one of the device, else 0.
+    """
     given = _given.get()
     if given is not None:
         return given
     if _torch_stream is not None or _find_torch():
-        return _torch_stream(0)  # type: ignore[misc]
+        return _torch_stream(index)  # type: ignore[misc]
     return 0
 
 
@@ -209,8 +221,8 @@ def stream() -> int:
 def use_stream(handle: int) -> Iterator[None]:
     """Launch on this stream, given by its handle (`cudaStream_t` as an integer), within the block.
 
-    It must live until the work is done and the stores used on it are gone. Torch's streams need no such block: launches
-    go to torch's current stream by themselves.
+    It must live until the work is done and the stores used on it are gone, and be of the device that these are on.
+    Torch's streams need no such block: launches go to torch's current stream by themselves.
     """
     token = _given.set(int(handle))
     try:
@@ -219,16 +231,20 @@ def use_stream(handle: int) -> Iterator[None]:
         _given.reset(token)
 
 
-def capturing() -> bool:
-    """Whether the stream that launches go to is being captured into a CUDA graph."""
+def capturing(index: int) -> bool:
+    """Whether the stream that launches on a device go to is being captured into a CUDA graph."""
     given = _given.get()
-    if given is not None:
-        cu = binding()
-        status = checked(cu.cuStreamIsCapturing(stream_object(given)), "cuStreamIsCapturing")
-        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
-    if _torch_capturing is not None or _find_torch():
-        return _torch_capturing()  # type: ignore[misc]
-    return False
+    if given is None:
+        if _torch_capturing is None and not _find_torch():
+            return False
+        if len(_devices) < 2 or sys.modules["torch"].cuda.current_device() == index:
+            return _torch_capturing()  # type: ignore[misc]
+        given = stream(index)
+        if not given:
+            return False  # the default stream cannot be captured
+    cu = binding()
+    status = checked(cu.cuStreamIsCapturing(stream_object(given)), "cuStreamIsCapturing")
+    return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 @functools.lru_cache(256)  # a program uses few streams; the one used longest ago is made again
@@ -238,19 +254,19 @@ def stream_object(handle: int) -> Any:
 
 
 def synchronize_all() -> None:
-    """Wait for all streams of the device.
+    """Wait for all streams of the devices in use.
 
     Raises:
         ArchError: a CUDA graph is being captured, in which nothing may wait.
     """
-    if capturing():
+    if any(map(capturing, tuple(_devices))):
         raise ArchError(
             "launch: waiting for the device while a CUDA graph is captured. Take host copies, torch() and DLPack of a "
             "store's arrays before the capture or after it."
         )
-    cu = binding()
-    device().enter()
-    checked(cu.cuCtxSynchronize(), "cuCtxSynchronize")
+    for each in tuple(_devices.values()):
+        with each.entered():
+            checked(binding().cuCtxSynchronize(), "cuCtxSynchronize")
 
 
 def synchronize(handle: int) -> None:

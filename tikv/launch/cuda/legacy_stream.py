@@ -12,7 +12,7 @@ class OnLegacyStream(Bound):
     """CUDA by the engine's launcher, which knows the legacy default stream: in order with torch's current stream."""
 
     def launch(self) -> None:
-        if driver.capturing():
+        if driver.capturing(self.kernel.runtime.index):
             kernel = self.kernel
             why = launcher.fallbacks.get(kernel.name) or launcher.launcher_report(kernel.runtime)["why"]
             used = kernel.runtime.engine
@@ -25,12 +25,14 @@ class OnLegacyStream(Bound):
                 f"launch: {kernel.name} goes through {used.title}'s launcher, which a CUDA graph cannot capture "
                 f"({why}). {way_out}; tikv.info() says which launcher is in use."
             )
-        stream = driver.stream()
+        stream = driver.stream(self.kernel.runtime.index)
         if stream:
             driver.synchronize(stream)
-        super().launch()
-        if stream:
-            self.kernel.runtime.program.synchronize()
+        live = self.kernel.runtime
+        with live.current_gpu():
+            super().launch()
+            if stream:
+                live.program.synchronize()
 
 
 class DirectOnCuda(OnLegacyStream, FreshBound):

@@ -23,7 +23,7 @@ def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a 
     Raises:
         ArchError: the stream of the launch is being captured.
     """
-    if live.is_cuda and driver.capturing():
+    if live.is_cuda and driver.capturing(live.index):
         raise ArchError(
             f"{operation}: {what} would be baked into the CUDA graph under capture, and each replay would use it "
             f"again. Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), "
@@ -32,31 +32,39 @@ def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a 
 
 
 class Native:
-    """A kernel as the driver launches it: its function, the threads of a block, and where its arguments lie."""
+    """A kernel as the driver launches it on a device: its function, the threads of a block, where its arguments lie."""
 
-    def __init__(self, function: Any, block: int, offsets: Sequence[int], size: int) -> None:
+    def __init__(
+        self,
+        device: driver.Device,
+        function: Any,
+        block: int,
+        offsets: Sequence[int],
+        size: int,
+    ) -> None:
+        self.device = device
         self.function = function
         self.block = block
         self.offsets = offsets
         self.size = size
 
 
-# By what their PTX depends on. They outlive a runtime, since the CUDA context is the process's, and none is ever
-# unloaded: a bound launch or a captured graph may hold its function.
-_natives: dict[str, Native] = {}
+# By the device and by what their PTX depends on. They outlive a runtime, since the CUDA context is the process's, and
+# none is ever unloaded: a bound launch or a captured graph may hold its function.
+_natives: dict[tuple[int, str], Native] = {}
 
 
 def load_native(kernel: Kernel) -> Native:
-    """Compile, patch and load a kernel for the driver; once a process.
+    """Compile and patch a kernel for the driver, and load it on the runtime's device; once a process.
 
     Raises:
         ArchError: see `compiler.ptx_of`, `ptx.patch` and `driver.Device.load`.
     """
-    device = driver.device()
+    device = driver.device(kernel.runtime.index)
     if driver.synchronize_all not in runtime.before_synchronize:
         runtime.before_synchronize.append(driver.synchronize_all)
     key = compiler.key_of(kernel.factory, kernel.choices, device.target)
-    found = _natives.get(key)
+    found = _natives.get((device.index, key))
     if found is None:
         offsets, size = argument_layout(kernel.words, kernel.lengths)
         text = compiler.ptx_of(kernel.factory, kernel.choices, device.target)
@@ -65,7 +73,7 @@ def load_native(kernel: Kernel) -> Native:
         pairs = getattr(kernel.factory, "pairs", False)
         patched = ptx.patch(text, size, device.overlaps, not kernel.fast_math, blocks, pairs)
         function = device.load(patched.text, patched.entry)
-        found = _natives[key] = Native(function, patched.block, offsets, size)
+        found = _natives[device.index, key] = Native(device, function, patched.block, offsets, size)
     return found
 
 
@@ -128,12 +136,15 @@ class NativeBound(Bound):
                 values = list(value) if kernel.lengths[i] else [value]
                 form = f"<{len(values)}{'f' if kernel.is_float[i] else 'i'}"
                 struct.pack_into(form, self._bytes, self._at[i], *values)
+        self._device = device = native.device
+        self._index = device.index
         self._function = native.function
         self._parameters_at = ctypes.addressof(self._parameters)
         self._stream = 0
         self._by_host = False  # whether the host changes entries from launch to launch
-        most = driver.multiprocessors() * BLOCKS_PER_MULTIPROCESSOR
-        self._config = driver.launch_config(blocks_of(iterations, native.block, most, kernel.name), native.block)
+        most = driver.multiprocessors(device.index) * BLOCKS_PER_MULTIPROCESSOR
+        blocks = blocks_of(iterations, native.block, most, kernel.name)
+        self._config = driver.launch_config(blocks, native.block, device.overlaps)
         self._call = driver.binding().cuLaunchKernelEx
 
     def set_array(self, i: int, array: ArrayView) -> None:
@@ -156,15 +167,16 @@ class NativeBound(Bound):
         return put
 
     def launch(self) -> None:
-        stream = driver.stream()
+        stream = driver.stream(self._index)
         if stream and self._by_host:  # the default stream cannot be captured
             refuse_during_capture(self.kernel.runtime, self.kernel.name)
         if stream != self._stream:
             self._config.hStream = driver.stream_object(stream)
             self._stream = stream
             if stream:
-                runtime.side_streams.add(stream)
+                self.kernel.runtime.side_streams.add(stream)
         if self._call(self._config, self._function, self._parameters_at, 0)[0]:
-            # A thread that has not used CUDA yet has no context; a second failure is one.
-            driver.device().enter()
-            driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)
+            # A thread that has not used CUDA yet has no context, and the default stream is that of the current device;
+            # a second failure is one.
+            with self._device.entered():
+                driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)

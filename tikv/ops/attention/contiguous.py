@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe
+from tikv.arrays import ArrayView, describe, runtime_of
 from tikv.errors import CapacityError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
@@ -171,7 +171,7 @@ def contiguous_call(
     `newer` and `short` are those of `AttentionOptions`; `formats` are of a store's caches, either of which may be words
     of codes, whose numbers are the scales, or have no scales.
     """
-    live = runtime.current()
+    live = runtime_of(q, k_cache)
     length = 0
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
     of_groups: dict[str, ArrayView] = {}

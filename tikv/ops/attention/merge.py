@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import ArrayView, describe, new_like, runtime_of, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -50,7 +50,7 @@ def merge_states(
 def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any, lse: Any) -> tuple[Any, Any]:
     """`merge_states` of (out_a, lse_a, out_b, lse_b), also into an array for the log-sum-exps, of any strides."""
     out_a, lse_a, out_b, lse_b = states
-    live = runtime.current()
+    live = runtime_of(out_a, out_b)
     names = ("out_a", "out_b", "lse_a", "lse_b")
     arrays = [view(a, n, operation) for n, a in zip(names, (out_a, out_b, lse_a, lse_b), strict=True)]
     first, second = arrays[:2]
@@ -123,7 +123,7 @@ def merge_parts(
         lse: (B, Hq, T) float32, of any strides.
         sink_logits: (Hq,) float32, which count once, whatever the number of parts; None for none.
     """
-    live = runtime.current()
+    live = runtime_of(parts)
     arrays = [parts, out, lse, *([] if sink_logits is None else [sink_logits])]
     key = ("merge_parts", *[a.key for a in arrays])
     plan = live.plans.get(key)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe
+from tikv.arrays import ArrayView, describe, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
@@ -130,7 +130,7 @@ def paged_call(
     `formats` are of a store's pools, either of which may be groups of codes, whose numbers are the scales, or have no
     scales; `newer` and `short` are those of `AttentionOptions`.
     """
-    live = runtime.current()
+    live = runtime_of(q, k_pool)
     block_tables = index_array(block_tables)  # a view does not keep an array alive
     if v_pool is None and layout == "VLLM":
         raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")

@@ -1,0 +1,46 @@
+"""Whose runtime a call takes: where a process sees several GPUs, that of the GPU on which its arrays lie."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tikv import engines, runtime
+from tikv.arrays.array_view import ArrayView
+from tikv.runtime import start
+
+
+def runtime_of(*given: Any) -> runtime.Runtime:
+    """The live runtime of the GPU of the first of these that lies on one; of torch's current GPU where none does.
+
+    Args:
+        given: arrays of any kind, or what holds `codes`; a refusal of those that are none is left to `view`.
+    """
+    live = start._current  # as `current` does, without a call: this is on every call's way
+    if live is None or live.front.prog is not live.program:
+        live = start.current()
+    if live.num_gpus < 2:
+        return live
+    for each in given:
+        index = _gpu_of(each)
+        if index is not None:
+            return live.on_gpu(index)
+    torch = sys.modules.get("torch")
+    return live.on_gpu(torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0)
+
+
+def _gpu_of(array: Any) -> int | None:
+    """The number of the GPU that an array lies on; None for what lies elsewhere, or does not say."""
+    if type(array) is not ArrayView:
+        array = getattr(array, "codes", array)
+    try:
+        if type(array).__module__.partition(".")[0] in engines.ALL:
+            return 0
+        kind, _, number = str(getattr(array, "device", "")).partition(":")
+        if kind == "cuda":
+            return int(number or 0)
+        if hasattr(array, "__cuda_array_interface__") and hasattr(array, "__dlpack_device__"):
+            return int(array.__dlpack_device__()[1])
+    except Exception:  # of an object that is no array after all, of which `view` says so
+        pass
+    return None
