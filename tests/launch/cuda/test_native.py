@@ -77,7 +77,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(
         driver,
         "launch_config",
-        lambda blocks, block, overlaps: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
+        lambda blocks, block, starts_early: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
     )
     monkeypatch.setattr(driver, "stream", lambda index: 0)
     monkeypatch.setattr(driver, "capturing", lambda index: False)
@@ -176,6 +176,43 @@ def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
     with pytest.raises(tikv.ArchError, match=r"KVCacheStore\.append: a position on the host"):
         launch.refuse_during_capture(cuda, "KVCacheStore.append")
     launch.refuse_during_capture(types.SimpleNamespace(is_cuda=False), "KVCacheStore.append")
+
+
+def make_short(width):
+    """A factory of kernels; nobody makes one."""
+
+
+def make_long(width):
+    """One whose kernels count on how many of their blocks a multiprocessor holds."""
+
+
+make_long.resident = lambda width: 2
+
+
+def test_a_kernel_that_fills_the_device_does_not_start_early(monkeypatch):
+    """Blocks placed while the launch before still runs lie unevenly."""
+    devices = [
+        types.SimpleNamespace(index=i, target="sm_90", overlaps=i < 2, load=lambda text, entry, i=i: (i, text, entry))
+        for i in range(3)
+    ]
+    patched = types.SimpleNamespace(text="text", entry="entry", block=128)
+    monkeypatch.setattr(native, "_natives", {})
+    monkeypatch.setattr(driver, "device", lambda index: devices[index])
+    monkeypatch.setattr(native.compiler, "ptx_of", lambda factory, choices, target: "ptx")
+    monkeypatch.setattr(native.ptx, "patch", lambda *arguments: patched)
+    monkeypatch.setattr(native.runtime, "before_synchronize", [])
+    early = {}
+    for factory in (make_short, make_long):
+        for index in range(3):
+            live = types.SimpleNamespace(index=index)
+            kernel = types.SimpleNamespace(
+                factory=factory, choices=(8,), words=["u64"], lengths=[0], fast_math=False, runtime=live
+            )
+            found = native.load_native(kernel)
+            assert found is native.load_native(kernel)
+            assert (found.device, found.function[0]) == (devices[index], index), "loaded on each device"
+            early[factory.__name__, index] = found.starts_early
+    assert [key for key, value in early.items() if value] == [("make_short", 0), ("make_short", 1)]
 
 
 @pytest.mark.parametrize("bits", [8, 16, 32], ids=["int8", "float16", "float32"])

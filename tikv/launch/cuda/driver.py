@@ -155,8 +155,8 @@ def device(index: int) -> Device:
         return _devices[index]
 
 
-def launch_config(blocks: int, block: int, overlaps: bool) -> Any:
-    """How to launch: the grid, and leave to overlap with the launch before."""
+def launch_config(blocks: int, block: int, starts_early: bool) -> Any:
+    """How to launch: the grid, and whether blocks may be placed before the launch ahead is complete."""
     cu = binding()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
@@ -164,7 +164,7 @@ def launch_config(blocks: int, block: int, overlaps: bool) -> Any:
     config.sharedMemBytes = 0
     config.hStream = stream_object(0)
     config.numAttrs = 0
-    if overlaps:
+    if starts_early:
         attribute = cu.CUlaunchAttribute()
         attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
