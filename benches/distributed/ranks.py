@@ -3,22 +3,15 @@
     benches/distributed/gpus.sh              by torchrun, on two GPUs
     benches/distributed/gpus.sh --small      on a laptop, with gloo: that it runs
 
-Each process takes the GPU of its local rank, which it sees as its only one. Times are medians, of the slowest rank.
+Each process takes the GPU of its local rank, by torch.cuda.set_device. Times are medians, of the slowest rank.
 """
 
-# ruff: noqa: E402
 import argparse
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64)))).split(","):
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(os.environ.get("LOCAL_RANK", 0)) % len(visible)]
-
-import torch  # it, and the engine, see one GPU
+import torch
 import torch.distributed as dist
 from capture import captured
 
@@ -36,7 +29,9 @@ def main():
     parser.add_argument("--small", action="store_true", help="sizes that a laptop does in seconds")
     small = parser.parse_args().small
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     tikv.init(arch="cuda" if cuda else "cpu")
     dist.init_process_group("nccl" if cuda else "gloo", **({"device_id": device} if cuda else {}))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -113,10 +108,10 @@ def check_captured(device, world):
         torch.testing.assert_close(out, one.attend(0, q), rtol=2e-3, atol=2e-3)
 
 
-def timed(call, cuda, repeats=30, inner=10):
-    """Median microseconds of a call, of the slowest rank."""
+def timed(call, cuda, repeats=30, inner=10, undo=lambda result: None):
+    """Median microseconds of a call, of the slowest rank; what the last one returned is undone before the next."""
     for _ in range(3):
-        call()
+        undo(call())
     found = []
     for _ in range(repeats):
         dist.barrier()
@@ -124,10 +119,11 @@ def timed(call, cuda, repeats=30, inner=10):
             torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(inner):
-            call()
+            result = call()
         if cuda:
             torch.cuda.synchronize()
         found.append((time.perf_counter() - start) / inner * 1e6)
+        undo(result)
     slowest = torch.tensor([statistics.median(found)], device="cuda" if cuda else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
@@ -199,10 +195,11 @@ def time_transfer(tokens, layers, device, rank):
         (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
 
     def moved(seq):
-        if rank == 0:
-            send_sequence(pool, seq, 1)
-        else:
-            pool.free(recv_sequence(pool, 0))
+        return send_sequence(pool, seq, 1) if rank == 0 else recv_sequence(pool, 0)
+
+    def free(seq):
+        if seq is not None:
+            pool.free(seq)
 
     if rank > 1:
         return
@@ -216,9 +213,9 @@ def time_transfer(tokens, layers, device, rank):
         k = random_rows(device, tokens, HEADS, WIDTH)
         assert torch.equal(pool.tokens(layers - 1, got)[0].torch(), k)
         pool.free(got)
-    base = timed(plain, cuda, 5, 1)
+    base = timed(plain, cuda, 9, 1)
     rows.append((f"send of one tensor, {nbytes / 1e9:.2f} GB", f"{base / 1e3:.2f} ms, {nbytes / base / 1e3:.0f} GB/s"))
-    found = timed(lambda: moved(together), cuda, 5, 1)
+    found = timed(lambda: moved(together), cuda, 9, 1, free)
     rows.append((f"send_sequence {tokens} tokens x {layers} layers, blocks side by side",
                  f"{found / 1e3:.2f} ms, {base / found:.2f} of send"))  # fmt: skip
     if rank == 0:  # two sequences that grew in turn
@@ -228,7 +225,7 @@ def time_transfer(tokens, layers, device, rank):
             for layer in range(layers):
                 k = torch.zeros(32, HEADS, WIDTH, dtype=torch.float16, device=device)
                 pool.append(layer, k, k, pair, cu_seqlens=[0, 16, 32])
-    apart = timed(lambda: moved(pair[0] if rank == 0 else None), cuda, 5, 1)
+    apart = timed(lambda: moved(pair[0] if rank == 0 else None), cuda, 9, 1, free)
     rows.append(("send_sequence of half of it, every other block of the pool",
                  f"{apart / 1e3:.2f} ms, {base / 2 / apart:.2f} of send"))  # fmt: skip
 

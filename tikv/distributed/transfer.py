@@ -1,7 +1,8 @@
 """Sequences of a paged store from one process to another: `send_sequence` there, `recv_sequence` here.
 
 Two messages, what is sent and what the receiver lacks of it, then the blocks. Of each layer K and V are one tensor
-each, straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers.
+each, straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers. Each
+process makes ready what it can while it waits for the other's message.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv import runtime
-from tikv.arrays import CacheArray, new_like, to_device, view
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, CudaBytes, host_bytes, new_array, to_device
 from tikv.distributed.ranks import Ranks
 from tikv.errors import CapacityError, GroupError, ShapeError
 from tikv.ops import blocks, checks
-from tikv.stores.layer_pools import LayerGroup
 from tikv.stores.paged import PagedKVCacheStore
 from tikv.stores.pool_form import HostArray, in_full
 from tikv.stores.sequences import SequenceState
 
 Parts: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
-FIRST = 1 << 16  # bytes of a message's first part
+FIRST = 1 << 14  # bytes of a message's first part
+# Tensors in a batch. NCCL shares the links out among those of a batch, and a batch takes the host 50 us: 64 tensors of
+# 67 MB between two H200 take 12.7, 12.4, 12.1 and 12.7 ms in batches of 1, 2, 8 and 64, one of as many bytes 11.7; with
+# all that belongs to `send_sequence` 14.1 in batches of 2 or 8, 13.7 of 16, 13.9 of 32.
+TOGETHER = 16
 
 
 def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, group: Any = None) -> None:
@@ -51,22 +55,29 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     ids = [seq] if isinstance(seq, (int, np.integer)) else list(seq)
     with pool.lock:
         states = pool._sequences.distinct(ids, operation, "Send it once.")
-        held = np.unique(np.array([block for state in states for block in state.blocks], np.int64))
+        is_held = np.zeros(pool._pools.form.num_blocks, bool)
+        blocks_of = [np.array(state.blocks, np.int64) for state in states]
+        for found in blocks_of:
+            is_held[found] = True
+        place = np.cumsum(is_held, dtype=np.int32) - 1  # of each block among those that are held
         told = [
             {
-                "blocks": np.searchsorted(held, state.blocks).astype(np.int32),
+                "blocks": place[found],
                 "lengths": list(state.lengths),
                 "token_ids": state.token_ids,
                 "salt": state.salt,
                 "left": state.left,
             }
-            for state in states
+            for state, found in zip(states, blocks_of, strict=True)
         ]
+        held = np.flatnonzero(is_held)
         peer.tell({"form": _form(pool), "count": len(held), "sequences": told})
-        answer = peer.hear()
+        answer_of = peer.listen()
+        exchange = _Exchange(pool, peer)
+        answer = answer_of()
         if "refused" in answer:
             raise GroupError(f"{operation}: rank {dst} did not take it: {answer['refused']}")
-        _Exchange(pool, peer, held[answer["lacking"]].tolist()).send()
+        exchange.send(held[answer["lacking"]].tolist())
 
 
 def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
@@ -101,12 +112,15 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     runtime.require_alive(pool.runtime, operation)
     peer = _Peer(src, "src", group, operation, pool.runtime)
     with pool.lock:
+        exchange = _Exchange(pool, peer)
         header = peer.hear()
         sequences, told = pool._sequences, header["sequences"]
         try:
             _require_form(pool, header["form"], src, operation)
             states, known = _known_states(pool, told)
-            lacking = np.setdiff1d(np.arange(header["count"]), np.array([*known], np.int64))
+            is_lacking = np.ones(header["count"], bool)
+            is_lacking[[*known]] = False
+            lacking = np.flatnonzero(is_lacking)
             sequences.blocks.acquire(list(known.values()))
             try:
                 fresh = sorted(sequences.blocks.allocate(len(lacking), operation))
@@ -123,7 +137,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
             here[lacking], here[[*known]] = fresh, [*known.values()]
             for state, sent in zip(states, told, strict=True):
                 state.blocks = here[sent["blocks"]].tolist()
-            _Exchange(pool, peer, fresh).receive()
+            exchange.receive(fresh)
             numbers = list(range(sequences.next, sequences.next + len(states)))
             sequences.restore(dict(zip(numbers, states, strict=True)))
             sequences.next += len(numbers)
@@ -176,7 +190,7 @@ class _Peer:
             self.rank = dist.get_global_rank(self.ranks.group, number)
             self.by_host = dist.get_backend(self.ranks.group) == "gloo"
         # Where the backend wants the tensor that a message is.
-        self.device = "cuda" if live.is_cuda and not self.by_host else "cpu"
+        self.device = live.device if live.is_cuda and not self.by_host else "cpu"
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send an object: its length and its bytes in one message, if it is short."""
@@ -194,35 +208,51 @@ class _Peer:
 
     def hear(self) -> dict[str, Any]:
         """Receive an object."""
-        whole = self._received(FIRST)
-        length = 8 + int.from_bytes(whole[:8], "little")
-        if length > FIRST:
-            whole += self._received(length - FIRST)
-        message: dict[str, Any] = pickle.loads(whole[8:length])
+        return self.listen()()
+
+    def listen(self) -> Callable[[], dict[str, Any]]:
+        """Begin to receive an object; what this returns waits for it."""
+        first = self._receiving(FIRST)
+
+        def message() -> dict[str, Any]:
+            whole = first()
+            length = 8 + int.from_bytes(whole[:8], "little")
+            if length > FIRST:
+                whole += self._receiving(length - FIRST)()
+            found: dict[str, Any] = pickle.loads(whole[8:length])
+            return found
+
         return message
 
-    def _received(self, count: int) -> bytes:
+    def _receiving(self, count: int) -> Callable[[], bytes]:
         import torch
         import torch.distributed as dist
 
+        found = torch.empty(count, dtype=torch.uint8, device=self.device)
         with self.ranks.understanding(self.operation):
-            found = torch.empty(count, dtype=torch.uint8, device=self.device)
-            dist.recv(found, self.rank, group=self.ranks.group)
-            return bytes(found.cpu().numpy())
+            request = dist.irecv(found, self.rank, group=self.ranks.group)
+
+        def received() -> bytes:
+            with self.ranks.understanding(self.operation):
+                request.wait()
+                return bytes(found.cpu().numpy())
+
+        return received
 
     def exchange(self, operation: Callable[..., Any], layers: Parts) -> None:
-        """Send or receive these tensors, those of a layer in one batch, and wait for all.
+        """Send or receive these tensors, some in a batch, and wait for all.
 
         Layers come in turn whatever groups they lie in, which depends on the size of each pool.
-        NCCL shares the links out among the tensors of a batch: 64 of them at once took 7 % longer than two at a time.
         """
         import torch.distributed as dist
 
         requests: list[Any] = []
+        waiting = (each for tensors in layers for each in tensors if each.numel())
+        sizes = itertools.chain([2], itertools.repeat(TOGETHER))  # the first are on their way while the next are listed
         with self.ranks.understanding(self.operation):
-            for tensors in layers:
-                batch = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in tensors if each.numel()]
-                requests += dist.batch_isend_irecv(batch) if batch else []
+            while batch := list(itertools.islice(waiting, next(sizes))):
+                parts = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in batch]
+                requests += dist.batch_isend_irecv(parts)
             for request in requests:
                 request.wait()
 
@@ -230,103 +260,108 @@ class _Peer:
 class _Exchange:
     """The blocks of a pool that are sent or received, of all layers, as tensors of bytes."""
 
-    def __init__(self, pool: PagedKVCacheStore, peer: _Peer, chosen: list[int]) -> None:
+    def __init__(self, pool: PagedKVCacheStore, peer: _Peer) -> None:
         self.pools = pool._pools
         self.live = pool.runtime
         self.peer = peer
-        self.chosen = chosen
         # Memory that torch sees, and that the group's backend takes.
         self.direct = self.live.is_cpu or (self.live.is_cuda and not peer.by_host)
-        self.together = bool(chosen) and chosen[-1] - chosen[0] + 1 == len(chosen)
+        self.live.synchronize()
 
-    def send(self) -> None:
-        """Send the blocks."""
+    def send(self, chosen: list[int]) -> None:
+        """Send these blocks."""
         import torch.distributed as dist
 
-        if not self.chosen:
+        if not chosen:
             return
-        self.live.synchronize()
-        if self.direct and self.together:
-            found = [self._in_place(group) for group in self.pools.groups]
+        n, form = len(chosen), self.pools.form
+        held: list[Any] = []  # a launch keeps no memory alive
+        if self.direct and _side_by_side(chosen):
+            found = self._in_place(chosen)
         elif self.direct:
-            found, n, held = [], len(self.chosen), []  # a launch keeps no memory alive
-            for group in self.pools.groups:
-                apart = self._apart(group)
-                pairs = to_device(group.pairs(self.chosen, range(n), self.pools.form.num_blocks, n), self.live)
-                for array, to in zip(group.arrays, apart, strict=True):
-                    blocks.swap_chosen(array, view(to, "blocks", self.peer.operation), pairs, self.live)
-                found.append(self._by_layer(apart, group))
-                held.append(pairs)
-            self._wait()
-        else:
-            host = self.pools.read_blocks(self.chosen)
-            found = [self._host(arrays, group) for group, arrays in zip(self.pools.groups, host, strict=True)]
-        self.peer.exchange(dist.isend, itertools.chain.from_iterable(found))
-
-    def receive(self) -> None:
-        """Receive the blocks, in place or to be written where they belong."""
-        import torch.distributed as dist
-
-        if not self.chosen:
-            return
-        self.live.synchronize()
-        n = len(self.chosen)
-        if self.direct and self.together:
-            self.peer.exchange(dist.irecv, itertools.chain.from_iterable(map(self._in_place, self.pools.groups)))
-            self._wait()
-        elif self.direct:
-            apart = [self._apart(group) for group in self.pools.groups]
-            found = [self._by_layer(a, group) for group, a in zip(self.pools.groups, apart, strict=True)]
-            self.peer.exchange(dist.irecv, itertools.chain.from_iterable(found))
-            held = []
+            apart = self._apart(n)
             for group, arrays in zip(self.pools.groups, apart, strict=True):
-                pairs = to_device(group.pairs(range(n), self.chosen, n, self.pools.form.num_blocks), self.live)
-                for array, given in zip(group.arrays, arrays, strict=True):
-                    blocks.swap_chosen(view(given, "blocks", self.peer.operation), array, pairs, self.live)
+                pairs = to_device(group.pairs(chosen, range(n), form.num_blocks, n), self.live)
+                for array, to in zip(group.arrays, arrays, strict=True):
+                    blocks.swap_chosen(array, to, pairs, self.live)
                 held.append(pairs)
             self.live.synchronize()
-            self._wait()
+            found = self._by_layer([list(map(_bytes, arrays)) for arrays in apart])
+        else:
+            found = self._by_layer([list(map(_bytes_of_host, arrays)) for arrays in self.pools.read_blocks(chosen)])
+        self.peer.exchange(dist.isend, found)
+
+    def receive(self, chosen: list[int]) -> None:
+        """Receive these blocks, in place or to be written where they belong."""
+        import torch.distributed as dist
+
+        if not chosen:
+            return
+        n, form = len(chosen), self.pools.form
+        held: list[Any] = []
+        if self.direct and _side_by_side(chosen):
+            self.peer.exchange(dist.irecv, self._in_place(chosen))
+            self._settle()
+        elif self.direct:
+            apart = self._apart(n)
+            self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes, arrays)) for arrays in apart]))
+            for group, arrays in zip(self.pools.groups, apart, strict=True):
+                pairs = to_device(group.pairs(range(n), chosen, n, form.num_blocks), self.live)
+                for array, given in zip(group.arrays, arrays, strict=True):
+                    blocks.swap_chosen(given, array, pairs, self.live)
+                held.append(pairs)
+            self._settle()
         else:
             host = [
                 [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
                 for group in self.pools.groups
             ]
-            found = [self._host(arrays, group) for group, arrays in zip(self.pools.groups, host, strict=True)]
-            self.peer.exchange(dist.irecv, itertools.chain.from_iterable(found))
-            self.pools.write_blocks(host, range(n), self.chosen)
+            self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes_of_host, arrays)) for arrays in host]))
+            self.pools.write_blocks(host, range(n), chosen)
 
-    def _wait(self) -> None:
-        """Until what was launched on torch's stream is done, which another launcher does not wait for."""
-        if self.live.is_cuda:
+    def _settle(self) -> None:
+        """Wait until the blocks are there, where launches do not come behind what torch's stream was given."""
+        if self.live.is_cuda and launch.launcher_report(self.live)["launcher"] != "native":
             import torch
 
-            torch.cuda.current_stream().synchronize()
+            self.live.synchronize()
+            torch.cuda.current_stream(self.live.device).synchronize()
 
-    def _in_place(self, group: LayerGroup) -> Parts:
-        """The blocks, which lie side by side, in the pool's own memory."""
-        first, n, size = self.chosen[0], len(self.chosen), self.pools.form.num_blocks
-        rows = [CacheArray(a, self.live).torch() for a in group.arrays]
-        starts = [layer * size + first for layer in range(group.layers)]
-        return ([_bytes(a[start : start + n]) for a in rows] for start in starts)
+    def _in_place(self, chosen: list[int]) -> Parts:
+        """Blocks that lie side by side, in the pool's own memory."""
+        first, n, size = chosen[0], len(chosen), self.pools.form.num_blocks
+        for group in self.pools.groups:
+            memory = [(_bytes(a), a.nbytes // a.shape[0]) for a in group.arrays]
+            for start in range(first, group.layers * size, size):
+                yield [whole[start * block : (start + n) * block] for whole, block in memory]
 
-    def _apart(self, group: LayerGroup) -> list[Any]:
-        """Memory for the blocks of these layers, one after the other."""
-        like = CacheArray(group.arrays[0], self.live).torch()
-        n = group.layers * len(self.chosen)
-        return [new_like(like, (n, *a.shape[1:]), a.dtype, self.live) for a in group.arrays]
+    def _apart(self, n: int) -> list[list[ArrayView]]:
+        """Memory for so many blocks: of each group its arrays, of layers one after the other."""
+        return [
+            [new_array((group.layers * n, *a.shape[1:]), a.dtype, self.live) for a in group.arrays]
+            for group in self.pools.groups
+        ]
 
-    def _by_layer(self, apart: list[Any], group: LayerGroup) -> Parts:
-        """Parts of such memory."""
-        return [[_bytes(a) for a in arrays] for arrays in zip(*(a.chunk(group.layers) for a in apart), strict=True)]
-
-    def _host(self, arrays: list[HostArray], group: LayerGroup) -> Parts:
-        """The same of memory on the host."""
-        import torch
-
-        return self._by_layer([torch.from_numpy(a.reshape(-1).view(np.uint8)) for a in arrays], group)
+    def _by_layer(self, apart: list[list[Any]]) -> Parts:
+        """Parts of the bytes of such memory."""
+        for group, arrays in zip(self.pools.groups, apart, strict=True):
+            yield from map(list, zip(*(a.chunk(group.layers) for a in arrays), strict=True))
 
 
-def _bytes(tensor: Any) -> Any:
+def _side_by_side(chosen: list[int]) -> bool:
+    return chosen[-1] - chosen[0] + 1 == len(chosen)
+
+
+def _bytes(array: ArrayView) -> Any:
+    """The bytes of an array without gaps, as a tensor; the caller keeps the memory alive."""
     import torch
 
-    return tensor.reshape(-1).view(torch.uint8)
+    if array.device == "cpu":
+        return torch.from_numpy(host_bytes(array.ptr, array.nbytes))
+    return torch.as_tensor(CudaBytes(array.ptr, array.nbytes), device=array.device)
+
+
+def _bytes_of_host(array: HostArray) -> Any:
+    import torch
+
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
