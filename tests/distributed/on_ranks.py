@@ -328,8 +328,8 @@ def count_bytes(rank, world, group):
     found = [0]
     gather = ranks.Ranks.gather
 
-    def counted(self, mine, operation):
-        gathered = gather(self, mine, operation)
+    def counted(self, mine, operation, gathered=None):
+        gathered = gather(self, mine, operation, gathered)
         found[-1] += gathered.numel() * gathered.element_size() - mine.numel() * mine.element_size()
         return gathered
 

@@ -30,6 +30,10 @@ def _form_number(form: tuple[Any, ...]) -> int:
     return _forms.keep(form, next(_numbers)) if found is None else found
 
 
+# By the form of an array and how it is seen anew, a view of that form; of other addresses only the alignment counts.
+_restrided: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
+
+
 class ArrayView:
     """Where an array lies: pointer (or handle and byte offset), shape, strides in elements, dtype, device."""
 
@@ -130,15 +134,26 @@ class ArrayView:
     def restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> ArrayView:
         """The same memory seen with another shape and strides, starting `first` elements further on."""
         jump = first * self.dtype.itemsize
+        if not self.ptr:
+            return self._restrided(shape, strides, 0, self.offset + jump)
+        key = (self.key, shape, strides, first)
+        like = _restrided.get(key)
+        if like is None:
+            like = _restrided.keep(key, self._restrided(shape, strides, self.ptr + jump, self.offset).without_owner())
+        found = like.at_address(self.ptr + jump)
+        found.owner = self.owner
+        return found
+
+    def _restrided(self, shape: tuple[int, ...], strides: tuple[int, ...], ptr: int, offset: int) -> ArrayView:
         return ArrayView(
-            self.ptr + jump if self.ptr else 0,
+            ptr,
             shape,
             strides,
             self.dtype,
             self.device,
             writable=self.writable,
             handle=self.handle,
-            offset=self.offset + (0 if self.ptr else jump),
+            offset=offset,
             owner=self.owner,
         )
 

@@ -33,6 +33,7 @@ class Ranks:
                 f"torch.distributed.init_process_group() first, and start the processes by torchrun."
             )
         self.group = dist.group.WORLD if group is None else group
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # so before torch 2.13
         with self.understanding(operation):
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
@@ -41,20 +42,20 @@ class Ranks:
                 f"processes of the group alone."
             )
 
-    def gather(self, mine: Any, operation: str) -> Any:
-        """A tensor of each rank, stacked: one collective.
+    def gather(self, mine: Any, operation: str, found: Any = None) -> Any:
+        """A tensor of each rank, stacked, in memory that is given or new: one collective.
 
         Raises:
             GroupError: it failed.
         """
         import torch
 
-        dist = torch.distributed
-        found = mine.new_empty((self.world, *mine.shape))
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        if found is None:
+            found = mine.new_empty((self.world, *mine.shape))
         with self.understanding(operation):
-            dist.get_rank(self.group)  # which knows that a group was destroyed; a collective may not
-            gather(found.view(-1), mine.view(-1), group=self.group)
+            if self.group is not torch.distributed.group.WORLD:
+                torch.distributed.get_rank(self.group)  # which knows that a group was destroyed; a collective may not
+            self._gather(found.view(-1), mine.view(-1), group=self.group)
         return found
 
     def gather_objects(self, mine: Any, operation: str) -> list[Any]:

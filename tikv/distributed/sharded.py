@@ -14,12 +14,14 @@ from tikv.arrays import ArrayView, CacheArray, describe, new_like, to_device, vi
 from tikv.distributed import saved
 from tikv.distributed.deal import Deal
 from tikv.distributed.dealt_store import DealtStore
+from tikv.distributed.parts import Parts, PartsOfStore
 from tikv.distributed.ranks import Ranks
 from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.options import query_shape
 from tikv.ops.attention.terms import Terms, check_scores
+from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, replacing
 from tikv.stores.attend import (
     MISSING,
@@ -145,6 +147,8 @@ class ShardedKVCacheStore:
             deal = Deal(by_tokens.rank, by_tokens.world, interleave)
             self.local = self._dealt = DealtStore(deal, num_kv_heads=share, **form)
         self._debug = self.local.runtime.debug
+        self._parts = PartsOfStore(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
+        self._fitting: BoundedCache[tuple[int, int], bool] = BoundedCache()  # forms of q and out
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
@@ -232,19 +236,21 @@ class ShardedKVCacheStore:
                     f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
                 )
             with store.lock:
-                result = self._results(operation, q, found, out)
-                parts = self._parts(q, shape.batch, shape.heads, shape.queries)
+                result, to = self._result(operation, q, found, out)
+                lse = None
+                if return_lse or wanted != 0:
+                    lse = new_like(q, found.shape[:-1], dtypes.float32, store.runtime)
+                parts = self._parts.of(shape[:3], self._device_of(q))
                 query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
-                own = view(parts, "parts", operation)
-                store.attend_own(operation, layer, query, own, scores, missing, seq_lens, slopes)
-                to, to_lse = (view(a, "out", operation) for a in result)
+                store.attend_own(operation, layer, query, parts.own_view, scores, missing, seq_lens, slopes)
+                to_lse = parts.lse_view if lse is None else view(lse, "lse", operation)
                 if found.ndim == 3:
-                    to, to_lse = of_one_query(to), of_one_query(to_lse)
+                    to, to_lse = of_one_query(to), to_lse if lse is None else of_one_query(to_lse)
                 self._merge(operation, parts, to, to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return results_of(result[0], result[1] if return_lse else None, mass)
+        return results_of(result, lse if return_lse else None, mass)
 
     def extend(
         self,
@@ -294,20 +300,20 @@ class ShardedKVCacheStore:
             with store.lock:
                 query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
                 sinks, slopes = self._terms(operation, Terms(*added), *query.shape[:2])
-                result = self._results(operation, q, view(q, "q", operation), None)
+                given = view(q, "q", operation)
+                result, out = self._result(operation, q, given, None)
+                lse = new_like(q, given.shape[:-1], dtypes.float32, store.runtime)
                 to, to_lse = (
-                    head_major(with_batch(view(a, "out", operation), n), *axes)
-                    for a, n in zip(result, (4, 3), strict=True)
+                    head_major(with_batch(a, n), *axes) for a, n in ((out, 4), (view(lse, "lse", operation), 3))
                 )
                 if query.shape[2]:
-                    parts = self._parts(q, *query.shape[:3])
-                    own = view(parts, "parts", operation)
-                    store.extend_own(operation, layer, rows, layout, query, own, scores, slopes)
+                    parts = self._parts.of(query.shape[:3], self._device_of(q))
+                    store.extend_own(operation, layer, rows, layout, query, parts.own_view, scores, slopes)
                     self._merge(operation, parts, to, to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return results_of(result[0], result[1] if return_lse else None, mass)
+        return results_of(result, lse if return_lse else None, mass)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
@@ -509,35 +515,33 @@ class ShardedKVCacheStore:
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
 
-    def _results(self, operation: str, q: Any, found: ArrayView, out: Any) -> tuple[Any, Any]:
-        """Arrays for the result and its log-sum-exps, in the shape of q.
+    def _result(self, operation: str, q: Any, found: ArrayView, out: Any) -> tuple[Any, ArrayView]:
+        """An array for the result, in the shape of q, and where it lies.
 
         Raises:
             ShapeError, DTypeError, ArchError: what was given as `out` does not fit.
         """
         live, shape = self.local.runtime, (*found.shape[:-1], self.local.head_dim_v)
-        if out is not None:
-            to = view(out, "out", operation)
+        if out is None:
+            out = new_like(q, shape, found.dtype, live)
+            return out, view(out, "out", operation)
+        to = view(out, "out", operation)
+        if (found.key, to.key) not in self._fitting:
             checks.on_device([("out", to)], live, operation)
             checks.writable(to, "out", operation)
             checks.same_dtype(found, to, "q", "out", operation)
             if to.shape != shape:
                 raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
-            checks.disjoint([("q", found, False), ("out", to, True)], operation)
-        else:
-            out = new_like(q, shape, found.dtype, live)
-        return out, new_like(q, found.shape[:-1], dtypes.float32, live)
+            self._fitting.keep((found.key, to.key), True)
+        checks.disjoint([("q", found, False), ("out", to, True)], operation)
+        return out, to
 
-    def _parts(self, q: Any, *shape: int) -> Any:
-        """A tensor for this rank's part: each row's result, and behind it its log-sum-exp."""
-        return self._floats(q, *shape, self.local.head_dim_v + 1)
-
-    def _floats(self, q: Any, *shape: int) -> Any:
-        """A float32 tensor, where q lies."""
+    def _device_of(self, q: Any) -> Any:
+        """Where torch makes tensors that go with q."""
         import torch
 
-        device = q.device if isinstance(q, torch.Tensor) else "cuda" if self.local.runtime.is_cuda else "cpu"
-        return torch.empty(shape, dtype=torch.float32, device=device)
+        live = self.local.runtime
+        return q.device if isinstance(q, torch.Tensor) else live.device if live.is_cuda else "cpu"
 
     def _terms(
         self, operation: str, terms: Terms, batch: int, heads: int
@@ -551,10 +555,10 @@ class ShardedKVCacheStore:
         check_scores(operation, found, batch, heads, self.local.runtime)
         return found.pop("sink_logits", None), found
 
-    def _merge(self, operation: str, parts: Any, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
+    def _merge(self, operation: str, parts: Parts, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
         """Gather the parts of all ranks and write what they are together, sink logits counted once."""
-        gathered = self.ranks["tokens"].gather(parts, operation)
-        merge_parts(operation, view(gathered, "parts", operation), out, lse, sinks)
+        self.ranks["tokens"].gather(parts.own, operation, parts.all)
+        merge_parts(operation, parts.all_view, out, lse, sinks)
 
     def _mass(
         self,
@@ -581,7 +585,8 @@ class ShardedKVCacheStore:
         store = self._dealt
         assert store is not None
         where, counts = store.deal.places(store.held_positions(layer))
-        own = self._floats(like, store.batch_size, store.num_kv_heads, max(counts)).zero_()
+        shape = store.batch_size, store.num_kv_heads, max(counts)
+        own = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
         found = own
         if own.shape[2]:
             store.weigh_own(operation, layer, *last_queries(q, lse, wanted), own, scores)
