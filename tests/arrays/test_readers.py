@@ -533,6 +533,31 @@ def test_torch_names_of_dtypes():
         assert dtypes.parse(getattr(torch, row.name), "test") is row
 
 
+def test_a_part_is_the_same_view_however_often_it_is_seen():
+    """A view of the same form is taken for another address of the same alignment; memory is kept by each of its own."""
+
+    class Owner:
+        pass
+
+    for turn in range(2):
+        for start in (1 << 20, (1 << 20) + 8, (1 << 20) + 64 * 5):
+            owner = Owner()
+            whole = arrays.ArrayView(start, (40, 8), (8, 1), dtypes.float32, "cpu", owner=owner)
+            for first in range(70):
+                part = whole.restrided((2, 4), (8, 2), first)
+                at = start + 4 * first
+                want = arrays.ArrayView(at, (2, 4), (8, 2), dtypes.float32, "cpu")
+                assert (part.ptr, part.key, part.span) == (at, want.key, want.span), (turn, start, first)
+                assert (part.shape, part.strides, part.dtype, part.device) == ((2, 4), (8, 2), dtypes.float32, "cpu")
+                assert part.owner is owner
+                assert part.writable
+            gone = weakref.ref(owner)
+            del owner, whole, part
+            assert gone() is None, "what is remembered of views keeps no memory alive"
+    read_only = arrays.ArrayView(1 << 20, (40, 8), (8, 1), dtypes.float32, "cpu", writable=False)
+    assert not read_only.restrided((2, 4), (8, 2), 3).writable
+
+
 def test_an_array_describes_itself(arch):
     seen = arrays.view(np.zeros((8, 4096, 2), np.float16), "k", "test")
     assert repr(seen) == "f16[8,4096,2]"

@@ -139,3 +139,12 @@ def test_without_a_driver_there_is_no_current_gpu(monkeypatch):
     assert devices.num_gpus() == 0
     with devices.current_gpu(0):
         pass
+
+
+def test_of_a_device_that_is_not_there_the_current_one_stays(monkeypatch):
+    cuda = Driver(100)
+    monkeypatch.setattr(devices, "_cuda_library", lambda: cuda)
+    monkeypatch.setattr(cuda, "cuDeviceGet", lambda device, index: 101)
+    with devices.current_gpu(5):
+        assert cuda.current == 100
+    assert cuda.current == 100

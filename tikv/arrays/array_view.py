@@ -136,7 +136,7 @@ class ArrayView:
         jump = first * self.dtype.itemsize
         if not self.ptr:
             return self._restrided(shape, strides, 0, self.offset + jump)
-        key = (self.key, shape, strides, first)
+        key = (self.key, shape, strides, jump % ALIGNMENT)
         like = _restrided.get(key)
         if like is None:
             like = _restrided.keep(key, self._restrided(shape, strides, self.ptr + jump, self.offset).without_owner())

@@ -97,7 +97,8 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
         GroupError: the sender is gone.
         PositionError: there is no such rank. Whatever is raised, the pool is as it was.
 
-    Exactness, cost: as `send_sequence` says.
+    Exactness, cost: as `send_sequence` says. On CUDA it may return before the blocks are there, as torch's own `recv`
+        does: what is launched on torch's current stream comes behind them.
 
     Example, in each of two processes:
         >>> def prefill_and_decode(pool, rank):

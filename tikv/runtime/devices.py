@@ -225,13 +225,14 @@ def _primary_context(cuda: Any, index: int) -> ctypes.c_void_p | None:
 def current_gpu(index: int) -> Iterator[None]:
     """Let a CUDA device be the current one of this thread; torch's is as before in the end.
 
-    A thread that has none, since it has not used CUDA yet, keeps this one. Without a driver nothing happens.
+    A thread that has none, since it has not used CUDA yet, keeps this one. Without a driver or the device nothing happens.
     """
     cuda, before = _cuda(), ctypes.c_void_p()
-    if cuda is None or cuda.cuCtxGetCurrent(ctypes.byref(before)) != 0:
+    context = None if cuda is None else _primary_context(cuda, index)
+    if context is None or cuda.cuCtxGetCurrent(ctypes.byref(before)) != 0:
         yield
         return
-    cuda.cuCtxSetCurrent(_primary_context(cuda, index))
+    cuda.cuCtxSetCurrent(context)
     try:
         yield
     finally:

@@ -367,7 +367,8 @@ def _leave_behind() -> None:
     """In a forked process: whoever keeps a runtime asks before each launch whether it is alive, and now it is not."""
     forks.never_free([runtime.program for runtime in _made])
     if _current is not None and _current.alive:
-        _current.front = _FORKED
+        for runtime in (_current, *_current._others.values()):
+            runtime.front = _FORKED
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

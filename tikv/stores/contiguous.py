@@ -87,6 +87,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         formats appends and reads are a launch each for K and for V; attention is one.
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
     several calls.
+    GPUs: the memory lies on the one that is torch's current when the store is made.
     Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
     refused. `snapshot` copies what is held, `save` takes it to another process.
 

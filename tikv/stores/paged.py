@@ -73,6 +73,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
     waits for the device.
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
     several calls.
+    GPUs: the memory lies on the one that is torch's current when the store is made.
 
     Examples:
         >>> import numpy as np, tikv
