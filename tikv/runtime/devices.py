@@ -225,7 +225,7 @@ def _primary_context(cuda: Any, index: int) -> ctypes.c_void_p | None:
 def current_gpu(index: int) -> Iterator[None]:
     """Let a CUDA device be the current one of this thread; torch's is as before in the end.
 
-    A thread that has none, since it has not used CUDA yet, keeps this one. Without a driver or the device nothing happens.
+    A thread that has none, since it has not used CUDA yet, keeps this one. Without the device nothing happens.
     """
     cuda, before = _cuda(), ctypes.c_void_p()
     context = None if cuda is None else _primary_context(cuda, index)
