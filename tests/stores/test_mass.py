@@ -67,7 +67,6 @@ def test_mass_of_a_linear_layer(arch, rng):
     assert (oracle.to_numpy(store.extend(0, *nothing, layout="head_major", return_mass=True)[1]) == 0).all()
 
 
-@pytest.mark.full("vulkan")  # its parts run there, each by itself
 def test_mass_of_a_ring_is_in_the_order_of_its_tokens(arch, rng):
     """The sinks, then the oldest that is left; also after a trim, which leaves fewer than the window."""
     window, sinks = 8, 2
