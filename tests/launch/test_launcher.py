@@ -89,20 +89,27 @@ def kernel_stub(native=None, live=CUDA):
     return found
 
 
-def test_a_kernel_that_cannot_be_patched_stays_with_taichi(choice):
+@pytest.fixture
+def unpatchable(choice):
+    """The driver answers, and no kernel's PTX is of a form that is known."""
+
     def refuse(kernel):
         raise ptx.Unpatchable("a form nobody knows")
 
     choice.setattr(compiled, "load_native", refuse)
     choice.setattr(driver, "device", lambda index: None)
     choice.setattr(driver, "capturing", lambda index: False)
+    return choice
+
+
+def test_a_kernel_that_cannot_be_patched_stays_with_taichi(unpatchable):
     on_gpu = types.SimpleNamespace(device="cuda:0")
     kernel = kernel_stub()
     assert kernel._bind_native(1, (on_gpu,)) is None
     assert list(launch.launcher_report(CUDA)["fallbacks"].values()) == ["a form nobody knows"]
     assert kernel._bind_native(1, (on_gpu,)) is None
-    choice.setattr(launcher, "fallbacks", {})
-    choice.setenv("TIKV_LAUNCHER", "native")
+    unpatchable.setattr(launcher, "fallbacks", {})
+    unpatchable.setenv("TIKV_LAUNCHER", "native")
     with pytest.raises(ptx.Unpatchable):
         kernel._bind_native(1, (on_gpu,))
 
@@ -134,15 +141,8 @@ def test_another_gpu_needs_the_native_launcher(choice):
     )
 
 
-def test_what_the_native_launcher_cannot_take_is_refused_on_another_gpu(choice):
+def test_what_the_native_launcher_cannot_take_is_refused_on_another_gpu(unpatchable):
     """By the engine's launcher it would run on the first one."""
-
-    def refuse(kernel):
-        raise ptx.Unpatchable("a form nobody knows")
-
-    choice.setattr(compiled, "load_native", refuse)
-    choice.setattr(driver, "device", lambda index: None)
-    choice.setattr(driver, "capturing", lambda index: False)
     kernel = kernel_stub(live=SECOND)
     kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
     with pytest.raises(tikv.ArchError, match=r"cuda:1 needs the native launcher, which cannot take .*a form nobody"):

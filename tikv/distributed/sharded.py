@@ -237,16 +237,16 @@ class ShardedKVCacheStore:
                 )
             with store.lock:
                 result, to = self._result(operation, q, found, out)
-                lse = None
+                single = found.ndim == 3  # without an axis of its queries
+                parts = self._parts.of(shape[:3], self._device_of(q))
+                lse, to_lse = None, parts.lse_view
                 if return_lse or wanted != 0:
                     lse = new_like(q, found.shape[:-1], dtypes.float32, store.runtime)
-                parts = self._parts.of(shape[:3], self._device_of(q))
+                    to_lse = view(lse, "lse", operation)
+                    to_lse = of_one_query(to_lse) if single else to_lse
                 query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
                 store.attend_own(operation, layer, query, parts.own_view, scores, missing, seq_lens, slopes)
-                to_lse = parts.lse_view if lse is None else view(lse, "lse", operation)
-                if found.ndim == 3:
-                    to, to_lse = of_one_query(to), to_lse if lse is None else of_one_query(to_lse)
-                self._merge(operation, parts, to, to_lse, sinks)
+                self._merge(operation, parts, of_one_query(to) if single else to, to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None

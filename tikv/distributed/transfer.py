@@ -23,7 +23,7 @@ from tikv.stores.paged import PagedKVCacheStore
 from tikv.stores.pool_form import HostArray, in_full
 from tikv.stores.sequences import SequenceState
 
-Parts: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
+ByLayer: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
 FIRST = 1 << 14  # bytes of a message's first part
 # Tensors in a batch. NCCL shares the links out among those of a batch, and a batch takes the host 50 us: 64 tensors of
 # 67 MB between two H200 take 12.7, 12.4, 12.1 and 12.7 ms in batches of 1, 2, 8 and 64, one of as many bytes 11.7; with
@@ -240,7 +240,7 @@ class _Peer:
 
         return received
 
-    def exchange(self, operation: Callable[..., Any], layers: Parts) -> None:
+    def exchange(self, operation: Callable[..., Any], layers: ByLayer) -> None:
         """Send or receive these tensors, some in a batch, and wait for all.
 
         Layers come in turn whatever groups they lie in, which depends on the size of each pool.
@@ -252,8 +252,8 @@ class _Peer:
         sizes = itertools.chain([2], itertools.repeat(TOGETHER))  # the first are on their way while the next are listed
         with self.ranks.understanding(self.operation):
             while batch := list(itertools.islice(waiting, next(sizes))):
-                parts = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in batch]
-                requests += dist.batch_isend_irecv(parts)
+                listed = [dist.P2POp(operation, each, self.rank, self.ranks.group) for each in batch]
+                requests += dist.batch_isend_irecv(listed)
             for request in requests:
                 request.wait()
 
@@ -275,17 +275,11 @@ class _Exchange:
 
         if not chosen:
             return
-        n, form = len(chosen), self.pools.form
-        held: list[Any] = []  # a launch keeps no memory alive
         if self.direct and _side_by_side(chosen):
             found = self._in_place(chosen)
         elif self.direct:
-            apart = self._apart(n)
-            for group, arrays in zip(self.pools.groups, apart, strict=True):
-                pairs = to_device(group.pairs(chosen, range(n), form.num_blocks, n), self.live)
-                for array, to in zip(group.arrays, arrays, strict=True):
-                    blocks.swap_chosen(array, to, pairs, self.live)
-                held.append(pairs)
+            apart = self._apart(len(chosen))
+            _held = self._move(chosen, apart, out_of_pool=True)
             self.live.synchronize()
             found = self._by_layer([list(map(_bytes, arrays)) for arrays in apart])
         else:
@@ -298,19 +292,14 @@ class _Exchange:
 
         if not chosen:
             return
-        n, form = len(chosen), self.pools.form
-        held: list[Any] = []
+        n = len(chosen)
         if self.direct and _side_by_side(chosen):
             self.peer.exchange(dist.irecv, self._in_place(chosen))
             self._settle()
         elif self.direct:
             apart = self._apart(n)
             self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes, arrays)) for arrays in apart]))
-            for group, arrays in zip(self.pools.groups, apart, strict=True):
-                pairs = to_device(group.pairs(range(n), chosen, n, form.num_blocks), self.live)
-                for array, given in zip(group.arrays, arrays, strict=True):
-                    blocks.swap_chosen(given, array, pairs, self.live)
-                held.append(pairs)
+            _held = self._move(chosen, apart, out_of_pool=False)
             self._settle()
         else:
             host = [
@@ -320,6 +309,17 @@ class _Exchange:
             self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes_of_host, arrays)) for arrays in host]))
             self.pools.write_blocks(host, range(n), chosen)
 
+    def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
+        """Copy these blocks to memory of their own, or from there; what it returns has to live until that is done."""
+        n, size, held = len(chosen), self.pools.form.num_blocks, []
+        for group, arrays in zip(self.pools.groups, apart, strict=True):
+            sides = (chosen, range(n), size, n) if out_of_pool else (range(n), chosen, n, size)
+            held.append(to_device(group.pairs(*sides), self.live))
+            for pair in zip(group.arrays, arrays, strict=True):
+                src, dst = pair if out_of_pool else pair[::-1]
+                blocks.swap_chosen(src, dst, held[-1], self.live)
+        return held
+
     def _settle(self) -> None:
         """Wait until the blocks are there, where launches do not come behind what torch's stream was given."""
         if self.live.is_cuda and launch.launcher_report(self.live)["launcher"] != "native":
@@ -328,7 +328,7 @@ class _Exchange:
             self.live.synchronize()
             torch.cuda.current_stream(self.live.device).synchronize()
 
-    def _in_place(self, chosen: list[int]) -> Parts:
+    def _in_place(self, chosen: list[int]) -> ByLayer:
         """Blocks that lie side by side, in the pool's own memory."""
         first, n, size = chosen[0], len(chosen), self.pools.form.num_blocks
         for group in self.pools.groups:
@@ -343,7 +343,7 @@ class _Exchange:
             for group in self.pools.groups
         ]
 
-    def _by_layer(self, apart: list[list[Any]]) -> Parts:
+    def _by_layer(self, apart: list[list[Any]]) -> ByLayer:
         """Parts of the bytes of such memory."""
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             yield from map(list, zip(*(a.chunk(group.layers) for a in arrays), strict=True))
