@@ -389,3 +389,6 @@ def test_a_stream_of_the_other_gpu_is_an_error(rng):
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize(1)
     assert not cache[:, 1].any()
+    memory = arrays.Memory(1 << 20, runtime.current().on_gpu(1))
+    del memory  # torch ends the process where it frees what a stream of another GPU is said to have used
+    torch.cuda.synchronize(1)

@@ -461,10 +461,10 @@ def differs(got: Any, want: Array, tolerance: float | None) -> str:
 
 
 def attempt(live: runtime.Runtime, operation: str, dtype: str) -> Trial | None:
-    """Run one operation in one dtype; None where the dtype means nothing to it."""
+    """Run one operation in one dtype, on torch's current GPU of several; None where the dtype means nothing to it."""
     compared = 0
     try:
-        for got, want, tolerance in OPERATIONS[operation](Bench(live), *DTYPES[dtype]):
+        for got, want, tolerance in OPERATIONS[operation](Bench(arrays.runtime_of()), *DTYPES[dtype]):
             wrong = differs(got, want, tolerance)
             if wrong:
                 return Trial(live.arch, operation, dtype, FAILED, wrong)

@@ -157,6 +157,18 @@ def test_a_thread_without_a_context_gets_one_and_a_second_failure_is_raised(reco
     assert len(recorder.launched) == 1
 
 
+def test_a_stream_that_the_driver_refuses_is_not_kept(recorder, monkeypatch):
+    bound, _ = bound_of(recorder)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "stream", lambda index: 64)
+        recorder.failures = [Refused(400), Refused(400)]
+        with pytest.raises(tikv.ArchError, match="example: the CUDA driver says"):
+            bound.launch()
+    assert bound.kernel.runtime.side_streams == set(), "torch would be told of it when memory is freed"
+    bound.launch()
+    assert [stream for _, stream, _ in recorder.launched] == [0]
+
+
 def test_a_position_is_not_baked_into_a_graph(recorder, monkeypatch):
     bound, _ = bound_of(recorder)
     monkeypatch.setattr(driver, "stream", lambda index: 64)

@@ -147,7 +147,7 @@ class NativeBound(Bound):
         self._index = device.index
         self._function = native.function
         self._parameters_at = ctypes.addressof(self._parameters)
-        self._stream = 0
+        self._stream: int | None = 0  # on which the last launch went; None after one that was refused
         self._by_host = False  # whether the host changes entries from launch to launch
         most = driver.multiprocessors(device.index) * BLOCKS_PER_MULTIPROCESSOR
         blocks = blocks_of(iterations, native.block, most, kernel.name)
@@ -179,11 +179,13 @@ class NativeBound(Bound):
             refuse_during_capture(self.kernel.runtime, self.kernel.name)
         if stream != self._stream:
             self._config.hStream = driver.stream_object(stream)
-            self._stream = stream
-            if stream:
-                self.kernel.runtime.side_streams.add(stream)
+            self._stream = None
         if self._call(self._config, self._function, self._parameters_at, 0)[0]:
             # A thread that has not used CUDA yet has no context, and the default stream is that of the current device;
             # a second failure is one.
             with self._device.entered():
                 driver.checked(self._call(self._config, self._function, self._parameters_at, 0), self.kernel.name)
+        if stream != self._stream:  # torch, which frees memory, must not hear of a stream that the driver refuses
+            self._stream = stream
+            if stream:
+                self.kernel.runtime.side_streams.add(stream)
