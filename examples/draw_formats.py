@@ -186,12 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"), metavar="FOLDER")
     options = parser.parse_args()
-    tikv.init("cpu")
-    pictures = {f"{make.__name__}.svg": make() for make in (layouts, formats, exact)}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        for name, svg in pictures.items():
-            (options.out / name).write_text(svg, encoding="utf-8")
+        tikv.init("cpu")
+        for make in (layouts, formats, exact):
+            svg = make()
+            (options.out / f"{make.__name__}.svg").write_text(svg, encoding="utf-8")
     except OSError as error:
         parser.error(f"--out {options.out}: {error}")
 

@@ -297,14 +297,16 @@ def test_support_says_what_is_not_on_this_machine(capsys):
     assert "metal: not on this machine" in capsys.readouterr().out
 
 
-# Each dtype has kernels of its own, which the operations' own tests compile too.
+# Each dtype has kernels of its own, which the operations' own tests compile too. On Vulkan attention's take longest.
 EVERY, FEW = ("copy", "write_slots", "decode_attention"), ("float32", "float64", "int8", "quant4_64")
+ATTENDS = ("paged_decode_attention", "KVCacheStore", "PagedKVCacheStore")
 
 
 @pytest.mark.parametrize(
     ("operation", "columns"),
     [
-        *(pytest.param(op, FEW, id=f"{op}-few", marks=pytest.mark.thorough)
+        *(pytest.param(op, FEW, id=f"{op}-few",
+                       marks=[pytest.mark.thorough] + [pytest.mark.full("vulkan")] * (op in ATTENDS))
           for op in support.OPERATIONS if op not in EVERY or op == "decode_attention"),
         *(pytest.param(op, tuple(support.DTYPES), id=op,
                        marks=[pytest.mark.thorough] * (op != "copy") + [pytest.mark.full] * (op not in EVERY)

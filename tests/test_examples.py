@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -215,20 +216,33 @@ def test_many_processes_write_what_one_writes():
         ("cuda_graph_decode.py", ["--tokens", "0"], "--tokens 0: at least 1"),
         ("cuda_graph_decode.py", ["--layers", "0"], "--layers 0: at least 1"),
         ("cuda_graph_decode.py", ["--width", "100"], "--width 100: a multiple of 16"),
-        ("hf_generate.py", ["--tokens", "0"], "--tokens 0: at least 1"),
-        ("hf_generate.py", ["--dtype", "int32"], "invalid choice: 'int32'"),
-        ("hf_generate.py", ["nowhere/at/all"], "nowhere/at/all: "),
     ],
 )
 def test_the_other_examples_say_what_is_wrong(script, arguments, words):
-    if script in ("cuda_graph_decode.py", "hf_generate.py", "many_processes.py"):
+    if script in ("cuda_graph_decode.py", "many_processes.py"):
         pytest.importorskip("torch")
-    if script == "hf_generate.py":
-        pytest.importorskip("transformers")
     result = run(*arguments, script=script)
     assert result.returncode == 2, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "0"], "--tokens 0: at least 1"),
+        (["--dtype", "int32"], "invalid choice: 'int32'"),
+        (["nowhere/at/all"], "nowhere/at/all: "),
+    ],
+)
+def test_hf_generate_says_what_is_wrong(arguments, words, monkeypatch, capsys):
+    """In this process: a new one would import torch and transformers for ten seconds."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", ["hf_generate.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "hf_generate.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_tree_of_guesses_writes_the_text_of_plain_decoding(model):

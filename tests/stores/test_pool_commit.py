@@ -8,6 +8,8 @@ import tikv
 from tikv.ops import compact
 from tikv.stores import head_rows, storage
 
+pytestmark = pytest.mark.thorough
+
 LAYERS, HEADS, WIDTH, PAGE = 2, 2, 32, 4
 FORM = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 24, "block_size": PAGE}
 SWAPPED = 3  # the sequence of refused calls that lies in host memory

@@ -10,6 +10,8 @@ import pytest
 import tikv
 from tikv import reference
 
+pytestmark = pytest.mark.thorough
+
 LAYERS, HEADS, GROUP, WIDTH, PAGE = 2, 3, 2, 16, 4
 ROPE = tikv.Rope([1.0, 0.3, 0.05, 0.01])
 
@@ -108,7 +110,7 @@ class Model:
 @pytest.mark.full(each_value=True)
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [("float16", "NHD"), pytest.param("int8", "HND", marks=pytest.mark.thorough), ("int8", "NHD")],
+    [("float16", "NHD"), ("int8", "HND"), ("int8", "NHD")],
 )
 def test_a_layer_keeps_what_it_is_told(arch, rng, dtype, layout):
     """Append, compact, append, attend and extend, of layers that keep different tokens."""
