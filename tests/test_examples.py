@@ -241,8 +241,10 @@ def test_hf_generate_says_what_is_wrong(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hf_generate.py", *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / "hf_generate.py"), run_name="__main__")
-    assert end.value.code == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    assert words in said
+    assert "Traceback" not in said
 
 
 def test_a_tree_of_guesses_writes_the_text_of_plain_decoding(model):
