@@ -90,7 +90,7 @@ def place(array, arch):
 
 
 def to_numpy(array) -> np.ndarray:
-    """The values of a NumPy array, a torch tensor, a CacheArray or a ti.ndarray, with the bits they have."""
+    """The values of an array of NumPy, torch, JAX, tikv or the engine, with the bits they have."""
     if isinstance(array, np.ndarray | np.generic):
         return np.asarray(array)
     if type(array).__module__.split(".")[0] == "torch":
@@ -104,6 +104,8 @@ def to_numpy(array) -> np.ndarray:
     for method in ("copy_to_host", "to_numpy"):
         if hasattr(array, method):
             return getattr(array, method)()
+    if hasattr(array, "__array__"):
+        return np.asarray(array)
     raise TypeError(f"to_numpy: no way to read a {type(array).__name__}")
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import sys
 import types
 import weakref
 
@@ -40,7 +41,7 @@ class Exporter:
         self.array = array
 
     def __dlpack__(self, **requests):
-        return dlpack.export(arrays.view(self.array, "array", "test"), self.array)
+        return dlpack.export(arrays.view(self.array, "array", "test"))
 
     def __dlpack_device__(self):
         return 1, 0
@@ -271,12 +272,25 @@ def test_exports_over_dlpack(arch, dtype):
 @pytest.mark.archs("cpu", "cuda")
 def test_an_export_that_nobody_takes_is_freed(arch):
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=5)
-    before = len(dlpack._exports)
+    memory = store.keys(0)._array.owner
+    before = sys.getrefcount(memory)
     for _ in range(100):
         capsule = store.keys(0).__dlpack__()
-        assert len(dlpack._exports) == before + 1
+        assert sys.getrefcount(memory) == before + 1
         del capsule
-        assert len(dlpack._exports) == before
+        assert sys.getrefcount(memory) == before
+
+
+@pytest.mark.archs("cpu", "cuda")
+def test_an_export_may_end_while_an_error_is_on_its_way(arch):
+    """As when a call fails that is given another library's array of it: the error arrives all the same."""
+    torch = pytest.importorskip("torch")
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=5)
+    for _ in range(3):
+        with pytest.raises(TypeError, match="no keyword arguments"):
+            gc.is_tracked(torch.from_dlpack(store.keys(0)), wrong=1)
+        with pytest.raises(KeyError, match="no such"):
+            [torch.from_dlpack(store.keys(0)), {}["no such"]]
 
 
 @pytest.mark.archs("cpu", "vulkan", "metal")
@@ -454,6 +468,38 @@ def test_torch_tensors_that_cannot_be_seen(arch, make, error, message):
         tikv.copy(make(torch), oracle.place(np.zeros((2, 5, 8), np.float32), arch), position=0)
 
 
+@pytest.mark.archs("cpu", "vulkan", "metal")
+def test_what_is_read_only_over_dlpack_is_read_and_never_written(arch, rng):
+    """It can say so since DLPack 1.0."""
+    src = oracle.random_bits(rng, (1, 2, 8), np.float32)
+    given = Producer(read_only(src))
+    try:
+        given.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        pytest.skip("this NumPy knows DLPack before 1.0 alone")
+    cache = np.zeros((2, 5, 8), np.float32)
+    tikv.copy(given, cache, position=3)
+    oracle.assert_same_bits(cache[:, 3], src[0])
+    before = read_only(cache.copy())
+    with pytest.raises(tikv.ShapeError, match=r"copy: the destination cache .* is read-only"):
+        tikv.copy(src, Producer(before), position=0)
+    oracle.assert_same_bits(before, cache)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (1, 9)])
+def test_an_export_has_the_form_that_is_asked_for(arch, version):
+    """What knows of versions may write into a store's memory, since it says that it is not read-only."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=5, dtype="float32")
+    name = str(store.keys(0).__dlpack__(max_version=version))
+    if version is None or version < (1, 0):
+        assert '"dltensor"' in name
+    elif tuple(map(int, np.__version__.split(".")[:2])) >= (2, 1):
+        assert '"dltensor_versioned"' in name
+        np.from_dlpack(store.keys(0))[0, 1, 2] = 7
+        assert (store.keys(0).numpy()[0, 1, 2] == 7).all()
+
+
 class Elsewhere:
     """A DLPack tensor that claims to lie on another device, or to be of another dtype."""
 
@@ -462,7 +508,7 @@ class Elsewhere:
         self.array = np.zeros((1, 2, 8), np.float32)
 
     def __dlpack__(self, **requests):
-        capsule = dlpack.export(arrays.view(self.array, "array", "test"), self.array)
+        capsule = dlpack.export(arrays.view(self.array, "array", "test"))
         address = dlpack._capsule_pointer(capsule, b"dltensor")
         tensor = ctypes.cast(address, ctypes.POINTER(dlpack._DLManagedTensor)).contents.tensor
         tensor.device_type, tensor.code, tensor.bits, tensor.lanes = self.fields
@@ -475,7 +521,7 @@ class Elsewhere:
         (Elsewhere(device=8), tikv.ArchError, r"src lies on DLPack device 8\. Use CPU or CUDA memory"),
         (Elsewhere(code=5, bits=64), tikv.DTypeError, "src has dtype DLPack code 5, 64 bits, 1 lanes"),
         (Elsewhere(lanes=4), tikv.DTypeError, "src has dtype DLPack code 2, 32 bits, 4 lanes"),
-        (Producer(read_only(np.zeros((1, 2, 8), np.float32))), tikv.DTypeError, "src .* gave no DLPack capsule"),
+        (Producer(np.zeros((1, 2, 8), "U1")), tikv.DTypeError, "src .* gave no DLPack capsule"),
     ],
     ids=["metal", "complex", "lanes", "refuses"],
 )

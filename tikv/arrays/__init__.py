@@ -13,8 +13,9 @@ from tikv.arrays.array_view import describe as describe
 from tikv.arrays.array_view import host_bytes as host_bytes
 from tikv.arrays.array_view import is_contiguous as is_contiguous
 from tikv.arrays.cache_array import CacheArray as CacheArray
-from tikv.arrays.cache_array import new_like as new_like
 from tikv.arrays.gpus import runtime_of as runtime_of
+from tikv.arrays.kinds import handed_over as handed_over
+from tikv.arrays.kinds import new_like as new_like
 from tikv.arrays.last_call import last_call_test as last_call_test
 from tikv.arrays.last_call import view_all as view_all
 from tikv.arrays.memory import CudaBytes as CudaBytes

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import ArrayView, describe
-from tikv.arrays.memory import as_numpy, new_array, read_host, to_device
+from tikv.arrays.memory import as_numpy, read_host, to_device
 from tikv.dtypes import DType
 from tikv.errors import ArchError
 
@@ -108,12 +108,12 @@ class CacheArray(runtime.NotCopied):
             )
         return dlpack.device_of(array)
 
-    def __dlpack__(self, **_requests: Any) -> Any:
+    def __dlpack__(self, *, max_version: tuple[int, int] | None = None, **_requests: Any) -> Any:
         self.__dlpack_device__()
         array = self._array
         if array.device != "cpu":
             self._runtime.synchronize()
-        return dlpack.export(array, array.owner)
+        return dlpack.export(array, max_version)
 
     def copy_to_host(self) -> np.ndarray[Any, Any]:
         """A NumPy copy of the contents, from any device; waits for the launches so far."""
@@ -211,12 +211,3 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "eq", "ne", "lt",
         setattr(CacheArray, _method, _function)
 for _name in ("neg", "abs"):
     setattr(CacheArray, f"__{_name}__", _operator_of_one(_name))
-
-
-def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
-    """A new array of the kind of `like`: NumPy, torch on the same device, or a `CacheArray` for anything else."""
-    if isinstance(like, np.ndarray):
-        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
-    if hasattr(like, "new_empty"):
-        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
-    return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tikv import dtypes
 from tikv.arrays.array_view import ArrayView, contiguous_strides, require_memory, unknown_dtype
+from tikv.arrays.memory import as_numpy
 from tikv.errors import ArchError, DTypeError
 
 
@@ -26,46 +27,56 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    pass
+    _fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
-_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", _Deleter)]
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
 
+
+_STRUCTURES: dict[bytes, Any] = {b"dltensor": _DLManagedTensor, b"dltensor_versioned": _DLManagedTensorVersioned}
+_VERSION = 1, 0  # the newest that is read and written: since then a tensor may say that it is read-only
+_READ_ONLY = 1  # of the flags
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # kinds of devices
+HOST_KINDS = (_CPU, _CUDA_HOST)  # those whose memory is the host's
 
 # Prototypes of our own: the attributes of ctypes.pythonapi are shared with every other library in the process.
 _C = ctypes.PYFUNCTYPE
-_new_capsule: Any = _C(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
 _capsule_pointer: Any = _C(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _capsule_is_valid: Any = _C(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-# For a capsule that is being freed, which must not be referenced any more: by address.
-_dying_pointer: Any = _C(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-_dying_is_valid: Any = _C(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 
 
 def read(array: Any, name: str, operation: str) -> ArrayView:
     """See an array that speaks DLPack; the view keeps it and its capsule alive."""
     try:
-        capsule = array.__dlpack__()
+        try:
+            capsule = array.__dlpack__(max_version=_VERSION)
+        except TypeError:  # an older protocol
+            capsule = array.__dlpack__()
     except Exception as error:  # each library has errors of its own
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise DTypeError(
             f"{operation}: {name} ({type(array).__name__}) gave no DLPack capsule ({said}). Pass a copy of it."
         ) from error
-    if not _capsule_is_valid(capsule, b"dltensor"):
+    managed = _in(capsule)
+    if managed is None:
         raise DTypeError(
             f"{operation}: {name} ({type(array).__name__}) gave a DLPack capsule this library cannot read."
         )
-    tensor = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLManagedTensor)).contents.tensor
+    tensor: _DLTensor = managed.tensor
     dtype = dtypes.of_dlpack(tensor.code, tensor.bits)
     if dtype is None or tensor.lanes != 1:
         raise unknown_dtype(name, operation, f"DLPack code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes")
-    if tensor.device_type in (_CPU, _CUDA_HOST):
+    if tensor.device_type in HOST_KINDS:
         device = "cpu"
     elif tensor.device_type == _CUDA:
         device = f"cuda:{tensor.device_id}"
@@ -73,7 +84,8 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
         raise ArchError(f"{operation}: {name} lies on DLPack device {tensor.device_type}. Use CPU or CUDA memory.")
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else contiguous_strides(shape)
-    immutable = type(array).__module__.startswith("jax")  # its arrays are values; writing into one is undefined
+    # JAX's arrays are values, whatever they say: writing into one is undefined.
+    immutable = getattr(managed, "flags", 0) & _READ_ONLY or type(array).__module__.startswith("jax")
     # The capsule was not consumed, so its own destructor frees the export when the view goes.
     found = ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
@@ -89,26 +101,13 @@ def read(array: Any, name: str, operation: str) -> ArrayView:
     return found
 
 
-_exports: dict[int, Any] = {}
-
-
-# A tensor may die after this module at the interpreter's end: what its deleter needs are defaults of functions that
-# are never freed.
-def _release_export(managed: Any, exports: Any = _exports, address: Any = ctypes.addressof) -> None:
-    exports.pop(address(managed.contents), None)
-
-
-def _free_unconsumed(
-    capsule: int, exports: Any = _exports, is_valid: Any = _dying_is_valid, pointer: Any = _dying_pointer
-) -> None:
-    if is_valid(capsule, b"dltensor"):
-        exports.pop(pointer(capsule, b"dltensor"), None)
-
-
-_release_export_c = _Deleter(_release_export)
-_free_unconsumed_c = _C(None, ctypes.c_void_p)(_free_unconsumed)
-for _immortal in (_release_export_c, _free_unconsumed_c):
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_immortal))
+def _in(capsule: Any) -> Any:
+    """The structure that a capsule holds, in C's memory; None if nobody knows it, or it has been taken already."""
+    for name, structure in _STRUCTURES.items():
+        if _capsule_is_valid(capsule, name):
+            found = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(structure)).contents
+            return found if getattr(found, "major", _VERSION[0]) == _VERSION[0] else None
+    return None
 
 
 def device_of(array: ArrayView) -> tuple[int, int]:
@@ -116,15 +115,22 @@ def device_of(array: ArrayView) -> tuple[int, int]:
     return (_CPU, 0) if array.device == "cpu" else (_CUDA, int(array.device.partition(":")[2]))
 
 
-def export(array: ArrayView, owner: Any) -> Any:
-    """A capsule over `array`; `owner` lives until the consumer is done with it."""
-    managed = _DLManagedTensor()
-    shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-    strides = (ctypes.c_int64 * array.ndim)(*array.strides)
-    kind, index = device_of(array)
-    code, bits = array.dtype.dlpack
-    managed.tensor = _DLTensor(array.ptr, kind, index, array.ndim, code, bits, 1, shape, strides, 0)
-    managed.deleter = _release_export_c
-    address = ctypes.addressof(managed)
-    _exports[address] = (managed, shape, strides, owner)
-    return _new_capsule(address, b"dltensor", ctypes.cast(_free_unconsumed_c, ctypes.c_void_p))
+def export(array: ArrayView, max_version: tuple[int, int] | None = None) -> Any:
+    """A capsule over memory with an address; its owner lives until the consumer is done with it.
+
+    NumPy makes it, of words as wide as the elements, and dtype and device are put in after: it lets go of the memory by
+    a function in C. A consumer may call that while an error is on its way, which code in Python would lose.
+
+    Args:
+        array: what is handed out.
+        max_version: the newest form that the consumer knows; None for that of before there were versions.
+    """
+    words = as_numpy(array).view(f"u{array.dtype.itemsize}")
+    try:
+        capsule = words.__dlpack__(max_version=max_version)
+    except TypeError:  # NumPy before 2.1 knows no versions
+        capsule = words.__dlpack__()
+    tensor: _DLTensor = _in(capsule).tensor
+    tensor.code, tensor.bits = array.dtype.dlpack
+    tensor.device_type, tensor.device_id = device_of(array)
+    return capsule

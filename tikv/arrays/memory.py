@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays.array_view import ALIGNMENT, ArrayView, contiguous_strides
+from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides
 from tikv.dtypes import DType
 from tikv.errors import ArchError
 
@@ -28,9 +28,7 @@ class Memory:
         self.block: Any
         torch = sys.modules.get("torch")
         if live.is_cpu:
-            raw = np.empty(size + ALIGNMENT, np.uint8)
-            start = -raw.ctypes.data % ALIGNMENT
-            self.block = raw[start : start + size]
+            self.block = _aligned_bytes(size)
             self.ptr = self.block.ctypes.data
         elif live.is_cuda and torch is not None and torch.cuda.is_available():
             self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
@@ -106,6 +104,21 @@ def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zero
     return memory.array(tuple(shape), dtype)
 
 
+def new_host_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
+    """A contiguous array in memory of the host, whatever the device of the live runtime; aligned as `Memory` is."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    block = _aligned_bytes(max(ALIGNMENT, nbytes))
+    if zeroed:
+        block.fill(0)
+    return ArrayView(block.ctypes.data, tuple(shape), contiguous_strides(tuple(shape)), dtype, "cpu", owner=block)
+
+
+def _aligned_bytes(size: int) -> Host:
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size]
+
+
 def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
     """A copy of a host array in device memory of the live runtime."""
     dtype = dtypes.of_numpy(array.dtype)
@@ -116,11 +129,12 @@ def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
 
 
 def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
-    """Copy a contiguous host array over the start of memory that `Memory` made."""
-    block = to.owner.block
+    """Copy a contiguous host array over the start of memory of the host, or of what `Memory` made."""
     if to.device == "cpu":
         ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
-    elif hasattr(block, "from_numpy"):
+        return
+    block = to.owner.block
+    if hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
         with to.owner.runtime.engine_calls():

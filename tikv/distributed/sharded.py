@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tikv import dtypes
-from tikv.arrays import ArrayView, CacheArray, describe, new_like, to_device, view
+from tikv.arrays import ArrayView, describe, new_like, view, write_host
 from tikv.distributed import saved
 from tikv.distributed.deal import Deal
 from tikv.distributed.dealt_store import DealtStore
@@ -594,8 +592,9 @@ class ShardedKVCacheStore:
             found = self.ranks["tokens"].gather(own, operation)[ranks, :, :, places].permute(1, 2, 0).contiguous()
         if isinstance(like, torch.Tensor):
             return found
-        host = found.cpu().numpy()
-        return host if isinstance(like, np.ndarray) else CacheArray(to_device(host, store.runtime), store.runtime)
+        mass = new_like(like, found.shape, dtypes.float32, store.runtime)
+        write_host(found.cpu().numpy(), view(mass, "mass", operation))
+        return mass
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:

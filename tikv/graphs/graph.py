@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, CacheArray, Memory, as_numpy, new_like, view
+from tikv.arrays import ArrayView, CacheArray, Memory, handed_over, new_like, view, write_host
 from tikv.errors import ArchError, OptionError
 from tikv.graphs.calls import LENGTHS, Call, Roles
 from tikv.launch.cuda import driver
@@ -93,7 +93,7 @@ class Graph(runtime.NotCopied):
 
         Returns:
             What the calls return, by their names, each of the kind of its call's first array. The memory is the
-            graph's own: the next run writes it again.
+            graph's own, and the next run writes it again; arrays of JAX and other libraries are copies.
 
         Raises:
             OptionError: a name is missing or unknown.
@@ -317,14 +317,15 @@ class GraphPlan(Plan):
         found = self._results.get((name, type(like)))
         if found is not None:
             return found
-        if isinstance(like, np.ndarray) or hasattr(like, "new_empty"):
-            if seen.device not in (own.device, "mps"):
-                array = own.view_for("Graph.run")
-                found = new_like(like, array.shape, array.dtype, self.live)
-                as_numpy(view(found, name, "Graph.run"))[...] = own.copy_to_host()
-                return found
-            found = own.numpy() if isinstance(like, np.ndarray) else own.torch()
+        is_numpy, is_torch = isinstance(like, np.ndarray), hasattr(like, "new_empty")
+        if (is_numpy or is_torch) and seen.device in (own.device, "mps"):
+            found = own.numpy() if is_numpy else own.torch()
         else:
+            array = own.view_for("Graph.run")
+            found = new_like(like, array.shape, array.dtype, self.live)
+            if type(found) is not CacheArray:  # the next run would change what was given
+                write_host(own.copy_to_host(), view(found, name, "Graph.run"))
+                return handed_over(found)
             found = own
         self._results[name, type(like)] = found
         return found

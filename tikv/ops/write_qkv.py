@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
@@ -289,7 +289,7 @@ def write_qkv(
         out: where to put Q; of that shape and the dtype of ``qkv``, with a contiguous last axis.
 
     Returns:
-        Q, in the dtype of ``qkv``: ``out``, or a new NumPy array, torch tensor or `CacheArray`, as ``qkv`` is.
+        Q, in the dtype of ``qkv``: ``out``, or a new array of the kind of ``qkv``.
 
     Raises:
         ShapeError: arrays that do not agree, overlap, or are read-only; an odd head_dim where pairs are rotated.
@@ -435,7 +435,7 @@ def _run(
     first, *others = named.items()
     arrays = [first[1], view(result, "q", operation), *[a for n, a in others if n != "q"], *tables.values()]
     plan.run(arrays, entries)
-    return result
+    return handed_over(result)
 
 
 def check_write_qkv(

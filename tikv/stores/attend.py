@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Views, describe, new_like, view, view_all
+from tikv.arrays import ArrayView, Views, describe, handed_over, new_like, view, view_all
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -143,8 +143,8 @@ def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[Arra
 
 def results_of(out: Any, lse: Any, mass: Any) -> Any:
     """What was asked for: the result alone, or with what else is not None."""
-    found = [a for a in (out, lse, mass) if a is not None]
-    return out if len(found) == 1 else tuple(found)
+    found = [handed_over(a) for a in (out, lse, mass) if a is not None]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def weigh(

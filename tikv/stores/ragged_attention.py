@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, Host, new_like, runtime_of, to_device, view, write_host
+from tikv.arrays import ArrayView, Host, handed_over, new_like, runtime_of, to_device, view, write_host
 from tikv.errors import ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
@@ -133,7 +133,8 @@ class RaggedAttention:
         stage.finish()
         if not self.return_lse:
             del results[1:2]
-        return tuple(results) if len(results) > 1 else out
+        results = [handed_over(a) for a in results]
+        return tuple(results) if len(results) > 1 else results[0]
 
     def _attend_run(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_array, new_like, view, write_host
+from tikv.arrays import ArrayView, describe, handed_over, new_array, new_like, view, write_host
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
@@ -128,17 +128,17 @@ class KVLayer(runtime.DeepCopied):
         to = _one_head_major(view(out, "out", operation), axes)
         if wanted == 0:
             call.attend(None, out=to)
-            return out
+            return handed_over(out)
         lse = new_array(queries.shape[:3], dtypes.float32, self.runtime)
         call.attend(None, out=to, return_lse=True, lse=lse)
         asking, their_lse = last_queries(queries, lse, wanted)
-        return out, self._mass(operation, q, call_of(operation, asking, **options), their_lse)
+        return handed_over(out), self._mass(operation, q, call_of(operation, asking, **options), their_lse)
 
     def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
         """The mass (num_kv_heads, len) of a call that has attended."""
         mass = new_like(like, (self.num_kv_heads, self._len), dtypes.float32, self.runtime, zeroed=True)
         call.weigh(lse, view(mass, "mass", operation).batch_of_one())
-        return mass
+        return handed_over(mass)
 
     @whole
     def extend(

@@ -101,9 +101,9 @@ def decode_attention(
             8-bit cache has ``k_scale`` alone.
 
     Returns:
-        ``out``, or a new array of q's kind (NumPy, torch, else `CacheArray`); with ``return_lse`` also the log-sum-exp,
-        float32 (B, Hq) or (B, Hq, T), and with ``return_mass`` the mass. A query that sees nothing gets 0 and -inf, as
-        those of a head of no keys do.
+        ``out``, or a new array of q's kind: of NumPy, torch, or a library with ``from_dlpack`` such as JAX, else a
+        `CacheArray`; with ``return_lse`` also the log-sum-exp, float32 (B, Hq) or (B, Hq, T), and with ``return_mass``
+        the mass. A query that sees nothing gets 0 and -inf, as those of a head of no keys do.
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -86,7 +86,7 @@ def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any,
     if plan is None:
         plan = live.plans.keep(key, _merge_plan(live, operation, first.shape, lse_base2))
     plan.run(arrays)
-    return result, lse
+    return handed_over(result), handed_over(lse)
 
 
 def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], base2: bool) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttentionLaunches, choose_most_rows, length_entries
@@ -124,7 +124,7 @@ class AttentionPlan(Plan):
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
             attend_by_torch(arrays, self, lengths.longest, first_valid)
-            return result
+            return handed_over(result)
         wanted = [result]
         if return_lse:
             wanted.append(new_like(like, self.lse_shape, dtypes.float32, live) if lse is None else lse)
@@ -140,7 +140,8 @@ class AttentionPlan(Plan):
                 launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
                 self.by_split.keep(key, launches)
             launches.attend(arrays, length, first_valid, ahead, first_query)
-        return tuple(wanted) if len(wanted) > 1 else result
+        wanted = [a if a is lse else handed_over(a) for a in wanted]
+        return tuple(wanted) if len(wanted) > 1 else wanted[0]
 
     def weigh(
         self,

@@ -1,0 +1,86 @@
+"""Results in the kind of array that a caller works with: NumPy's, torch's, or another library's that speaks DLPack.
+
+A launch writes into what `new_like` makes. For libraries such as JAX, whose arrays are values, that is memory of ours
+until it is written: `handed_over` makes an array of that library of it, not a copy. On CUDA it waits for the launch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import dlpack
+from tikv.arrays.array_view import ArrayView
+from tikv.arrays.cache_array import CacheArray
+from tikv.arrays.memory import new_array, new_host_array
+from tikv.dtypes import DType
+from tikv.runtime.cache import BoundedCache
+
+
+class _ForAnother(CacheArray):
+    """Memory of ours for a result that another library takes by DLPack."""
+
+    def __init__(self, array: ArrayView, live: runtime.Runtime, take: Callable[[Any], Any], like: Any) -> None:
+        super().__init__(array, live)
+        self._take = take
+        self._like = like
+
+    def hand_over(self) -> Any:
+        """The memory as an array of that library, on the device of the array that it is to be like."""
+        found, device = self._take(self), getattr(self._like, "device", None)
+        return found if device is None or found.device == device else found.to_device(device)
+
+
+def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> Any:
+    """A new array that becomes a result of the kind of `like`, once it is written and `handed_over`.
+
+    That is NumPy's, torch's, or one of a library that takes arrays by `from_dlpack`, such as JAX and CuPy, on the same
+    device; a `CacheArray` for anything else.
+    """
+    if isinstance(like, np.ndarray):
+        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
+    if hasattr(like, "new_empty"):
+        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
+    take = None if like is None or isinstance(like, CacheArray) else _from_dlpack_of(like)
+    if take is None:
+        return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)
+    make = new_host_array if like.__dlpack_device__()[0] in dlpack.HOST_KINDS else new_array
+    if not _takes(type(like), take, dtype, make, live):
+        return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)
+    return _ForAnother(make(shape, dtype, live, zeroed=zeroed), live, take, like)
+
+
+def handed_over(result: Any) -> Any:
+    """What the caller gets of an array that `new_like` made; all else is given back as it is."""
+    return result.hand_over() if type(result) is _ForAnother else result
+
+
+def _from_dlpack_of(array: Any) -> Callable[[Any], Any] | None:
+    """`from_dlpack` of the library that an array is of, which is imported already; None where it has none."""
+    if not hasattr(array, "__dlpack_device__"):
+        return None
+    try:
+        namespace = array.__array_namespace__()
+    except Exception:  # it has no such method, or refuses
+        namespace = sys.modules.get(type(array).__module__.partition(".")[0])
+    return getattr(namespace, "from_dlpack", None)
+
+
+_tried: BoundedCache[tuple[type, str, Any], bool] = BoundedCache()
+
+
+def _takes(kind: type, take: Callable[[Any], Any], dtype: DType, make: Any, live: runtime.Runtime) -> bool:
+    """Whether a library takes arrays of this dtype: tried once, so that no result is lost on its way."""
+    key = kind, dtype.name, make
+    found = _tried.get(key)
+    if found is None:
+        try:
+            found = tuple(take(CacheArray(make((1,), dtype, live, zeroed=True), live)).shape) == (1,)
+        except Exception:  # each library has errors of its own
+            found = False
+        _tried.keep(key, found)
+    return found
