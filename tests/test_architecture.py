@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tikv"
 FLOORS = [
     ["engines", "errors"],
     ["dtypes"],
-    ["formats", "forks", "reference"],
+    ["formats", "forks", "opaque", "reference"],
     ["runtime"],
     ["arrays"],
     ["kernels"],
@@ -35,6 +35,7 @@ TOP = (
     "errors",
     "formats",
     "forks",
+    "opaque",
     "reference",
 )  # modules that lie directly in tikv/
 MOST_LINES = 700  # of a module

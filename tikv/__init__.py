@@ -9,6 +9,7 @@ import pathlib
 import re
 
 from tikv import forks as _forks  # it watches from here on
+from tikv import opaque as _opaque
 
 __version__ = "0.2.0"
 
@@ -36,4 +37,8 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:  # as an AttributeError, which is what hasattr and inspect expect
         raise AttributeError(f"tikv.{name} needs {error.name}, which is not installed") from error
     globals()[name] = value
+    _opaque.mark()
     return value
+
+
+_opaque.watch()

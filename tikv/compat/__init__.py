@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tikv import opaque
+
 MODULES = ("flash_attn", "flashinfer", "mlx", "vllm")
 
 
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    found = importlib.import_module(f"{__name__}.{name}")
+    opaque.mark()
+    return found

@@ -1,0 +1,149 @@
+"""What `torch.compile` does not look into: this library and its engine run as they are, between the graphs it makes.
+
+Its tracer, Dynamo, reads the Python of all that a compiled function calls. Here it would come upon an engine that
+compiles Python too, and upon counts that change with each token. So it is told which files to leave alone, as soon as
+it is imported: a call is then a break in the graph and is made as without `torch.compile`, and ``fullgraph=True``
+refuses it before anything runs. torch is not imported for this, and calls outside of compiled code go through nothing.
+
+What is written to be traced are the operators and the cache of `integrations`, and the counts that the cache reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tikv import engines
+
+REASON = (
+    "tikv counts tokens and launches kernels in Python, outside of compiled graphs. Leave fullgraph=True out; or call "
+    "the operators of tikv.torch_ops, which stay in a graph"
+)
+TRACED = ("tikv.integrations", "tikv.stores.growing")
+
+_RULES = "torch._dynamo.trace_rules"  # Dynamo's module with the list of files that it leaves alone
+_marked: set[str] = set()  # modules whose functions say why they are left alone
+
+
+def watch() -> None:
+    """Tell Dynamo when it is imported, or now if it is here."""
+    if _RULES in sys.modules:
+        _tell(sys.modules[_RULES])
+    else:
+        sys.meta_path.insert(0, _Watch())
+
+
+def mark() -> None:
+    """Have the functions of the modules that are loaded say why they are left alone, once Dynamo is here.
+
+    torch shows it with ``fullgraph=True``. What they call elsewhere is left alone with them, such as what Python makes
+    for a dataclass, which is in no file.
+    """
+    if _RULES not in sys.modules:
+        return
+    leave_alone = _with_all_it_calls()
+    for name, module in list(sys.modules.items()):
+        ours = f"{name}.".startswith("tikv.") and not name.startswith(TRACED)
+        if not ours or name in _marked or getattr(module.__spec__, "_initializing", False):
+            continue
+        _marked.add(name)
+        for function in functions_of(module):
+            # As torch.compiler.disable marks the function that it returns.
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+            function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+            leave_alone(function.__code__)
+
+
+def _with_all_it_calls() -> Callable[[types.CodeType], None]:
+    """How Dynamo is told to leave a function alone and all that it calls; older versions of torch: the function."""
+    frames: Any = sys.modules["torch"]._C._dynamo.eval_frame
+    if not hasattr(frames, "_FrameExecStrategy"):
+        found: Callable[[types.CodeType], None] = getattr(frames, "skip_code", lambda code: None)
+        return found
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    return lambda code: frames.set_code_exec_strategy(code, skip)
+
+
+def functions_of(holder: Any) -> Iterator[types.FunctionType]:
+    """The functions that a module defines, those of its classes and properties included."""
+    in_module = isinstance(holder, types.ModuleType)
+    home = holder.__name__ if in_module else holder.__module__
+    for value in list(vars(holder).values()):
+        parts = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+        for part in parts:
+            if getattr(part, "__module__", None) != home:
+                continue
+            if isinstance(part, types.FunctionType):
+                yield part
+            elif isinstance(part, type) and in_module:
+                yield from functions_of(part)
+
+
+def _tell(rules: Any) -> None:
+    """Put the files into Dynamo's list. It is no public part of torch; from torch 2.2 on it is this one."""
+    if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "_recompile_re"):
+        rules.SKIP_DIRS.extend([*_files(os.path.dirname(__file__)), *_engines()])
+        rules._recompile_re()
+    mark()
+
+
+def _files(folder: str) -> Iterator[str]:
+    """The files and folders that are left alone; a folder ends in a separator."""
+    root = os.path.dirname(os.path.dirname(__file__))
+    traced = [os.path.join(root, *name.split(".")) for name in TRACED]
+    for entry in os.scandir(folder):
+        path = entry.path.removesuffix(".py")
+        if path in traced:
+            continue
+        if any(each.startswith(path + os.sep) for each in traced):
+            yield from _files(path)
+        elif entry.is_dir():
+            yield path + os.sep
+        elif entry.name.endswith(".py"):
+            yield entry.path
+
+
+def _engines() -> Iterator[str]:
+    """The folders of the engines that are installed; none is imported."""
+    for name in engines.ALL:
+        with contextlib.suppress(ValueError):  # of a module that is there without having been imported
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin is not None:
+                yield os.path.dirname(spec.origin) + os.sep
+
+
+class _Watch:
+    """A finder of modules, which finds one: that of Dynamo's list, to be added to when it is loaded."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _RULES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """Loads a module by its own loader, which it has again then."""
+
+    def __init__(self, loader: Any, watch: _Watch) -> None:
+        self.loader = loader
+        self.watch = watch
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        sys.meta_path.remove(self.watch)
+        _tell(module)
