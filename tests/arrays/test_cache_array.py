@@ -55,6 +55,70 @@ def test_arithmetic_is_that_of_its_elements(store):
     assert len({keys, values}) == 2
 
 
+def test_shapes_sums_and_dtypes_are_numpys(store, arch):
+    """Called as NumPy's, on every device; on CUDA the results are torch's."""
+    keys, k = store.keys(0), store.keys(0).copy_to_host()
+    assert (keys.ndim, keys.size, len(keys)) == (k.ndim, k.size, len(k))
+    kind = type(keys[0])
+    for found, wanted in [
+        (keys.reshape(2, -1), k.reshape(2, -1)), (keys.reshape((4, 16)), k.reshape(4, 16)),
+        (keys.transpose(), k.transpose()), (keys.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3)),
+        (keys.transpose((3, 0, 1, 2)), k.transpose(3, 0, 1, 2)), (keys.T, k.T),
+        (keys.sum(axis=2), k.sum(axis=2)), (keys.sum(axis=(0, -1), keepdims=True), k.sum(axis=(0, -1), keepdims=True)),
+        (keys.mean(axis=3), k.mean(axis=3)), (keys.max(axis=1), k.max(axis=1)), (keys.min(axis=(1, 2)), k.min((1, 2))),
+        (keys.astype("float16"), k.astype(np.float16)), (keys.astype(np.int32), k.astype(np.int32)),
+    ]:  # fmt: skip
+        assert isinstance(found, kind)
+        assert host(found).dtype == wanted.dtype
+        np.testing.assert_array_equal(host(found), wanted)
+    for found, wanted in [(keys.sum(), k.sum()), (keys.mean(), k.mean()), (keys.max(), k.max()), (keys.min(), k.min())]:
+        assert float(found) == float(wanted)
+    assert keys.tolist() == k.tolist()
+    assert [float(row[0, 0, 1]) for row in (*keys, *iter(keys))] == [1.0, 1.0]
+    with pytest.raises(tikv.DTypeError, match=r"CacheArray\.astype: unknown dtype"):
+        keys.astype("complex64")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int8"])
+def test_narrow_elements_are_added_up_without_loss(arch, dtype):
+    """NumPy's own sum of 300 ones in bfloat16 is 256, and of 8 bits 16."""
+    made = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=300, dtype=dtype)
+    made.append(0, *(oracle.place(np.full((300, 1, 4), x, np.float32), arch) for x in (1, -2)))
+    keys, values = made.keys(0), made.values(0)
+    one = float(host(keys).ravel()[0])  # an int8 store keeps 127 and a scale
+    wide = np.int64 if dtype == "int8" else np.float32
+    for found, wanted in ((keys.sum(), 1200 * one), (keys.sum(axis=2), 300 * one), (values.sum(), None)):
+        assert host(found).dtype == wide
+        if wanted is not None:
+            assert (host(found) == wanted).all()
+    assert host(keys.mean(axis=(0, 2))).dtype == (np.float64 if dtype == "int8" else np.float32)
+    assert (host(keys.mean(axis=(0, 2))) == one).all()
+    assert (host(keys.max()), host(keys.min(axis=2)).dtype) == (one, keys.dtype.numpy)
+
+
+def test_numbers_and_truth_are_those_of_a_single_element(store, arch):
+    for number in (2.5, 0.0):
+        made = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=1, dtype="float32")
+        made.append(0, *(oracle.place(np.full((1, 1, 1), number, np.float32), arch) for _ in "kv"))
+        one = made.keys(0)
+        assert (float(one), int(one), bool(one), one.item()) == (number, int(number), bool(number), number)
+    for refused in (bool, float):
+        with pytest.raises(ValueError, match=r"ambiguous|size 1"):
+            refused(store.keys(0))
+
+
+def test_numpy_is_told_where_it_would_get_a_copy_against_its_will(store, arch):
+    keys = store.keys(0)
+    if arch == "cpu":
+        assert np.shares_memory(keys.__array__(copy=False), keys.numpy())
+        assert not np.shares_memory(keys.__array__(copy=True), keys.numpy())
+    else:
+        with pytest.raises(ValueError, match="copy=False"):
+            keys.__array__(copy=False)
+    with pytest.raises(ValueError, match=r"copy=False.*float64"):
+        keys.__array__(np.float64, copy=False)
+
+
 def test_an_operator_in_place_writes_into_the_store(store, arch):
     keys, before = store.keys(0), store.keys(0).copy_to_host()
     if arch in ("vulkan", "metal"):

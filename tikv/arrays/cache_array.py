@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tikv import runtime
+from tikv import dtypes, runtime
 from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import ArrayView, describe
 from tikv.arrays.memory import as_numpy, read_host, to_device
 from tikv.dtypes import DType
-from tikv.errors import ArchError
+from tikv.errors import ArchError, ShapeError
 
 
 class CacheArray(runtime.NotCopied):
@@ -23,6 +24,8 @@ class CacheArray(runtime.NotCopied):
     `copy_to_host()` works everywhere and copies.
     An index and arithmetic work as with what it is on its device: views of `numpy()` on CPU, of `torch()` on CUDA; on
     Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor it is one itself.
+    `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as NumPy's, and
+    give the same kinds; all else is a method of `numpy()` or `torch()`.
     `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
 
     Examples:
@@ -34,6 +37,9 @@ class CacheArray(runtime.NotCopied):
         >>> store.keys(0)[0, 1, :3] = 2
         >>> (store.keys(0)[0, :, 0] * 4).shape, float((store.keys(0) + 1)[0, 1, 2, 0])
         ((2, 4), 3.0)
+        >>> store.keys(0)[...] = 1
+        >>> store.keys(0).reshape(2, -1).shape, store.keys(0).sum(axis=(0, 2, 3)).tolist()
+        ((2, 32), [32.0, 32.0])
     """
 
     instead = "Pickle copy_to_host(), a NumPy array."
@@ -46,6 +52,16 @@ class CacheArray(runtime.NotCopied):
     def shape(self) -> tuple[int, ...]:
         """Extent of each axis."""
         return self._array.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> DType:
@@ -120,8 +136,89 @@ class CacheArray(runtime.NotCopied):
         return read_host(self.view_for("CacheArray.copy_to_host"), self._runtime)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False and (self.device != "cpu" or dtype not in (None, self.dtype.numpy)):
+            raise ShapeError(
+                f"CacheArray.__array__: copy=False, and {describe(self._array)} on {self.device} must be copied to be "
+                f"{np.dtype(dtype or self.dtype.numpy)} in NumPy. Leave copy out."
+            )
         found = self.numpy() if self.device == "cpu" and not copy else self.copy_to_host()
         return found if dtype is None else found.astype(dtype, copy=False)
+
+    def reshape(self, *shape: Any) -> Any:
+        """The elements in another shape, which may have one -1; a view of the memory where an index is."""
+        return self._native().reshape(*shape)
+
+    def transpose(self, *axes: Any) -> Any:
+        """The axes in this order, all of them reversed where none are named; a view where an index is."""
+        native = self._native()
+        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = tuple(order or reversed(range(self.ndim)))
+        return native.transpose(order) if isinstance(native, np.ndarray) else native.permute(order)
+
+    @property
+    def T(self) -> Any:
+        """The axes reversed."""
+        return self.transpose()
+
+    def astype(self, dtype: Any) -> Any:
+        """A copy in another dtype: a name, or a dtype of NumPy or torch.
+
+        Raises:
+            DTypeError: nothing here is called that.
+        """
+        row, native = dtypes.parse(dtype, "CacheArray.astype"), self._native()
+        if isinstance(native, np.ndarray):
+            return native.astype(row.numpy)
+        return native.to(dtypes.to_torch(row.name), copy=True)
+
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """The sum over all axes or some: float32 of floats of 32 bits and less, float64, or int64 of integers."""
+        return self._reduced("sum", axis, keepdims)
+
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """The mean over all axes or some: float32 of floats of 32 bits and less, else float64."""
+        return self._reduced("mean", axis, keepdims)
+
+    def max(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """The largest over all axes or some, in the dtype of the array; NaN where there is one."""
+        return self._reduced("max", axis, keepdims)
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> Any:
+        """The least over all axes or some, in the dtype of the array; NaN where there is one."""
+        return self._reduced("min", axis, keepdims)
+
+    def _reduced(self, name: str, axis: Any, keepdims: bool) -> Any:
+        native, of_floats = self._native(), self.dtype in dtypes.FLOATS
+        wide = dtypes.float32 if of_floats else dtypes.float64 if name == "mean" else dtypes.int64
+        if self.dtype is dtypes.float64:
+            wide = dtypes.float64
+        as_it_is = name in ("max", "min")
+        if isinstance(native, np.ndarray):
+            options = {} if as_it_is else {"dtype": wide.numpy}
+            return getattr(native, name)(axis=axis, keepdims=keepdims, **options)
+        axes = tuple(range(self.ndim)) if axis is None else axis
+        found = getattr(native.to(dtypes.to_torch(wide.name)), f"a{name}" if as_it_is else name)(axes, keepdim=keepdims)
+        return found.to(native.dtype) if as_it_is else found
+
+    def item(self) -> Any:
+        """The only element, as a number of Python's."""
+        return self.copy_to_host().item()
+
+    def tolist(self) -> Any:
+        """The elements as numbers of Python's, in lists."""
+        return self.copy_to_host().tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.copy_to_host())  # of several elements NumPy refuses it
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._native())
 
     def _native(self, other: Any = None) -> Any:
         """What an index and arithmetic use: NumPy or torch, as the device and the other operand want it."""
