@@ -9,14 +9,11 @@ An engine holds one back end a process and frees every array when it is started 
 end and it is started once for each.
 """
 
-import contextlib
 import gc
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from collections import Counter
 
@@ -246,19 +243,6 @@ def pytest_collection_modifyitems(config, items):
         if option := _waits_for(item, arch, full, seen):
             item.user_properties.append(("left", option))
             item.add_marker(pytest.mark.skip(reason=f"left for {option}"))
-
-
-LOCK_SECONDS = 20  # an engine holds the lock of its cache while it reads or writes a few files
-
-
-@pytest.fixture(autouse=True)
-def no_lock_of_the_dead():
-    """Remove the lock that a killed process left in the cache of kernels: all others would warn and compile anew."""
-    for engine in engines.ALL.values():
-        lock = pathlib.Path(os.environ[engine.cache_variable]) / engine.cache_lock
-        with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > LOCK_SECONDS:
-                lock.unlink()
 
 
 def _use_gpu(number: int) -> None:

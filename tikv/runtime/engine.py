@@ -6,6 +6,7 @@ Others take `ti` from `tikv.runtime`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -18,12 +19,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tikv import engines, forks
 from tikv.engines import Engine
 from tikv.errors import ArchError, OptionError
-from tikv.runtime import tracing
+from tikv.runtime import cache_lock, tracing
 from tikv.runtime.devices import SPIRV_ARCHS
 from tikv.runtime.dropped import Array
 from tikv.runtime.real_functions import RealFunctions
@@ -102,6 +104,7 @@ def _import(engine: Engine, why: str) -> None:
     tell = {"__del__": lambda self: self._tikv_dropped()}
     _kept_ndarray = type("KeptNdarray", (ndarrays.ScalarNdarray,), tell)
     _module = module
+    atexit.register(_wait_at_exit)  # the program goes after that, with the last of Python's objects
 
 
 def _import_silently(name: str) -> Any:
@@ -198,6 +201,8 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
                 program.delete_ndarray(array.arr)
         for tell in before_end if program is not None else ():
             tell(program)
+        if program is not None:  # new kernels are about to be written
+            _wait_for_cache(program.config().offline_cache_file_path)
         clear(self)
 
     def delete_own(self: Any) -> None:
@@ -263,9 +268,21 @@ def start(arch: str, options: Mapping[str, Any]) -> None:
     """Start a program on this arch and no other, quietly; whatever ran before ends."""
     ti = load()
     own = {**_engine.start_options(arch), "log_level": ti.WARN}
+    folder = os.environ.get(_engine.cache_variable) or options.get("offline_cache_file_path")
+    _wait_for_cache(folder or _engine.part("lang.impl").default_cfg().offline_cache_file_path)
     with contextlib.redirect_stdout(io.StringIO()), _floating_point_kept():
         ti.init(arch=getattr(ti, arch), **{**own, **options, "enable_fallback": False})
     _engine.settings.materialize()  # else the first kernel must be compiled by this thread
+
+
+def _wait_for_cache(folder: str) -> None:
+    """Before the engine reads its cache on disk, or writes there: see that no process that is gone has its lock."""
+    cache_lock.wait_for(Path(folder) / _engine.cache_lock)
+
+
+def _wait_at_exit() -> None:
+    if not is_left_behind() and (program := _engine.program) is not None:
+        _wait_for_cache(program.config().offline_cache_file_path)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,84 @@
+"""The lock of an engine's cache on disk: a file, which a process that is killed leaves there for all others.
+
+An engine makes the file while it reads its list of kernels or writes new ones, and removes it after. It tries for a
+quarter of a second to make it; after that it warns, goes without the cache and compiles everything anew. The file does
+not say whose it is. But a process that has it reads and writes the files beside it, one after the other, and does
+nothing else: where none of them changes for a second, that process is gone. Should one be stopped for so long and go
+on, what it wrote may be lost, and kernels are compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger("tikv")
+
+QUIET_SECONDS = 1.0  # without a change, after which nobody has the lock
+LEAST_SECONDS = 0.2  # of them that are watched: the clock of a disk elsewhere may be another
+MOST_SECONDS = 30.0  # after which the engine may try by itself
+_PAUSE = 0.05
+
+
+class _Seen(NamedTuple):
+    """A lock, and when something was last written beside it."""
+
+    number: int
+    made: int  # nanoseconds
+    changed: int
+
+
+def wait_for(lock: Path) -> None:
+    """Return once the lock is free: its process has removed it, or is gone, and then it is removed here."""
+    begun = since = time.monotonic()
+    before: _Seen | None = None
+    while (seen := _look_at(lock)) is not None:
+        now = time.monotonic()
+        if seen != before:
+            before, since = seen, now
+        by_clock = time.time() - seen.changed / 1e9
+        if now - since >= QUIET_SECONDS or (now - since >= LEAST_SECONDS and by_clock >= QUIET_SECONDS):
+            if not _remove(lock, seen):
+                return
+            log.info("removed %s, which a process that is gone left there", lock)
+        elif now - begun >= MOST_SECONDS:
+            return
+        time.sleep(_PAUSE)
+
+
+def _look_at(lock: Path) -> _Seen | None:
+    """None where there is no lock, or none that this process may see."""
+    try:
+        own = lock.stat()
+        changed = [own.st_mtime_ns, lock.parent.stat().st_mtime_ns]
+        with os.scandir(lock.parent) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    changed.append(entry.stat().st_mtime_ns)
+    except OSError:
+        return None
+    return _Seen(own.st_ino, own.st_mtime_ns, max(changed))
+
+
+def _remove(lock: Path, seen: _Seen) -> bool:
+    """Remove the lock that was seen, and no other: two processes may find it at once, and one lock anew meanwhile.
+
+    False if this process may not.
+    """
+    aside = lock.with_name(f"{lock.name}.{os.getpid()}")
+    try:
+        lock.rename(aside)
+        own = aside.stat()
+        if (own.st_ino, own.st_mtime_ns) == (seen.number, seen.made) or lock.exists():
+            aside.unlink()
+        else:
+            aside.rename(lock)
+    except FileNotFoundError:  # its process, or another one that found it, was faster
+        return True
+    except OSError:
+        return False
+    return True
