@@ -135,8 +135,7 @@ class Memory:
         if len(q) == 1 or layer not in self.whole:
             return self.store.extend(layer, q, k, v)
         out, mass = self.store.extend(layer, q, k, v, return_mass=True)
-        newest = np.ascontiguousarray(q[-WINDOW:].transpose(1, 0, 2))[None]
-        _, window = self.store.attend(layer, newest, return_mass=True)
+        _, window = self.store.attend(layer, q[-WINDOW:], return_mass=True)
         keys = np.asarray(self.store.tokens(layer)[0]).astype(np.float32)[0]
         self.seen[layer] = Layer(keys, mass[0], window[0])
         return out

@@ -223,7 +223,7 @@ def test_arrays_of_two_gpus_are_refused_before_anything_is_written(rng):
     with pytest.raises(tikv.ArchError, match=r"append: k lies on cuda:0, and what it goes with on cuda:1"):
         store.append(0, k, v)
     with pytest.raises(tikv.ArchError, match=r"q lies on cuda:0, and what it goes with on cuda:1"):
-        store.attend(0, k[:, :, None].expand(1, H, 1, D))
+        store.attend(0, k[:, None].expand(1, 1, H, D))
     assert store.length == 0
     for a, b in zip(caches, before, strict=True):
         oracle.assert_same_bits(a, b)

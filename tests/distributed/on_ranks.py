@@ -66,7 +66,7 @@ def refusals(rank, world, group):
     refused(lambda: by_tokens.attend(0, k[None, 0], alibi_slopes=slopes, seq_lens=np.array([0])))
     refused(lambda: by_tokens.attend(0, k[None, 0], return_mass=True, seq_lens=np.array([0])))
     refused(lambda: by_tokens.attend(0, k[None, 0], sink_logits=np.zeros(5, np.float32)))
-    refused(lambda: by_tokens.attend(0, np.zeros((1, 6, 2, 8), np.float32), missing="maybe"))
+    refused(lambda: by_tokens.attend(0, np.zeros((1, 2, 6, 8), np.float32), missing="maybe"))
     return [*found, by_tokens.length, hasattr(by_tokens, "tokens"), hasattr(by_heads, "tokens"), hasattr(by_heads, "x")]
 
 

@@ -179,18 +179,22 @@ class Twins:
 
     def attend(self):
         layer, tokens = int(self.rng.integers(self.one.num_layers)), int(self.rng.choice([0, 1, 2, 6]))
-        shape = (self.one.batch_size, self.one.num_kv_heads * self.group, *([tokens] if tokens else []))
-        q, missing = self.q(*shape), ("raise", "ignore")[self.rng.integers(2)]
-        heads = slice(self.heads[0] * self.group, (self.heads[-1] + 1) * self.group)
+        layout, heads = self.layout() if tokens else "token_major", self.one.num_kv_heads * self.group
+        of_tokens = (tokens, heads) if layout == "token_major" else (heads, tokens)
+        q = self.q(self.one.batch_size, *(of_tokens if tokens else (heads,)))
+        missing = ("raise", "ignore")[self.rng.integers(2)]
+
+        def own(a):
+            return self.own(a, layout, self.group) if tokens else self.own(a[:, None], "token_major", self.group)[:, 0]
 
         def call(s):
-            some = q if s is self.one else np.ascontiguousarray(q[:, heads])
-            return s.attend(layer, some, missing=missing, return_lse=True, **self.added(s))
+            some = q if s is self.one else np.ascontiguousarray(own(q))
+            return s.attend(layer, some, layout=layout, missing=missing, return_lse=True, **self.added(s))
 
         found = self.both(call)
         if found:
             (want, want_lse), got = found
-            self.close(got, want[:, heads], want_lse[:, heads])
+            self.close(got, own(want), own(want_lse[..., None])[..., 0])
 
     def close(self, got, want, want_lse):
         out, lse = got

@@ -149,9 +149,9 @@ def test_a_pool_and_the_layers_take_terms(arch, rng):
     given = {name: oracle.place(a, arch) for name, a in terms.items()}
     cu = np.cumsum([0, *counts]).tolist()
     out = oracle.to_numpy(pool.extend(0, *(oracle.place(a, arch) for a in (q, k, v)), seqs, cu_seqlens=cu, **given))
-    last = np.stack([q[end - 2 : end].swapaxes(0, 1) for end in cu[1:]])
+    last = np.stack([q[end - 2 : end] for end in cu[1:]])
     got = oracle.to_numpy(pool.attend(0, oracle.place(last, arch), seqs, **given))
-    np.testing.assert_allclose(got[:, :, 1], out[[end - 1 for end in cu[1:]]], atol=1e-5)
+    np.testing.assert_allclose(got[:, 1], out[[end - 1 for end in cu[1:]]], atol=1e-5)
     paged = tikv.PagedKVLayer(8, 4, 2, 16, dtype="float32")
     paged.paged_block_indices = [5, 0, 3, 7, 1, 2, 4, 6]
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=16, capacity=40, dtype="float32")
@@ -297,10 +297,8 @@ def test_a_tree_extends_a_store_and_its_path_is_committed(arch, rng, window):
         kept = [a[path] for a in draft]
         want = oracle.to_numpy(plain.extend(layer, *place(kept)))
         np.testing.assert_allclose(out[path], want, atol=1e-5)
-        again = store.attend(
-            layer, oracle.place(np.ascontiguousarray(draft[0].swapaxes(0, 1)[None]), arch), parents=tree
-        )
-        np.testing.assert_allclose(oracle.to_numpy(again)[0].swapaxes(0, 1), out, atol=1e-5)
+        again = store.attend(layer, oracle.place(draft[0], arch), parents=tree)
+        np.testing.assert_allclose(oracle.to_numpy(again), out, atol=1e-5)
     store.commit(path)
     assert store.length == plain.length
     for layer in range(2):

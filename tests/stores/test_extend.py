@@ -206,21 +206,21 @@ def test_attend_refuses_queries_whose_tokens_newer_ones_overwrote(arch):
     store = store_of(case)
     k, v, q = (rows(rng, case, 20, HEADS, "float32") for _ in "kvq")
     store.append(0, oracle.place(k[:, :8], arch), oracle.place(v[:, :8], arch))
-    all_fit = oracle.place(in_layout(q[:, :8], "head_major"), arch)
+    all_fit = oracle.place(q[:, :8], arch)
     want, _ = expected(q[:, :8], *(a[:, :8].swapaxes(1, 2) for a in (k, v)), 0, case)
-    np.testing.assert_allclose(in_layout(oracle.to_numpy(store.attend(0, all_fit)), "head_major"), want, atol=6e-6)
+    np.testing.assert_allclose(oracle.to_numpy(store.attend(0, all_fit)), want, atol=6e-6)
     store.append(0, oracle.place(k[:, 8:], arch), oracle.place(v[:, 8:], arch))
-    two = oracle.place(in_layout(q[:, -2:], "head_major"), arch)
+    two = oracle.place(q[:, -2:], arch)
     with pytest.raises(
         tikv.PositionError, match=r"KVCacheStore\.attend: .*position 18, sees tokens from 13 on.*extend"
     ):
         store.attend(0, two)
     with pytest.raises(tikv.OptionError, match="missing"):
         store.attend(0, two, missing="guess")
-    assert oracle.to_numpy(store.attend(0, two, missing="ignore")).shape == (1, HEADS, 2, WIDTH)
-    one = oracle.place(np.ascontiguousarray(in_layout(q[:, -1:], "head_major")), arch)
+    assert oracle.to_numpy(store.attend(0, two, missing="ignore")).shape == (1, 2, HEADS, WIDTH)
+    one = oracle.place(np.ascontiguousarray(q[:, -1:]), arch)
     want, _ = expected(q[:, -1:], *(a.swapaxes(1, 2) for a in (k, v)), 19, case)
-    np.testing.assert_allclose(oracle.to_numpy(store.attend(0, one))[:, :, 0], want[:, 0], atol=6e-6)
+    np.testing.assert_allclose(oracle.to_numpy(store.attend(0, one)), want, atol=6e-6)
 
 
 class PoolCase(NamedTuple):
@@ -403,5 +403,5 @@ def test_paged_extend_with_a_tree_is_append_and_attend(arch, rng, form):
     assert pools[0].length(seqs[0][0]) == 2
     got = pools[0].extend(0, q, *new, seqs[0], cu_seqlens=starts, **tree)
     pools[1].append(0, *new, seqs[1], cu_seqlens=starts)
-    want = pools[1].attend(0, np.ascontiguousarray(q.reshape(2, 4, 4, 16).swapaxes(1, 2)), seqs[1], **tree)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want).swapaxes(1, 2).reshape(8, 4, 16))
+    want = pools[1].attend(0, q.reshape(2, 4, 4, 16), seqs[1], **tree)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want).reshape(8, 4, 16))

@@ -342,7 +342,8 @@ def test_attention_reads_what_each_sequence_holds(arch, rng, dtype, queries, win
     seqs = [c, a, b]
     q = rng.standard_normal((3, 2 * HEADS, queries, WIDTH)).astype(np.float32)
     given = oracle.place(np.ascontiguousarray(q[:, :, 0]) if queries == 1 else q, arch)
-    out, lse = store.attend(1, given, seqs, window=window, return_lse=True)
+    layout = "token_major" if queries == 1 else "head_major"
+    out, lse = store.attend(1, given, seqs, layout=layout, window=window, return_lse=True)
     shape = q.shape[:2] if queries == 1 else q.shape[:3]
     assert (tuple(out.shape), tuple(lse.shape)) == ((*shape, WIDTH), shape)
     for i, seq in enumerate(seqs):
@@ -761,7 +762,7 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (lambda s, k: s.append(0, k, k, [[0], [2, 2]]), tikv.ShapeError, "seqs must be a list of integers"),
         (lambda s, k: s.append(0, k, k, [0], [0, [2, 2]]), tikv.ShapeError, "cu_seqlens must be a list of integers"),
         (
-            lambda s, k: s.attend(0, np.ones((2, HEADS, 4, WIDTH), np.float32), [0, 2]),
+            lambda s, k: s.attend(0, np.ones((2, 4, HEADS, WIDTH), np.float32), [0, 2]),
             tikv.PositionError,
             r"^PagedKVCacheStore.attend: 4 queries of sequence 2, which has 3 tokens in layer 0\. The queries are",
         ),

@@ -312,11 +312,11 @@ def test_what_cannot_be_kept_is_refused(arch, rng):
     model.check(seq, other)
     model.store.free(other)
     model.compact(seq, 0, [0, 2, 4])
-    q = model.place(np.ones((1, HEADS * GROUP, 2, WIDTH), np.float32))
+    q = model.place(np.ones((1, 2, HEADS * GROUP, WIDTH), np.float32))
     with pytest.raises(tikv.PositionError, match="which has 6 tokens in layer 0, 0 of them since"):
         model.store.attend(0, q, [seq])
     with pytest.raises(tikv.OptionError, match="window for sequence 0, whose layer 0 was compacted"):
-        model.store.attend(0, q[:, :, 0], [seq], window=4)
+        model.store.attend(0, q[:, 0], [seq], window=4)
     model.check(seq)
     vllm = tikv.PagedKVCacheStore(**model.form | {"layout": "VLLM"})
     with pytest.raises(tikv.OptionError, match="layout VLLM cuts rows"):

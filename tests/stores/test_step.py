@@ -28,7 +28,7 @@ def test_a_step_gives_what_append_and_attend_give(arch, rng, case, layer):
     for tokens in (1, 2, 1, 1) if head_major else (1,) * 7:
         shape = (2, batch, 2, tokens, 8) if head_major else (2, batch, tokens, 2, 8)
         k, v = (oracle.numbers(rng, shape, np.float32) for _ in "kv")
-        q = oracle.numbers(rng, (2, batch, 4, tokens, 8), np.float16)
+        q = oracle.numbers(rng, (2, batch, 4, tokens, 8) if head_major else (2, batch, tokens, 4, 8), np.float16)
         k, v, q = (oracle.place(a if layer is None else a[layer], arch) for a in (k, v, q))
         found = step.run(k, v, q)
         for n, i in enumerate(layers):
@@ -38,7 +38,7 @@ def test_a_step_gives_what_append_and_attend_give(arch, rng, case, layer):
             # same bits; one case shows it, the others compile fewer kernels.
             lens = {"seq_lens": oracle.place(np.full(batch, plain.layer_length(i)), arch)}
             lens = {} if head_major and arch != "cuda" else lens
-            want = plain.attend(i, mine[2], return_lse=True, impl="taichi", scale=0.4, **lens)
+            want = plain.attend(i, mine[2], layout=layout, return_lse=True, impl="taichi", scale=0.4, **lens)
             for a, b in zip(found[n] if layer is None else found, want, strict=True):
                 oracle.assert_same_bits(a, b, what=f"layer {i}")
         assert stepped.length == plain.length

@@ -109,7 +109,7 @@ class Model:
     def attend(self, layer, queries=1, **options):
         """Attention of the newest tokens' queries; each sees the tokens up to its own."""
         _, _, q = self.new(queries)
-        got = oracle.to_numpy(self.store.attend(layer, oracle.place(q, self.arch), **options))
+        got = oracle.to_numpy(self.store.attend(layer, oracle.place(q, self.arch), layout="head_major", **options))
         k, v = self.numbers(layer)
         for t in range(queries):
             seen = k.shape[2] - queries + t + 1
@@ -228,7 +228,7 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: s.extend(0, ROWS[:17], ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.extend(0, ROWS[:2], ROWS[:1], ROWS[:1]), tikv.ShapeError, "tokens of q"),
         (
-            lambda s: s.attend(0, np.ones((1, 1, 49, 32), np.float32)),
+            lambda s: s.attend(0, np.ones((1, 49, 1, 32), np.float32)),
             tikv.PositionError,
             "49 queries, and the newest 48",
         ),

@@ -27,11 +27,11 @@ from tikv.stores.attend import (
     kept_plan,
     layer_arrays,
     layer_plan,
-    queries_of,
     refuse_missing,
 )
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
+from tikv.stores.queries import Queries, extend_queries
 from tikv.stores.snapshot import Snapshot
 from tikv.stores.whole import whole
 
@@ -39,12 +39,10 @@ MAX_COUNTED = 2**30  # positions that attention counts beside slopes
 
 
 class _Form(NamedTuple):
-    """What was found of new rows of one form: their number, and which axes of the arrays are tokens and heads."""
+    """What was found of new rows of one form: their number, and which axis of the arrays they are."""
 
     tokens: int
     axis: int  # of tokens, in the arrays as they were given
-    token_axis: int  # without the leading axes of layers
-    head_axis: int
 
 
 class DealtStore(KVCacheStore):
@@ -139,9 +137,9 @@ class DealtStore(KVCacheStore):
         key = (rows.key, layout, stacked, self._memory.version)
         form = self._forms.get(key)
         if form is None:
-            found, (token_axis, head_axis) = self._appends.checked(operation, layers, rows, layout, stacked)
+            found, (token_axis, _) = self._appends.checked(operation, layers, rows, layout, stacked)
             axis = rows[0].ndim - (3 if token_axis == 1 else 2)
-            form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis, token_axis, head_axis))
+            form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis))
         return form
 
     def _own_positions(
@@ -306,8 +304,8 @@ class DealtStore(KVCacheStore):
 
     def extension(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
-    ) -> tuple[ArrayView, Views, tuple[int, int]]:
-        """What `extend` was given as q, k and v, checked: q as (batch, Hq, T, D), the rows, and the axes of T and H.
+    ) -> tuple[Queries, Views]:
+        """What `extend` was given as q, k and v, checked: the queries and the rows.
 
         Raises:
             As `KVCacheStore.extend`.
@@ -316,10 +314,10 @@ class DealtStore(KVCacheStore):
         rows = view_all(arrays[1:], ROWS, operation)
         form = self._form_of(operation, [found], rows, layout, False)
         self._require_room(operation, [found], form.tokens)
-        axes = form.token_axis, form.head_axis
-        q = queries_of(operation, view(arrays[0], "q", operation), self._memory, form.tokens, axes)
-        layer_plan(self.runtime, operation, layer_arrays(found, q), found, scores)
-        return q, rows, axes
+        sizes = self.batch_size, self.num_kv_heads, self.head_dim, form.tokens
+        queries = extend_queries(operation, view(arrays[0], "q", operation), layout, *sizes, self.runtime)
+        layer_plan(self.runtime, operation, layer_arrays(found, queries.heads_first), found, scores)
+        return queries, rows
 
     @whole
     def extend_own(

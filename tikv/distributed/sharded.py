@@ -17,22 +17,13 @@ from tikv.distributed.ranks import Ranks
 from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
-from tikv.ops.attention.options import query_shape
 from tikv.ops.attention.terms import Terms, check_scores
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, replacing
-from tikv.stores.attend import (
-    MISSING,
-    AttentionScale,
-    head_major,
-    last_queries,
-    mass_queries_of,
-    of_one_query,
-    results_of,
-    with_batch,
-)
+from tikv.stores.attend import MISSING, AttentionScale, last_queries, mass_queries_of, results_of
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer
+from tikv.stores.queries import Queries, attend_queries, with_tokens
 from tikv.stores.storage import named_divisors
 
 SHARDS = ("heads", "tokens")
@@ -180,6 +171,7 @@ class ShardedKVCacheStore:
         layer: int,
         q: Any,
         *,
+        layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         softcap: float | None = None,
@@ -196,11 +188,11 @@ class ShardedKVCacheStore:
 
         Args:
             layer: its index.
-            q: (batch, Hq, D) or (batch, Hq, T, D) of the query heads that go with the rank's KV heads.
-            scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in `KVCacheStore.attend`,
-                logits and slopes of the query heads that q has. With tokens cut, ``seq_lens`` go with one query a
-                sequence, without slopes, and with windows that are, but for the sinks, a multiple of the ranks times
-                ``interleave``.
+            q: as in `KVCacheStore.attend`, of the query heads that go with the rank's KV heads.
+            layout, scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in
+                `KVCacheStore.attend`, logits and slopes of the query heads that q has. With tokens cut, ``seq_lens`` go
+                with one query a sequence, without slopes, and with windows that are, but for the sinks, a multiple of
+                the ranks times ``interleave``.
             return_mass, mass_queries: as in `KVCacheStore.attend`; the mass of the tokens that all ranks hold, on every
                 rank, of its own heads. With tokens cut it is one collective more.
             **options: the others, where heads alone are cut.
@@ -212,39 +204,40 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
         """
         operation = "ShardedKVCacheStore.attend"
-        self._agree(operation, layer, q, missing, scale, softcap, sink_logits, alibi_slopes, return_mass, mass_queries)
+        added = sink_logits, alibi_slopes
+        self._agree(operation, layer, q, layout, missing, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("attend", options)
         store = self._dealt
         try:
             if store is None:
                 asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
                 asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
-                asked |= {"return_mass": return_mass, "mass_queries": mass_queries}
+                asked |= {"return_mass": return_mass, "mass_queries": mass_queries, "layout": layout}
                 return self.local.attend(layer, q, **asked, **options)
-            found = view(q, "q", operation)
             scores = AttentionScale.checked(scale, softcap, operation)
             checks.option(missing, "missing", operation, MISSING)
-            shape = query_shape(found, "q", operation)
             checks.integer(layer, "layer", operation, high=store.num_layers - 1)
-            terms = Terms(sink_logits, alibi_slopes)
-            sinks, slopes = self._terms(operation, terms, shape.batch, shape.heads)
+            form = store.batch_size, store.num_kv_heads, store.head_dim
+            queries = attend_queries(operation, view(q, "q", operation), layout, *form, store.runtime)
+            query = with_tokens(queries.heads_first, 4)
+            terms = Terms(*added)
+            sinks, slopes = self._terms(operation, terms, *query.shape[:2])
             wanted = mass_queries_of(return_mass, mass_queries, terms, operation, store.key_format)
             if wanted != 0 and seq_lens is not None:
                 raise OptionError(
                     f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
                 )
             with store.lock:
-                result, to = self._result(operation, q, found, out)
-                single = found.ndim == 3  # without an axis of its queries
-                parts = self._parts.of(shape[:3], self._device_of(q))
+                if seq_lens is None:
+                    queries.refuse_more_than(operation, store.layer_length(layer), store.num_kv_heads)
+                result, to = self._result(operation, q, queries, out)
+                parts = self._parts.of(query.shape[:3], self._device_of(q))
                 lse, to_lse = None, parts.lse_view
                 if return_lse or wanted != 0:
-                    lse = new_like(q, found.shape[:-1], dtypes.float32, store.runtime)
-                    to_lse = view(lse, "lse", operation)
-                    to_lse = of_one_query(to_lse) if single else to_lse
-                query = found.restrided((*shape[:3], shape.width), (*shape.strides, 1))
+                    lse = queries.new_lse(q, store.runtime)
+                    to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
                 store.attend_own(operation, layer, query, parts.own_view, scores, missing, seq_lens, slopes)
-                self._merge(operation, parts, of_one_query(to) if single else to, to_lse, sinks)
+                self._merge(operation, parts, with_tokens(queries.as_read(to), 4), to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
@@ -296,14 +289,12 @@ class ShardedKVCacheStore:
             scores = AttentionScale.checked(scale, softcap, operation)
             wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.key_format)
             with store.lock:
-                query, rows, axes = store.extension(operation, layer, (q, k, v), layout, scores)
+                queries, rows = store.extension(operation, layer, (q, k, v), layout, scores)
+                query = queries.heads_first
                 sinks, slopes = self._terms(operation, Terms(*added), *query.shape[:2])
-                given = view(q, "q", operation)
-                result, out = self._result(operation, q, given, None)
-                lse = new_like(q, given.shape[:-1], dtypes.float32, store.runtime)
-                to, to_lse = (
-                    head_major(with_batch(a, n), *axes) for a, n in ((out, 4), (view(lse, "lse", operation), 3))
-                )
+                result, out = self._result(operation, q, queries, None)
+                lse = queries.new_lse(q, store.runtime)
+                to, to_lse = queries.as_read(out), queries.as_read(view(lse, "lse", operation))
                 if query.shape[2]:
                     parts = self._parts.of(query.shape[:3], self._device_of(q))
                     store.extend_own(operation, layer, rows, layout, query, parts.own_view, scores, slopes)
@@ -513,25 +504,21 @@ class ShardedKVCacheStore:
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
 
-    def _result(self, operation: str, q: Any, found: ArrayView, out: Any) -> tuple[Any, ArrayView]:
-        """An array for the result, in the shape of q, and where it lies.
+    def _result(self, operation: str, q: Any, queries: Queries, out: Any) -> tuple[Any, ArrayView]:
+        """An array for the result, in the order of axes of q, and where it lies.
 
         Raises:
             ShapeError, DTypeError, ArchError: what was given as `out` does not fit.
         """
-        live, shape = self.local.runtime, (*found.shape[:-1], self.local.head_dim_v)
+        live, width, given = self.local.runtime, self.local.head_dim_v, queries.given
         if out is None:
-            out = new_like(q, shape, found.dtype, live)
+            out = queries.new_out(q, width, live)
             return out, view(out, "out", operation)
         to = view(out, "out", operation)
-        if (found.key, to.key) not in self._fitting:
-            checks.on_device([("out", to)], live, operation)
-            checks.writable(to, "out", operation)
-            checks.same_dtype(found, to, "q", "out", operation)
-            if to.shape != shape:
-                raise ShapeError(f"{operation}: out is {describe(to)} where {shape} is needed.")
-            self._fitting.keep((found.key, to.key), True)
-        checks.disjoint([("q", found, False), ("out", to, True)], operation)
+        if (given.key, to.key) not in self._fitting:
+            queries.check_out(operation, to, width, live)
+            self._fitting.keep((given.key, to.key), True)
+        checks.disjoint([("q", given, False), ("out", to, True)], operation)
         return out, to
 
     def _device_of(self, q: Any) -> Any:

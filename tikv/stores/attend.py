@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Views, describe, handed_over, new_like, view, view_all
+from tikv.arrays import ArrayView, Views, handed_over, new_like, view, view_all
 from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -25,6 +25,7 @@ from tikv.ops.staging import Staging
 from tikv.stores.append import ROWS, Appends
 from tikv.stores.kept import most_held
 from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.queries import AXES, Queries, extend_queries, heads_first
 
 MISSING = ("raise", "ignore")
 NO_VIEWS: Mapping[str, ArrayView] = {}
@@ -141,6 +142,33 @@ def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[Arra
     return q.part(2, first, tokens), lse.part(2, first, tokens)
 
 
+def attend_in_order(
+    plan: AttentionPlan,
+    like: Any,
+    queries: Queries,
+    arrays: dict[str, ArrayView],
+    out: Any,
+    return_lse: bool,
+    impl: str = "taichi",
+    length: int = 0,
+    first_valid: int = 0,
+) -> tuple[Any, Any]:
+    """`AttentionPlan.attend`, whose results have the caller's order of axes; without lse None for it."""
+    if queries.as_given:
+        found = plan.attend(like, arrays, out, return_lse, impl, length, first_valid)
+        return found if return_lse else (found, None)
+    operation, live, width = plan.operation, plan.live, plan.shape[-1]
+    result = queries.new_out(like, width, live) if out is None else out
+    to = view(result, "out", operation)
+    if out is not None:
+        queries.check_out(operation, to, width, live)
+    to = queries.as_read(to)
+    lse = queries.new_lse(like, live) if return_lse else None
+    to_lse = None if lse is None else queries.as_read(view(lse, "lse", operation))
+    plan.attend(like, arrays, to, return_lse, impl, length, first_valid, lse=to_lse, is_new=out is None)
+    return result, lse
+
+
 def results_of(out: Any, lse: Any, mass: Any) -> Any:
     """What was asked for: the result alone, or with what else is not None."""
     found = [handed_over(a) for a in (out, lse, mass) if a is not None]
@@ -201,16 +229,19 @@ def extend(
     memory = appends.memory
     live = memory.runtime
     k_rows = view_all(arrays[1:], ROWS, operation)
-    rows, (token_axis, head_axis) = appends.checked(operation, [layer], k_rows, layout, False)
+    rows, (token_axis, _) = appends.checked(operation, [layer], k_rows, layout, False)
     tokens = rows[0].shape[1 + token_axis]
     if layer.ring == 0:
         checks.fits_linear(layer.length, tokens, layer.slots, f"{operation} (layer {layer.index})")
     checks.integer(layer.length + tokens, "length", operation)
     like = arrays[0]
-    given = view(like, "q", operation)
-    q = queries_of(operation, given, memory, tokens, (token_axis, head_axis))
+    queries = extend_queries(
+        operation, view(like, "q", operation), layout, memory.batch_size, memory.num_kv_heads, memory.head_dim, tokens,
+        live,
+    )  # fmt: skip
+    q = queries.heads_first
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
-    new = [head_major(a.restrided(a.shape[1:], a.strides[1:]), token_axis, head_axis) for a in rows]
+    new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = terms.views(operation)
     layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
     if tree_of(added) and tokens > MOST_QUERIES:
@@ -218,20 +249,20 @@ def extend(
     if "parents" in added:
         check_parents(operation, added["parents"], live)
 
-    out = new_like(like, (*given.shape[:-1], memory.head_dim_v), q.dtype, live)
-    lse = new_like(like, given.shape[:-1], dtypes.float32, live) if return_lse or mass_queries != 0 else None
+    out = queries.new_out(like, memory.head_dim_v, live)
+    lse = queries.new_lse(like, live) if return_lse or mass_queries != 0 else None
     mass = None
-    results = [with_batch(view(out, "out", operation), q.ndim)]
+    results = [view(out, "out", operation)]
     if lse is not None:
-        results.append(with_batch(view(lse, "lse", operation), q.ndim - 1))
+        results.append(view(lse, "lse", operation))
     if tokens:
         # K and V of the append lie where the caller has them; attention wants all on the device at once.
         read = [*added.values(), q, *new]
         stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
         call = _Extension(operation, appends, layer, scores, dict(zip(added, stage.arrays, strict=False)))
         staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
-        to = head_major(staged_out, token_axis, head_axis)
-        to_lse = head_major(staged_lse[0], token_axis, head_axis) if staged_lse else None
+        to = queries.as_read(staged_out)
+        to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
         wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
         if wraps and layer.head_lengths is not None:
             call.token_by_token(appends, staged_q, (k, v), to, to_lse)
@@ -248,40 +279,6 @@ def extend(
         shape = (memory.batch_size, memory.num_kv_heads, most_held(layer))
         mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
     return results_of(out, lse if return_lse else None, mass)
-
-
-def with_batch(a: ArrayView, ndim: int) -> ArrayView:
-    """An array of so many axes, which may have come without that of the batch."""
-    return a if a.ndim == ndim else a.batch_of_one()
-
-
-def of_one_query(a: ArrayView) -> ArrayView:
-    """An array (batch, heads, ...) as (batch, heads, 1, ...): what a single query has."""
-    return a.restrided((*a.shape[:2], 1, *a.shape[2:]), (*a.strides[:2], 0, *a.strides[2:]))
-
-
-def head_major(a: ArrayView, token_axis: int, head_axis: int) -> ArrayView:
-    """An array (batch, ., ., ...) as (batch, heads, tokens, ...)."""
-    return a.transposed(0, head_axis, token_axis, *range(3, a.ndim))
-
-
-def queries_of(operation: str, given: ArrayView, memory: LayerMemory, tokens: int, axes: tuple[int, int]) -> ArrayView:
-    """The queries as (batch, Hq, T, D), as many as there are new tokens.
-
-    Raises:
-        ShapeError: they are others.
-    """
-    token_axis, head_axis = axes
-    checks.on_device([("q", given)], memory.runtime, operation)
-    found = given
-    if found.ndim == 3 and memory.batch_size == 1:
-        found = with_batch(found, 4)
-    names = "T, Hq, D" if token_axis == 1 else "Hq, T, D"
-    checks.rank(
-        found, (4,), "q", f"(batch, {names})" + (", or without the batch" * (memory.batch_size == 1)), operation
-    )
-    checks.extent(found.shape[token_axis], tokens, "the number of tokens of q", operation, f"q: {describe(given)}")
-    return head_major(found, token_axis, head_axis)
 
 
 class _Extension:

@@ -25,6 +25,7 @@ from tikv.stores.append import NAMES, ROWS, Appends, check_step
 from tikv.stores.attend import (
     MISSING,
     AttentionScale,
+    attend_in_order,
     extend,
     last_queries,
     layer_arrays,
@@ -38,6 +39,7 @@ from tikv.stores.commit import Drafts
 from tikv.stores.compaction import tokens_by_head
 from tikv.stores.kept import Kept, require_uncompacted
 from tikv.stores.layer import Layer, LayerMemory
+from tikv.stores.queries import attend_queries
 from tikv.stores.snapshot import Snapshot, require_snapshot, take_over
 from tikv.stores.storage import divisors_of, named_divisors, storage_or_format
 from tikv.stores.store_changes import StoreChanges
@@ -344,6 +346,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         layer: int,
         q: Any,
         *,
+        layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         impl: str = "auto",
@@ -365,8 +368,13 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
 
         Args:
             layer: its index.
-            q: (batch, Hq, D) or (batch, Hq, T, D), float32, float16 or bfloat16; num_kv_heads divides Hq.
-            scale, return_lse, impl, softcap, out, sink_logits, alibi_slopes, mask, parents: as in
+            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or (batch, Hq, D) of one query each;
+                float32, float16 or bfloat16. num_kv_heads divides Hq. Where the batch is 1 its axis may be left out:
+                three axes are then (T, Hq, D) or head-major (Hq, T, D), two are (Hq, D). What fits the other layout
+                alone is refused.
+            layout: of q and of what is returned, "token_major", as `append` and `extend` have it, or "head_major".
+            out: array for the result, in its shape, of q's dtype.
+            scale, return_lse, impl, softcap, sink_logits, alibi_slopes, mask, parents: as in
                 `tikv.decode_attention`.
             seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
                 sequence, instead of `length`; what goes with `append` at ``positions``.
@@ -376,8 +384,9 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             mass_queries: the mass is that of so many of the last queries; None for all.
 
         Returns:
-            As `tikv.decode_attention`; the mass last, float32 (batch, num_kv_heads, n) in the order of `tokens`, summed
-            over the queries and the query heads of a KV head.
+            ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
+            log-sum-exp, float32 in the shape of the result without its last axis; the mass last, float32 (batch,
+            num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a KV head.
 
         Raises:
             PositionError: more queries than tokens; or ``missing`` as said.
@@ -399,27 +408,31 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
             )
-        terms = given.views(operation)
-        arrays = layer_arrays(found, view(q, "q", operation), terms)
+        memory, live = self._memory, self.runtime
+        queries = attend_queries(
+            operation, view(q, "q", operation), layout, memory.batch_size, self.num_kv_heads, self.head_dim, live
+        )
+        arrays = layer_arrays(found, queries.heads_first, given.views(operation))
         length, oldest = found.length, found.valid_from
         if found.head_lengths is not None and seq_lens is None:
             arrays["lens"], length = found.head_lengths.array, 0
         if seq_lens is not None:
             require_uncompacted([found], operation, "Leave seq_lens out.")
             arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
-            checks.on_device([("seq_lens", lens)], self.runtime, operation)
+            checks.on_device([("seq_lens", lens)], live, operation)
             length, oldest = 0, found.trimmed_to
+        else:
+            queries.refuse_more_than(operation, found.length, self.num_kv_heads)
         scores = AttentionScale.checked(scale, softcap, operation)
-        plan = layer_plan(self.runtime, operation, arrays, found, scores)
+        plan = layer_plan(live, operation, arrays, found, scores)
         checks.option(impl, "impl", operation, IMPLEMENTATIONS)
-        if checks.option(missing, "missing", operation, MISSING) == "raise" and plan.query.queries > 1:
-            refuse_missing(operation, found, plan.query.queries, seq_lens is not None)
+        if checks.option(missing, "missing", operation, MISSING) == "raise" and queries.tokens > 1:
+            refuse_missing(operation, found, queries.tokens, seq_lens is not None)
+        result, lse = attend_in_order(plan, q, queries, arrays, out, return_lse or wanted != 0, impl, length, oldest)
         if wanted == 0:
-            return plan.attend(q, arrays, out, return_lse, impl, length, oldest)
-        queries = arrays["q"]
-        result, lse = plan.attend(q, arrays, out, True, impl, length, oldest)
-        asking = last_queries(queries, view(lse, "lse", operation), wanted)
-        mass = weigh(operation, self._memory, found, *asking, scores, q)
+            return results_of(result, lse, None)
+        to_lse = queries.as_read(view(lse, "lse", operation))
+        mass = weigh(operation, memory, found, *last_queries(queries.heads_first, to_lse, wanted), scores, q)
         return results_of(result, lse if return_lse else None, mass)
 
     @whole

@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
-from tikv.ops import blocks
+from tikv.ops import blocks, paged
 from tikv.stores.pool_form import HostArray, PoolForm
 from tikv.stores.storage import named_divisors
 
@@ -112,6 +112,14 @@ class LayerPools:
             for array, found in zip(group.arrays, arrays, strict=True):
                 blocks.swap_blocks(found, array, pairs)
         self.runtime.synchronize()
+
+    def gather(self, layer: int, stream: int, table: HostArray, length: int, out: ArrayView) -> None:
+        """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
+        scale = self.scales[layer].get(("k_scale", "v_scale")[stream])
+        paged.gather(
+            "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.form.layout,
+            scale=scale, out=out, format=self.form.formats[stream],
+        )  # fmt: skip
 
     def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
         """What `read_blocks` copied, by layer, as layout NHD has it."""

@@ -24,7 +24,7 @@ from tikv.ops.indices import host_integers, index_array
 from tikv.ops.write_qkv import write_fused
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, paged_files
-from tikv.stores.attend import last_queries, mass_queries_of, results_of
+from tikv.stores.attend import attend_in_order, last_queries, mass_queries_of, results_of
 from tikv.stores.block_pool import salt_bytes
 from tikv.stores.device_tables import DeviceTables
 from tikv.stores.head_rows import HeadAppend, refuse_per_head
@@ -32,6 +32,7 @@ from tikv.stores.head_sequences import HeadSequences
 from tikv.stores.layer_pools import LayerPools
 from tikv.stores.pool_drafts import PoolDrafts
 from tikv.stores.pool_form import PoolForm
+from tikv.stores.queries import attend_queries
 from tikv.stores.ragged_attention import RaggedAttention, even_starts
 from tikv.stores.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.whole import StoreLock, whole
@@ -333,6 +334,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         q: Any,
         seqs: Sequence[int],
         *,
+        layout: str = "token_major",
         scale: float | None = None,
         window: int | None = None,
         return_lse: bool = False,
@@ -350,17 +352,21 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
 
         Args:
             layer: its index; its new tokens have been appended.
-            q: (B, Hq, D), one query a sequence; or (B, Hq, T, D), the last T tokens of each, causal.
+            q: (B, Hq, D), one query a sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
+                (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
             seqs: the B sequences.
+            layout: of q and of what is returned, "token_major" or "head_major".
             scale: of the scores; None for 1 / sqrt(D).
             window: tokens that a query sees, its own included; None for all.
             return_lse: also return the log-sum-exp of the scores.
-            impl, softcap, out, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
+            out: array for the result, in its shape, of q's dtype.
+            impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
             return_mass, mass_queries: as in `KVCacheStore.attend`.
 
         Returns:
-            ``out`` or a new array, of q's dtype, (B, Hq, D_v) or (B, Hq, T, D_v); with ``return_lse`` also lse, float32
-            without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by position.
+            ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
+            shape without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by
+            position.
 
         Raises:
             PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
@@ -373,30 +379,36 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         layer = self._layer(layer, operation)
         ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
         states = [self._state(seq, operation) for seq in ids]
-        rows = view(q, "q", operation)
-        if rows.ndim == 4 or self._sequences.compacted:
-            queries = rows.shape[2] if rows.ndim == 4 else 1
+        queries = attend_queries(
+            operation, view(q, "q", operation), layout, len(ids), self.num_kv_heads, self.head_dim, self.runtime
+        )
+        if queries.tokens > 1 or self._sequences.compacted:
             distances = {"window": window, "alibi_slopes": alibi_slopes}
             for seq, state in zip(ids, states, strict=True):
-                self._sequences.check_queries(operation, layer, seq, state, queries, distances)
+                remedy = queries.remedy(state.came(layer), self.num_kv_heads)
+                self._sequences.check_queries(operation, layer, seq, state, queries.tokens, distances, remedy)
         tables, lens, most = self._tables(layer, ids, states)
         pools = self._pools.layers[layer]
         scales: dict[str, Any] = self._pools.scales[layer]
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
         wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self.form.formats[0])
 
-        def call(queries: Any) -> AttentionCall:
+        def call(rows: ArrayView) -> AttentionCall:
             return paged_call(
-                operation, queries, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
+                operation, rows, pools[0], pools[1], tables, lens, layout=self.layout, scale=scale, window=window,
                 softcap=softcap, impl=impl, terms=terms, formats=self.form.formats, **scales,
             )  # fmt: skip
 
+        attending = call(queries.heads_first)
+        result, lse = attend_in_order(
+            attending.plan, q, queries, dict(attending.arrays), out, return_lse or wanted != 0
+        )
         if wanted == 0:
-            return call(q).attend(q, out=out, return_lse=return_lse)
-        result, lse = call(q).attend(q, out=out, return_lse=True)
+            return results_of(result, lse, None)
         shape = (len(ids), self.num_kv_heads, int(np.max(most, initial=0)))
         mass = new_like(q, shape, dtypes.float32, self.runtime, zeroed=True)
-        asking, their_lse = last_queries(rows, view(lse, "lse", operation), wanted)
+        to_lse = queries.as_read(view(lse, "lse", operation))
+        asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
         call(asking).weigh(their_lse, view(mass, "mass", operation))
         return results_of(result, lse if return_lse else None, mass)
 
@@ -511,7 +523,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         for stream, row in enumerate(self.form.rows):
             out = new_array((length, self.num_kv_heads, row.width), row.read_dtype, self.runtime)
             if length:
-                self._gather(layer, stream, table, length, out)
+                self._pools.gather(layer, stream, table, length, out)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
 
@@ -523,17 +535,9 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
             for h, head in enumerate(heads):
                 if n := head.lengths[0]:
                     to, table = out.part(1, h, h + 1).part(0, 0, n), np.array(head.blocks, np.int32)
-                    self._gather(layer, stream, table, n, to)
+                    self._pools.gather(layer, stream, table, n, to)
             found.append(CacheArray(out, self.runtime))
         return found[0], found[1]
-
-    def _gather(self, layer: int, stream: int, table: np.ndarray[Any, Any], length: int, out: ArrayView) -> None:
-        """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
-        scale = self._pools.scales[layer].get(("k_scale", "v_scale")[stream])
-        paged.gather(
-            "PagedKVCacheStore.tokens", self._pools.layers[layer][stream], table, length, layout=self.layout,
-            scale=scale, out=out, format=self.form.formats[stream],
-        )  # fmt: skip
 
     @whole
     def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:

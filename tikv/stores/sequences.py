@@ -258,7 +258,14 @@ class Sequences:
                 )
 
     def check_queries(
-        self, operation: str, layer: int, seq: int, state: SequenceState, queries: int, distances: Mapping[str, Any]
+        self,
+        operation: str,
+        layer: int,
+        seq: int,
+        state: SequenceState,
+        queries: int,
+        distances: Mapping[str, Any],
+        remedy: str = "",
     ) -> None:
         """Several queries are those of the newest tokens, which are all held; distances need all tokens.
 
@@ -266,6 +273,7 @@ class Sequences:
             operation, layer, seq, state: what is attended over, and by which call.
             queries: of the sequence.
             distances: options by name that count how far a key is from its query; None for those that were not given.
+            remedy: another way out, for the message about more queries than tokens.
 
         Raises:
             PositionError: the queries' tokens are not all held.
@@ -283,7 +291,7 @@ class Sequences:
             known = f", {since} of them since it was compacted" if before is not None else ""
             raise PositionError(
                 f"{operation}: {queries} queries of sequence {seq}, which has {came} tokens in layer {layer}{known}. "
-                f"The queries are the last tokens: append theirs first, or pass fewer."
+                f"The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
             )
 
     def begin_compaction(self, operation: str, state: SequenceState, first: int, keep: int) -> AppendStep:

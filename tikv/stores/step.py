@@ -38,7 +38,7 @@ def compile_step(
         store: a `KVCacheStore`, of any dtype, with windows and sinks or without.
         layers: one layer's index; None for all layers at once, whose arrays are stacked on a leading axis. That is
             for callers who have the arrays of all layers before any attends: a drafted or replayed step, a bench.
-        layout: of k and v, "token_major" or "head_major".
+        layout: of k, v and q, "token_major" or "head_major".
         attend: False for a step that only writes.
         scale, softcap, return_lse: as in `KVCacheStore.attend`.
         backend: as in `GraphBuilder.compile`.
@@ -132,7 +132,7 @@ class Step(runtime.NotCopied):
 
         def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Any:
             mine = q.restrided(q.shape[1:], q.strides[1:], i * q.strides[0]) if stacked else q
-            return store.attend(layers[i], mine, impl="taichi", seq_lens=seq_lens, **(asked or {}))
+            return store.attend(layers[i], mine, layout=layout, impl="taichi", seq_lens=seq_lens, **(asked or {}))
 
         calls = [
             Call("append", append, {"k": "k", "v": "v", "positions": "positions"}, {}, {}, (), ()),
@@ -149,8 +149,8 @@ class Step(runtime.NotCopied):
 
         Args:
             k, v: as `KVCacheStore.append` takes them, or `append_all` for all layers.
-            q: (batch, Hq, D) or (batch, Hq, T, D), with a leading axis of layers for all of them; None when the step
-                only writes.
+            q: as `KVCacheStore.attend` takes it, with a leading axis of layers for all of them; None when the step only
+                writes.
 
         Returns:
             What `KVCacheStore.attend` returns, in a list for all layers; None when the step only writes. The memory
@@ -185,7 +185,9 @@ class Step(runtime.NotCopied):
             raise OptionError(f"{operation}: this step {has}. compile_step(store, attend=...) chooses.")
         if q is not None and self._stacked:
             queries = view(q, "q", operation)
-            checks.rank(queries, (4, 5), "q", "(layers, batch, Hq, D) or (layers, batch, Hq, T, D)", operation)
+            order = "T, Hq, D" if self._layout == "token_major" else "Hq, T, D"
+            wanted = f"(layers, batch, {order}) or (layers, batch, Hq, D), or without the batch where that is 1"
+            checks.rank(queries, (3, 4, 5), "q", wanted, operation)
             checks.extent(
                 queries.shape[0], len(self._layers), "the number of layers of q", operation, describe(queries)
             )

@@ -14,31 +14,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, CacheArray, Views, new_array, new_like, view, view_all
+from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import GroupFormat, Quant
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_into
-from tikv.ops.attention.options import MOST_QUERIES, query_shape
+from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.terms import Terms
 from tikv.ops.layouts import Placement
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, token_group_files
 from tikv.stores.append import ROWS
-from tikv.stores.attend import (
-    AttentionScale,
-    head_major,
-    layer_arrays,
-    layer_plan,
-    of_one_query,
-    queries_of,
-    results_of,
-    with_batch,
-)
+from tikv.stores.attend import AttentionScale, layer_arrays, layer_plan, results_of
 from tikv.stores.by_channel import ChannelCodes
 from tikv.stores.contiguous import KVCacheStore
 from tikv.stores.layer import Layer, rows_of
+from tikv.stores.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.snapshot import Snapshot
 from tikv.stores.storage import counted, size_in_words
 from tikv.stores.whole import whole
@@ -233,6 +225,7 @@ class TokenGroupStore(KVCacheStore):
         layer: int,
         q: Any,
         *,
+        layout: str = "token_major",
         scale: float | None = None,
         return_lse: bool = False,
         impl: str = "auto",
@@ -262,21 +255,21 @@ class TokenGroupStore(KVCacheStore):
         checks.option(impl, "impl", operation, ("auto", "taichi"))
         checks.option(missing, "missing", operation, ("raise", "ignore"))
         scores = AttentionScale.checked(scale, softcap, operation)
-        given, terms = view(q, "q", operation), Terms(sink_logits).views(operation)
-        queries = query_shape(given, "q", operation).queries
-        several = given if given.ndim == 4 else of_one_query(given)
-        layer_plan(self.runtime, operation, layer_arrays(found, several, terms), found, scores)
+        live, terms = self.runtime, Terms(sink_logits).views(operation)
+        form = self.batch_size, self.num_kv_heads, self.head_dim
+        queries = attend_queries(operation, view(q, "q", operation), layout, *form, live)
+        several = with_tokens(queries.heads_first, 4)
+        layer_plan(live, operation, layer_arrays(found, several, terms), found, scores)
         newest = found.length - self._codes[layer].tokens
-        if found.length and queries > newest:
+        if found.length and queries.tokens > newest:
             raise PositionError(
-                f"{operation}: {queries} queries, and the newest {newest} tokens of layer {layer} are no codes yet. "
-                f"Attend with at most so many, or use extend(), which attends as it appends."
+                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {layer} are no codes "
+                f"yet. Attend with at most so many, or use extend(), which attends as it appends."
+                f"{queries.remedy(newest, self.num_kv_heads)}"
             )
-        result = new_like(q, (*given.shape[:-1], self.head_dim_v), given.dtype, self.runtime)
-        lse = new_like(q, given.shape[:-1], dtypes.float32, self.runtime)
-        to, to_lse = view(result, "out", operation), view(lse, "lse", operation)
-        if given.ndim == 3:
-            to, to_lse = of_one_query(to), of_one_query(to_lse)
+        result, lse = queries.new_out(q, self.head_dim_v, live), queries.new_lse(q, live)
+        to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
+        to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
         self._attend(operation, found, several, scores, terms, to, to_lse)
         return results_of(result, lse if return_lse else None, None)
 
@@ -333,16 +326,15 @@ class TokenGroupStore(KVCacheStore):
         _refuse(operation, asked | {"mask": mask, "parents": parents})
         scores, terms = AttentionScale.checked(scale, softcap, operation), Terms(sink_logits).views(operation)
         rows, axes = self._checked(operation, found, view_all((k, v), ROWS, operation), layout)
-        given = view(q, "q", operation)
-        queries = queries_of(operation, given, self._memory, rows[0].shape[axes[0]], axes)
-        layer_plan(self.runtime, operation, layer_arrays(found, queries, terms), found, scores)
-        out = new_like(q, (*given.shape[:-1], self.head_dim_v), given.dtype, self.runtime)
-        lse = new_like(q, given.shape[:-1], dtypes.float32, self.runtime)
-        to = head_major(with_batch(view(out, "out", operation), 4), *axes)
-        to_lse = head_major(with_batch(view(lse, "lse", operation), 3), *axes)
+        live, form = self.runtime, (self.batch_size, self.num_kv_heads, self.head_dim)
+        queries = extend_queries(operation, view(q, "q", operation), layout, *form, rows[0].shape[axes[0]], live)
+        rows_of_q = queries.heads_first
+        layer_plan(live, operation, layer_arrays(found, rows_of_q, terms), found, scores)
+        out, lse = queries.new_out(q, self.head_dim_v, live), queries.new_lse(q, live)
+        to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
         for part in self._parts(operation, found, rows, axes[0]):
             self._appends.append(operation, found, part.rows, layout)
-            own = [a.part(2, part.first, part.end) for a in (queries, to, to_lse)]
+            own = [a.part(2, part.first, part.end) for a in (rows_of_q, to, to_lse)]
             self._attend(operation, found, own[0], scores, terms, *own[1:])
         return results_of(out, lse if return_lse else None, None)
 

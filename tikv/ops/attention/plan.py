@@ -88,6 +88,7 @@ class AttentionPlan(Plan):
         lse: Any = None,
         is_part: bool = False,
         first_query: int = 0,
+        is_new: bool = False,
     ) -> Any:
         """Attention over arrays of this form.
 
@@ -104,6 +105,7 @@ class AttentionPlan(Plan):
             lse: array for the log-sum-exp, float32 of any strides; None for a new one.
             is_part: `out` is float32, whatever q is: it is merged with others before it is rounded.
             first_query: of keys that are dealt to ranks, as `AttentionTerms` has it.
+            is_new: `out` was made for this call, so that there is nothing to check.
         """
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if "parents" in arrays:
@@ -114,7 +116,7 @@ class AttentionPlan(Plan):
         lengths = Lengths(cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
-        if out is not None:
+        if out is not None and not is_new:
             checks.on_device([("out", to)], live, operation)
             checks.writable(to, "out", operation)
             if not is_part:

@@ -1,0 +1,184 @@
+"""`attend` takes queries token-major as `append` and `extend` do, or head-major when told.
+
+What fits one order alone is refused in the other, and never read as something else.
+"""
+
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+
+KV_HEADS, HEADS, WIDTH = 2, 4, 16
+FORM = {"num_layers": 1, "num_kv_heads": KV_HEADS, "head_dim": WIDTH, "dtype": "float32"}
+
+
+class Contiguous:
+    """A store of some sequences of 6 tokens."""
+
+    def __init__(self, arch, rng, batch, num_kv_heads=KV_HEADS):
+        self.arch, self.batch = arch, batch
+        self.store = tikv.KVCacheStore(**FORM | {"num_kv_heads": num_kv_heads}, capacity=32, batch_size=batch)
+        k, v = rng.standard_normal((2, batch, 6, num_kv_heads, WIDTH)).astype(np.float32)
+        self.rows = k, v
+        self.store.append(0, oracle.place(k, arch), oracle.place(v, arch))
+
+    def attend(self, q, **options):
+        return self.store.attend(0, oracle.place(np.ascontiguousarray(q), self.arch), **options)
+
+
+class Paged(Contiguous):
+    """A pool of as many sequences."""
+
+    def __init__(self, arch, rng, batch, num_kv_heads=KV_HEADS):
+        self.arch, self.batch = arch, batch
+        self.store = tikv.PagedKVCacheStore(**FORM | {"num_kv_heads": num_kv_heads}, num_blocks=16, block_size=4)
+        self.seqs = [self.store.add() for _ in range(batch)]
+        k, v = rng.standard_normal((2, batch, 6, num_kv_heads, WIDTH)).astype(np.float32)
+        self.rows = k, v
+        rows = [oracle.place(a.reshape(batch * 6, num_kv_heads, WIDTH), arch) for a in (k, v)]
+        self.store.append(0, *rows, self.seqs, cu_seqlens=range(0, 6 * batch + 1, 6))
+
+    def attend(self, q, **options):
+        return self.store.attend(0, oracle.place(np.ascontiguousarray(q), self.arch), self.seqs, **options)
+
+
+def expected(model, q):
+    """What (batch, T, Hq, D) queries of the newest tokens see, in float64: the result and its log-sum-exp."""
+    k, v = (np.repeat(a.astype(np.float64), q.shape[2] // a.shape[2], axis=2) for a in model.rows)
+    scores = np.einsum("bthd,bnhd->btnh", q.astype(np.float64), k) * WIDTH**-0.5
+    tokens, held = q.shape[1], k.shape[1]
+    scores[:, np.arange(held)[None] > np.arange(held - tokens, held)[:, None]] = -np.inf
+    most = scores.max(axis=2, keepdims=True)
+    weights = np.exp(scores - most)
+    total = weights.sum(axis=2, keepdims=True)
+    return np.einsum("btnh,bnhd->bthd", weights / total, v), (most + np.log(total))[:, :, 0]
+
+
+def equal(got, want):
+    assert tuple(got.shape) == want.shape
+    np.testing.assert_allclose(oracle.to_numpy(got), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", [Contiguous, Paged])
+def test_every_order_gives_the_same(arch, rng, kind, batch):
+    model = kind(arch, rng, batch)
+    for tokens in (1, 3):
+        q = rng.standard_normal((batch, tokens, HEADS, WIDTH)).astype(np.float32)
+        want, want_lse = expected(model, q)
+        swapped = want.swapaxes(1, 2), want_lse.swapaxes(1, 2)
+        forms = [(q, {}, (want, want_lse)), (q.swapaxes(1, 2), {"layout": "head_major"}, swapped)]
+        if batch == 1:
+            forms += [(a[0], options, (out[0], lse[0])) for a, options, (out, lse) in forms]
+        if tokens == 1:
+            single = want[:, 0], want_lse[:, 0]
+            forms += [(q[:, 0], {}, single), (q[:, 0], {"layout": "head_major"}, single)]
+            forms += [(q[0, 0], {}, (single[0][0], single[1][0]))] if batch == 1 else []
+        for given, options, (out, lse) in forms:
+            equal(model.attend(given, **options), out)
+            got = model.attend(given, **options, return_lse=True, return_mass=True)
+            equal(got[0], out)
+            equal(got[1], lse)
+            assert tuple(got[2].shape) == (batch, KV_HEADS, 6)
+            np.testing.assert_allclose(oracle.to_numpy(got[2]).sum(-1), tokens * HEADS // KV_HEADS, rtol=1e-5)
+            room = oracle.place(np.full(out.shape, np.nan, np.float32), arch)
+            assert model.attend(given, **options, out=room) is room
+            equal(room, out)
+
+
+@pytest.mark.archs("cpu")
+def test_append_and_attend_are_the_halves_of_extend(arch, rng):
+    q, k, v = (rng.standard_normal((1, 10, heads, WIDTH)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    whole, halves = (tikv.KVCacheStore(**FORM, capacity=32) for _ in range(2))
+    want, want_lse = whole.extend(0, q, k, v, return_lse=True)
+    halves.append(0, k, v)
+    for part in (slice(4, 10), slice(9, 10)):
+        got, lse = halves.attend(0, q[:, part], return_lse=True)
+        np.testing.assert_allclose(got[:, -1], want[:, -1], atol=1e-6)
+        np.testing.assert_allclose(lse[:, -1], want_lse[:, -1], atol=1e-6)
+    np.testing.assert_allclose(halves.attend(0, q[0]), want[0], atol=1e-6)
+
+
+SHAPE, POSITION = tikv.ShapeError, tikv.PositionError
+TOKENS_FIRST, HEADS_FIRST = r"\(batch, T, Hq, D\)", r"\(batch, Hq, T, D\)"
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("kind", [Contiguous, Paged])
+@pytest.mark.parametrize(
+    ("shape", "layout", "error", "says"),
+    [
+        ((1, 4, 3, 16), "token_major", SHAPE, rf"As {HEADS_FIRST} it fits: use layout='head_major'\.$"),
+        ((1, 3, 4, 16), "head_major", SHAPE, rf"As {TOKENS_FIRST} it fits: use layout='token_major'\.$"),
+        ((4, 3, 16), "token_major", SHAPE, r"As \(Hq, T, D\) it fits: use layout='head_major'\.$"),
+        ((1, 5, 3, 16), "token_major", SHAPE, r"3 query heads .* Use a multiple of 2\.$"),
+        ((1, 8, 4, 16), "token_major", POSITION, rf"8 queries.* As {HEADS_FIRST} q would fit: .*'head_major'\.$"),
+        ((1, 4, 8, 16), "head_major", POSITION, rf"8 queries.* As {TOKENS_FIRST} q would fit: .*'token_major'\.$"),
+        ((1, 8, 8, 16), "token_major", POSITION, "8 queries(?!.*would fit)"),
+        (
+            (2, 1, 4, 16),
+            "token_major",
+            SHAPE,
+            rf"batch of q is 2 where 1 is needed \(q: f32\[2,1,4,16\], {TOKENS_FIRST}",
+        ),
+        ((1, 1, 4, 8), "token_major", SHAPE, r"the head width of q is 8 .*f32\[1,1,4,8\]"),
+        (
+            (16,),
+            "token_major",
+            SHAPE,
+            rf"q is f32\[16\], with 1 axes; it must be {TOKENS_FIRST} or \(batch, Hq, D\), or",
+        ),
+        ((4, 16), "NHD", tikv.OptionError, "unknown layout 'NHD'"),
+    ],
+)
+def test_another_order_is_refused(arch, rng, kind, shape, layout, error, says):
+    model = kind(arch, rng, 1)
+    with pytest.raises(error, match=says) as caught:
+        model.attend(np.ones(shape, np.float32), layout=layout)
+    assert str(caught.value).startswith(f"{type(model.store).__name__}.attend: ")
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("kind", [Contiguous, Paged])
+def test_what_can_be_read_in_two_ways_is_refused(arch, rng, kind):
+    """Of one KV head (1, n, D) may be n query heads or n tokens, head-major; token-major it is n query heads."""
+    model = kind(arch, rng, 1, num_kv_heads=1)
+    q = rng.standard_normal((1, 4, WIDTH)).astype(np.float32)
+    equal(model.attend(q), expected(model, q[:, None])[0][:, 0])
+    with pytest.raises(tikv.ShapeError, match=r"may be 4 query heads of one token or 4 tokens of one\. Pass \(batch"):
+        model.attend(q, layout="head_major")
+    equal(model.attend(q[:, :, None], layout="head_major"), expected(model, q[:, None])[0].swapaxes(1, 2))
+    equal(model.attend(q[:, None], layout="head_major"), expected(model, q[:, :, None])[0].swapaxes(1, 2))
+
+
+@pytest.mark.archs("cpu")
+def test_a_batch_has_its_axis(arch, rng):
+    for kind in (Contiguous, Paged):
+        model = kind(arch, rng, 2)
+        with pytest.raises(
+            tikv.ShapeError, match=r"the batch of q is 3 where 2 is needed \(q: f32\[3,4,16\], \(batch, Hq"
+        ):
+            model.attend(np.ones((3, HEADS, WIDTH), np.float32))
+        with pytest.raises(tikv.ShapeError, match=r"2 axes; it must be \(batch, T, Hq, D\) or \(batch, Hq, D\)\.$"):
+            model.attend(np.ones((HEADS, WIDTH), np.float32))
+        with pytest.raises(tikv.ShapeError, match=r"out is f32\[2,4,3,16\] where \(2, 3, 4, 16\) is needed"):
+            model.attend(np.ones((2, 3, HEADS, WIDTH), np.float32), out=np.zeros((2, HEADS, 3, WIDTH), np.float32))
+
+
+@pytest.mark.archs("cpu")
+def test_a_store_of_groups_along_tokens_has_the_same_order(arch, rng):
+    """Its codes and its newest tokens are merged in the caller's order."""
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 96, "batch_size": 2}
+    store = tikv.KVCacheStore(**form, dtype=tikv.Quant(4, 32, "tokens", 32))
+    store.append(0, *rng.standard_normal((2, 2, 70, 1, 32)).astype(np.float32))
+    q = rng.standard_normal((2, 3, 2, 32)).astype(np.float32)
+    want, want_lse = store.attend(0, q.swapaxes(1, 2), layout="head_major", return_lse=True)
+    got, lse = store.attend(0, q, return_lse=True)
+    oracle.assert_same_bits(got, np.ascontiguousarray(want.swapaxes(1, 2)))
+    oracle.assert_same_bits(lse, np.ascontiguousarray(want_lse.swapaxes(1, 2)))
+    equal(store.attend(0, q[:, -1]), want[:, :, -1])
+    with pytest.raises(
+        tikv.PositionError, match=r"64 queries, and the newest 38 .* q would fit: with layout='head_major'"
+    ):
+        store.attend(0, np.ones((2, 64, 2, 32), np.float32))

@@ -1,0 +1,218 @@
+"""The order of axes of queries and of what attention gives for them: as callers have it, and as kernels read it.
+
+Callers have tokens before heads ("token_major", as K and V of an append) or heads before tokens; kernels read
+(batch, Hq, T, D). What is one is seen as the other by its strides, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, describe, new_like
+from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.options import QUERIES
+
+OTHER = {"token_major": "head_major", "head_major": "token_major"}
+AXES = {"token_major": "BTH", "head_major": "BHT"}  # behind which the columns of a head follow
+_PLACES = {"BTH": (0, 2, 1), "TH": (None, 1, 0), "HT": (None, 0, 1), "H": (None, 0)}  # of sequence, head and token
+WORDS = {"B": "batch", "T": "T", "H": "Hq"}
+
+
+class Queries(NamedTuple):
+    """Queries in a caller's order, and what attention gives for them.
+
+    Attributes:
+        given: as the caller gave them.
+        axes: of which sequence, token and head its axes are, by the letters B, T and H; columns of a head stand last.
+        layout: "token_major" or "head_major".
+        heads_first: the same as (batch, Hq, T, D), or (batch, Hq, D) of one query each.
+    """
+
+    given: ArrayView
+    axes: str
+    layout: str
+    heads_first: ArrayView
+
+    @property
+    def tokens(self) -> int:
+        """How many a sequence has."""
+        return self.given.shape[self.axes.index("T")] if "T" in self.axes else 1
+
+    @property
+    def as_given(self) -> bool:
+        """Whether callers and kernels have one order of axes here."""
+        return self.axes in ("BH", "BHT")
+
+    def as_read(self, result: ArrayView) -> ArrayView:
+        """A result with the axes of these queries, as kernels write it."""
+        return heads_first(result, self.axes)
+
+    def new_out(self, like: Any, width: int, live: runtime.Runtime) -> Any:
+        """A new array of the kind of `like` for the result."""
+        return new_like(like, (*self.given.shape[:-1], width), self.given.dtype, live)
+
+    def new_lse(self, like: Any, live: runtime.Runtime) -> Any:
+        """A new array of the kind of `like` for the log-sum-exps."""
+        return new_like(like, self.given.shape[:-1], dtypes.float32, live)
+
+    def check_out(self, operation: str, out: ArrayView, width: int, live: runtime.Runtime) -> None:
+        """An array that a caller gave for the result has its shape and dtype, and can be written.
+
+        Raises:
+            ShapeError, DTypeError, ArchError: it has not.
+        """
+        checks.on_device([("out", out)], live, operation)
+        checks.writable(out, "out", operation)
+        checks.same_dtype(self.given, out, "q", "out", operation)
+        shape = (*self.given.shape[:-1], width)
+        if out.shape != shape:
+            raise ShapeError(f"{operation}: out is {describe(out)} where {shape} is needed.")
+
+    def remedy(self, tokens: int, num_kv_heads: int) -> str:
+        """What to say where a sequence has fewer tokens than queries: whether the other order of axes would fit."""
+        if len(self.axes) < 3:
+            return ""
+        _, first, second, _ = self.given.shape
+        others, heads = (second, first) if self.layout == "token_major" else (first, second)
+        if others > tokens or heads % num_kv_heads:
+            return ""
+        return f" As {named(AXES[OTHER[self.layout]])} q would fit: with layout={OTHER[self.layout]!r}."
+
+    def refuse_more_than(self, operation: str, tokens: int, num_kv_heads: int) -> None:
+        """A layer of some tokens has as many as there are queries.
+
+        Raises:
+            PositionError: it has fewer.
+        """
+        if 0 < tokens < self.tokens:
+            raise PositionError(
+                f"{operation}: the length is {tokens} for {self.tokens} queries, whose tokens count (q: "
+                f"{describe(self.given)}, {named(self.axes)}). Use at least {self.tokens}, or 0."
+                f"{self.remedy(tokens, num_kv_heads)}"
+            )
+
+
+def heads_first(a: ArrayView, axes: str) -> ArrayView:
+    """An array with these axes, and others behind them, as (batch, heads, tokens, ...), or without tokens if it is."""
+    places = _PLACES.get(axes)
+    if places is None:
+        return a
+    given, rest = a.shape, len(axes)
+    shape = tuple([1 if at is None else given[at] for at in places])
+    strides = tuple([0 if at is None else a.strides[at] for at in places])
+    return a.restrided(shape + given[rest:], strides + a.strides[rest:])
+
+
+def with_tokens(a: ArrayView, ndim: int) -> ArrayView:
+    """An array of so many axes, (batch, heads, tokens, ...), which a single query may have come without."""
+    if a.ndim == ndim:
+        return a
+    return a.restrided((*a.shape[:2], 1, *a.shape[2:]), (*a.strides[:2], 0, *a.strides[2:]))
+
+
+def named(axes: str) -> str:
+    """Axes in a message: `(batch, T, Hq, D)`."""
+    return f"({', '.join(WORDS[axis] for axis in axes)}, D)"
+
+
+def attend_queries(
+    operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int, width: int, live: runtime.Runtime
+) -> Queries:
+    """The queries of `attend`: of the newest tokens of so many sequences.
+
+    Token-major they are (batch, T, Hq, D), or (batch, Hq, D) of one query each. Head-major (batch, Hq, T, D), or
+    (batch, Hq, D). Where the batch is 1 its axis may be left out: then three axes are (T, Hq, D) or (Hq, T, D), which
+    is (batch, Hq, D) where the first of them is 1.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: they have other axes, or do not fit.
+    """
+    key = ("queries", q.key, layout, batch, num_kv_heads, width)
+    axes = live.plans.get(key)
+    if axes is None:
+        checks.option(layout, "layout", operation, checks.LAYOUTS)
+        axes = _axes_of(operation, q, layout, batch, num_kv_heads)
+        wanted = f"{named(AXES[layout])} or {named('BH')}"
+        _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, wanted)
+        live.plans.keep(key, axes)
+    return Queries(q, axes, layout, heads_first(q, axes))
+
+
+def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int) -> str:
+    """Which axes the queries of `attend` have.
+
+    Raises:
+        ShapeError: they can be read in two ways.
+    """
+    axes = AXES[layout]
+    if q.ndim == 2 and batch == 1:
+        return "H"
+    if q.ndim != 3:
+        return axes
+    if batch == 1 and q.shape[0] != 1:
+        return axes[1:]
+    if layout == "head_major" and batch == num_kv_heads == 1 and q.shape[1] > 1:
+        raise ShapeError(
+            f"{operation}: q is {describe(q)}, which with layout='head_major' and one KV head may be {q.shape[1]} "
+            f"query heads of one token or {q.shape[1]} tokens of one. Pass (batch, Hq, T, D), or one query a sequence "
+            f"without layout."
+        )
+    return "BH"  # also of one token of one sequence, which is the same
+
+
+def extend_queries(
+    operation: str,
+    q: ArrayView,
+    layout: str,
+    batch: int,
+    num_kv_heads: int,
+    width: int,
+    tokens: int,
+    live: runtime.Runtime,
+) -> Queries:
+    """The queries of `extend`: as many as there are new tokens, (batch, T, Hq, D) or head-major (batch, Hq, T, D).
+
+    The axis of the batch may be left out where that is 1.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: they are others.
+    """
+    axes = AXES[layout]
+    if q.ndim == 3 and batch == 1:
+        axes = axes[1:]
+    _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, named(AXES[layout]))
+    found = Queries(q, axes, layout, heads_first(q, axes))
+    detail = f"q: {describe(q)}, {named(axes)}"
+    checks.extent(found.tokens, tokens, "the number of tokens of q", operation, detail)
+    return found
+
+
+def _check(
+    operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, wanted: str
+) -> None:
+    """Queries with these axes fit so many sequences and KV heads of this width.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: they do not.
+    """
+    batch, num_kv_heads, width = form
+    checks.on_device([("q", q)], live, operation)
+    wanted += ", or without the batch" * (batch == 1)
+    checks.rank(q, (len(axes) + 1,), "q", wanted, operation)
+    checks.readable(q, "q", operation)
+    if q.dtype not in QUERIES:
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+    extents, as_read = dict(zip(axes, q.shape, strict=False)), f"q: {describe(q)}, {named(axes)}"
+    checks.extent(extents.get("B", batch), batch, "the batch of q", operation, as_read)
+    checks.extent(q.shape[-1], width, "the head width of q", operation, as_read)
+    if extents["H"] % num_kv_heads:
+        remedy = f"Use a multiple of {num_kv_heads}."
+        others = extents.get("T", 0)
+        if others and others % num_kv_heads == 0:
+            swapped = axes.translate(str.maketrans("TH", "HT"))
+            remedy = f"As {named(swapped)} it fits: use layout={OTHER[layout]!r}."
+        raise ShapeError(
+            f"{operation}: {extents['H']} query heads do not divide among {num_kv_heads} KV heads ({as_read}). {remedy}"
+        )
