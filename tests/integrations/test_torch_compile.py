@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from torch._dynamo import exc, trace_rules  # noqa: E402
+from torch._dynamo import exc, lookup_backend, trace_rules  # noqa: E402
 from torch._dynamo.utils import get_compilation_metrics  # noqa: E402
 
 import tikv  # noqa: E402
@@ -37,13 +37,14 @@ def fresh():
 class Graphs:
     """A back end that counts the graphs it is given, and names the files that they were made of."""
 
-    def __init__(self):
+    def __init__(self, backend="eager"):
+        self.compile = lookup_backend(backend)
         self.count = 0
         self.before = len(get_compilation_metrics())
 
     def __call__(self, module, inputs):
         self.count += 1
-        return module.forward
+        return self.compile(module, inputs)
 
     def files(self):
         return {each.co_filename for each in get_compilation_metrics()[self.before :]}
@@ -297,6 +298,27 @@ def test_twenty_steps_take_the_graphs_of_the_first(arch, rng, make):
     # Two graphs of a block, before and behind the store, of a prompt and of one token.
     assert counts == [2, *20 * [4]]
     assert graphs.files() == {__file__}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_decode_step_by_operators_is_one_graph_for_all_positions(arch, rng, backend):
+    """They are in a tensor, so that ``dynamic=False`` compiles no step again."""
+    graphs = Graphs(backend)
+    start = oracle.to_torch(np.array([0, 5], np.int32), arch)
+    caches = [oracle.to_torch(oracle.numbers(rng, (2, HEADS, 30, WIDTH), np.float32), arch) for _ in "kv"]
+    state, plain = [*caches, start], [a.clone() for a in (*caches, start)]
+
+    def step(x, k_cache, v_cache, lens):
+        torch_ops.append_ragged(x[:, :2, None] * 2, x[:, 2:, None], k_cache, v_cache, lens)
+        lens.add_(1)
+        return torch_ops.decode_attention(x, k_cache, v_cache, lens) * 2
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=graphs)
+    for _ in range(20):
+        x = oracle.to_torch(oracle.numbers(rng, (2, 4, WIDTH), np.float32), arch)
+        oracle.assert_same_bits(oracle.to_numpy(compiled(x, *state)), oracle.to_numpy(step(x, *plain)))
+    same(contents(state), contents(plain))
+    assert graphs.count == 1
 
 
 COLD = """

@@ -330,29 +330,85 @@ def test_paged_decode_attention_is_compiled_whole(arch, rng, layout):
     oracle.assert_same_bits(contents(whole(step, q)), contents(want))
 
 
+def operator_calls(rng, arch):
+    """Calls of each operator, by its name in `torch.ops.tikv`, with all arguments that its schema has."""
+
+    def numbers(*shape, dtype=np.float32):
+        return tensor(oracle.numbers(rng, shape, dtype), arch)
+
+    def integers(*values):
+        return tensor(np.array(values, np.int32), arch)
+
+    fused = numbers(2, 2, 24)
+    rows, caches = [fused[..., :8], fused[..., 8:16]], [numbers(2, 6, 8) for _ in "kv"]
+    pools = [numbers(3, 4, 2, 8) for _ in "kv"]
+    vllm = [numbers(3, 2, 2, 4, 4), numbers(3, 2, 8, 4)]
+    codes = [tensor(rng.integers(-127, 128, (3, 4, 2, 8)).astype(np.int8), arch) for _ in "kv"]
+    scales = [tensor(np.exp2(rng.integers(-6, 0, (3, 4, 2))).astype(np.float16), arch) for _ in "kv"]
+    slots, lens, table = integers(9, -1), integers(6, 4), integers([2, 0], [1, -1])
+    one, several = numbers(2, 4, 8), numbers(2, 3, 4, 8).transpose(1, 2)
+    batch = numbers(2, 2, 6, 8), numbers(2, 2, 6, 5)
+    yield "copy_kv", (*rows, *caches, 1, None, None, 0, "token_major", "head_major")
+    yield "copy_kv", (*(a.transpose(0, 1) for a in rows), *caches, 7, 5, 1, 1, "head_major", "head_major")
+    yield "append_ragged", (numbers(2, 2, 3, 8), numbers(2, 2, 3, 5), *batch, integers(-1, 4))
+    yield "write_slots", (*rows, *pools, slots, "NHD", None, None)
+    yield "write_slots", (*rows, *vllm, slots, "VLLM", None, None)
+    yield "write_slots", (*rows, *codes, slots, "NHD", *scales)
+    yield "decode_attention", (one, *batch, lens, None, True, None, False, 0, None, None, None)
+    yield "decode_attention", (several, *batch, lens, 0.5, True, 3, False, 0, None, None, 5.0)
+    yield "paged_decode_attention", (one, *pools, table, integers(7, 3), "NHD", None, None, None, None, True, None)
+    yield "paged_decode_attention", (one, *codes, table, integers(7, 3), "NHD", None, 3, *scales, True, None)
+    yield "paged_decode_attention", (several, *vllm, table, integers(7, 3), "VLLM", 0.5, None, None, None, True, None)
+
+
 def test_the_operators_say_what_they_do(arch, rng):
-    """By torch's own check: schema, aliasing, mutation and the fake implementation against the real one."""
-    assert torch_ops.copy_kv
-    rows = [tensor(oracle.numbers(rng, (2, 2, 8), np.float32), arch) for _ in "kv"]
-    caches = [tensor(oracle.numbers(rng, (2, 6, 8), np.float32), arch) for _ in "kv"]
-    pool = [tensor(oracle.numbers(rng, (3, 4, 2, 8), np.float32), arch) for _ in "kv"]
-    q = tensor(oracle.numbers(rng, (1, 4, 8), np.float32), arch)
-    one = tensor(np.array([5], np.int32), arch)
-    table = tensor(np.array([[2, 0]], np.int32), arch)
-    slots = tensor(np.array([5, 1], np.int32), arch)
-    operators = torch.ops.tikv
-    attention = (None, True, None, False, 0, None, None, None)
-    cases = [
-        (operators.copy_kv, (*rows, *caches, 1, None, None, 0, "token_major", "head_major")),
-        (operators.write_slots, (*rows, *pool, slots, "NHD", None, None)),
-        (operators.decode_attention, (q, *(c[None] for c in caches), one, *attention)),
-        (operators.paged_decode_attention, (q, *pool, table, one, "NHD", None, None, None, None, True, None)),
-    ]
-    checks = ("test_schema", "test_faketensor")
-    for operator, arguments in cases:
-        operator(*arguments)  # compiles the kernel, which Taichi cannot do inside the check's own tracing
-        found = torch.library.opcheck(operator, arguments, test_utils=checks)
-        assert found == dict.fromkeys(checks, "SUCCESS"), operator
+    """By all of torch's own checks: schema, aliasing, mutation, autograd, and the fake implementation against the real.
+
+    The first call of each compiles its kernel, inside of torch's own tracing.
+    """
+    checked = set()
+    for name, arguments in operator_calls(rng, arch):
+        found = torch.library.opcheck(getattr(torch.ops.tikv, name), arguments)
+        assert set(found) >= {
+            "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+        }  # fmt: skip
+        assert set(found.values()) == {"SUCCESS"}, (name, found)
+        checked.add(f"tikv::{name}")
+    assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tikv::")}
+
+
+def test_attention_whose_fake_result_is_of_another_form_is_found(arch, rng):
+    """The checks can fail."""
+    q, k, v = (tensor(oracle.numbers(rng, (1, 2, *shape), np.float32), arch) for shape in ((8,), (6, 8), (6, 8)))
+
+    @torch.library.custom_op("tikv_test::attention", mutates_args=())
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tikv.decode_attention(q, k, v, np.array([4]))
+
+    @attention.register_fake
+    def _(q, k, v):
+        return q.new_empty((*q.shape, 1))
+
+    with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError, match="test_faketensor"):
+        torch.library.opcheck(attention, (q, k, v))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_no_gradient_is_made_up(arch, rng, paged):
+    q = tensor(oracle.numbers(rng, (1, 4, 8), np.float32), arch).requires_grad_()
+    k, v = (tensor(oracle.numbers(rng, (3, 4, 2, 8) if paged else (1, 2, 6, 8), np.float32), arch) for _ in "kv")
+    one = tensor(np.array([4], np.int32), arch)
+    table = [tensor(np.array([[2, 0]], np.int32), arch)] if paged else []
+    call = torch_ops.paged_decode_attention if paged else torch_ops.decode_attention
+    wrong = "torch_ops: gradients do not flow through attention"
+    with torch.no_grad():
+        assert not call(q, k, v, *table, one).requires_grad
+    with pytest.raises(tikv.OptionError, match=f"^{wrong}"):
+        call(q, k, v, *table, one).sum().backward()
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"OptionError: {wrong}"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, *table, one)  # it makes both ways at once
+    assert q.grad is None
 
 
 def test_a_refusal_passes_through_the_operator(arch):

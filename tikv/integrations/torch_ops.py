@@ -1,17 +1,19 @@
 """The operations as torch custom operators, `torch.ops.tikv.*`, which `torch.compile` keeps in its graph as they are.
 
 Call the functions here in code that is compiled; in eager code those of `tikv` do the same with less around them. Each
-operator has a fake implementation, so shapes are known while tracing, and says which arguments it writes. No autograd.
+operator has a fake implementation, so shapes are known while tracing, and says which arguments it writes. No gradients
+flow: to go back through attention raises `tikv.OptionError`.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from tikv.ops import attention, copy, paged
+from tikv.errors import OptionError
+from tikv.ops import attention, copy, paged, ragged
 
 # torch reads these signatures: Optional[...] rather than ... | None, which torch 2.4 does not parse.
 
@@ -41,6 +43,11 @@ def _copy_kv(
         src_layout=src_layout,
         cache_layout=cache_layout,
     )
+
+
+@torch.library.custom_op("tikv::append_ragged", mutates_args=("k_cache", "v_cache"))  # type: ignore[untyped-decorator]
+def _append_ragged(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_offsets: Tensor) -> None:
+    ragged.append_ragged(k_new, v_new, k_cache, v_cache, cache_offsets)
 
 
 @torch.library.custom_op("tikv::write_slots", mutates_args=("k_pool", "v_pool", "k_scale", "v_scale"))  # type: ignore[untyped-decorator]
@@ -133,6 +140,17 @@ def _(q, k_pool, v_pool, block_tables, context_lens, layout, *_):  # type: ignor
     return _attended(q, v_pool.shape[2 if layout == "VLLM" else 3])
 
 
+def _refuse_backward(ctx: Any, *grads: Any) -> Any:
+    raise OptionError(
+        "torch_ops: gradients do not flow through attention over a cache. Call it under torch.no_grad(), or train with "
+        "torch's own attention."
+    )
+
+
+_decode_attention.register_autograd(_refuse_backward)
+_paged_decode_attention.register_autograd(_refuse_backward)
+
+
 def _attended(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """What attention returns, without its contents."""
     return q.new_empty((*q.shape[:-1], width)), q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -161,6 +179,21 @@ def copy_kv(
         ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0])
     """
     _copy_kv(k, v, k_cache, v_cache, position, window, num_tokens, src_offset, src_layout, cache_layout)
+
+
+def append_ragged(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_offsets: Tensor) -> None:
+    """`tikv.append_ragged` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
+
+    With positions in a tensor, here and in `decode_attention`, a decode step is one graph for all positions.
+
+    Examples:
+        >>> import torch, tikv
+        >>> k_cache, v_cache = torch.zeros(2, 2, 1, 4, 1)
+        >>> append_ragged(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1), k_cache, v_cache, torch.tensor([1, 3]))
+        >>> k_cache.reshape(2, 4).tolist()
+        [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    """
+    _append_ragged(k_new, v_new, k_cache, v_cache, cache_offsets)
 
 
 def write_slots(
