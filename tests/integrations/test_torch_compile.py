@@ -109,7 +109,7 @@ def extend(new):
         with torch.no_grad():
             first = store.extend(0, rows, rows, rows + 1)
         store.append(1, first, rows)
-        return store.attend(1, rows[:1].transpose(0, 1)[None])
+        return store.attend(1, rows[:1][None])
 
     return call, lambda: [*store.tokens(0), *store.tokens(1), store.length]
 
