@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import model_cache  # noqa: E402
 import transformers  # noqa: E402
-from model_cache import given  # noqa: E402
+from model_cache import BASE, generate, given, prompts  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
@@ -32,19 +32,6 @@ pytestmark = [
 ]
 
 WINDOW = 7
-BASE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 SHARED = {
     **HYBRID,
@@ -82,28 +69,6 @@ def tight(monkeypatch):
     monkeypatch.setattr(layers, "ROLLBACK", 2)
     monkeypatch.setattr(layers, "SPARE", 4)
     monkeypatch.setattr(layers, "FIRST_CAPACITY", 4)
-
-
-def prompts(*lengths):
-    """Left-padded prompts and their mask."""
-    torch.manual_seed(1)
-    longest = max(lengths)
-    ids = torch.randint(2, 97, (len(lengths), longest))
-    mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generate(model, cache, inputs, new_tokens=30, **options):
-    torch.manual_seed(2)
-    options = {"do_sample": False, **options}
-    return model.generate(
-        **inputs,
-        **given(cache),
-        max_new_tokens=new_tokens,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
 
 
 def assert_same_text(model, cache, inputs, new_tokens=30, **options):

@@ -10,10 +10,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tikv.errors import DTypeError
+from tikv.integrations import _transformers_keywords as keywords
+from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
 from tikv.ops.attention.contiguous import contiguous_call
 from tikv.ops.attention.terms import Terms
 
 ATTENTION = "tikv"  # the name for attn_implementation
+_READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that the kernel takes
 
 
 def attend(
@@ -26,28 +31,40 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Any, None]:
+) -> tuple[Any, Any]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
     So does the prompt of a model with learned sinks, where no mask is needed. Torch's `scaled_dot_product_attention`
     takes other prompts, padded batches, training and what `torch.compile` traces; with a soft cap or sinks plain torch
-    does.
+    does. What else a model says by keyword is honoured as `KEYWORDS` lists it; what is not known there goes to the
+    model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
         query: (batch, heads, T, head_dim).
         key, value: (batch, num_kv_heads, n, head_dim), as `TikvCache.update` or any other cache returns them.
-        attention_mask: None where all keys, or with T = n and a causal module those up to a query itself, are seen;
-            else (batch, 1, T, n).
+        attention_mask: bool, True where a key is seen, or numbers to add to the scores; of a shape that broadcasts to
+            (batch, heads, T, n). None: all keys are seen or, of several queries in a causal module, those up to a query
+            itself, where the queries are the newest.
         dropout, softcap: as the model says. In the order of transformers' own functions, whose wrappers give the
             dropout by its place.
         scaling: of the scores; None for ``1 / sqrt(head_dim)``.
-        **kwargs: for torch's attention; of them ``s_aux``, (heads,), are the logits of learned sinks.
+        **kwargs: of them ``s_aux``, (heads,), are the logits of learned sinks.
 
     Returns:
-        ((batch, T, heads, head_dim_v), None).
+        ((batch, T, heads, head_dim_v), the weights if ``output_attentions`` asks for them, else None).
+
+    Raises:
+        OptionError: the model declares that it has no attention but its own, or says what only its own function would
+            know, and has none.
+        DTypeError: a mask of integers.
     """
-    sinks = kwargs.pop("s_aux", None)
+    kind: Any = type(module)
+    keywords.check_declared(kind)
+    said = [name for name, given in kwargs.items() if given is not None and name not in HEARD]
+    if said and not kwargs.get("output_attentions", True):
+        said.remove("output_attentions")
+    sinks = kwargs.get("s_aux")
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     stored = getattr(key, "tikv_stored", None)
@@ -55,8 +72,8 @@ def attend(
     trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
     # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
     masked_outside = getattr(module, "masked_key_indices", None) is not None
-    ours = query.shape[2] == 1 or (sinks is not None and query.dtype is not torch.float64)
-    if ours and attention_mask is None and not masked_outside and not trained and not dropout and not _is_traced():
+    ours = (query.shape[2] == 1 or sinks is not None) and query.dtype in _READ and len(query) == len(key)
+    if ours and attention_mask is None and not (said or masked_outside or trained or dropout) and not _is_traced():
         lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
         k_scale, v_scale = (None, None) if stored is None else stored[3:]
         call = contiguous_call(
@@ -68,10 +85,28 @@ def attend(
     if stored is not None:
         layer, first, end, *_ = stored
         key, value = layer._read(first, end)
-    if softcap is not None or sinks is not None:
-        return _plain(query, key, value, attention_mask, scaling, dropout, softcap, sinks, causal), None
+    mask, plain = attention_mask, softcap is not None or sinks is not None
+    if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or numbers to add to the scores.")
+    if query.shape[2] == 1:
+        causal = False  # the newest query sees all keys
+    if mask is None and causal and (said or plain or query.shape[2] != key.shape[2]):
+        mask = keywords.causal_mask(query, key)
+    if said:
+        mask = keywords.joined(module, query, key, mask, said, kwargs)
+    if mask is not None and mask.ndim < 4:
+        mask = mask[(None,) * (4 - mask.ndim)]  # transformers' functions look at its heads
+    if said:
+        own = [name for name in said if KEYWORDS.get(name, MODEL) == MODEL]
+        if own:
+            kwargs.update({name: None for name in said if name not in own}, scaling=scaling, dropout=dropout)
+            kwargs.update({} if softcap is None else {"softcap": softcap})
+            return keywords.by_own_function(module, query, key, value, mask, own, kwargs)
+    if plain:
+        return _plain(query, key, value, mask, scaling, dropout, softcap, sinks), None
     forward = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    out, _ = forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    causal = causal and mask is None
+    out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
     return out, None
 
 
@@ -84,29 +119,39 @@ def _plain(
     dropout: float,
     softcap: float | None,
     sinks: Any,
-    causal: bool,
 ) -> Any:
-    """Attention with a soft cap and sinks, step by step."""
+    """Attention with a soft cap and sinks, step by step; what a mask of bools hides does not count, NaN or not."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and causal and query.shape[2] > 1:
-        shape = query.shape[2], key.shape[2]
-        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+        value = value.masked_fill(~mask.any(-2).unsqueeze(-1), 0)  # of keys that no query sees
+    elif mask is not None:
+        scores = scores + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see nothing; one with a NaN is none of them
+    weights = weights.masked_fill(blind, 0)[..., : key.shape[2]]
     return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
 
 def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
-    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window."""
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
-    if mask is None or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
+    """The mask that torch's attention would get; None also where a single query sees every key, as behind a window.
+
+    It is made where torch's attention would do without and have the first keys seen by several queries: those of a
+    prompt in memory with room for more. `attend` takes the queries for the newest.
+    """
+    made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    may_skip = kwargs.get("allow_is_causal_skip", True)
+    tokens = shim.query_length(kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"])
+    if may_skip and tokens not in (1, kwargs["kv_length"]):
+        kwargs["allow_is_causal_skip"] = False
+    mask = made(*args, **kwargs)
+    if mask is None or not may_skip or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
         return mask
     return None if bool(mask.all()) else mask
 

@@ -14,6 +14,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
+from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.stores.growing import GrowingLayer
 
@@ -80,6 +81,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Make the memory for keys and values of these shapes, dtype and device."""
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
+        if self.config._attn_implementation == ATTENTION:
+            check_configured(self.config)
         self.dtype, self.device = key_states.dtype, key_states.device
         where = share_memory_with(self.device)
         batch, heads, _, width = key_states.shape

@@ -13,6 +13,8 @@ from transformers import cache_utils
 
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._transformers_attention import ATTENTION
+from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import OPERATION, storage_of
 from tikv.integrations._transformers_streaming import StreamingLayer
@@ -116,6 +118,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
         text = config.get_text_config(decoder=True)
+        # Of an encoder-decoder, what tells the layers may be a copy, which no change of the attention reaches.
+        named = config if type(text) is type(config) else text
+        if named._attn_implementation == ATTENTION:
+            check_configured(named)
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
@@ -126,9 +132,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if kind == "none":
                 layers.append(shim.layer_without_keys())
             elif kind == "full" and streamed is not None:
-                layers.append(StreamingLayer(i, streamed, sinks, storage, text))
+                layers.append(StreamingLayer(i, streamed, sinks, storage, named))
             elif kind in ("full", "sliding"):
-                layers.append(TikvLayer(i, window, limit, storage, text))
+                layers.append(TikvLayer(i, window, limit, storage, named))
             elif kind in shim.STATES and any(other in ("full", "sliding") for other, _ in kinds):
                 layers.append(shim.state_layer(text, i))
             else:

@@ -1,0 +1,190 @@
+"""What models say to their attention function by keyword, and who honours it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tikv.errors import OptionError
+
+OPERATION = 'attention "tikv"'
+
+ATTEND = "each way in which `attend` computes"
+MASK = "the mask, of which it becomes a part"
+MODEL = "the model's own function, the one of attention 'eager'"
+NOTHING = "nothing: it changes no score, or only says what the mask says too"
+
+# All keywords of transformers' attention functions, 4.56 to 5.24, and of models' calls of them. What is not here is for
+# the model's own function.
+KEYWORDS: dict[str, str] = {
+    "scaling": ATTEND,
+    "dropout": ATTEND,
+    "softcap": ATTEND,
+    "s_aux": ATTEND,  # logits of learned sinks, (heads,)
+    "is_causal": ATTEND,
+    "position_bias": MASK,
+    "indices": MASK,  # the keys that an indexer chose for each query, where attention is not named "eager" or "sdpa"
+    "block_indices": MASK,  # blocks of them
+    "sinks": MODEL,  # logits of sinks of each query
+    "head_mask": MODEL,
+    "output_attentions": MODEL,  # where it is true
+    "sliding_window": NOTHING,  # as do those below, for kernels that make their masks themselves
+    "cu_seq_lens_q": NOTHING,
+    "cu_seq_lens_k": NOTHING,
+    "max_length_q": NOTHING,
+    "max_length_k": NOTHING,
+    "seq_idx": NOTHING,
+    "position_ids": NOTHING,
+    "cache_position": NOTHING,
+    "deterministic": NOTHING,
+    "kernel_options": NOTHING,
+    "use_cache": NOTHING,
+    "output_hidden_states": NOTHING,
+    "output_router_logits": NOTHING,
+    "return_dict": NOTHING,
+    "num_items_in_batch": NOTHING,
+}
+HEARD = frozenset(name for name, by in KEYWORDS.items() if by in (ATTEND, NOTHING))
+
+
+_declared: set[Any] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_declared(kind: Any) -> None:
+    """The model that this class of attention modules belongs to says that attention can be exchanged.
+
+    Raises:
+        OptionError: it says so neither of sdpa nor of any other, so that its masks are for its own function alone.
+    """
+    if kind not in _declared:
+        _check_models_of(kind.__module__)
+        _declared.add(kind)
+
+
+def check_configured(config: Any) -> None:
+    """The model that a configuration is of, if it was loaded, says that attention can be exchanged.
+
+    Raises:
+        OptionError: as `check_declared`.
+    """
+    _check_models_of(type(config).__module__.replace("configuration_", "modeling_"))
+
+
+def _check_models_of(module_name: str) -> None:
+    found: list[Any] = [
+        model
+        for model in vars(sys.modules.get(module_name, object)).values()
+        if isinstance(model, type) and issubclass(model, PreTrainedModel) and model.__module__ == module_name
+    ]
+    if not found or any(model._supports_sdpa or model._supports_attention_backend for model in found):
+        return
+    raise OptionError(
+        f"{OPERATION}: {found[0].__name__} supports no attention but its own (_supports_sdpa and "
+        f'_supports_attention_backend are False). Call model.set_attn_implementation("eager").'
+    )
+
+
+_own: dict[Any, Callable[..., Any] | None] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _find_own_function(kind: Any) -> None:
+    """Have the function in `_own` that modules of this class would call under the name "eager", or None."""
+    if kind in _own:
+        return
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    names = [name for name in getattr(code, "co_names", ()) if name.endswith("eager_attention_forward")]
+    _own[kind] = getattr(forward, "__globals__", {}).get(names[0]) if names else None
+
+
+def by_own_function(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, names: Sequence[str], keywords: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """What the model's own function makes of keywords that only it knows, with a mask for it.
+
+    Raises:
+        OptionError: the module has no such function.
+    """
+    kind: Any = type(module)
+    _find_own_function(kind)
+    function = _own[kind]
+    if function is None:
+        raise OptionError(
+            f"{OPERATION}: {kind.__name__} says {', '.join(names)}, which only a function of its own would "
+            f'know, and has none. Call model.set_attn_implementation("eager").'
+        )
+    if mask is None:
+        mask = torch.zeros((query.shape[2], key.shape[2]), dtype=query.dtype, device=query.device)
+    out, weights = function(module, query, key, value, added(mask, query), **keywords)
+    return out, weights
+
+
+def causal_mask(query: Any, key: Any) -> Any:
+    """(T, n) bool: the queries are those of the newest keys, and each sees the keys up to its own."""
+    shape = query.shape[2], key.shape[2]
+    return torch.ones(shape, dtype=torch.bool, device=query.device).tril(shape[1] - shape[0])
+
+
+def added(mask: Any, like: Any) -> Any:
+    """A mask that is added to the scores, of the dtype of `like`: as it is, or the least number where bools hide."""
+    if mask.dtype is not torch.bool:
+        return mask
+    least = torch.finfo(like.dtype).min
+    return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill(~mask, least)
+
+
+def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], keywords: Mapping[str, Any]) -> Any:
+    """The mask and what keywords say of the scores, in one.
+
+    Args:
+        module: the attention module.
+        query, key: as in `attend`.
+        mask: bool or additive, of up to four axes, that says what is causal too; or None.
+        said: the keywords that were given.
+        keywords: all of them.
+
+    Raises:
+        OptionError: blocks of keys were chosen by a module that does not say of which size.
+    """
+    if "block_indices" in said:
+        indexer: Any = getattr(module, "indexer", None)
+        if not hasattr(indexer, "build_block_mask"):
+            raise OptionError(
+                f"{OPERATION}: {type(module).__name__} chose blocks of keys (block_indices) and has no "
+                f'indexer.build_block_mask to tell what they are. Call model.set_attn_implementation("eager").'
+            )
+        positions = keywords.get("position_ids")
+        tokens, held = query.shape[2], key.shape[2]
+        if positions is None:
+            positions = torch.arange(held - tokens, held, device=query.device)
+        positions = positions.expand(query.shape[0], tokens)
+        blocks = keywords["block_indices"]
+        mask = indexer.build_block_mask(blocks, mask, held, query.dtype, query.device, positions)
+    if "indices" in said:
+        chosen = _chosen(keywords["indices"], key.shape[2])
+        if mask is None:
+            mask = chosen
+        else:
+            mask = mask & chosen if mask.dtype is torch.bool else mask.masked_fill(~chosen, float("-inf"))
+    if "position_bias" in said:
+        bias = keywords["position_bias"].to(query.dtype)
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.where(mask, bias, float("-inf"))
+        else:
+            mask = bias if mask is None else bias + mask
+    return mask
+
+
+def _chosen(indices: Any, held: int) -> Any:
+    """(batch, 1, T, held) bool: the keys whose numbers are among `indices`, (batch, T, k); -1 is none."""
+    numbers = indices.long()
+    numbers = torch.where((numbers >= 0) & (numbers < held), numbers, held)
+    chosen = torch.zeros((*indices.shape[:2], held + 1), dtype=torch.bool, device=indices.device)
+    return chosen.scatter(-1, numbers, True)[:, None, :, :held]
