@@ -94,6 +94,11 @@ def of_numpy(dtype: np.dtype[Any]) -> DType | None:
     return _BY_NUMPY.get(dtype)
 
 
+def of_size(itemsize: int) -> DType | None:
+    """A row whose elements have so many bytes, for what moves bits and reads no numbers; None where there is none."""
+    return {1: int8, 2: float16, 4: int32, 8: int64}.get(itemsize)
+
+
 def of_dlpack(code: int, bits: int) -> DType | None:
     """The row of a DLPack type code and width, or None."""
     return _BY_DLPACK.get((code, bits))

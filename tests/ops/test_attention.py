@@ -670,6 +670,20 @@ def test_merging_with_nothing_changes_nothing(arch, rng):
     assert np.isneginf(oracle.to_numpy(empty_lse)).all()
 
 
+def test_log_sum_exps_of_any_strides_are_merged(arch, rng):
+    """Transposed ones are read where they lie, and what negative strides cannot say is refused."""
+    states = [rng.standard_normal((3, 2, 16)).astype(np.float32) for _ in "ab"]
+    lses = [rng.standard_normal((2, 3)).astype(np.float32) for _ in "ab"]
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    a, b, lse_a, lse_b = (place(x) for x in (*states, *lses))
+    got = tikv.merge_states(a, lse_a.T, b, lse_b.T)
+    want = tikv.merge_states(a, place(np.ascontiguousarray(lses[0].T)), b, place(np.ascontiguousarray(lses[1].T)))
+    for one, other in zip(got, want, strict=True):
+        oracle.assert_same_bits(one, oracle.to_numpy(other))
+    with pytest.raises(tikv.ShapeError, match="lse_b has negative strides"):
+        tikv.merge_states(states[0], lses[0].T, states[1], lses[1].T[::-1])
+
+
 def test_equal_states_average_and_gain_one_bit(arch, rng):
     a, b = rng.standard_normal((2, 5, 8)).astype(np.float16)
     lse = np.full(5, 2.0, np.float32)

@@ -144,3 +144,27 @@ def test_vllm_caches_of_bytes(arch, rng, name):
         oracle.assert_same_bits(oracle.to_numpy(pool).view(dtype), want, any_nan=True)
     with pytest.raises(tikv.DTypeError, match="key_cache is float16"):
         vllm.reshape_and_cache_flash(*given, *(p.to(torch.float16) for p in pools), slots, name)
+
+
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_attention_multiplies_by_scales_of_each_sequence(arch, rng, place):
+    """(B, H) scales, as flash-attention 3 has its descales: each sequence and head has its own."""
+    k, v = (rng.standard_normal((2, HEADS, 12, WIDTH)).astype(E4M3) for _ in "kv")
+    q = rng.standard_normal((2, 2 * HEADS, WIDTH)).astype(np.float32)
+    k_scale, v_scale = (rng.uniform(0.5, 2, (2, HEADS)).astype(np.float32) for _ in "kv")
+    scales = {"k_scale": oracle.place(k_scale, arch), "v_scale": oracle.place(v_scale, arch)}
+    arrays = [oracle.place(a, arch) for a in (q, k, v)]
+    lens = np.array([11, 7])
+    if place == "linear":
+        got = tikv.decode_attention(*arrays, lens, **scales, impl="taichi")
+    else:
+        pages = [oracle.place(np.ascontiguousarray(a.swapaxes(1, 2)).reshape(6, 4, HEADS, WIDTH), arch) for a in (k, v)]
+        got = tikv.paged_decode_attention(arrays[0], *pages, np.arange(6).reshape(2, 3), lens, **scales)
+    for b, n in enumerate(lens):
+        keys, values = (a[b, :, :n].astype(np.float64) * s[b, :, None, None] for a, s in ((k, k_scale), (v, v_scale)))
+        for h in range(2 * HEADS):
+            want, _ = reference.attention(q[b, h], keys[h // 2], values[h // 2], scale=WIDTH**-0.5)
+            np.testing.assert_allclose(oracle.to_numpy(got)[b, h], want, rtol=0, atol=2e-5)
+    wrong = {name: np.ones((3, HEADS), np.float32) for name in scales}
+    with pytest.raises(tikv.ShapeError, match=r"one a sequence and head: \(2, 2\)"):
+        tikv.decode_attention(q, k, v, lens, **wrong)

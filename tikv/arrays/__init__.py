@@ -28,3 +28,4 @@ from tikv.arrays.memory import to_device as to_device
 from tikv.arrays.memory import write_host as write_host
 from tikv.arrays.protection import is_protected as is_protected
 from tikv.arrays.readers import view as view
+from tikv.arrays.readers import view_bits as view_bits

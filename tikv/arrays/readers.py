@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import weakref
@@ -63,6 +64,25 @@ def view(array: Any, name: str, operation: str) -> ArrayView:
     if reader is None:
         reader = _readers.keep(kind, _reader_of(array, kind, name, operation))
     return reader(array, name, operation)
+
+
+def view_bits(array: Any, name: str, operation: str) -> ArrayView:
+    """As `view`, for what moves bits and reads no numbers: NumPy and torch arrays may have any dtype of 1 to 8 bytes.
+
+    Elements of a dtype that this library does not store are seen as those of one that it does, of the same size.
+
+    Raises:
+        As `view`.
+    """
+    if isinstance(array, np.ndarray):
+        if dtypes.of_numpy(array.dtype) is None and not array.dtype.hasobject:
+            seen = dtypes.of_size(array.dtype.itemsize)
+            array = array if seen is None else array.view(seen.numpy)
+    elif type(array).__module__.partition(".")[0] == "torch" and hasattr(array, "data_ptr"):
+        seen = dtypes.of_size(array.dtype.itemsize) if dtypes.of_torch(array.dtype) is None else None
+        with contextlib.suppress(RuntimeError):  # of a sparse or nested tensor, of which `view` says what it is
+            array = array if seen is None else array.view(dtypes.to_torch(seen.name))
+    return view(array, name, operation)
 
 
 _Reader = Callable[[Any, str, str], "ArrayView"]

@@ -1,7 +1,9 @@
 """Peers' own function names, argument names, argument orders and results, on every back end of this library.
 
-`vllm`, `flashinfer`, `flash_attn` and `mlx` are modules named after what they stand in for. An option that is not
-offered raises `tikv.OptionError` with its name; nothing is ignored silently.
+Modules are named after what they stand in for: `vllm`, `flashinfer`, `flash_attn`, `flash_attn_interface`, which is
+flash-attention 3's, and `mlx`. An option that is not offered raises `tikv.OptionError` with its name; nothing is
+ignored silently. A call that does not fit raises a `tikv.TikvError` before anything is written, also where it would
+attend after it has written.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from tikv import opaque
 
-MODULES = ("flash_attn", "flashinfer", "mlx", "vllm")
+MODULES = ("flash_attn", "flash_attn_interface", "flashinfer", "mlx", "vllm")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """FlashInfer's page functions: `append_paged_kv_cache`, `batch_decode_with_paged_kv_cache` and what goes with them.
 
-As there, page tables and last-page lengths already count the tokens that are appended, and LSE is of base 2.
+As there, page tables and last-page lengths already count the tokens that are appended, LSE is of base 2, and pages of
+one token may come without the axis of 1.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from tikv.compat.indices import as_index, library_of, on_host, refuse_option, refuse_where
-from tikv.errors import PositionError, ShapeError
-from tikv.ops import attention, paged
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.compat.indices import Indices, for_operation, library_of, on_host, refuse_option
+from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.ops import checks, paged
+from tikv.ops.attention.merge import merge_into, merge_parts
+from tikv.ops.attention.options import QUERIES, real
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.terms import Terms
 from tikv.ops.indices import host_integers
+from tikv.ops.quantize import Quantized
 from tikv.ops.write_pages import write_pages
 from tikv.runtime import current
+
+LAYOUTS = ("NHD", "HND")
 
 
 def append_paged_kv_cache(
@@ -35,7 +43,8 @@ def append_paged_kv_cache(
     Args:
         append_key, append_value: (nnz, H, D).
         batch_indices, positions: (nnz,) integers: the request of each token, and its position in it; -1 skips.
-        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2.
+        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2;
+            pages of one token also without their axis of 1.
         kv_indices: the pages of all requests, one after the other.
         kv_indptr: (B + 1,) where each request's pages start.
         kv_last_page_len: (B,) filled slots of each last page, the appended tokens included; not needed here.
@@ -60,39 +69,42 @@ def append_paged_kv_cache(
         [0.0, 1.0]
     """
     operation = "flashinfer.append_paged_kv_cache"
-    if kv_layout not in ("NHD", "HND"):
-        refuse_option(operation, kv_layout=(kv_layout, "'NHD' or 'HND'"))
-    k_pool, v_pool = _pools(paged_kv_cache)
-    block_size = k_pool.shape[1 if kv_layout == "NHD" else 2]
-    indices = (batch_indices, positions, kv_indices, kv_indptr)
-    if not any(map(on_host, indices)) and not current().debug:
-        write_pages(operation, append_key, append_value, k_pool, v_pool, *indices, kv_layout)
+    _check_layout(kv_layout, operation)
+    k_pool, v_pool = _pools(paged_kv_cache, kv_layout, operation)
+    given = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
+    if not any(map(on_host, given.values())) and not current().debug:
+        write_pages(
+            operation, append_key, append_value, k_pool, v_pool, batch_indices, positions, kv_indices, kv_indptr,
+            kv_layout,
+        )  # fmt: skip
         return
-    library = library_of(*indices)
-    batch, position = as_index(batch_indices), as_index(positions, batch_indices)
-    pages, starts = as_index(kv_indices, batch_indices), as_index(kv_indptr, batch_indices)
-    requests = starts.shape[0] - 1
+    index = Indices(operation, given)
+    batch = index.array("batch_indices", (None,), "(nnz,)")
+    position = index.array("positions", (batch.shape[0],), "(nnz,)")
+    pages, starts = index.array("kv_indices", (None,), "(pages,)"), index.array("kv_indptr", (None,), "(B + 1,)")
+    requests, where = starts.shape[0] - 1, index.library.where
+    block_size = _slots_of_page(k_pool, kv_layout)
     skipped = (batch < 0) | (position < 0)
     unknown = ~skipped & (batch >= requests)
-    refuse_where(unknown, operation, lambda t: f"batch_indices{[*t]} names request {int(batch[t])} of {requests}.")
-    zero = library.zeros_like(batch)
+    index.refuse_where(unknown, lambda t: f"batch_indices{[*t]} names request {int(batch[t])} of {requests}.")
+    zero = index.library.zeros_like(batch)
     left_out = skipped | unknown
-    batch, position = library.where(left_out, zero, batch), library.where(left_out, zero, position)
+    batch, position = where(left_out, zero, batch), where(left_out, zero, position)
     slots, beyond = zero - 1, ~left_out
-    if pages.shape[0]:
+    if pages.shape[0] and block_size and requests > 0:
         page = starts[batch] + position // block_size
-        block = pages[library.where(page < pages.shape[0], page, zero)]
-        beyond = ~left_out & ((page >= starts[batch + 1]) | (block < 0))
-        slots = library.where(left_out | beyond, slots, block * block_size + position % block_size)
-    refuse_where(
+        inside = (page >= 0) & (page < pages.shape[0])
+        block = pages[where(inside, page, zero)]
+        beyond = ~left_out & (~inside | (page >= starts[batch + 1]) | (block < 0))
+        slots = where(left_out | beyond, slots, block * block_size + position % block_size)
+    index.refuse_where(
         beyond,
-        operation,
         lambda t: (
             f"positions{[*t]}={int(position[t])} has no page in kv_indices of request {int(batch[t])}. The page "
             f"table must count the new tokens already; -1 skips one."
         ),
     )
-    paged.write_slots(append_key, append_value, k_pool, v_pool, slots, layout=kv_layout)
+    paged.slots_call(operation, append_key, append_value, k_pool, v_pool, slots, layout=kv_layout).run()
 
 
 def batch_decode_with_paged_kv_cache(
@@ -120,7 +132,8 @@ def batch_decode_with_paged_kv_cache(
 
     Args:
         q: (B, Hq, D), or (B, T, Hq, D) for T new tokens of each request, which the pages hold already.
-        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2.
+        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2;
+            pages of one token also without their axis of 1.
         paged_kv_indptr: (B + 1,) where each request's pages start.
         paged_kv_indices: the pages of all requests, one after the other.
         paged_kv_last_page_len: (B,) filled slots of each last page.
@@ -157,63 +170,110 @@ def batch_decode_with_paged_kv_cache(
         [[[3.0]]]
     """
     operation = "flashinfer.batch_decode_with_paged_kv_cache"
-    if kv_layout not in ("NHD", "HND"):
-        refuse_option(operation, kv_layout=(kv_layout, "'NHD' or 'HND'"))
+    _check_layout(kv_layout, operation)
+    window_left = checks.integer(window_left, "window_left", operation, low=-(2**31))
     masked = custom_mask is not None or packed_custom_mask is not None
     if custom_mask is not None and packed_custom_mask is not None:
         refuse_option(operation, packed_custom_mask=("given", "one of custom_mask and packed_custom_mask"))
     if masked and window_left >= 0:
         refuse_option(operation, window_left=(window_left, "-1 with a mask, which says what queries see"))
-    k_pool, v_pool = _pools(paged_kv_cache)
-    block_size, queries = k_pool.shape[1 if kv_layout == "NHD" else 2], q.shape[1] if len(q.shape) == 4 else 1
+    k_pool, v_pool = _pools(paged_kv_cache, kv_layout, operation)
+    asked = view(q, "q", operation)
+    checks.rank(asked, (3, 4), "q", "(B, Hq, D) or (B, T, Hq, D)", operation)
+    block_size, queries = _slots_of_page(k_pool, kv_layout), asked.shape[1] if asked.ndim == 4 else 1
     lens, table = _lengths_and_table(
-        operation, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, q.shape[0], block_size
+        operation, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, asked.shape[0], block_size
     )
-    newer = 0 if causal or masked or queries == 1 else int(table.shape[1]) * block_size
     terms: dict[str, Any] = {"sink_logits": sinks}
-    options: dict[str, Any] = {}
+    scales: dict[str, Any] = {}
     if masked:
         terms["mask"] = _mask_of_new_tokens(operation, custom_mask, packed_custom_mask, lens, queries)
-    if q_scale is not None:
-        sm_scale = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * q_scale
+    scale, factor = real(sm_scale, "sm_scale", operation), real(q_scale, "q_scale", operation)
+    if factor is not None:
+        scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
     if k_scale is not None or v_scale is not None:
-        options = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
+        scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
     call = paged_call(
         operation,
-        _heads_first(q),
+        _heads_first(asked),
         k_pool,
         v_pool,
-        table,
+        for_operation(table, q),
         lens.astype(np.int32),
         layout=kv_layout,
-        scale=sm_scale,
-        window=None if window_left < 0 else window_left + 1 + newer,
-        softcap=logits_soft_cap or None,
+        scale=scale,
+        softcap=real(logits_soft_cap, "logits_soft_cap", operation) or None,
         lse_base2=True,
         terms=Terms(**terms),
-        newer=newer,
+        **_seen(causal or masked, window_left, queries, int(table.shape[1]) * block_size),
         short=not masked,
-        **options,
+        **scales,
     )
-    found = call.attend(_heads_first(q), out=None if out is None else _heads_first(out), return_lse=return_lse)
-    if return_lse:
-        return _heads_first(found[0]) if out is None else out, _heads_first(found[1], len(q.shape) - 1)
-    return _heads_first(found) if out is None else out
+    if out is None:
+        out = new_like(q, (*asked.shape[:-1], call.plan.cache.width_v), asked.dtype, call.plan.live)
+    to = _heads_first(view(out, "out", operation))
+    if not return_lse:
+        call.attend(None, out=to)
+        return handed_over(out)
+    lse = new_like(q, asked.shape[:-1], dtypes.float32, call.plan.live)
+    call.attend(None, out=to, return_lse=True, lse=_heads_first(view(lse, "lse", operation), asked.ndim - 1))
+    return handed_over(out), handed_over(lse)
 
 
-def _heads_first(array: Any, axes: int | None = None) -> Any:
+def _seen(causal: bool, window_left: int, queries: int, capacity: int) -> dict[str, Any]:
+    """Which keys a query sees, as options of attention: all, those up to its own, or a window before its own."""
+    if causal or queries == 1:
+        return {"window": None if window_left < 0 else window_left + 1}
+    if window_left < 0:
+        return {"causal": False}
+    newer = capacity + queries  # the first of more queries than there are tokens lies before all of them
+    return {"newer": newer, "window": window_left + 1 + newer}
+
+
+def _heads_first(a: ArrayView, axes: int | None = None) -> ArrayView:
     """(B, T, Hq, ...) as (B, Hq, T, ...), and the other way round; without T as it is."""
-    if (len(array.shape) if axes is None else axes + 1) != 4:
-        return array
-    return np.swapaxes(array, 1, 2) if isinstance(array, np.ndarray) else array.transpose(1, 2)
+    if a.ndim < 3 or (a.ndim if axes is None else axes + 1) != 4:
+        return a
+    return a.transposed(0, 2, 1, *range(3, a.ndim))
 
 
-def _pools(paged_kv_cache: Any) -> tuple[Any, Any]:
-    """K's and V's pool, of a pair or of one array."""
-    if isinstance(paged_kv_cache, (tuple, list)):
-        k_pool, v_pool = paged_kv_cache
-        return k_pool, v_pool
-    return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+def _check_layout(kv_layout: Any, operation: str) -> None:
+    if kv_layout not in LAYOUTS:
+        refuse_option(operation, kv_layout=(kv_layout, "'NHD' or 'HND'"))
+
+
+def _pools(paged_kv_cache: Any, layout: str, operation: str) -> tuple[Any, Any]:
+    """K's and V's pool, of a pair or of one array, with an axis for the tokens of a page.
+
+    Raises:
+        ShapeError, DTypeError: it is neither.
+    """
+    if isinstance(paged_kv_cache, tuple | list):
+        if len(paged_kv_cache) != 2:
+            raise ShapeError(f"{operation}: paged_kv_cache has {len(paged_kv_cache)} arrays. Pass (k, v).")
+        if any(isinstance(pool, Quantized) for pool in paged_kv_cache):
+            return paged_kv_cache[0], paged_kv_cache[1]
+        pools = [view(a, f"paged_kv_cache[{i}]", operation) for i, a in enumerate(paged_kv_cache)]
+    else:
+        both = view(paged_kv_cache, "paged_kv_cache", operation)
+        checks.rank(both, (4, 5), "paged_kv_cache", "(N, 2, bs, H, D) or (N, 2, H, D)", operation)
+        checks.extent(both.shape[1], 2, "the second axis of paged_kv_cache", operation, describe(both))
+        pools = [
+            both.restrided((both.shape[0], *both.shape[2:]), (both.strides[0], *both.strides[2:]), i * both.strides[1])
+            for i in range(2)
+        ]
+    axis = 1 if layout == "NHD" else 2
+    for i, a in enumerate(pools):
+        if a.ndim == 3:  # pages of one token
+            shape, strides = (*a.shape[:axis], 1, *a.shape[axis:]), (*a.strides[:axis], 0, *a.strides[axis:])
+            pools[i] = a.restrided(shape, strides)
+        checks.rank(pools[i], (4,), "a pool", "(N, bs, H, D) for NHD, (N, H, bs, D) for HND", operation)
+    return pools[0], pools[1]
+
+
+def _slots_of_page(pool: Any, layout: str) -> int:
+    """Tokens of a page."""
+    return int((pool.codes if isinstance(pool, Quantized) else pool).shape[1 if layout == "NHD" else 2])
 
 
 def _lengths_and_table(
@@ -222,7 +282,7 @@ def _lengths_and_table(
     """Tokens of each request, on the host, and a row of pages for each, where the pages lie.
 
     Raises:
-        ShapeError, PositionError: the arrays do not fit the queries or one another.
+        ShapeError, DTypeError, PositionError: the arrays do not fit the queries or one another.
     """
     live = current()
     starts, last = (
@@ -234,53 +294,64 @@ def _lengths_and_table(
             f"{operation}: paged_kv_indptr has {len(starts)} entries and paged_kv_last_page_len {len(last)}; for the "
             f"{batch} requests of q they are {batch + 1} and {batch}."
         )
-    pages, counts = as_index(indices), np.diff(starts)
+    index = Indices(operation, {"paged_kv_indices": indices})
+    pages, counts = index.array("paged_kv_indices", (None,), "(pages,)"), np.diff(starts)
     if starts[0] < 0 or (counts < 0).any() or starts[-1] > len(pages):
         raise PositionError(
             f"{operation}: paged_kv_indptr is {starts.tolist()}; it has to ascend, within the {len(pages)} pages of "
             f"paged_kv_indices."
         )
-    refuse_where(
-        (counts > 0) & ((last < 1) | (last > block_size)),
-        operation,
-        lambda b: f"paged_kv_last_page_len{[*b]}={int(last[b])}; of a page of {block_size} slots 1 to all are filled.",
-    )
+    wrong = (counts > 0) & ((last < 1) | (last > block_size))
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        raise PositionError(
+            f"{operation}: paged_kv_last_page_len[{b}]={int(last[b])}; of a page of {block_size} slots 1 to all are "
+            f"filled."
+        )
     lens = np.where(counts > 0, (counts - 1) * block_size + last, 0)
     entries = starts[:-1, None] + np.arange(max(1, counts.max(initial=0)))
     if not len(pages):
-        return lens, _int32(as_index(np.full(entries.shape, -1), pages))
-    return lens, _int32(pages[as_index(np.minimum(entries, len(pages) - 1), pages)])
+        return lens, np.full(entries.shape, -1)
+    return lens, pages[index.place(np.minimum(entries, len(pages) - 1))]
 
 
 def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.ndarray[Any, Any], queries: int) -> Any:
     """(B, T, T) bool of masks (T, length), flattened and one after the other: what queries see of the new tokens.
 
     Raises:
-        ShapeError: the mask has another size.
+        ShapeError, DTypeError: the mask has another size or dtype.
         PositionError: a request is shorter than its queries.
         OptionError: a token before the new ones is hidden.
     """
     name = "custom_mask" if packed_mask is None else "packed_custom_mask"
     given, sizes = mask if packed_mask is None else packed_mask, lens * queries
-    per_entry = 1 if packed_mask is None else 8
+    per_entry, dtype = (1, "bool") if packed_mask is None else (8, "uint8")
+    if not str(getattr(given, "dtype", type(given))).endswith(dtype):
+        raise DTypeError(f"{operation}: {name} is {getattr(given, 'dtype', type(given).__name__)}; it is {dtype}.")
     entries = -(-sizes // per_entry)
     if tuple(given.shape) != (int(entries.sum()),):
         raise ShapeError(
             f"{operation}: {name} is {tuple(given.shape)}; for {queries} queries over {lens.tolist()} tokens it is "
             f"({int(entries.sum())},)."
         )
-    refuse_where(
-        lens < queries,
-        operation,
-        lambda b: f"request {b[0]} has {int(lens[b])} tokens, and the mask is of {queries} new ones among them.",
-    )
-    bits = given
-    if packed_mask is not None:
-        bits = (given[:, None] >> as_index(np.arange(8), given)) & 1
-    bits = bits.reshape(-1) != 0
+    wrong = lens < queries
+    if wrong.any():
+        b = int(np.argmax(wrong))
+        raise PositionError(
+            f"{operation}: request {b} has {int(lens[b])} tokens, and the mask is of {queries} new ones among them."
+        )
+    library = library_of(given)
     first = (np.cumsum(entries) - entries) * per_entry + lens - queries
     new = np.arange(queries)
-    found = bits[as_index(first[:, None, None] + new[:, None] * lens[:, None, None] + new, given)]
+    places: Any = first[:, None, None] + new[:, None] * lens[:, None, None] + new
+    shifts: Any = np.arange(8)
+    if library is not np:
+        places, shifts = (library.as_tensor(a, device=given.device) for a in (places, shifts))
+    bits = given
+    if packed_mask is not None:
+        bits = (given[:, None] >> shifts) & 1
+    bits = bits.reshape(-1) != 0
+    found = bits[places]
     hidden = int((sizes - queries * queries).sum()) - (int(bits.sum()) - int(found.sum()))
     if hidden:
         refuse_option(
@@ -290,12 +361,19 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
-    """(B,) tokens of each request, from its pages and the filled slots of its last one; int32."""
-    starts, last = as_index(kv_indptr), as_index(kv_last_page_len, kv_indptr)
-    library = library_of(kv_indptr, kv_last_page_len)
+    """(B,) tokens of each request, from its pages and the filled slots of its last one; int32.
+
+    Raises:
+        ShapeError, DTypeError, PositionError: arguments that are no such arrays, or do not fit each other.
+    """
+    operation = "flashinfer.get_seq_lens"
+    page_size = checks.integer(page_size, "page_size", operation, low=1)
+    index = Indices(operation, {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len})
+    starts = index.array("kv_indptr", (None,), "(B + 1,)")
+    last = index.array("kv_last_page_len", (max(0, starts.shape[0] - 1),), "(B,)")
     pages = starts[1:] - starts[:-1]
-    lens = library.where(pages > 0, (pages - 1) * page_size + last, library.zeros_like(last))
-    return _int32(lens)
+    lens = index.library.where(pages > 0, (pages - 1) * page_size + last, index.library.zeros_like(last))
+    return index.like_given(lens)
 
 
 def get_batch_indices_positions(
@@ -316,23 +394,44 @@ def get_batch_indices_positions(
         >>> batch.tolist(), position.tolist()
         ([0, 1, 1, -1], [3, 0, 1, -1])
     """
-    library = library_of(append_indptr, seq_lens)
-    starts, lens = as_index(append_indptr), as_index(seq_lens, append_indptr)
-    if library is np:
-        token = np.arange(nnz)
-        batch = np.searchsorted(starts[1:], token, side="right")
-    else:
-        token = library.arange(nnz, device=starts.device)
-        batch = library.searchsorted(starts[1:].contiguous(), token, right=True)
-    beyond = token >= starts[-1]
-    known = library.where(beyond, library.zeros_like(batch), batch)
-    position = lens[known] - (starts[known + 1] - token)
-    minus = library.zeros_like(batch) - 1
-    found = _int32(library.where(beyond, minus, batch)), _int32(library.where(beyond, minus, position))
-    for given, values in ((batch_indices, found[0]), (positions, found[1])):
+    operation = "flashinfer.get_batch_indices_positions"
+    nnz = checks.integer(nnz, "nnz", operation)
+    index = Indices(operation, {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    starts = index.array("append_indptr", (None,), "(B + 1,)")
+    if not starts.shape[0]:
+        raise ShapeError(f"{operation}: append_indptr is (0,); it has an entry for each request, and one behind.")
+    lens, where = index.array("seq_lens", (starts.shape[0] - 1,), "(B,)"), index.library.where
+    for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None:
-            given[:nnz] = values
-    return (found[0] if batch_indices is None else batch_indices, found[1] if positions is None else positions)
+            _check_filled(given, name, nnz, operation)
+    token = index.arange(nnz)
+    batch = index.library.searchsorted(starts[1:], token, side="right")
+    known = where(token >= starts[-1], index.library.zeros_like(batch), batch)
+    minus = index.library.zeros_like(batch) - 1
+    position = minus
+    if lens.shape[0]:
+        position = where(token >= starts[-1], minus, lens[known] - (starts[known + 1] - token))
+    found = [index.like_given(a) for a in (where(token >= starts[-1], minus, batch), position)]
+    for i, given in enumerate((batch_indices, positions)):
+        if given is not None:
+            given[:nnz] = found[i]
+            found[i] = given
+    return found[0], found[1]
+
+
+def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
+    """An array of the caller's that takes so many indices.
+
+    Raises:
+        ShapeError, DTypeError: it does not.
+    """
+    found = view(array, name, operation)
+    checks.rank(found, (1,), name, "(nnz,)", operation)
+    checks.writable(found, name, operation)
+    if found.dtype not in dtypes.INDICES:
+        raise DTypeError(f"{operation}: {name} is {describe(found)}; indices are int32 or int64.")
+    if found.shape[0] < entries:
+        raise ShapeError(f"{operation}: {name} is {describe(found)}, shorter than nnz={entries}.")
 
 
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
@@ -340,11 +439,115 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
 
     Args:
         v_a, v_b: (T, H, D).
-        s_a, s_b: (T, H) float32.
+        s_a, s_b: (T, H) float32, of any strides.
+
+    Raises:
+        ShapeError, DTypeError: as `tikv.merge_states`.
     """
-    merged = attention.merge_states(v_a, s_a, v_b, s_b, lse_base2=True)
-    return merged[0], merged[1]
+    return _merged("flashinfer.merge_state", v_a, s_a, v_b, s_b)
 
 
-def _int32(array: Any) -> Any:
-    return array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
+def _merged(operation: str, *states: Any) -> tuple[Any, Any]:
+    return merge_into(operation, states, True, None, None)
+
+
+def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
+    """Merge another state into ``(v, s)``, as `merge_state` does: FlashInfer's function of that name.
+
+    Args:
+        v, v_other: (T, H, D), NumPy or torch; the first is written.
+        s, s_other: (T, H) float32; the first is written.
+        mask: (T,) bool: which tokens' states are merged; None for all.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree, or that cannot be written. Nothing is written.
+
+    Exactness: as `tikv.merge_states`; what the mask leaves out keeps its bits. Cost: as that, and a copy of the result.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tikv.compat import flashinfer
+        >>> v, s = np.ones((2, 1, 1), np.float32), np.zeros((2, 1), np.float32)
+        >>> flashinfer.merge_state_in_place(v, s, 3 * v, s.copy(), np.array([True, False]))
+        >>> v.ravel().tolist(), s.ravel().tolist()
+        ([2.0, 1.0], [1.0, 0.0])
+    """
+    operation = "flashinfer.merge_state_in_place"
+    library = library_of(v)
+    for name, a in (("v", v), ("s", s)):
+        checks.writable(view(a, name, operation), name, operation)
+        if library_of(a) is not library or (library is np and not isinstance(a, np.ndarray)):
+            raise DTypeError(f"{operation}: {name} is {type(a).__name__}. Pass NumPy arrays, or torch tensors.")
+    merged = _merged(operation, v, s, v_other, s_other)
+    where = None
+    if mask is not None:
+        if not str(getattr(mask, "dtype", type(mask))).endswith("bool") or tuple(mask.shape) != (v.shape[0],):
+            shown = f"{getattr(mask, 'dtype', type(mask).__name__)} {tuple(getattr(mask, 'shape', ()))}"
+            raise ShapeError(f"{operation}: mask is {shown}; it is bool ({v.shape[0]},), one for each token.")
+        where = np.asarray(mask) if library is np else library.as_tensor(mask, device=v.device)
+    for to, result in ((v, merged[0]), (s, merged[1])):
+        chosen = None if where is None else where.reshape(-1, *[1] * (len(to.shape) - 1))
+        if library is np:
+            np.copyto(to, result, where=True if chosen is None else chosen)
+        else:
+            kept = to.detach()
+            kept.copy_(result if chosen is None else library.where(chosen, result, kept))
+
+
+def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
+    """(v, s) of any number of parts of a context: FlashInfer's function of that name; ``s`` is LSE of base 2.
+
+    Args:
+        v: (T, parts, H, D), NumPy or torch, float32, float16 or bfloat16.
+        s: (T, parts, H) float32, of any strides.
+
+    Returns:
+        (T, H, D) in v's dtype and (T, H) float32; of no parts 0 and -inf.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree.
+
+    Exactness: float32, one rounding at the end. Cost: a copy of the parts in float32, and one launch.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tikv.compat import flashinfer
+        >>> v, s = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1), np.zeros((1, 3, 1), np.float32)
+        >>> v, s = flashinfer.merge_states(v, s)
+        >>> v.ravel().tolist(), s.round(4).tolist()
+        ([1.0], [[1.585]])
+    """
+    operation = "flashinfer.merge_states"
+    parts, lse = view(v, "v", operation), view(s, "s", operation)
+    checks.rank(parts, (4,), "v", "(T, parts, H, D)", operation)
+    library = library_of(v)
+    if library_of(s) is not library or (library is np and not isinstance(v, np.ndarray)):
+        raise DTypeError(f"{operation}: v is {type(v).__name__} and s {type(s).__name__}. Pass both of NumPy or torch.")
+    if parts.dtype not in QUERIES or lse.dtype is not dtypes.float32:
+        raise DTypeError(
+            f"{operation}: v is {describe(parts)} and s {describe(lse)}; states are float32, float16 or bfloat16, and "
+            f"LSE is float32."
+        )
+    if lse.shape != parts.shape[:3] or lse.device != parts.device:
+        raise ShapeError(
+            f"{operation}: s is {describe(lse)} on {lse.device} where {parts.shape[:3]} on {parts.device} is needed."
+        )
+    tokens, number, heads, width = parts.shape
+    live = runtime_of(v)
+    out = new_like(v, (tokens, heads, width), parts.dtype, live, zeroed=True)
+    out_lse = new_like(v, (tokens, heads), dtypes.float32, live)
+    if number == 0 or 0 in parts.shape:
+        out_lse[:] = -np.inf
+        return out, out_lse
+    if library is np:
+        packed = np.concatenate((v.astype(np.float32), s[..., None]), -1)
+        packed = np.ascontiguousarray(np.moveaxis(packed, 1, 0))
+    else:
+        packed = library.cat((v.detach().float(), s.detach()[..., None]), -1).movedim(1, 0).contiguous()
+    seen = view(packed, "v", operation)
+    seen = seen.restrided((number, tokens, heads, 1, width + 1), (*seen.strides[:3], 0, 1))
+    to, to_lse = view(out, "out", operation), view(out_lse, "lse", operation)
+    to = to.restrided((tokens, heads, 1, width), (*to.strides[:2], 0, 1))
+    to_lse = to_lse.restrided((tokens, heads, 1), (*to_lse.strides, 0))
+    merge_parts(operation, seen, to, to_lse, base2=True)
+    return out, out_lse

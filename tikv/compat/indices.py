@@ -1,14 +1,16 @@
-"""Index arithmetic on whatever the caller's index arrays are, NumPy or torch, without bringing them to the host."""
+"""Arguments of the peers' functions: index arrays and the arithmetic on them, options that are refused by name."""
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from tikv.errors import OptionError, PositionError
+from tikv.arrays import as_numpy, describe, read_host, view
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
+from tikv.ops.indices import index_array
+from tikv.runtime import current
 
 
 def library_of(*arrays: Any) -> Any:
@@ -21,31 +23,9 @@ def library_of(*arrays: Any) -> Any:
     return np
 
 
-def as_index(array: Any, like: Any = None) -> Any:
-    """An integer array of 64 bits in the library, and on the device, of `like`."""
-    library = library_of(array, like)
-    if library is np:
-        return np.asarray(array, np.int64)
-    device = like.device if like is not None and library_of(like) is library else getattr(array, "device", None)
-    return library.as_tensor(array, device=device).to(library.int64)
-
-
 def on_host(array: Any) -> bool:
     """Whether the values of an index argument, if there is one, are known without waiting for a device."""
-    device = getattr(array, "device", None)
-    return isinstance(array, (numbers.Integral, np.ndarray)) or device is None or getattr(device, "type", "") == "cpu"
-
-
-def refuse_where(wrong: Any, operation: str, reason: Callable[[tuple[int, ...]], str]) -> None:
-    """Raise for the first place where `wrong` is true, if its values are on the host; a device is not waited for.
-
-    Raises:
-        PositionError: with the reason, which is asked for with the place.
-    """
-    if on_host(wrong):
-        places = np.argwhere(np.asarray(wrong))
-        if len(places):
-            raise PositionError(f"{operation}: {reason(tuple(int(i) for i in places[0]))}")
+    return library_of(array) is np or getattr(getattr(array, "device", None), "type", "cpu") == "cpu"
 
 
 def refuse_option(operation: str, **options: Any) -> None:
@@ -56,3 +36,134 @@ def refuse_option(operation: str, **options: Any) -> None:
     """
     for name, (value, offered) in options.items():
         raise OptionError(f"{operation}: {name}={value!r} is not offered. Use {offered}.")
+
+
+def flag(value: Any, name: str, operation: str) -> bool:
+    """An option that is true or false.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if not isinstance(value, bool | np.bool_) and not (type(value) is int and value in (0, 1)):
+        refuse_option(operation, **{name: (value, "True or False")})
+    return bool(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an integer of Python's or NumPy's."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+class Indices:
+    """The index arguments of a call, and arithmetic on them.
+
+    Where the host knows all of them it is NumPy's, and values are checked; otherwise torch's on their device, which is
+    not waited for.
+
+    Args:
+        operation: for messages.
+        given: the arguments by name; None for those that were not given.
+    """
+
+    def __init__(self, operation: str, given: Mapping[str, Any]) -> None:
+        self.operation = operation
+        self._given = given
+        elsewhere = [a for a in given.values() if not on_host(a)]
+        self.known = not elsewhere
+        self.device = elsewhere[0].device if elsewhere else None
+        self.library = library_of(*elsewhere)
+
+    def has(self, name: str) -> bool:
+        """Whether the argument was given."""
+        return self._given[name] is not None
+
+    def array(self, name: str, shape: tuple[int | None, ...], axes: str) -> Any:
+        """An argument as int64 of these extents, None for any.
+
+        Raises:
+            DTypeError, ShapeError: it is none.
+        """
+        found = _integers(self._given[name], name, self.operation)
+        if len(found.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True)):
+            wanted = tuple("any" if n is None else n for n in shape)
+            raise ShapeError(
+                f"{self.operation}: {name} is {tuple(found.shape)} where {axes} = ({', '.join(map(str, wanted))}"
+                f"{',' if len(wanted) == 1 else ''}) is needed."
+            )
+        return self.place(found)
+
+    def place(self, array: Any) -> Any:
+        """Integers, of NumPy or torch, as int64 where the arithmetic is done."""
+        if self.library is np:
+            return np.asarray(array, np.int64)
+        return self.library.as_tensor(array, device=self.device).to(self.library.int64)
+
+    def arange(self, n: int) -> Any:
+        """0 to n - 1."""
+        return np.arange(n) if self.library is np else self.library.arange(n, device=self.device)
+
+    def take(self, array: Any, index: Any) -> Any:
+        """Of each row of (R, n) the entries that the same row of `index` (R, m) names."""
+        if self.library is np:
+            return np.take_along_axis(array, index, 1)
+        return self.library.take_along_dim(array, index, 1)
+
+    def repeat(self, array: Any, times: int) -> Any:
+        """Each row `times` times."""
+        if self.library is np:
+            return np.repeat(array, times, 0)
+        return self.library.repeat_interleave(array, times, 0)
+
+    def refuse_where(self, wrong: Any, reason: Callable[[tuple[int, ...]], str]) -> None:
+        """Raise for the first place where `wrong` is true, if its values are known.
+
+        Raises:
+            PositionError: with the reason, which is asked for with the place.
+        """
+        if self.known and wrong.any():
+            place = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise PositionError(f"{self.operation}: {reason(place)}")
+
+    def check_starts(self, name: str, starts: Any, end: int, what: str) -> None:
+        """Starts ascend from 0 on, and the last is not behind the end; if they are known.
+
+        Raises:
+            PositionError: they do not.
+        """
+        if self.known and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > end):
+            raise PositionError(
+                f"{self.operation}: {name} is {starts.tolist()}; it has to ascend from 0 to at most the {end} {what}."
+            )
+
+    def like_given(self, array: Any) -> Any:
+        """An array in int32, of torch where an argument was."""
+        given = library_of(*self._given.values())
+        found = array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
+        return given.from_numpy(found) if given is not self.library else found
+
+
+def for_operation(array: Any, like: Any) -> Any:
+    """Indices in int32 where an operation over `like` reads them without waiting: on its device, if that is a GPU."""
+    if isinstance(array, np.ndarray):
+        narrow = np.ascontiguousarray(array, np.int32)
+        return narrow if on_host(like) else library_of(like).as_tensor(narrow, device=like.device)
+    return array.int()
+
+
+def _integers(values: Any, name: str, operation: str) -> Any:
+    """An index argument as an array of NumPy, or where it lies on a device of torch.
+
+    Raises:
+        DTypeError: it holds anything but integers.
+    """
+    values = index_array(values)
+    if is_number(values):
+        values = np.asarray(int(values), np.int64)
+    if not isinstance(values, np.ndarray) and library_of(values) is np:  # of another library
+        seen = view(values, name, operation)
+        values = as_numpy(seen) if seen.device == "cpu" else read_host(seen, current())
+    kind = str(getattr(values, "dtype", "")).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        shown = kind or describe(view(values, name, operation))
+        raise DTypeError(f"{operation}: {name} is {shown}; indices are integers, int32 or int64.")
+    return values.numpy() if library_of(values) is not np and on_host(values) else values

@@ -1,19 +1,21 @@
-"""vLLM's cache operations: `reshape_and_cache_flash`, `reshape_and_cache`, `copy_blocks`, `swap_blocks`."""
+"""vLLM's cache operations: writes of keys and values, of latent rows too, gathers out of pages, copies of blocks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tikv.compat.indices import refuse_option
+from tikv.arrays import ArrayView, describe, view, view_bits
+from tikv.compat.indices import Indices, flag, refuse_option
 from tikv.dtypes import DType, float8_e4m3fn, float8_e5m2, to_torch
 from tikv.errors import DTypeError, ShapeError
-from tikv.ops import blocks, paged
+from tikv.ops import blocks, checks, paged
 
 FLOATS8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
-OFFERED = "'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2', or 'int8' with a scale per token and head"
+STORED = "'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
 
 
 def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
@@ -22,7 +24,7 @@ def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
     Raises:
         DTypeError: it is neither.
     """
-    given = str(pool.dtype).removeprefix("torch.")
+    given = str(getattr(pool, "dtype", type(pool).__name__)).removeprefix("torch.")
     if given == dtype.name:
         return pool
     if given != "uint8":
@@ -33,8 +35,12 @@ def _pool_of_bytes(pool: Any, dtype: DType, name: str, operation: str) -> Any:
 def _write(operation: str, layout: str, *arguments: Any) -> None:
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale = arguments
     if kv_cache_dtype not in ("auto", "int8", *FLOATS8):
-        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, OFFERED))
-    tokens = len(slot_mapping)  # rows behind these are padding
+        refuse_option(
+            operation, kv_cache_dtype=(kv_cache_dtype, f"{STORED}, or 'int8' with a scale per token and head")
+        )
+    slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(T,)")
+    tokens = slots.shape[0]
+    rows = [_first_rows(a, tokens, name, operation) for a, name in ((key, "key"), (value, "value"))]
     scales = {"k_scale": k_scale, "v_scale": v_scale} if kv_cache_dtype == "int8" else {}
     if kv_cache_dtype in FLOATS8:
         dtype = FLOATS8[kv_cache_dtype]
@@ -42,7 +48,20 @@ def _write(operation: str, layout: str, *arguments: Any) -> None:
         value_cache = _pool_of_bytes(value_cache, dtype, "value_cache", operation)
         if k_scale is not None or v_scale is not None:
             scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
-    paged.write_slots(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping, layout=layout, **scales)
+    k, v = rows
+    paged.slots_call(operation, k, v, key_cache, value_cache, slots, layout=layout, **scales).run()
+
+
+def _first_rows(array: Any, tokens: int, name: str, operation: str) -> ArrayView:
+    """The rows that have slots; those behind are padding.
+
+    Raises:
+        ShapeError: there are fewer.
+    """
+    found = view(array, name, operation)
+    if found.ndim == 0 or found.shape[0] < tokens:
+        raise ShapeError(f"{operation}: {name} is {describe(found)}, fewer rows than the {tokens} of slot_mapping.")
+    return found.part(0, 0, tokens)
 
 
 def reshape_and_cache_flash(
@@ -94,40 +113,292 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: Any = None,
     v_scale: Any = None,
+    interleaved_v: bool = False,
 ) -> None:
-    """The same into vLLM's older layout: keys (N, H, D/x, bs, x) with x elements in 16 bytes, values (N, H, D, bs)."""
+    """The same into vLLM's older layout: keys (N, H, D/x, bs, x) with x elements in 16 bytes, values (N, H, D, bs).
+
+    Raises:
+        OptionError: ``interleaved_v``, a layout of values that is not offered.
+        As `reshape_and_cache_flash`.
+    """
+    if flag(interleaved_v, "interleaved_v", "vllm.reshape_and_cache"):
+        refuse_option("vllm.reshape_and_cache", interleaved_v=(True, "False, values as (N, H, D, bs)"))
     given = (key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
     _write("vllm.reshape_and_cache", "VLLM", *given)
+
+
+def concat_and_cache_mla(
+    kv_c: Any,
+    k_pe: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str = "auto",
+    scale: Any = None,
+    skip_scale: bool = False,
+) -> None:
+    """Write latent rows, and the rotated part of their keys behind them, into one paged cache: vLLM's function.
+
+    Args:
+        kv_c: (T, rank), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
+        k_pe: (T, rotated columns), likewise.
+        kv_cache: (N, bs, rank + rotated columns).
+        slot_mapping: integers; below 0 skips.
+        kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2", as in `reshape_and_cache_flash`.
+        scale: not read for "auto"; for fp8 a number or an array of one, by which rows are divided; None for 1.
+        skip_scale: the scale is 1, and not read.
+
+    Raises:
+        OptionError: another kv_cache_dtype; those whose rows hold scales of their own, such as "fp8_ds_mla".
+        PositionError, ShapeError, DTypeError: as `tikv.write_slots`.
+
+    Exactness, cost: as `tikv.write_slots`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tikv.compat import vllm
+        >>> cache = np.zeros((1, 2, 3), np.float32)
+        >>> vllm.concat_and_cache_mla(np.ones((1, 2), np.float32), np.full((1, 1), 2, np.float32), cache, [1])
+        >>> cache[0].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 2.0]]
+    """
+    operation = "vllm.concat_and_cache_mla"
+    skip_scale = flag(skip_scale, "skip_scale", operation)
+    if kv_cache_dtype not in ("auto", *FLOATS8):
+        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, STORED))
+    slots = Indices(operation, {"slot_mapping": slot_mapping}).array("slot_mapping", (None,), "(T,)")
+    rows = []
+    for a, name in ((kv_c, "kv_c"), (k_pe, "k_pe")):
+        found = view(a, name, operation)
+        checks.rank(found, (2,), name, "(T, columns)", operation)
+        rows.append(_with_one_head(_first_rows(found, slots.shape[0], name, operation), 1))
+    scales: dict[str, Any] = {}
+    if kv_cache_dtype in FLOATS8:
+        kv_cache = _pool_of_bytes(kv_cache, FLOATS8[kv_cache_dtype], "kv_cache", operation)
+        if scale is not None and not skip_scale:
+            scales = {"k_scale": scale, "v_scale": scale}
+    cache = view(kv_cache, "kv_cache", operation)
+    checks.rank(cache, (3,), "kv_cache", "(N, bs, rank + rotated columns)", operation)
+    rank, rotated = (a.shape[2] for a in rows)
+    detail = f"kv_c: {describe(view(kv_c, 'kv_c', operation))}, k_pe: {describe(view(k_pe, 'k_pe', operation))}"
+    checks.extent(cache.shape[2], rank + rotated, "the width of kv_cache", operation, detail)
+    k_pool, v_pool = (_with_one_head(part, 2) for part in (cache.part(2, 0, rank), cache.part(2, rank, rank + rotated)))
+    paged.slots_call(operation, rows[0], rows[1], k_pool, v_pool, slots, **scales).run()
+
+
+def _with_one_head(a: ArrayView, axis: int) -> ArrayView:
+    """The same with an axis of one head."""
+    return a.restrided((*a.shape[:axis], 1, *a.shape[axis:]), (*a.strides[:axis], 0, *a.strides[axis:]))
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Any,
+    dst: Any,
+    block_table: Any,
+    cu_seq_lens: Any,
+    token_to_seq: Any,
+    num_tokens: int,
+    kv_cache_dtype: str = "auto",
+    scale: Any = None,
+    seq_starts: Any = None,
+) -> None:
+    """Copy tokens of many sequences out of their pages, one sequence after the other: vLLM's function of that name.
+
+    Token ``t`` of sequence ``s = token_to_seq[t]`` is its token ``t - cu_seq_lens[s] + seq_starts[s]``.
+
+    Args:
+        src_cache: (N, bs, W), or with more axes behind the block's.
+        dst: (at least num_tokens, W), written; rows of tokens at or behind ``cu_seq_lens[s + 1]`` are left as they are.
+        block_table: (B, blocks) pages of each sequence.
+        cu_seq_lens: (B + 1,) where each sequence's rows of ``dst`` start.
+        token_to_seq: (at least num_tokens,) the sequence of each row.
+        num_tokens: rows to copy.
+        kv_cache_dtype: "auto", for a ``dst`` of the cache's dtype or one that `tikv.copy` converts it to; "fp8",
+            "fp8_e4m3" or "fp8_e5m2", of caches of uint8 or of that dtype.
+        scale: not read for "auto"; for fp8 a number or an array of one: rows are ``stored * scale``, rounded once.
+        seq_starts: (B,) first token of each sequence to copy; None for 0.
+
+    Raises:
+        OptionError: another kv_cache_dtype.
+        PositionError: a sequence or a page that there is not, or a token behind the pages of its sequence, where the
+            index arrays lie on the host; such a token is left out where they lie on a device.
+        ShapeError, DTypeError: arrays that do not agree.
+
+    Exactness, cost: as `tikv.gather_paged`; index arithmetic before it.
+
+    Examples:
+        >>> import numpy as np
+        >>> from tikv.compat import vllm
+        >>> cache, rows = np.arange(6, dtype=np.float32).reshape(3, 2, 1), np.zeros((3, 1), np.float32)
+        >>> vllm.gather_and_maybe_dequant_cache(cache, rows, [[2, 0], [1, -1]], [0, 2, 3], [0, 0, 1], 3)
+        >>> rows[:, 0].tolist()
+        [4.0, 5.0, 2.0]
+    """
+    operation = "vllm.gather_and_maybe_dequant_cache"
+    if kv_cache_dtype not in ("auto", *FLOATS8):
+        refuse_option(operation, kv_cache_dtype=(kv_cache_dtype, STORED))
+    factor = None
+    if kv_cache_dtype in FLOATS8:
+        src_cache = _pool_of_bytes(src_cache, FLOATS8[kv_cache_dtype], "src_cache", operation)
+        factor = 1.0 if scale is None else scale
+    num_tokens = checks.integer(num_tokens, "num_tokens", operation)
+    given = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "token_to_seq": token_to_seq}
+    index = Indices(operation, given | {"seq_starts": seq_starts})
+    table = index.array("block_table", (None, None), "(B, blocks)")
+    sequence = index.array("token_to_seq", (None,), "(tokens,)")
+    if sequence.shape[0] < num_tokens:
+        raise ShapeError(
+            f"{operation}: token_to_seq is ({sequence.shape[0]},), fewer entries than num_tokens={num_tokens}."
+        )
+    sequence, batch = sequence[:num_tokens], table.shape[0]
+    unknown = (sequence < 0) | (sequence >= batch)
+    index.refuse_where(unknown, lambda t: f"token_to_seq{[*t]}={int(sequence[t])}, which is none of {batch} sequences.")
+    source, rows = view(src_cache, "src_cache", operation), view(dst, "dst", operation)
+    none = index.library.full_like(sequence, batch)
+    _gather(operation, index, source, rows, table, index.library.where(unknown, none, sequence), factor)
+
+
+def cp_gather_cache(
+    src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, batch_size: int, seq_starts: Any = None
+) -> None:
+    """Copy sequences out of their pages, one after the other, bit for bit: vLLM's function of that name.
+
+    Args:
+        src_cache, block_table, cu_seq_lens, seq_starts: as in `gather_and_maybe_dequant_cache`; of any dtype.
+        dst: (at least ``cu_seq_lens[batch_size]``, W), of the same dtype.
+        batch_size: sequences to copy.
+
+    Raises:
+        As `gather_and_maybe_dequant_cache`.
+
+    Exactness: bit-exact. Cost: as `gather_and_maybe_dequant_cache`.
+    """
+    operation = "vllm.cp_gather_cache"
+    batch_size = checks.integer(batch_size, "batch_size", operation)
+    given = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    index = Indices(operation, given)
+    source, rows = view_bits(src_cache, "src_cache", operation), view_bits(dst, "dst", operation)
+    checks.same_dtype(source, rows, "src_cache", "dst", operation)
+    table = index.array("block_table", (None, None), "(B, blocks)")[:batch_size]
+    starts = _starts(operation, index, batch_size)
+    tokens = rows.shape[0] if rows.ndim else 0
+    if index.known:
+        tokens = min(tokens, int(starts[-1]))
+    sequence = index.library.searchsorted(starts[1:], index.arange(tokens), side="right")
+    _gather(operation, index, source, rows, table, sequence, None, batch_size)
+
+
+def _starts(operation: str, index: Indices, batch: int) -> Any:
+    """The rows at which so many sequences start, and the one behind the last.
+
+    Raises:
+        ShapeError: there are fewer.
+    """
+    starts = index.array("cu_seq_lens", (None,), "(B + 1,)")
+    if starts.shape[0] <= batch:
+        raise ShapeError(
+            f"{operation}: cu_seq_lens is ({starts.shape[0]},); for {batch} sequences it is ({batch + 1},)."
+        )
+    return starts[: batch + 1]
+
+
+def _gather(
+    operation: str,
+    index: Indices,
+    source: ArrayView,
+    rows: ArrayView,
+    table: Any,
+    sequence: Any,
+    factor: Any,
+    batch: int | None = None,
+) -> None:
+    """Copy rows of sequences out of their pages, each row of the sequence that it has the number of.
+
+    Args:
+        operation, index: as there.
+        source: (N, bs, W) or (N, bs, H, D).
+        rows: (at least as many as `sequence`, W) or (..., H, D), written.
+        table: (B, blocks) pages.
+        sequence: (T,) of each row; B for none.
+        factor: by which stored numbers are multiplied; None: they are copied.
+        batch: sequences that there have to be; None for as many as the table has.
+    """
+    if batch is not None and table.shape[0] < batch:
+        raise ShapeError(f"{operation}: block_table has {table.shape[0]} rows for {batch} sequences.")
+    checks.rank(source, (3, 4), "src_cache", "(N, bs, W) or (N, bs, H, D)", operation)
+    (batch, blocks_of_each), tokens = table.shape, sequence.shape[0]
+    if rows.shape[1:] != source.shape[2:] or rows.shape[0] < tokens:
+        wanted = ", ".join(map(str, (f"at least {tokens}", *source.shape[2:])))
+        raise ShapeError(f"{operation}: dst is {describe(rows)} where ({wanted}) is needed ({describe(source)}).")
+    starts, where, zeros = _starts(operation, index, batch), index.library.where, index.library.zeros_like
+    index.check_starts("cu_seq_lens", starts, rows.shape[0], "rows of dst")
+    first = index.array("seq_starts", (None,), "(B,)") if index.has("seq_starts") else zeros(starts)
+    if first.shape[0] < batch:
+        raise ShapeError(f"{operation}: seq_starts is ({first.shape[0]},) for {batch} sequences.")
+    if batch == 0 or tokens == 0:
+        return
+    token, known = index.arange(tokens), where(sequence < batch, sequence, zeros(sequence))
+    copied = (sequence < batch) & (token >= starts[known]) & (token < starts[known + 1])
+    position = token - starts[known] + first[known]
+    slots, missing = zeros(sequence) - 1, copied
+    if blocks_of_each and source.shape[1]:
+        page = index.library.clip(position // source.shape[1], 0, blocks_of_each - 1)
+        block = table[known, page]
+        inside = (position >= 0) & (position < blocks_of_each * source.shape[1])
+        found = copied & inside & (block >= 0) & (block < source.shape[0])
+        slots, missing = where(found, block * source.shape[1] + position % source.shape[1], slots), copied & ~found
+    index.refuse_where(
+        missing,
+        lambda t: (
+            f"token {int(position[t])} of sequence {int(known[t])} has no page in block_table, or one that is not "
+            f"among the {source.shape[0]} of src_cache."
+        ),
+    )
+    to = rows.part(0, 0, tokens)
+    if source.ndim == 3:
+        source, to = _with_one_head(source, 2), _with_one_head(to, 1)
+    paged.gather(operation, source, slots, tokens, layout="NHD", scale=factor, out=to, by_slot=True)
 
 
 def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
     """Copy blocks within the caches of every layer.
 
     Args:
-        key_caches, value_caches: one pool a layer.
+        key_caches, value_caches: one pool a layer, of any dtype.
         block_mapping: (P, 2) integers: from, to.
 
     Raises:
         ShapeError: the lists have different lengths, or the pools different numbers of blocks.
         PositionError: a block outside the pools, or of one pair the source and of another the destination.
+        DTypeError: pools that are no arrays.
 
-    Cost: one launch a layer.
+    Cost: one launch a layer. All layers are checked before any block is copied.
     """
-    counts = [cache.shape[0] for cache in (*key_caches, *value_caches)]
-    if len(key_caches) != len(value_caches) or len(set(counts)) > 1:
+    operation = "vllm.copy_blocks"
+    lists = [_pools_of_layers(a, name, operation) for a, name in ((key_caches, "key"), (value_caches, "value"))]
+    counts = [pool.shape[0] if pool.ndim else 0 for pools in lists for pool in pools]
+    if len(lists[0]) != len(lists[1]) or len(set(counts)) > 1:
         raise ShapeError(
-            f"vllm.copy_blocks: {len(key_caches)} key caches and {len(value_caches)} value caches of {counts} blocks. "
+            f"{operation}: {len(lists[0])} key caches and {len(lists[1])} value caches of {counts} blocks. "
             f"Pass one of each a layer, all of as many blocks."
         )
-    for k_cache, v_cache in zip(key_caches, value_caches, strict=True):
-        blocks.copy_blocks(k_cache, v_cache, block_mapping)
+    calls = [blocks.blocks_call(operation, k, v, block_mapping) for k, v in zip(*lists, strict=True)]
+    for call in calls:
+        call.prepare()
+    for call in calls:
+        call.run()
+
+
+def _pools_of_layers(pools: Any, name: str, operation: str) -> list[ArrayView]:
+    if not isinstance(pools, list | tuple):
+        raise DTypeError(f"{operation}: {name}_caches is {type(pools).__name__}. Pass a list of pools, one a layer.")
+    return [view_bits(pool, f"{name}_caches[{i}]", operation) for i, pool in enumerate(pools)]
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mapping: Any = None) -> None:
     """Copy blocks from one pool to another, on the same device or between device and host.
 
     Args:
-        src, dst: pools of one shape behind the first axis.
+        src, dst: pools of one dtype, which may be any, and of one shape behind the first axis.
         block_size_in_bytes: of a block, checked; or the mapping itself, as older versions take it third.
         block_mapping: (P, 2) integers: from, to.
 
@@ -141,11 +412,9 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mappi
             raise ShapeError(f"{operation}: block_mapping is missing. Pass (P, 2) pairs of blocks: from, to.")
         block_size_in_bytes, block_mapping = None, block_size_in_bytes
     if block_size_in_bytes is not None:
-        itemsize = src.dtype.itemsize
-        actual = itemsize
-        for extent in src.shape[1:]:
-            actual *= extent
-        if int(block_size_in_bytes) != actual:
+        seen = view_bits(src, "src", operation)
+        actual = math.prod(seen.shape[1:]) * seen.dtype.itemsize
+        if checks.integer(block_size_in_bytes, "block_size_in_bytes", operation) != actual:
             refuse_option(
                 operation, block_size_in_bytes=(block_size_in_bytes, f"{actual}, the bytes of a block of src")
             )

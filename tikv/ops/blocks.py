@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, StagedNdarray, as_numpy, describe, new_array, read_host, runtime_of, view
+from tikv.arrays import (
+    ArrayView,
+    StagedNdarray,
+    as_numpy,
+    describe,
+    new_array,
+    read_host,
+    runtime_of,
+    view,
+    view_bits,
+)
 from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import check_unique, host_indices, index_array
 from tikv.ops.layouts import LINEAR, Placement, Rows
-from tikv.ops.plan import Launch, Plan
+from tikv.ops.plan import Call, Launch, Plan
 from tikv.ops.row_copy import bind_copy
 
 
@@ -21,8 +31,8 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
     """Copy whole blocks within K's and V's pool, in place, in one launch: what copy-on-write and beam search need.
 
     Args:
-        k_pool, v_pool: pools of any layout and dtype with blocks on the first axis and no gaps within a block. The
-            scales of int8 pools are pools like these: copy them by a second call.
+        k_pool, v_pool: pools of any layout and dtype, unsigned bytes too, with blocks on the first axis and no gaps
+            within a block. The scales of int8 pools are pools like these: copy them by a second call.
         pairs: (P, 2) int32 or int64, each a block to copy from and one to copy to, on the host or the device. A pair
             with a negative block is skipped.
 
@@ -43,10 +53,15 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
         >>> k_pool.ravel().tolist()
         [0.0, 1.0, 2.0, 3.0, 0.0, 1.0]
     """
-    operation = "copy_blocks"
+    blocks_call("copy_blocks", k_pool, v_pool, pairs).run()
+
+
+def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Call:
+    """A call of `copy_blocks` that is checked, by the name that errors give as the operation."""
     live = runtime_of(k_pool, v_pool)
     pairs = index_array(pairs)
-    k, v, index = view(k_pool, "k_pool", operation), view(v_pool, "v_pool", operation), _pairs(pairs, operation)
+    k, v = (view_bits(a, name, operation) for name, a in (("k_pool", k_pool), ("v_pool", v_pool)))
+    index = _pairs(pairs, operation)
     named = [("k_pool", k, True), ("v_pool", v, True), ("pairs", index, False)]
     checks.on_device([(name, a) for name, a, _ in named], live, operation)
     widths = []
@@ -65,7 +80,8 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
         return [_bind_blocks(live, operation, pools, pools, [widths[i] for i in streams], arrays[2], "both")]
 
     names, arrays, written = zip(*named, strict=True)
-    Plan(live, operation, names, written, bind if streams and index.shape[0] else None).run(arrays)
+    plan = Plan(live, operation, names, written, bind if streams and index.shape[0] else None)
+    return Call(plan, arrays, (k_pool, v_pool, pairs))
 
 
 def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
@@ -96,8 +112,8 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     live = runtime_of(dst_pool, src_pool)
     pairs = index_array(pairs)
     src, dst, index = (
-        view(src_pool, "src_pool", operation),
-        view(dst_pool, "dst_pool", operation),
+        view_bits(src_pool, "src_pool", operation),
+        view_bits(dst_pool, "dst_pool", operation),
         _pairs(pairs, operation),
     )
     checks.on_device([("src_pool", src), ("dst_pool", dst), ("pairs", index)], live, operation)

@@ -80,8 +80,17 @@ def readable(array: ArrayView, name: str, operation: str) -> None:
             f"{operation}: the last axis of {name} is not contiguous ({describe(array)}, strides {strides} elements); "
             f"rows are moved as words. Pass a copy with a contiguous last axis."
         )
-    if any(s < 0 and n > 1 for n, s in zip(shape, strides, strict=True)):
-        raise ShapeError(f"{operation}: {name} has negative strides {strides}. Pass a copy.")
+    ascending(array, name, operation)
+
+
+def ascending(array: ArrayView, name: str, operation: str) -> None:
+    """Elements can be read in place, one by one: no stride is negative.
+
+    Raises:
+        ShapeError: one is.
+    """
+    if any(s < 0 and n > 1 for n, s in zip(array.shape, array.strides, strict=True)):
+        raise ShapeError(f"{operation}: {name} has negative strides {array.strides}. Pass a copy.")
 
 
 def writable(array: ArrayView, name: str, operation: str) -> None:

@@ -67,8 +67,8 @@ def _checked(value: Any, name: str, operation: str) -> float:
     return number
 
 
-def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str) -> None:
-    """A scale is one number, or one a head, float16 or float32.
+def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str, batch: int | None = None) -> None:
+    """A scale is one number, or one a head, float16 or float32; with `batch` also one a sequence and head.
 
     Raises:
         DTypeError, ShapeError: it is not.
@@ -76,9 +76,10 @@ def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str) -
     if scale.dtype not in dtypes.SCALES:
         raise DTypeError(f"{operation}: {name} is {describe(scale)}; scales are float16 or float32.")
     checks.readable(scale, name, operation)
-    if scale.shape not in ((), (1,), (heads,)):
+    if scale.shape not in ((), (1,), (heads,), (batch, heads)):
+        also = "" if batch is None else f", or one a sequence and head: {(batch, heads)}"
         raise ShapeError(
-            f"{operation}: {name} is {describe(scale)}; 8-bit floats have one scale, or one a head: ({heads},)."
+            f"{operation}: {name} is {describe(scale)}; 8-bit floats have one scale, or one a head: ({heads},){also}."
         )
 
 
@@ -87,23 +88,28 @@ def head_step(scale: ArrayView) -> int:
     return scale.strides[0] if scale.shape and scale.shape[0] > 1 else 0
 
 
+def fixed_strides(scale: ArrayView) -> tuple[int, int]:
+    """Elements between the scales of neighbouring sequences, and of neighbouring heads."""
+    return scale.strides if scale.ndim == 2 else (0, head_step(scale))  # type: ignore[return-value]
+
+
 def of_heads(scale: ArrayView, first: int) -> ArrayView:
     """The scales of heads from this one on; the scale, where it is one of all."""
     return scale.restrided(scale.shape, scale.strides, first * head_step(scale))
 
 
-def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str) -> None:
-    """The scales of K and V, which are read by one stride.
+def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, batch: int | None = None) -> None:
+    """The scales of K and V, which are read by the same strides.
 
     Raises:
         DTypeError, ShapeError: they are no such scales, or one is a number and the other one a head.
     """
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
-        check_fixed_scale(scale, heads, name, operation)
+        check_fixed_scale(scale, heads, name, operation, batch)
     if len(scales) < 2:
         return
     checks.same_dtype(scales[0], scales[1], "k_scale", "v_scale", operation)
-    if heads > 1 and head_step(scales[0]) != head_step(scales[1]):
+    if fixed_strides(scales[0]) != fixed_strides(scales[1]):
         raise ShapeError(
             f"{operation}: k_scale is {describe(scales[0])} and v_scale {describe(scales[1])}. Pass a number each, or "
             f"({heads},) each."

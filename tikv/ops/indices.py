@@ -69,8 +69,10 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
     return found
 
 
-def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str) -> None:
+def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, operation: str, unique: bool = True) -> None:
     """Of slots whose values are known none lies beyond the pool; in debug mode, no two tokens go to one slot.
+
+    Slots that are read need not be `unique`.
 
     Raises:
         PositionError: one does, or two do.
@@ -84,7 +86,7 @@ def check_slots(index: ArrayView, shape: PoolShape, live: runtime.Runtime, opera
             f"{operation}: {name}[{token}]={int(slots[token])} is beyond the pool of {shape.slots} slots "
             f"({shape.blocks} blocks of {shape.page}). Use a slot below that, or a negative one to skip the token."
         )
-    if live.debug:
+    if live.debug and unique:
         check_unique(slots[slots >= 0], name, operation)
 
 

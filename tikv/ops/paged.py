@@ -26,7 +26,7 @@ from tikv.ops.layouts import (
     scale_arguments,
     scale_step,
 )
-from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+from tikv.ops.plan import NO_ENTRIES, Call, Entries, Launch, Plan
 from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, require_slots_first
 from tikv.ops.row_copy import bind_copy
 
@@ -75,7 +75,22 @@ def write_slots(
         >>> k_pool.ravel().tolist()
         [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     """
-    operation = "write_slots"
+    slots_call("write_slots", k, v, k_pool, v_pool, slot_mapping, layout=layout, k_scale=k_scale, v_scale=v_scale).run()
+
+
+def slots_call(
+    operation: str,
+    k: Any,
+    v: Any,
+    k_pool: Any,
+    v_pool: Any,
+    slot_mapping: Any,
+    *,
+    layout: str = "NHD",
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> Call:
+    """A call of `write_slots` that is checked, by the name that errors give as the operation."""
     live = runtime_of(k_pool, k)
     scales: Sequence[Any] = ()
     formats: Formats | None = None
@@ -94,7 +109,7 @@ def write_slots(
     if plan is None:
         plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
-    plan.run(arrays)
+    return Call(plan, arrays, given)
 
 
 class WriteSlotsPlan(Plan):
@@ -389,28 +404,35 @@ def gather(
     scale: Any = None,
     out: Any = None,
     format: GroupFormat | None = None,
+    by_slot: bool = False,
 ) -> Any:
-    """`gather_paged` by the name that errors give; `format` is of a pool of groups, whose numbers are the scale."""
+    """`gather_paged` by the name that errors give; `format` is of a pool of groups, whose numbers are the scale.
+
+    With `by_slot` the table names the slot of each token, and a token with a negative one is left as it is in `out`;
+    without a scale bits are copied, those of int8 too.
+    """
     live = runtime_of(pool, out, block_table)
-    block_table = index_array(block_table)
+    block_table, index_name = index_array(block_table), "slot_mapping" if by_slot else "block_table"
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     length = checks.integer(length, "length", operation)
-    source, table = view(pool, "pool", operation), view(block_table, "block_table", operation)
+    source, table = view(pool, "pool", operation), view(block_table, index_name, operation)
     axes = pool_axes(source, layout)
     shape = pool_shape(source, axes, "pool", operation, format)
     checks.readable(source, "pool", operation)
-    checks.indices(table, "block_table", operation)
-    checks.rank(table, (1,), "block_table", "(blocks,)", operation)
+    checks.indices(table, index_name, operation)
+    checks.rank(table, (1,), index_name, "(T,)" if by_slot else "(blocks,)", operation)
     blocks = -(-length // shape.page) if shape.page else length
-    if length and (shape.page == 0 or blocks > table.shape[0]):
+    if by_slot:
+        check_slots(table, shape, live, operation, unique=False)
+    elif length and (shape.page == 0 or blocks > table.shape[0]):
         raise PositionError(
             f"{operation}: length={length} is {blocks} blocks of {shape.page}, and block_table has {table.shape[0]}. "
             f"Read at most {table.shape[0] * shape.page} tokens."
         )
-    named = [("pool", source, False), ("block_table", table, False)]
+    named = [("pool", source, False), (index_name, table, False)]
     row, scaled = format or format_of(source.dtype), scale is not None
     found_scales = row is not None and row.finds_scales
-    if (found_scales and not scaled) or (scaled and row is None):
+    if (found_scales and not scaled and not by_slot) or (scaled and row is None):
         wanted = "an int8 pool needs its (N, bs, H) scale" if found_scales else f"a pool of {source.dtype} has no scale"
         raise DTypeError(f"{operation}: pool is {describe(source)}; {wanted}.")
     if scaled:
@@ -436,7 +458,7 @@ def gather(
                 f"{operation}: out is {describe(target)}; {source.dtype} is read as float32, float16 or bfloat16."
             )
     checks.on_device([(name, a) for name, a, _ in named] + ([("out", target)] if given else []), live, operation)
-    entries = host_indices(table, live)
+    entries = None if by_slot else host_indices(table, live)
     if entries is not None:
         check_blocks(entries[:blocks], shape.blocks, "block_table", operation)
     if not given:
@@ -456,10 +478,10 @@ def gather(
             widths=[shape.width],
             heads=shape.heads,
             tokens=length,
-            src_place=Placement("table", shape.page),
+            src_place=Placement("slots" if by_slot else "table", shape.page),
             index=table,
             index_step=table.strides[0],
-            src_limit=shape.blocks,
+            src_limit=shape.slots if by_slot else shape.blocks,
             **(of_scales(arrays[2:-1]) if scaled else {}),
         )
         return [bound]

@@ -136,13 +136,9 @@ class Plan:
         if self.nothing:
             return
         pointers = arrays.pointers if type(arrays) is Views else tuple([a.ptr for a in arrays])
-        if self.launches is None:
-            if launch.is_recording() or (not self.live.is_cpu and any(a.is_staged for a in arrays)):
-                self._run_alone(arrays, entries)
-                return
-            with self.live.lock:  # threads that come first together bind once
-                if self.launches is None:
-                    self._bind_once(arrays, pointers)
+        if self.launches is None and not self._bind_and_keep(arrays, pointers):
+            self._run_alone(arrays, entries)
+            return
         with self.lock:
             if pointers != self.pointers:
                 self._move(arrays, pointers)
@@ -152,6 +148,34 @@ class Plan:
                 start()
             if self.live.is_spirv and 0 in pointers:
                 self._release()
+
+    def prepare(self, arrays: Sequence[ArrayView]) -> None:
+        """Do everything of `run` that can fail, and launch nothing: for calls that write first and read then.
+
+        Raises:
+            As `run`, and what binding raises.
+        """
+        if self.nothing:
+            return
+        pointers = tuple([a.ptr for a in arrays])
+        if self.launches is None and not self._bind_and_keep(arrays, pointers):
+            self.check_overlaps(arrays)
+            self.bind(Staging(self.live, arrays, self.written, filled=False).arrays)
+            return
+        with self.lock:
+            if pointers != self.pointers:
+                self._move(arrays, pointers)
+            if self.live.is_spirv and 0 in pointers:
+                self._release()
+
+    def _bind_and_keep(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> bool:
+        """Bind for this run and later ones, unless arrays are staged or launches recorded; whether that was done."""
+        if launch.is_recording() or (not self.live.is_cpu and any(a.is_staged for a in arrays)):
+            return False
+        with self.live.lock:  # threads that come first together bind once
+            if self.launches is None:
+                self._bind_once(arrays, pointers)
+        return True
 
     def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         self.check_overlaps(arrays)
@@ -196,3 +220,19 @@ class Plan:
         for bound in bounds:
             bound.launch()
         stage.finish()
+
+
+class Call(NamedTuple):
+    """A plan and the arrays of one call, whose values are checked: `run` launches it."""
+
+    plan: Plan
+    arrays: Sequence[ArrayView]
+    kept: tuple[Any, ...] = ()  # what views do not keep alive
+
+    def prepare(self) -> None:
+        """`Plan.prepare` over these arrays."""
+        self.plan.prepare(self.arrays)
+
+    def run(self) -> None:
+        """`Plan.run` over these arrays."""
+        self.plan.run(self.arrays)

@@ -88,11 +88,15 @@ class Staging:
     """Arrays of the host and tensors on MPS in memory of ours for the length of a call; nothing on CPU.
 
     Arrays whose bytes overlap share one device block, so what is written to one is not undone by the other's way back.
+    With `filled` false the memory is there and nothing is copied, for launches that are bound and not run.
     """
 
-    def __init__(self, live: runtime.Runtime, arrays: Sequence[ArrayView], written: Sequence[bool]) -> None:
+    def __init__(
+        self, live: runtime.Runtime, arrays: Sequence[ArrayView], written: Sequence[bool], filled: bool = True
+    ) -> None:
         self.arrays = list(arrays)
         self._live = live
+        self._filled = filled
         self._back: list[Callable[[], None]] = []
         owners = [a.owner for a, w in zip(arrays, written, strict=True) if w]
         self._back += [owner.write_back for owner in owners if isinstance(owner, StagedNdarray)]
@@ -127,6 +131,8 @@ class Staging:
             places.append(size)
             size += stretch.room
         memory = Memory(size, live)
+        if not self._filled:
+            return memory, places
         whole = memory.array((size,), dtypes.int8)
         raw = np.zeros(size, np.int8)
         for stretch, place in zip(together, places, strict=True):
@@ -148,6 +154,9 @@ class Staging:
         ((storage, start, end, _),) = together
         base, turns = together[0].base, mps.turns_of(self._live)
         block = turns.borrow(end - base)
+        if not self._filled:
+            turns.give_back(block)
+            return block.memory, [0]
         theirs, ours = storage.bytes[start:end], block.bytes[start - base : end - base]
         ours.copy_(theirs)
 

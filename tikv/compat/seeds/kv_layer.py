@@ -198,19 +198,22 @@ class KVLayer(runtime.DeepCopied):
         parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if with_lse else [])
         queries, *results = (_one_head_major(a, axes) for a in parts)
         options = {"scale": scale, "softcap": softcap, "window": window, "terms": terms}
-        calls = []
+        ready = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
             last = min(tokens, first + MOST_QUERIES)
-            some = [a.part(2, first, last) for a in (queries, *results)]
-            calls.append((some, self._call(operation, some[0], before + last, options)))
-        self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
-        self.set_len(end)
-        for (_, to, *to_lse), call in calls:
-            call.attend(None, out=to, return_lse=with_lse, lse=to_lse[0] if to_lse else None)
+            some, to, *to_lse = (a.part(2, first, last) for a in (queries, *results))
+            call = self._call(operation, some, before + last, options)
+            ready.append(call.prepare(None, out=to, return_lse=with_lse, lse=to_lse[0] if to_lse else None))
         mass = None
         if wanted != 0:
             asking, their_lse = last_queries(queries, results[1], wanted)
-            mass = self._mass(operation, q, self._call(operation, asking, end, options), their_lse)
+            mass = new_like(q, (self.num_kv_heads, end), dtypes.float32, self.runtime, zeroed=True)
+            to_mass = view(mass, "mass", operation).batch_of_one()
+            ready.append(self._call(operation, asking, end, options).prepare_to_weigh(their_lse, to_mass))
+        self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
+        self.set_len(end)
+        for attention in ready:
+            attention.run()
         return results_of(out, lse if return_lse else None, mass)
 
     def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:

@@ -22,7 +22,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms
-from tikv.ops.fixed_scales import check_fixed_scales, head_step
+from tikv.ops.fixed_scales import check_fixed_scales, fixed_strides
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Formats, Rows
 from tikv.ops.quantize import Quantized, codes_of_pair
@@ -72,8 +72,8 @@ def decode_attention(
         window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
         ring: the slots behind the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all do.
         sinks: first tokens that stay visible in spite of the window.
-        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches; a number or (H,) each, of caches of
-            8-bit floats, whose values they multiply; of no other.
+        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches; a number, (H,) or (B, H) each, of caches
+            of 8-bit floats, whose values they multiply; of no other.
         return_lse: also return the log-sum-exp of each query's scaled scores.
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
@@ -239,7 +239,7 @@ def _contiguous(
     of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
     fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
     if scales and fixed:
-        check_fixed_scales(scales, k.shape[1], operation)
+        check_fixed_scales(scales, k.shape[1], operation, k.shape[0])
     for name, a in zip(of_scales, scales, strict=True):
         if not fixed and a.shape[: None if formats == (None, None) else 3] != k.shape[:3]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
@@ -264,9 +264,12 @@ def contiguous_cache(
     of_k, of_v = formats
     scale_strides = (0, 0, 0, 0)
     if scales:
-        fixed = scales[0].ndim < 3  # of a head or of all
         step = scales[0].strides
-        scale_strides = (0, 0, 0, head_step(scales[0])) if fixed else (step[0], 0, step[2], step[1])
+        if scales[0].ndim < 3:  # of all, of a head, or of a sequence and head
+            sequence, head = fixed_strides(scales[0])
+            scale_strides = (sequence, 0, 0, head)
+        else:
+            scale_strides = (step[0], 0, step[2], step[1])
     return CacheLayout(
         k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2], format=of_k),
         v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2], format=of_v),

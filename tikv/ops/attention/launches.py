@@ -123,14 +123,24 @@ class AttentionLaunches(Plan):
         if self.options.dealt[0]:
             entries = {**entries, "first_query": first_query}
         with self.lock:
-            memory = scratch_of(self.live, self.scratch.nbytes)
-            if memory is not self.memory:
-                self.memory, self.launches, self.first_valid = memory, None, 0
+            self._find_scratch()
             # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
             oldest = entries["first_valid"]
             on_host = "lens" not in arrays or oldest > 0 or oldest != self.first_valid
             self.first_valid = oldest
             self.run(list(arrays.values()), entries if on_host else NO_ENTRIES)
+
+    def prepare(self, arrays: Sequence[ArrayView]) -> None:
+        """As there, over the scratch memory of now."""
+        with self.lock:
+            self._find_scratch()
+            super().prepare(arrays)
+
+    def _find_scratch(self) -> None:
+        """The memory that the launches share with others; where that has grown they are bound anew."""
+        memory = scratch_of(self.live, self.scratch.nbytes)
+        if memory is not self.memory:
+            self.memory, self.launches, self.first_valid = memory, None, 0
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launches over these arrays, without lengths that the host knows."""

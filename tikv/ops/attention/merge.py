@@ -23,7 +23,7 @@ def merge_states(
 
     Args:
         out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
-        lse_a, lse_b: their log-sum-exps, float32 (...); -inf where a set was empty.
+        lse_a, lse_b: their log-sum-exps, float32 (...) of any strides; -inf where a set was empty.
         lse_base2: both, and the new one, are in base 2 rather than e.
         out: array for the result, whose last axis is contiguous; None for a new one of the kind and dtype of `out_a`.
 
@@ -69,7 +69,7 @@ def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any,
             raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp is float32.")
         if a.shape != first.shape[:-1]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
-        checks.readable(a, name, operation)
+        checks.ascending(a, name, operation)
     result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
     if lse is None:
         lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
@@ -112,9 +112,14 @@ def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
 
 
 def merge_parts(
-    operation: str, parts: ArrayView, out: ArrayView, lse: ArrayView, sink_logits: ArrayView | None = None
+    operation: str,
+    parts: ArrayView,
+    out: ArrayView,
+    lse: ArrayView,
+    sink_logits: ArrayView | None = None,
+    base2: bool = False,
 ) -> None:
-    """Merge states that were gathered from processes: each row's result and, behind it, its log-sum-exp.
+    """Merge any number of states that lie in one array: each row's result and, behind it, its log-sum-exp.
 
     Args:
         operation: for messages.
@@ -122,17 +127,18 @@ def merge_parts(
         out: (B, Hq, T, D_v), of any float dtype and strides whose last is 1.
         lse: (B, Hq, T) float32, of any strides.
         sink_logits: (Hq,) float32, which count once, whatever the number of parts; None for none.
+        base2: the log-sum-exps are in base 2 rather than e.
     """
     live = runtime_of(parts)
     arrays = [parts, out, lse, *([] if sink_logits is None else [sink_logits])]
-    key = ("merge_parts", *[a.key for a in arrays])
+    key = ("merge_parts", *[a.key for a in arrays], base2)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, _merge_parts_plan(live, operation, out.shape, sink_logits is not None))
+        plan = live.plans.keep(key, _merge_parts_plan(live, operation, out.shape, sink_logits is not None, base2))
     plan.run(arrays)
 
 
-def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], sinks: bool) -> Plan:
+def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], sinks: bool, base2: bool) -> Plan:
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         from tikv.kernels.attention.merge_parts import MergePartsParams, make_merge_parts
         from tikv.kernels.attention.parameters import LOG2E, AttentionScalars
@@ -146,7 +152,7 @@ def _merge_parts_plan(live: runtime.Runtime, operation: str, shape: tuple[int, .
             *to.strides[:3], firsts[1], *lse.strides, firsts[2], *[a.strides[0] for a in logits], *firsts[3:],
         )  # fmt: skip
         kernel = launch.kernel(live, make_merge_parts, live.kernel_style, width, to.dtype.short, sinks)
-        factors = AttentionScalars(lse_scale=LOG2E)
+        factors = AttentionScalars(lse_scale=1.0 if base2 else LOG2E)
         return [Launch(kernel.bind(rows * width, *arrays, tuple(numbers), tuple(factors)), arrays)]
 
     names = ("parts", "out", "lse", *["sink_logits"] * sinks)

@@ -24,7 +24,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms
-from tikv.ops.fixed_scales import check_fixed_scales, head_step
+from tikv.ops.fixed_scales import check_fixed_scales, fixed_strides
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape
 from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
@@ -69,7 +69,8 @@ def paged_decode_attention(
             of each KV head, as in `decode_attention`.
         layout: "NHD", "HND" or "VLLM".
         window: tokens a query sees, itself included.
-        k_scale, v_scale: (N, bs, H), of int8 pools; a number or (H,) each, of pools of 8-bit floats; of no other.
+        k_scale, v_scale: (N, bs, H), of int8 pools; a number, (H,) or (B, H) each, of pools of 8-bit floats; of no
+            other.
         scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents,
             head_dim_v: as in `decode_attention`; the last not in layout "VLLM".
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
@@ -202,8 +203,9 @@ def _pages(
     scale_strides = (0, 0, 0, 0)
     of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
     if scales and all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales):
-        check_fixed_scales(scales, heads, operation)
-        scale_strides = (0, 0, 0, head_step(scales[0]))
+        check_fixed_scales(scales, heads, operation, table.shape[0])
+        sequence, head = fixed_strides(scales[0])
+        scale_strides = (sequence, 0, 0, head)
     elif scales:
         for name, of, format in zip(("k_scale", "v_scale"), shapes, formats, strict=True):
             if name in arrays:

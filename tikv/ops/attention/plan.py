@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,30 @@ from tikv.runtime.cache import BoundedCache
 
 FOLLOWED = {"seq_lens": "lens", "context_lens": "lens", "block_tables": "table"}  # by parameter; may change in a graph
 MOST_LAUNCHES = 64  # kept of a plan: for alignments of results, and splits that lengths on the host ask for
+
+
+class ReadyAttention(NamedTuple):
+    """Attention of which everything is checked and nothing computed."""
+
+    results: tuple[Any, ...] = ()  # arrays that the caller gets, once `run` has computed them
+    start: Callable[[], None] | None = None  # None: there is nothing to compute
+    launches: AttentionLaunches | None = None
+    arrays: Mapping[str, ArrayView] = MappingProxyType({})
+    given: Any = None  # the array for the log-sum-exp, if it was the caller's
+    kept: tuple[Any, ...] = ()  # what views do not keep alive
+
+    def prepared(self, *kept: Any) -> ReadyAttention:
+        """The same, with everything of `run` done that can fail, as `Plan.prepare` does it."""
+        if self.launches is not None:
+            self.launches.prepare(list(self.arrays.values()))
+        return self._replace(kept=kept)
+
+    def run(self) -> Any:
+        """Attend, and give the result, or the results."""
+        if self.start is not None:
+            self.start()
+        found = [a if a is self.given else handed_over(a) for a in self.results]
+        return tuple(found) if len(found) != 1 else found[0]
 
 
 class AttentionPlan(Plan):
@@ -107,6 +133,26 @@ class AttentionPlan(Plan):
             first_query: of keys that are dealt to ranks, as `AttentionTerms` has it.
             is_new: `out` was made for this call, so that there is nothing to check.
         """
+        return self.ready(
+            like, arrays, out, return_lse, impl, length, first_valid, ahead, lse, is_part, first_query, is_new
+        ).run()
+
+    def ready(
+        self,
+        like: Any,
+        arrays: dict[str, ArrayView],
+        out: Any,
+        return_lse: bool,
+        impl: str,
+        length: int = 0,
+        first_valid: int = 0,
+        ahead: int = 0,
+        lse: Any = None,
+        is_part: bool = False,
+        first_query: int = 0,
+        is_new: bool = False,
+    ) -> ReadyAttention:
+        """`attend` up to where it computes: its values are checked, and its results have memory."""
         live, operation, options, cache = self.live, self.operation, self.options, self.cache
         if "parents" in arrays:
             check_parents(operation, arrays["parents"], live)
@@ -125,8 +171,8 @@ class AttentionPlan(Plan):
                 raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
-            attend_by_torch(arrays, self, lengths.longest, first_valid)
-            return handed_over(result)
+            start = functools.partial(attend_by_torch, arrays, self, lengths.longest, first_valid)
+            return ReadyAttention((result,), start)
         wanted = [result]
         if return_lse:
             wanted.append(new_like(like, self.lse_shape, dtypes.float32, live) if lse is None else lse)
@@ -134,16 +180,16 @@ class AttentionPlan(Plan):
         if options.mass:
             wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
             arrays["mass"] = view(wanted[-1], "mass", operation)
-        if not self.empty:
-            shares = self._shares(lengths)
-            key = (*shares, return_lse, *[a.key for a in arrays.values()])
-            launches = self.by_split.get(key)
-            if launches is None:
-                launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
-                self.by_split.keep(key, launches)
-            launches.attend(arrays, length, first_valid, ahead, first_query)
-        wanted = [a if a is lse else handed_over(a) for a in wanted]
-        return tuple(wanted) if len(wanted) > 1 else wanted[0]
+        if self.empty:
+            return ReadyAttention(tuple(wanted), given=lse)
+        shares = self._shares(lengths)
+        key = (*shares, return_lse, *[a.key for a in arrays.values()])
+        launches = self.by_split.get(key)
+        if launches is None:
+            launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
+            self.by_split.keep(key, launches)
+        start = functools.partial(launches.attend, arrays, length, first_valid, ahead, first_query)
+        return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
 
     def weigh(
         self,
@@ -161,9 +207,21 @@ class AttentionPlan(Plan):
             lse: the log-sum-exps that it gave for them.
             mass: (batch, heads, n) float32 zeros, of keys in the order of a store's `tokens`, at most n of a head.
         """
+        self.ready_to_weigh(arrays, lse, mass, length, first_valid, ahead).run()
+
+    def ready_to_weigh(
+        self,
+        arrays: dict[str, ArrayView],
+        lse: ArrayView,
+        mass: ArrayView,
+        length: int = 0,
+        first_valid: int = 0,
+        ahead: int = 0,
+    ) -> ReadyAttention:
+        """`weigh` up to where it computes."""
         lengths = Lengths(self.cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
         if self.empty or 0 in mass.shape:
-            return
+            return ReadyAttention()
         arrays |= {"lse": lse, "mass": mass}
         workers = choose_workers(self.live, self.query, self.cache, most_keys(self.cache, lengths))
         shares = Shares(1, workers, mass_splits=choose_mass_splits(self.cache, lengths))
@@ -172,7 +230,8 @@ class AttentionPlan(Plan):
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
             launches = self.by_split.keep(key, AttentionLaunches(*given))
-        launches.attend(arrays, length, first_valid, ahead)
+        start = functools.partial(launches.attend, arrays, length, first_valid, ahead)
+        return ReadyAttention((), start, launches, arrays)
 
     def _first_valid(self, value: Any, high: int) -> int:
         """The oldest position that is still there, checked."""
@@ -265,6 +324,15 @@ class AttentionCall(NamedTuple):
     ) -> Any:
         """`AttentionPlan.attend` over these arrays."""
         return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, lse=lse)
+
+    def prepare(self, like: Any, *, out: Any = None, return_lse: bool = False, lse: Any = None) -> ReadyAttention:
+        """`attend` but for the computing: whatever can fail has not, and `run` of what is returned computes."""
+        found = self.plan.ready(like, dict(self.arrays), out, return_lse, "taichi", self.length, lse=lse)
+        return found.prepared(like, out, lse, *self.kept)
+
+    def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
+        """`weigh` likewise."""
+        return self.plan.ready_to_weigh(dict(self.arrays), lse, mass, self.length).prepared(lse, mass, *self.kept)
 
     def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
         """`AttentionPlan.weigh` over these arrays."""

@@ -1,0 +1,526 @@
+"""What both versions of flash-attention's `flash_attn_with_kvcache` do: rotate, append and attend.
+
+A call is checked from its first argument to the binding of its last launch before a row is written. Attention reads
+every cache as pages through a table: a row of a contiguous cache is one page. Padding on the left and chunks make a
+table of single tokens, so that a sequence, or each query, starts where it has to.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.compat import ragged_rows
+from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
+from tikv.compat.ragged_rows import Rows, place
+from tikv.errors import ShapeError
+from tikv.ops import checks, paged
+from tikv.ops.attention.options import real
+from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.terms import Terms
+
+INDICES = ("cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
+MOST = 2**31 - 1
+
+
+class Arguments(NamedTuple):
+    """The arguments of either version, by the newer one's names but for the table."""
+
+    operation: str
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    k: Any = None
+    v: Any = None
+    qv: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    cache_seqlens: Any = None
+    cache_batch_idx: Any = None
+    cache_leftpad: Any = None
+    table: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k_new: Any = None
+    max_seqlen_q: Any = None
+    rotary_seqlens: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = (-1, -1)
+    attention_chunk: Any = 0
+    softcap: Any = 0.0
+    rotary_interleaved: Any = True
+    alibi_slopes: Any = None
+    num_splits: Any = 0
+    table_name: str = "page_table"
+
+
+class Sight(NamedTuple):
+    """Which keys a query sees: so many before and behind its own, -1 for all, within its chunk; 0 for no chunks."""
+
+    left: int
+    right: int
+    chunk: int
+
+
+class Layout(NamedTuple):
+    """Whose tokens lie where."""
+
+    table: Any  # (B, pages)
+    page: int  # tokens of a page
+    before: Any  # (B,) tokens before the call
+    lengths: Any  # (B,) with the new ones
+    pads: Any  # (B,) slots before the first token; None for 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a sequence."""
+        return int(self.table.shape[1]) * self.page
+
+
+class Call:
+    """A call of either version, checked when it is made; `run` does it.
+
+    Raises:
+        TikvError: arguments that do not fit each other or the cache. Nothing is written.
+    """
+
+    def __init__(self, given: Arguments) -> None:
+        self.given, self.operation = given, given.operation
+        arrays = {name: getattr(given, name) for name in INDICES} | {given.table_name: given.table}
+        lengths = None if is_number(given.cache_seqlens) else given.cache_seqlens
+        self.index = Indices(self.operation, arrays | {"cache_seqlens": lengths})
+        self.views = self._views()
+        self.asked = rows_of = ragged_rows.rows_of(self.index, "q", self.views["q"].shape, "cu_seqlens_q")
+        self.batch = int(rows_of.counts.shape[0])
+        self.queries = self._most_queries()
+        self.sight = _sight(given)
+        added = self._new_rows()
+        self.layout = self._layout(added)
+        self._check_options()
+        queries = self._queries()
+        self.write = None
+        if added is not None:
+            k, v = self._rows("k", added, True), self._rows("v", added, False, rotate=False)
+            slots = for_operation(self._slots(added), given.k_cache)
+            caches = self.views["k_cache"], self.views["v_cache"]
+            self.write = paged.slots_call(self.operation, k, v, *caches, slots)
+            self.write.prepare()
+        self.out, self.lse, self.attention = self._attention(queries)
+
+    def run(self) -> tuple[Any, Any]:
+        """(out, lse), after the new rows were written."""
+        if self.write is not None:
+            self.write.run()
+        self.attention.run()
+        out, lse = handed_over(self.out), handed_over(self.lse)
+        library = library_of(out)
+        if self.views["q"].dtype in dtypes.FLOATS8:
+            out = out.astype(dtypes.bfloat16.numpy) if library is np else out.bfloat16()
+        if self.sight.chunk:
+            lse = np.swapaxes(lse, 1, 2) if library is np else lse.transpose(1, 2)
+        if not self.index.has("cu_seqlens_q"):
+            return out, lse
+        asked = self.asked
+        at = asked.number - asked.counts[asked.sequence] + self.queries
+        at = self.index.library.clip(at, 0, max(0, self.queries - 1))  # of rows that are of no sequence too
+        row, at, inside = (place(a, out) for a in (asked.sequence, at, asked.inside))
+        out = ragged_rows.chosen(inside[:, None, None], out[row, at], 0.0)
+        return out, ragged_rows.chosen(inside[:, None], lse[row, :, at], -math.inf).T
+
+    def _views(self) -> dict[str, ArrayView]:
+        """The arrays that were given, of the right number of axes, and those that go together both given.
+
+        Raises:
+            ShapeError, DTypeError: they are not.
+        """
+        given, operation = self.given, self.operation
+        for names in (("k", "v"), ("rotary_cos", "rotary_sin")):
+            if len({getattr(given, name) is None for name in names}) == 2:
+                raise ShapeError(f"{operation}: {' and '.join(names)} must both be given, or neither.")
+        queries, new = ("cu_seqlens_q", "Sq"), ("cu_seqlens_k_new", "S_new")
+        found = {}
+        for name, (starts, tokens), axes in (
+            ("q", queries, "Hq, D"), ("qv", queries, "Hq, D_v"), ("k", new, "H, D"), ("v", new, "H, D_v"),
+            ("k_cache", ("", "S"), "H, D"), ("v_cache", ("", "S"), "H, D_v"),
+        ):  # fmt: skip
+            array = getattr(given, name)
+            if array is None and name in ("qv", "k", "v"):
+                continue
+            a = found[name] = view(array, name, operation)
+            ragged = bool(starts) and self.index.has(starts)
+            shape = f"(total, {axes})" if ragged else f"(B, {tokens}, {axes})"
+            checks.rank(a, (3,) if ragged else (4,), name, shape, operation)
+        q, k, v = found["q"], found.get("k"), found.get("v")
+        if k is not None and v is not None and v.shape[:-2] != k.shape[:-2]:
+            raise ShapeError(f"{operation}: k is {describe(k)} and v {describe(v)}; both need as many rows.")
+        if k is None and self.index.has("cu_seqlens_k_new"):
+            raise ShapeError(f"{operation}: cu_seqlens_k_new is given without k and v.")
+        if "qv" in found and found["qv"].shape != (*q.shape[:-1], found["v_cache"].shape[-1]):
+            raise ShapeError(
+                f"{operation}: qv is {describe(found['qv'])} where {(*q.shape[:-1], found['v_cache'].shape[-1])} is "
+                f"needed, a query of the width of v_cache for each of q."
+            )
+        return found
+
+    def _most_queries(self) -> int:
+        """Queries of a sequence, the most there are."""
+        most, index = self.given.max_seqlen_q, self.index
+        if most is not None:
+            most = checks.integer(most, "max_seqlen_q", self.operation, high=MOST)
+        if not index.has("cu_seqlens_q"):
+            return self.views["q"].shape[1]
+        if most is None:
+            raise ShapeError(
+                f"{self.operation}: max_seqlen_q is missing. With cu_seqlens_q say the most of a sequence."
+            )
+        counts = self.asked.counts
+        index.refuse_where(
+            counts > most, lambda b: f"max_seqlen_q={most} and sequence {b[0]} has {int(counts[b])} queries."
+        )
+        return int(most)
+
+    def _new_rows(self) -> Rows | None:
+        if "k" not in self.views:
+            return None
+        found = ragged_rows.rows_of(self.index, "k", self.views["k"].shape, "cu_seqlens_k_new")
+        if found.counts.shape[0] != self.batch:
+            q, k, v = (describe(self.views[name]) for name in "qkv")
+            raise ShapeError(
+                f"{self.operation}: q is {q}, k {k} and v {v}; k and v must be of the {self.batch} sequences of q."
+            )
+        return found
+
+    def _layout(self, added: Rows | None) -> Layout:
+        """Where the sequences' tokens lie, and that there is room for the new ones."""
+        index, name, batch, page = self.index, self.given.table_name, self.batch, self.views["k_cache"].shape[1]
+        chosen = index.array("cache_batch_idx", (batch,), "(B,)") if index.has("cache_batch_idx") else None
+        if index.has(name):
+            table = index.array(name, (batch if chosen is None else None, None), "(B, pages)")
+            if chosen is not None:
+                wrong = (chosen < 0) | (chosen >= table.shape[0])
+                index.refuse_where(wrong, lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is no row of the {name}.")
+                table = table[index.library.clip(chosen, 0, max(0, table.shape[0] - 1))]
+        else:
+            table = (index.arange(batch) if chosen is None else chosen)[:, None]
+        if index.has("cache_seqlens"):
+            before = index.array("cache_seqlens", (batch,), "(B,)")
+        else:
+            number = self.given.cache_seqlens
+            if number is None:
+                number = table.shape[1] * page
+            before = index.arange(batch) * 0 + checks.integer(number, "cache_seqlens", self.operation, high=MOST)
+        counts = before * 0 if added is None else added.counts
+        pads = index.array("cache_leftpad", (batch,), "(B,)") if index.has("cache_leftpad") else None
+        found = Layout(table, page, before, before + counts, pads)
+        self._check_layout(found, counts)
+        return found
+
+    def _check_layout(self, layout: Layout, counts: Any) -> None:
+        """Lengths, pages and padding, where the host knows their values."""
+        index, blocks, capacity = self.index, self.views["k_cache"].shape[0], layout.capacity
+        table, before, lengths, pads = layout.table, layout.before, layout.lengths, layout.pads
+        index.refuse_where(
+            (before < 0) | (lengths > capacity),
+            lambda b: (
+                f"cache_seqlens{[*b]}={int(before[b])} and {int(counts[b])} new tokens: a row has 0..{capacity} slots."
+            ),
+        )
+        starts = index.arange(table.shape[1])[None] * layout.page
+        index.refuse_where(
+            ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
+            lambda at: (
+                f"sequence {at[0]} of {int(lengths[at[0]])} tokens reaches {int(table[at])}, which is no row or page "
+                f"of the {blocks} of the cache."
+            ),
+        )
+        if pads is not None:
+            index.refuse_where(
+                (pads < 0) | (pads > lengths),
+                lambda b: (
+                    f"cache_leftpad{[*b]}={int(pads[b])} leaves {int(lengths[b] - pads[b])} tokens. Use 0 to "
+                    f"{int(lengths[b])}."
+                ),
+            )
+
+    def _check_options(self) -> None:
+        """What is computed before the launches: the arrays for it, of one kind and fitting.
+
+        Raises:
+            OptionError, ShapeError, DTypeError: they are not.
+        """
+        given, operation, views = self.given, self.operation, self.views
+        own = {"q": given.q}
+        if given.rotary_cos is not None:
+            if given.k is None:
+                refuse_option(operation, rotary_cos=("given", "k and v with it"))
+            flag(given.rotary_interleaved, "rotary_interleaved", operation)
+            tables = {"rotary_cos": given.rotary_cos, "rotary_sin": given.rotary_sin}
+            ragged_rows.require_library(operation, own | {"k": given.k} | tables, "Rotation")
+            cos, sin = (view(a, name, operation) for name, a in tables.items())
+            ragged_rows.check_rotation(cos, sin, self.layout.capacity, views["q"].shape[-1], operation)
+        elif given.rotary_seqlens is not None:
+            refuse_option(operation, rotary_seqlens=("given", "rotary_cos and rotary_sin with it"))
+        for name, of in (("q_descale", "q"), ("k_descale", "k_cache"), ("v_descale", "v_cache")):
+            descale = getattr(given, name)
+            if descale is None:
+                continue
+            if views[of].dtype not in dtypes.FLOATS8:
+                refuse_option(operation, **{name: ("given", f"None: {of} is {views[of].dtype}, of no 8-bit floats")})
+            seen, wanted = view(descale, name, operation), (self.batch, views["k_cache"].shape[2])
+            if seen.dtype is not dtypes.float32 or seen.shape != wanted:
+                raise ShapeError(f"{operation}: {name} is {describe(seen)}; it is float32 (B, H) = {wanted}.")
+            ragged_rows.require_library(operation, own | {name: descale}, "A descale")
+        if given.qv is not None:
+            ragged_rows.require_library(operation, own | {"qv": given.qv}, "qv")
+        if self.sight.chunk or self.index.has("cu_seqlens_q") or views["q"].dtype in dtypes.FLOATS8:
+            ragged_rows.require_library(operation, own, "Such a call")
+
+    def _slots(self, added: Rows) -> Any:
+        """The slot of each new row; -1, which is not written, of one for which the device finds no room."""
+        index, layout = self.index, self.layout
+        position = layout.before[added.sequence] + added.number
+        nowhere = index.library.zeros_like(position) - 1
+        if not layout.capacity:
+            return nowhere
+        page = index.library.clip(position // layout.page, 0, layout.table.shape[1] - 1)
+        block = layout.table[added.sequence, page]
+        fits = added.inside & (position >= 0) & (position < layout.capacity) & (block >= 0)
+        return index.library.where(fits, block * layout.page + position % layout.page, nowhere)
+
+    def _rows(self, name: str, rows: Rows, by_number: bool, rotate: bool = True) -> Any:
+        """The rows (total, heads, D) of q, k or v, rotated by where their sequence starts, and by their number."""
+        given, index = self.given, self.index
+        x, ragged = getattr(given, name), index.has("cu_seqlens_q" if name == "q" else "cu_seqlens_k_new")
+        if not ragged:
+            x = ragged_rows.flat(x, name, self.operation) if not rotate else x.reshape(-1, *x.shape[2:])
+        if not rotate or given.rotary_cos is None:
+            return x
+        first, held = self.layout.before, given.rotary_cos.shape[0]
+        if index.has("rotary_seqlens"):
+            first = index.array("rotary_seqlens", (self.batch,), "(B,)")
+        position = first[rows.sequence] + (rows.number if by_number else 0)
+        index.refuse_where(
+            rows.inside & ((position < 0) | (position >= held)),
+            lambda t: f"row {t[0]} of {name} is rotated by position {int(position[t])}, and rotary_cos has {held}.",
+        )
+        position = place(index.library.clip(position, 0, held - 1), x)
+        return ragged_rows.rotated(x, position, given.rotary_cos, given.rotary_sin, bool(given.rotary_interleaved))
+
+    def _queries(self) -> Any:
+        """The queries as attention takes them, (B, T, Hq, D or what qv makes of it), in a dtype that it reads.
+
+        Where sequences have different numbers of queries the last of each are the last of T; nobody reads the others.
+        """
+        given, views, beside = self.given, self.views, self.given.qv
+        found, shape = given.q, (self.batch, self.queries, *views["q"].shape[-2:])
+        if given.rotary_cos is not None:
+            by_number = self.sight != Sight(-1, -1, 0)
+            found = self._rows("q", self.asked, by_number)
+        if self.index.has("cu_seqlens_q"):
+            starts = self.index.array("cu_seqlens_q", (None,), "(B + 1,)")
+            row = starts[1:, None] - self.queries + self.index.arange(self.queries)
+            row = place(self.index.library.clip(row, 0, max(0, found.shape[0] - 1)), found)
+            if not found.shape[0]:
+                row = row[:, :0]
+            found, beside = found[row], None if beside is None else beside[row]
+        elif given.rotary_cos is not None:
+            found = found.reshape(shape)
+        if views["q"].dtype in dtypes.FLOATS8:
+            found, beside = ragged_rows.wide(found), None if beside is None else ragged_rows.wide(beside)
+        if given.q_descale is not None:
+            found = found * _by_query_head(given.q_descale, shape[2])
+        if beside is None:
+            return found
+        parts = [found, beside]
+        return ragged_rows.joined(parts if self._joint_cache()[1] else parts[::-1])
+
+    def _joint_cache(self) -> tuple[ArrayView, bool]:
+        """The rows of K and V as one, where they lie side by side, and whether those of K come first.
+
+        Raises:
+            OptionError: they lie apart.
+        """
+        k, v = self.views["k_cache"], self.views["v_cache"]
+        width, size = k.shape[3] + v.shape[3], k.dtype.itemsize
+        apart = (v.ptr + v.offset) - (k.ptr + k.offset)
+        alike = (k.shape[:3], k.strides, k.dtype, k.device) == (v.shape[:3], v.strides, v.dtype, v.device)
+        if alike and k.handle is v.handle and apart in (k.shape[3] * size, -v.shape[3] * size):
+            first, k_first = (k, True) if apart > 0 else (v, False)
+            return first.restrided((*k.shape[:3], width), k.strides), k_first
+        refuse_option(
+            self.operation,
+            qv=(
+                "given",
+                "neighbouring columns of one array as k_cache and v_cache, cache[..., :D] and cache[..., D:]: scores "
+                "are of both, which are read in place",
+            ),
+        )
+        raise AssertionError
+
+    def _attention(self, queries: Any) -> tuple[Any, Any, Any]:
+        """(out, lse, what computes them): attention of (B, T, Hq, D) queries, all that can fail done."""
+        given, views, layout, sight = self.given, self.views, self.layout, self.sight
+        k, v = views["k_cache"], views["v_cache"]
+        scale = real(given.softmax_scale, "softmax_scale", self.operation)
+        if given.qv is not None:
+            k, _ = self._joint_cache()
+        scales = self._descales()
+        batch, most, heads = queries.shape[:3]
+        asked = view(queries, "q", self.operation)
+        out = new_like(queries, (batch, most, heads, v.shape[3]), asked.dtype, runtime_of(queries))
+        to, table, lengths = view(out, "out", self.operation), layout.table, layout.lengths
+        if sight.chunk:
+            starts, lengths, reach = self._chunks(most)
+            table, (k, v) = self._token_table(self.index.repeat(table, most), starts, reach, (k, v))
+            scales = {name: _repeated(a, most) for name, a in scales.items()}
+            queries, seen = queries.reshape(batch * most, *queries.shape[2:]), {}
+            to = to.restrided((batch * most, heads, v.shape[3]), to.strides[1:])
+            lse = new_like(queries, (batch, most, heads), dtypes.float32, runtime_of(queries))
+            to_lse = view(lse, "lse", self.operation).restrided((batch * most, heads), (heads, 1))
+            asked = view(queries, "q", self.operation)
+        else:
+            if layout.pads is not None:
+                table, (k, v) = self._token_table(table, layout.pads, layout.capacity, (k, v))
+                lengths = lengths - layout.pads
+            seen = _seen(sight, most, layout.capacity, given.alibi_slopes is not None)
+            asked, to = asked.transposed(0, 2, 1, 3), to.transposed(0, 2, 1, 3)
+            lse = new_like(queries, (batch, heads, most), dtypes.float32, runtime_of(queries))
+            to_lse = view(lse, "lse", self.operation)
+        softcap = real(given.softcap, "softcap", self.operation)
+        if softcap is not None and softcap < 0:
+            refuse_option(self.operation, softcap=(given.softcap, "0 for none, or a positive number"))
+        splits = checks.integer(given.num_splits, "num_splits", self.operation)
+        call = paged_call(
+            self.operation,
+            asked,
+            k,
+            v,
+            for_operation(table, given.q),
+            for_operation(lengths, given.q),
+            terms=Terms(alibi_slopes=given.alibi_slopes),
+            scale=scale,
+            softcap=softcap or None,
+            num_splits=splits or None,
+            short=True,
+            **seen,
+            **scales,
+        )
+        ready = call.prepare(None, out=to, return_lse=True, lse=to_lse)
+        return out, lse, ready._replace(kept=(*ready.kept, queries, scales))
+
+    def _descales(self) -> dict[str, Any]:
+        """The scales of K and V, a sequence and head, as attention takes them: both, or neither."""
+        given = self.given
+        one = given.v_descale if given.k_descale is None else given.k_descale
+        if one is None:
+            return {}
+        found = {}
+        for name, descale in (("k_scale", given.k_descale), ("v_scale", given.v_descale)):
+            library = library_of(one)
+            scale = library.ones_like(one) if descale is None else descale
+            found[name] = np.ascontiguousarray(scale) if library is np else scale.contiguous()
+        return found
+
+    def _chunks(self, queries: int) -> tuple[Any, Any, int]:
+        """(first slot, tokens, the most of any) that each query sees of its chunk, of each of (B * T) queries."""
+        library, layout, sight = self.index.library, self.layout, self.sight
+        pads = layout.pads if layout.pads is not None else layout.before * 0
+        held = (layout.lengths - pads)[:, None]
+        own = held - queries + self.index.arange(queries)
+        low = own - own % sight.chunk
+        high = library.minimum(low + sight.chunk, held)
+        if sight.left >= 0:
+            low = library.maximum(low, own - sight.left)
+        if sight.right >= 0:
+            high = library.minimum(high, own + sight.right + 1)
+        low = library.clip(low, 0, None)
+        count = library.clip(high - low, 0, None)
+        return (pads[:, None] + low).reshape(-1), count.reshape(-1), min(sight.chunk, layout.capacity)
+
+    def _token_table(
+        self, table: Any, starts: Any, most: int, caches: tuple[ArrayView, ArrayView]
+    ) -> tuple[Any, tuple[ArrayView, ArrayView]]:
+        """A table (R, most) of the tokens from (R,) slots on, each a page, by a table (R, pages); and such caches.
+
+        Raises:
+            ShapeError: tokens of the caches are not numbered by one step.
+        """
+        seen = [_by_token(a, self.operation) for a in caches]
+        apart = seen[0][1]
+        if seen[1][1] != apart:
+            raise ShapeError(
+                f"{self.operation}: rows of k_cache lie {apart} tokens apart and those of v_cache {seen[1][1]}. With "
+                f"cache_leftpad or attention_chunk lay them out alike."
+            )
+        last, page = max(0, self.layout.capacity - 1), max(1, self.layout.page)
+        slot = self.index.library.clip(starts[:, None] + self.index.arange(most), 0, last)
+        block = self.index.take(table, slot // page)
+        return block * apart + slot % page, (seen[0][0], seen[1][0])
+
+
+def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
+    """A cache (N, page, H, D) as pages of one token, and how many tokens a row or page is from the next."""
+    (blocks, page, heads, width), (row, token, head, last) = a.shape, a.strides
+    apart = 1 if page == 1 else page
+    if page == 1:
+        token = row
+    elif blocks > 1:
+        if token == 0 or row % token:
+            raise ShapeError(
+                f"{operation}: the rows of a cache ({describe(a)}, strides {a.strides} elements) are no whole number "
+                f"of tokens apart. With cache_leftpad or attention_chunk pass one whose are."
+            )
+        apart = row // token
+    tokens = (blocks - 1) * apart + page if blocks else 0
+    return a.restrided((tokens, 1, heads, width), (token, token, head, last)), apart
+
+
+def _sight(given: Arguments) -> Sight:
+    """What the options say of what queries see.
+
+    Raises:
+        OptionError: a window that is no pair of integers.
+    """
+    causal = flag(given.causal, "causal", given.operation)
+    chunk = checks.integer(given.attention_chunk, "attention_chunk", given.operation, high=MOST)
+    try:
+        left, right = given.window_size
+        if isinstance(left, bool) or isinstance(right, bool):
+            raise TypeError("a truth value")
+        left, right = operator.index(left), operator.index(right)
+    except (TypeError, ValueError):
+        wanted = "(left, right), integers, -1 for unlimited"
+        refuse_option(given.operation, window_size=(given.window_size, wanted))
+    return Sight(min(left, MOST) if left >= 0 else -1, 0 if causal else min(right, MOST) if right >= 0 else -1, chunk)
+
+
+def _seen(sight: Sight, queries: int, capacity: int, slopes: bool) -> dict[str, Any]:
+    """The same as options of attention."""
+    farthest = capacity + queries  # from a query before the first token to the last one
+    left, right = min(sight.left, farthest), min(sight.right, farthest)
+    if queries == 1:  # nothing lies behind it
+        right = 0
+    if right < 0 and left < 0 and not slopes:
+        return {"causal": False}
+    newer = right if right >= 0 else farthest
+    return {"causal": True, "newer": newer, "window": None if left < 0 else left + 1 + newer}
+
+
+def _by_query_head(descale: Any, heads: int) -> Any:
+    """(B, H) as (B, 1, Hq, 1): a number for each query head."""
+    group = heads // max(1, descale.shape[1])
+    spread = np.repeat(descale, group, 1) if isinstance(descale, np.ndarray) else descale.repeat_interleave(group, 1)
+    return spread[:, None, :, None]
+
+
+def _repeated(array: Any, times: int) -> Any:
+    """Each row so many times."""
+    return np.repeat(array, times, 0) if isinstance(array, np.ndarray) else array.repeat_interleave(times, 0)

@@ -1,0 +1,132 @@
+"""Rows of many sequences, (B, S, ...) or one sequence after the other: whose each is, and rotated by its position."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, view
+from tikv.compat.indices import Indices, library_of
+from tikv.errors import DTypeError, ShapeError
+
+TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
+
+
+class Rows(NamedTuple):
+    """Rows of all sequences, one sequence after the other: of which each is, and its number there."""
+
+    sequence: Any
+    number: Any
+    counts: Any  # (B,) rows of each sequence
+    inside: Any  # whether a row is of any sequence
+
+
+def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str) -> Rows:
+    """The rows of the array `name`: (total, ...) if starts of sequences were given by that name, else (B, S, ...).
+
+    Raises:
+        ShapeError, DTypeError, PositionError: starts that are none, or do not fit.
+    """
+    if not index.has(starts_name):
+        batch, each = shape[:2]
+        sequence = index.repeat(index.arange(batch), each)
+        number = index.arange(batch * each) - sequence * each
+        return Rows(sequence, number, index.arange(batch) * 0 + each, number >= 0)
+    starts = index.array(starts_name, (None,), "(B + 1,)")
+    if not starts.shape[0]:
+        raise ShapeError(f"{index.operation}: {starts_name} is (0,); it has one entry more than there are sequences.")
+    index.check_starts(starts_name, starts, shape[0], f"rows of {name}")
+    row = index.arange(shape[0])
+    inside = row < starts[-1]
+    sequence = index.library.searchsorted(starts[1:], row, side="right")
+    sequence = index.library.where(inside, sequence, index.library.zeros_like(sequence))
+    return Rows(sequence, row - starts[sequence], starts[1:] - starts[:-1], inside)
+
+
+def flat(array: Any, name: str, operation: str) -> Any:
+    """(B, S, ...) as (B * S, ...): a copy only where the sequences do not follow one another in memory."""
+    seen = view(array, name, operation)
+    batch, each = seen.shape[:2]
+    if batch > 1 and each > 1 and seen.strides[0] != each * seen.strides[1]:
+        return array.reshape(batch * each, *seen.shape[2:])
+    step = seen.strides[1] if each > 1 else seen.strides[0]
+    return seen.restrided((batch * each, *seen.shape[2:]), (step, *seen.strides[2:]))
+
+
+def place(indices: Any, like: Any) -> Any:
+    """Integers of NumPy or torch where rows of `like` are found by them."""
+    library = library_of(like)
+    return np.asarray(indices) if library is np else library.as_tensor(indices, device=like.device)
+
+
+def chosen(condition: Any, x: Any, number: float) -> Any:
+    """The entries of `x` where the condition is true, else the number in its dtype."""
+    library = library_of(x)
+    return library.where(condition, x, x.dtype.type(number) if library is np else number)
+
+
+def wide(x: Any) -> Any:
+    """The values in float32."""
+    return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
+
+
+def joined(parts: list[Any]) -> Any:
+    """Arrays side by side along the last axis."""
+    library = library_of(*parts)
+    return np.concatenate(parts, -1) if library is np else library.cat(parts, -1)
+
+
+def require_library(operation: str, arrays: dict[str, Any], why: str) -> None:
+    """Arrays that are computed with before the call are all of NumPy, or all of torch on one device.
+
+    Raises:
+        DTypeError, ShapeError: they are not.
+    """
+    first_name, first = next(iter(arrays.items()))
+    for name, array in arrays.items():
+        library, seen = library_of(array), view(array, name, operation)
+        if library is not library_of(first) or (library is np and not isinstance(array, np.ndarray)):
+            raise DTypeError(
+                f"{operation}: {name} is {type(array).__module__}.{type(array).__name__}. {why} takes NumPy arrays, or "
+                f"torch tensors."
+            )
+        if seen.device != view(first, first_name, operation).device:
+            raise ShapeError(f"{operation}: {name} is {describe(seen)} on {seen.device}. {why} needs {first_name}'s.")
+
+
+def check_rotation(cos: ArrayView, sin: ArrayView, capacity: int, width: int, operation: str) -> None:
+    """The tables have a position for each slot, and at most as many pairs as rows have.
+
+    Raises:
+        ShapeError, DTypeError: they do not.
+    """
+    for name, a in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if a.dtype not in TABLES:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; use {', '.join(row.name for row in TABLES)}.")
+    fits = cos.ndim == 2 and cos.shape[0] >= max(1, capacity) and 0 < 2 * cos.shape[1] <= width
+    if not fits or cos.shape != sin.shape:
+        raise ShapeError(
+            f"{operation}: rotary_cos is {cos.shape} and rotary_sin {sin.shape}; both must be (at least "
+            f"{max(1, capacity)} positions, at most {width // 2} pairs)."
+        )
+
+
+def rotated(x: Any, positions: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Rows x (n, H, D) rotated at (n,) positions in float32, rounded once to x's dtype."""
+    library, half = library_of(x), cos.shape[-1]
+    c, s = (wide(table)[positions][:, None] for table in (cos, sin))
+    turned, rest = wide(x[..., : 2 * half]), wide(x[..., 2 * half :])
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+    first, second = a * c - b * s, b * c + a * s
+    if interleaved:
+        pair = np.stack((first, second), -1) if library is np else library.stack((first, second), -1)
+        turned = pair.reshape(turned.shape)
+    else:
+        turned = joined([first, second])
+    whole = joined([turned, rest])
+    return whole.astype(x.dtype) if library is np else whole.to(x.dtype)
