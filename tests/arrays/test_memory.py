@@ -1,6 +1,8 @@
 """Memory is given back: by the process, when stores and arrays are dropped, and without the garbage collector."""
 
 import gc
+import mmap
+import sys
 import threading
 import time
 import weakref
@@ -11,10 +13,13 @@ import oracle
 import pytest
 
 import tikv
-from tikv import runtime
-from tikv.arrays import Memory, read_host, to_device, write_host
+from tikv import dtypes, runtime
+from tikv.arrays import Memory, new_like, read_host, to_device, write_host
+from tikv.arrays.memory import room_for
 from tikv.dtypes import DType
+from tikv.runtime import engine
 from tikv.runtime.dropped import KEPT_BYTES, Array, Dropped
+from tikv.stores import storage
 from tikv.stores.growing import GrowingLayer
 
 RESIDENT = """
@@ -199,6 +204,78 @@ def test_memory_is_read_back_in_a_dtype_that_numpy_has_no_name_for(arch, rng):
     given = oracle.random_bits(rng, (4, 6), float8.numpy)
     write_host(given, kept)
     oracle.assert_same_bits(read_host(kept, live), given)
+
+
+def is_as_before():
+    rows, cache = np.ones((2, 1, 4), np.float32), np.zeros((1, 8, 4), np.float32)
+    tikv.copy(rows, cache, position=3)
+    return cache[0, 3:5].all() and cache.sum() == 8
+
+
+def test_memory_that_is_not_there_is_a_capacity_error(arch, capfd, monkeypatch):
+    """On every device and for every kind of array that we make; the engine prints nothing, and the process goes on."""
+    live = runtime.current()
+    for nbytes in (2**33 - 64, 2**50) if live.is_spirv else (2**50,):
+        with pytest.raises(tikv.CapacityError, match=rf"^memory: {live.device} has no room for {nbytes} bytes"):
+            Memory(nbytes, live)
+        assert is_as_before()
+    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2**60)
+    heads = 32 if live.is_spirv else 2**20
+    with pytest.raises(tikv.CapacityError, match=f"^memory: {live.device} has no room for"):
+        tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=128, capacity=2**19)
+    with pytest.raises(tikv.CapacityError, match=f"{live.device} (has no room for|addresses)"):
+        tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=128, num_blocks=2**15)
+    assert is_as_before()
+    likes = [np.zeros(1, np.float32)]
+    if torch := sys.modules.get("torch"):
+        likes.append(torch.zeros(1, device=live.device if live.is_cuda else "cpu"))
+    for like in likes:
+        with pytest.raises(tikv.CapacityError, match=r"^memory: .* has no room for"):
+            new_like(like, (2**50,), dtypes.float32, live)
+    assert "Assertion" not in "".join(capfd.readouterr())
+    assert is_as_before()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is there only once it is written")
+@pytest.mark.archs("vulkan")
+def test_arrays_of_the_host_that_span_more_than_the_device_holds(arch):
+    step, flags = 6 * 2**30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    memory = mmap.mmap(-1, step + 2**16, flags=flags)
+    pools = [
+        np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.float16)[o:], (2, 4, 1, 16), (step, 32, 32, 2))
+        for o in (0, 1024)
+    ]
+    new = np.ones((2, 1, 16), np.float16)
+    with pytest.raises(tikv.CapacityError, match=r"^memory: arrays of the host take \d+ bytes.*Pass copies"):
+        tikv.write_slots(new, new, *pools, np.array([1, 6]))
+    assert not any(pool.any() for pool in pools)
+    assert is_as_before()
+
+
+@pytest.mark.archs("vulkan", "metal")
+def test_what_was_dropped_makes_room(arch, monkeypatch):
+    """Dropped arrays wait for a time at which it is cheap to release them; a full device is such a time."""
+    live, make, asked = runtime.current(), engine.new_words, []
+
+    def full_at_first(*args):
+        asked.append(live.dropped._nbytes)
+        if len(asked) == 1:
+            raise RuntimeError("allocate_memory_on_device")
+        return make(*args)
+
+    dropped = live.new_words(16)
+    monkeypatch.setattr(engine, "new_words", full_at_first)
+    del dropped
+    assert live.new_words(16).shape == (16,)
+    assert asked == [asked[0], 0]
+    assert asked[0] > 0
+
+
+def test_another_error_is_not_taken_for_that():
+    for error in (RuntimeError("device lost"), ValueError("wrong")):
+        with pytest.raises(type(error), match=str(error)) as caught, room_for(8, "cpu"):
+            raise error
+        assert not isinstance(caught.value, tikv.TikvError)
 
 
 @pytest.mark.archs("vulkan")

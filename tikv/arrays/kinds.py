@@ -6,6 +6,7 @@ until it is written: `handed_over` makes an array of that library of it, not a c
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import dlpack
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.cache_array import CacheArray
-from tikv.arrays.memory import new_array, new_host_array
+from tikv.arrays.memory import new_array, new_host_array, room_for
 from tikv.dtypes import DType
 from tikv.runtime.cache import BoundedCache
 
@@ -42,9 +43,11 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
     device; a `CacheArray` for anything else.
     """
     if isinstance(like, np.ndarray):
-        return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
+        with room_for(math.prod(shape) * dtype.itemsize, "cpu"):
+            return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
     if hasattr(like, "new_empty"):
-        return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
+        with room_for(math.prod(shape) * dtype.itemsize, str(like.device)):
+            return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
     take = None if like is None or isinstance(like, CacheArray) else _from_dlpack_of(like)
     if take is None:
         return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,32 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides
 from tikv.dtypes import DType
-from tikv.errors import ArchError
+from tikv.errors import ArchError, CapacityError
+
+MOST_WORDS = 2**31 - 1  # of an engine's array
+# What the engines, their drivers, torch and NumPy say where memory does not suffice.
+_NO_ROOM = re.compile(
+    r"out of (\w+ )?memory|OUT_OF_MEMORY|can't allocate|allocate_memory|Failed to allocate|array is too big|"
+    r"Maximum allowed dimension|size calculation overflowed"
+)
+
+
+@contextlib.contextmanager
+def room_for(nbytes: int, device: str) -> Iterator[None]:
+    """Around the making of an array, or of the copy of one.
+
+    Raises:
+        CapacityError: in the place of whatever says that memory does not suffice.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if not isinstance(error, MemoryError) and not _NO_ROOM.search(str(error)):
+            raise
+        raise CapacityError(
+            f"memory: {device} has no room for {nbytes} bytes in one piece. Use smaller arrays, such as a smaller "
+            f"capacity, batch or pool or a narrower dtype; free what is not needed; or use another device."
+        ) from error
 
 
 class Memory:
@@ -27,21 +54,24 @@ class Memory:
         self.handle: Any = None
         self.block: Any
         torch = sys.modules.get("torch")
-        if live.is_cpu:
-            self.block = _aligned_bytes(size)
-            self.ptr = self.block.ctypes.data
-        elif live.is_cuda and torch is not None and torch.cuda.is_available():
-            self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
-            self.ptr = self.block.data_ptr()
-        elif live.index:
-            raise ArchError(
-                f"memory: on {live.device} it is torch's, which this process has not imported or cannot use. Import "
-                f"torch before the first operation, or start a process that sees {live.device} alone."
-            )
-        else:
-            self.block = live.new_words(size // 4)
-            self.handle = self.block
-            self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
+        with room_for(size, live.device):
+            if live.is_cpu:
+                self.block = _aligned_bytes(size)
+                self.ptr = self.block.ctypes.data
+            elif live.is_cuda and torch is not None and torch.cuda.is_available():
+                self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
+                self.ptr = self.block.data_ptr()
+            elif live.index:
+                raise ArchError(
+                    f"memory: on {live.device} it is torch's, which this process has not imported or cannot use. "
+                    f"Import torch before the first operation, or start a process that sees {live.device} alone."
+                )
+            elif size // 4 > MOST_WORDS:
+                raise MemoryError(f"{live.engine.title} counts {MOST_WORDS} words at most")
+            else:
+                self.block = live.new_words(size // 4)
+                self.handle = self.block
+                self.ptr = live.program.get_ndarray_data_ptr_as_int(self.handle.arr) if live.is_cuda else 0
 
     def __del__(self) -> None:
         # torch hands freed memory out again in the order of the stream that it was made on; launches may be elsewhere.
@@ -107,7 +137,8 @@ def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zero
 def new_host_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
     """A contiguous array in memory of the host, whatever the device of the live runtime; aligned as `Memory` is."""
     nbytes = math.prod(shape) * dtype.itemsize
-    block = _aligned_bytes(max(ALIGNMENT, nbytes))
+    with room_for(nbytes, "cpu"):
+        block = _aligned_bytes(max(ALIGNMENT, nbytes))
     if zeroed:
         block.fill(0)
     return ArrayView(block.ctypes.data, tuple(shape), contiguous_strides(tuple(shape)), dtype, "cpu", owner=block)
@@ -137,7 +168,7 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
     if hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        with to.owner.runtime.engine_calls():
+        with room_for(words.nbytes, to.device), to.owner.runtime.engine_calls():
             block.from_numpy(words.view(dtypes.NUMPY_WORDS[str(block.dtype)]))
     else:
         import torch
@@ -169,7 +200,7 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     elif array.device == "mps":
         raw = array.handle.bytes[array.offset : array.offset + array.span].cpu().numpy().tobytes()
     else:
-        with live.engine_calls():
+        with room_for(array.span, array.device), live.engine_calls():
             words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     strides = [s * itemsize for s in array.strides]

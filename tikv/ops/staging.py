@@ -10,6 +10,7 @@ import numpy as np
 
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, Memory, StagedNdarray, host_bytes, mps, read_host, write_host
+from tikv.errors import CapacityError
 
 APART = 64  # bytes between arrays in one copy: each lies as it would alone
 MOST_TOGETHER = 2**28  # bytes that are worth copying as one
@@ -130,7 +131,14 @@ class Staging:
         for stretch in together:
             places.append(size)
             size += stretch.room
-        memory = Memory(size, live)
+        try:
+            memory = Memory(size, live)
+        except CapacityError as error:
+            raise CapacityError(
+                f"memory: arrays of the host take {size} bytes there from their first element to their last, and "
+                f"{live.device} has no room for as many in one piece. Pass copies that are contiguous, or a part at a "
+                f"time."
+            ) from error
         if not self._filled:
             return memory, places
         whole = memory.array((size,), dtypes.int8)

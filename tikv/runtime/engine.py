@@ -37,6 +37,7 @@ _why = ""
 _program_at_load: Any = None
 _kept_ndarray: Any = None
 _ndarrays: weakref.WeakSet[Any] = weakref.WeakSet()  # each that was made since, of whichever program
+_LEVELS = ("trace", "debug", "info", "warn", "error", "critical")  # of what an engine prints
 before_end: list[Callable[[Any], None]] = []  # told of a program that is about to end
 
 
@@ -216,12 +217,25 @@ def _free_ndarrays_in_time(engine: Engine, ndarray_class: Any) -> None:
 def new_words(count: int, dropped: Callable[[Array], None] | None = None) -> Any:
     """A `ti.ndarray` of so many 32-bit words. With `dropped` that is called when it goes, and nothing is freed."""
     ti = load()
-    with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]):  # takes the longer the deeper the stack
+    # The traceback takes the longer the deeper the stack.
+    with _replaced([(_engine.part("lang._ndarray"), "get_traceback", str)]), _errors_not_printed():
         made = ti.ndarray(getattr(ti, _engine.word), (count,))
     if dropped is not None:
         made._tikv_dropped = functools.partial(dropped, Array(made.arr, 4 * count))
         made.__class__ = _kept_ndarray
     return made
+
+
+@contextlib.contextmanager
+def _errors_not_printed() -> Iterator[None]:
+    """The engine prints an error before it raises it."""
+    core = _engine.core
+    level = next((level for level in _LEVELS if core.logging_effective(level)), _LEVELS[-1])
+    core.set_logging_level(_LEVELS[-1])
+    try:
+        yield
+    finally:
+        core.set_logging_level(level)
 
 
 def is_stale_ndarray(array: Any) -> bool:

@@ -183,10 +183,17 @@ class Runtime(NotCopied):
 
     def new_words(self, count: int) -> Any:
         """A `ti.ndarray` of 32-bit words; on Vulkan and Metal its memory is surely given back when it is dropped."""
-        if self.is_spirv:
-            self.give_back()
-        with self.lock, self.current_gpu():
-            return engine.new_words(count, self.dropped.fresh.append if self.is_spirv else None)
+        if not self.is_spirv:
+            with self.lock, self.current_gpu():
+                return engine.new_words(count)
+        self.give_back()
+        try:
+            with self.lock:
+                return engine.new_words(count, self.dropped.fresh.append)
+        except RuntimeError:  # there may be room once all is released that was dropped
+            self.synchronize()
+            with self.lock:
+                return engine.new_words(count, self.dropped.fresh.append)
 
     def give_back(self) -> None:
         """Where much memory was dropped, synchronize and release it."""
