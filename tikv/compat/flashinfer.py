@@ -512,10 +512,10 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     Examples:
         >>> import numpy as np
         >>> from tikv.compat import flashinfer
-        >>> v, s = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1), np.zeros((1, 3, 1), np.float32)
+        >>> v, s = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1), np.zeros((1, 4, 1), np.float32)
         >>> v, s = flashinfer.merge_states(v, s)
-        >>> v.ravel().tolist(), s.round(4).tolist()
-        ([1.0], [[1.585]])
+        >>> v.ravel().round(4).tolist(), s.round(4).tolist()
+        ([1.5], [[2.0]])
     """
     operation = "flashinfer.merge_states"
     parts, lse = view(v, "v", operation), view(s, "s", operation)
