@@ -83,6 +83,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1Config": {"head_dim": 8},
     "HunYuanVLConfig": {"text_config": {"head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
     "HYV4VLConfig": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "Lfm2VlConfig": {"text_config": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "MinistralConfig": {"head_dim": 8},

@@ -12,6 +12,8 @@ import torch
 from family_settings import CODES_TOLERANCE, SETTINGS, TOLERANCE, Call, Reference, difference
 from tiny_models import tiny_model
 
+import tikv
+
 ATTENTIONS = ("eager", "sdpa", "tikv")
 CODED = ("steps", "left-padded", "chunks")  # the settings that are run with a cache of int8
 SENSITIVE = 0.003  # logits that move by less with a token of the middle would show no fault
@@ -60,13 +62,16 @@ def survey_of_model(model: Any, call: Call) -> dict[str, Any]:
     found: dict[str, Any] = {"control": {name: own.difference(name) for name in SETTINGS}}
     try:
         settings.tikv_cache(model)
-    except Exception as error:
+    except tikv.TikvError as error:
         return {**found, "refused": told(error)}
+    except Exception as error:
+        return {**found, "differs": f"TikvCache(model.config) raises {told(error)}"}
     codes: dict[str, dict[str, Any]] = {}
     own_attention = model.config._attn_implementation
     for name in ATTENTIONS:
         try:
             with settings.attention(model, name):
+                settings.tikv_cache(model)  # which says that the model has not this attention
                 control = own if name == "tikv" else Control(call, want)
                 found[name] = {setting: against(call, setting, want, control) for setting in SETTINGS}
                 if name in ("tikv", own_attention):
@@ -148,7 +153,7 @@ def _between(got: Any, want: Any) -> float | str:
 
 def outcome(found: dict[str, Any]) -> Outcome:
     """What `survey` found, in words."""
-    for word in ("not built", "no cache", "not run", "refused"):
+    for word in ("not built", "no cache", "not run", "refused", "differs"):
         if word in found:
             return Outcome(word, [found[word]])
     wrong, notes = [], []

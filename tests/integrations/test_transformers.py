@@ -869,10 +869,9 @@ def test_encoder_decoders_write_the_same_text(arch, family):
 
 REFUSED = [
     ("MambaConfig", {}, "state|linear_attention"),
-    ("xLSTMConfig", {}, "state"),
+    ("xLSTMConfig", {}, "state|cache of its own kind"),
     ("BambaConfig", {}, "state|linear_attention"),
-    ("Lfm2Config", {}, "state|conv"),
-    ("FalconH1Config", {}, "state|hybrid"),
+    *([] if shim.VERSION >= (5, 19) else [("Lfm2Config", {}, "state|conv"), ("FalconH1Config", {}, "state|hybrid")]),
 ]
 
 

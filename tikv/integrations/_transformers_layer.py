@@ -151,7 +151,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
 
         Args:
-            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides with a contiguous last axis.
+            key_states, value_states: (batch, num_kv_heads, T, head_dim), any strides.
             *args, **kwargs: what models pass along; not needed.
 
         Returns:
@@ -167,7 +167,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self._staged:
             self._refuse_half_set()
         if self.store is None:
-            key_states, value_states = _of_one_dtype(key_states, value_states)
+            key_states, value_states = _alike(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
         store: Any = self.store
         end = store.append_alike(key_states, value_states, self._bound)
@@ -179,8 +179,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
                 _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
             )
-        if key_states.dtype is not value_states.dtype:  # `append_alike` takes no such tokens
-            return self.update(*_of_one_dtype(key_states, value_states))
+        if _made_alike(key_states, value_states):  # `append_alike` takes no such tokens
+            return self.update(*_alike(key_states, value_states))
         if has_gradient(key_states, value_states):  # nor these
             return self._ungraded(key_states, value_states)
         held, tokens = store.length, self._tokens_of(key_states)
@@ -219,7 +219,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
         store = self.store
-        key_states, value_states = _of_one_dtype(key_states, value_states)
+        key_states, value_states = _alike(key_states, value_states)
         if (
             store is None
             or self._staged
@@ -532,12 +532,19 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 
-def _of_one_dtype(key_states: Any, value_states: Any) -> tuple[Any, Any]:
-    """Both in the wider dtype: under torch.autocast a rotation widens the keys alone."""
-    if key_states.dtype is value_states.dtype:
+def _made_alike(key_states: Any, value_states: Any) -> bool:
+    """Whether `_alike` changes them: they are of two dtypes, or the numbers of a row do not lie side by side."""
+    if key_states.dtype is not value_states.dtype:
+        return True
+    return any(a.ndim and a.shape[-1] > 1 and a.stride(-1) != 1 for a in (key_states, value_states))
+
+
+def _alike(key_states: Any, value_states: Any) -> tuple[Any, Any]:
+    """Both in the wider dtype, since under torch.autocast a rotation widens the keys alone, with rows in one piece."""
+    if not _made_alike(key_states, value_states):
         return key_states, value_states
     wide = torch.promote_types(key_states.dtype, value_states.dtype)
-    return key_states.to(wide), value_states.to(wide)
+    return key_states.to(wide).contiguous(), value_states.to(wide).contiguous()
 
 
 def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:

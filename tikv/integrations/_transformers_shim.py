@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any, NamedTuple
 
 import transformers
@@ -36,26 +38,47 @@ _STATE_FIELDS = (
 _STATE_PREFIXES = ("mamba_", "ssm_")
 
 
-STATES = frozenset({"linear_attention", "conv"})  # layers with a state in place of keys and values
+_ATTENTION_BESIDE_STATE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+_STATE_ALONE = ("linear_attention", "conv")
 
 
 class LayerKind(NamedTuple):
-    """What a layer caches: "full", "sliding" with a window (the current token included), "none", or another."""
+    """What a layer caches.
+
+    Args:
+        kind: "full" or "sliding" keys and values, a "state" alone, "none", or transformers' name for something else.
+        window: of a sliding layer, the current token included.
+        state: options of the state that a layer has, alone or beside keys and values; None for no state.
+    """
 
     kind: str
     window: int | None = None
+    state: dict[str, Any] | None = None
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """What each layer of the decoder caches; others than full, sliding, none and `STATES` are refused by name."""
-    if VERSION >= (5, 19):
-        types, kwargs = cache_utils.get_layer_types_and_kwargs(config)
-        windows = [k.get("sliding_window") for k in kwargs]
-    else:
-        types, windows = _types_and_windows(config)
-    served = VERSION >= (5, 19) and STATES.intersection(types) and not STATES.issuperset(types)
-    foreign = None if served else _foreign_state(config)
-    return [_kind(t, w, foreign) for t, w in zip(types, windows, strict=True)]
+    """What each layer of the decoder caches.
+
+    Raises:
+        AttributeError: the configuration does not say how many layers there are.
+    """
+    if VERSION < (5, 19):
+        foreign = _foreign_state(config)
+        return [_kind(t, w, foreign) for t, w in zip(*_types_and_windows(config), strict=True)]
+    types, options = cache_utils.get_layer_types_and_kwargs(config)
+    # Where the configuration names no types, transformers takes all layers for attention, states included.
+    foreign = None if getattr(config, "layer_types", None) is not None else _foreign_state(config)
+    kinds = []
+    for layer_type, given in zip(types, options, strict=True):
+        state = {name: value for name, value in given.items() if name != "sliding_window"}
+        if layer_type in _STATE_ALONE:
+            kinds.append(LayerKind("state", state=state))
+        elif layer_type in _ATTENTION_BESIDE_STATE:
+            beside = _kind(_ATTENTION_BESIDE_STATE[layer_type], given.get("sliding_window"), None)
+            kinds.append(beside._replace(state=state))
+        else:
+            kinds.append(_kind(layer_type, given.get("sliding_window"), foreign))
+    return kinds
 
 
 def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
@@ -64,9 +87,26 @@ def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind],
     They go on beyond it, as in transformers' own static caches: it only bounds their windows. With a full layer among
     them, which has to stop, all of them stop, before a step rather than in the middle of it.
     """
-    if limit is None or any(kind not in ("sliding", "none") for kind, _ in kinds):
+    if limit is None or any(layer.kind not in ("sliding", "state", "none") for layer in kinds):
         return kinds, limit
-    return [LayerKind(kind, window and min(window, limit)) for kind, window in kinds], None
+    return [layer._replace(window=layer.window and min(layer.window, limit)) for layer in kinds], None
+
+
+def with_a_cache_of_its_own(config: Any) -> str | None:
+    """The model of this configuration to which transformers gives no cache by itself, since it has its own; or None."""
+    name = type(config).__module__
+    if not name.startswith("transformers.models."):
+        return None
+    try:
+        module = importlib.import_module(name.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return None
+    for cls in vars(module).values():
+        if isinstance(cls, type) and getattr(cls, "config_class", None) is type(config):
+            supports = getattr(cls, "_supports_default_dynamic_cache", None)
+            if inspect.ismethod(supports) and not supports():  # of the class in new versions alone
+                return cls.__name__
+    return None
 
 
 def _types_and_windows(config: Any) -> tuple[list[str], list[int | None]]:
@@ -94,7 +134,8 @@ def _kind(layer_type: str, window: int | None, foreign: str | None) -> LayerKind
 def _foreign_state(config: Any) -> str | None:
     """The field that gives away a layer with a state of its own, or None."""
     for name in _STATE_FIELDS:
-        if getattr(config, name, None) is not None:
+        value = getattr(config, name, None)
+        if value is not None and not (name == "conv_kernel" and isinstance(value, (list, tuple))):  # that of an encoder
             return f"state ({name})"
     return next((f"state ({name})" for name in vars(config) if name.startswith(_STATE_PREFIXES)), None)
 
@@ -102,12 +143,6 @@ def _foreign_state(config: Any) -> str | None:
 def expands_what_is_cached(config: Any) -> bool:
     """Whether the model may compute keys and values from what `update` returns: from latent vectors, as 5.x caches."""
     return getattr(config, "kv_lora_rank", None) is not None
-
-
-def state_layer(config: Any, index: int) -> Any:
-    """Transformers' own layer for the state of layer `index`."""
-    types, kwargs = cache_utils.get_layer_types_and_kwargs(config)
-    return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[types[index]](**kwargs[index])
 
 
 def layer_without_keys() -> Any:

@@ -76,8 +76,8 @@ class StreamingLayer(TikvLayer):
 
     def _overwrite(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` of one token where all slots are taken."""
-        if key_states.dtype is not value_states.dtype:
-            return self._overwrite(*layers._of_one_dtype(key_states, value_states))
+        if layers._made_alike(key_states, value_states):
+            return self._overwrite(*layers._alike(key_states, value_states))
         if has_gradient(key_states, value_states):
             return self._ungraded(key_states, value_states)
         store: Any = self.store

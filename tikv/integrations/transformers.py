@@ -16,7 +16,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_storage import OPERATION, storage_of
+from tikv.integrations._transformers_storage import OPERATION, Storage, storage_of
 from tikv.integrations._transformers_streaming import StreamingLayer
 
 __all__ = ["TikvCache", "TikvLayer"]
@@ -48,9 +48,77 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
         raise OptionError(f"{OPERATION}: sinks={sinks} leave nothing of window={window}. Use sinks < window.")
     if max_cache_len is not None:
         raise OptionError(f"{OPERATION}: window={window} bounds the memory already. Leave max_cache_len out.")
-    if all(kind != "full" for kind, _ in kinds):
+    if all(layer.kind != "full" for layer in kinds):
         raise OptionError(f"{OPERATION}: window={window}: no layer of this model attends in full. Leave window out.")
     return window, sinks
+
+
+_OTHER_LAYERS = {
+    "indexed_attention": "keeps the keys of an indexer beside those of attention",
+    "minimax_m3_sparse": "keeps the keys of an indexer beside those of attention",
+    "heavily_compressed_attention": "keeps keys of several tokens together",
+    "compressed_sparse_attention": "keeps keys of several tokens together",
+    "reference_sliding_attention": "keeps a prompt beside a window",
+}
+
+
+def _served(config: Any, text: Any) -> list[shim.LayerKind]:
+    """What each layer of a model caches, when all of them can be served.
+
+    Raises:
+        OptionError: one cannot, or none of them attends.
+    """
+    name = type(config).__name__
+    for part in (config, text):
+        if model := shim.with_a_cache_of_its_own(part):
+            raise OptionError(
+                f"{OPERATION}: {model}, the model of {type(part).__name__}, has a cache of its own kind and takes no "
+                f"other. Use it without cache=."
+            )
+    try:
+        kinds = shim.layer_kinds(text)
+    except AttributeError as error:
+        raise OptionError(
+            f"{OPERATION}: {name} does not say what its layers are: {error}. Use the configuration of the model's "
+            f"decoder."
+        ) from error
+    for i, layer in enumerate(kinds):
+        if layer.kind not in ("full", "sliding", "state", "none"):
+            what = _OTHER_LAYERS.get(layer.kind, "holds something else than keys and values")
+            raise OptionError(
+                f"{OPERATION}: layer {i} of {name} is of type {layer.kind!r}, which {what}. Offered are "
+                f"full_attention, sliding_attention, chunked_attention, and layers with a state, in new versions. Use "
+                f"transformers' own cache."
+            )
+    found = {layer.kind for layer in kinds}
+    if "state" in found and not found & {"full", "sliding"}:
+        raise OptionError(
+            f"{OPERATION}: no layer of {name} attends, all of them keep a state: there are no keys and values to hold. "
+            f"Use transformers' own cache."
+        )
+    return kinds
+
+
+def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage, text: Any) -> Any:
+    """The layer of a cache for what a layer of the model caches."""
+    if kind.kind == "none":
+        return shim.layer_without_keys()
+    if kind.state is None:
+        return TikvLayer(index, kind.window, limit, storage, text)
+    from tikv.integrations import _transformers_states as states  # of classes that old versions have not
+
+    if kind.kind == "state":
+        return states.StateLayer(index, **kind.state)
+    return states.KeysAndState(index, kind.window, limit, storage, text, **kind.state)
+
+
+def _streaming_layer(index: int, kind: shim.LayerKind, window: int, sinks: int, storage: Storage, text: Any) -> Any:
+    """The layer of a cache with a window, for one that attends in full."""
+    if kind.state is None:
+        return StreamingLayer(index, window, sinks, storage, text)
+    from tikv.integrations import _transformers_states as states
+
+    return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
 
 
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
@@ -72,8 +140,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         sinks: first tokens that stay visible in spite of the window; 4 do for most models.
 
     Raises:
-        OptionError: no layer of the model attends, or some keep a state beside keys and values; a window beside
-            max_cache_len, or in a model of which no layer attends in full.
+        OptionError: a layer holds something else than keys, values and a state, or none attends, or the model has a
+            cache of its own kind; a window beside max_cache_len, or in a model of which no layer attends in full.
         DTypeError: nothing is stored in that dtype. Whether it fits the model's is told with the first tokens.
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
@@ -87,7 +155,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph, and
     so does a layer that is streamed by ``window``.
 
-    Layers with a state stay transformers' own. An encoder-decoder takes two in an `EncoderDecoderCache`: one for its
+    States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so. An
+    encoder-decoder takes two in an `EncoderDecoderCache`: one for its
     own tokens, and one for those of the encoder, written once.
 
     Examples:
@@ -125,24 +194,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
-        layers: list[Any] = []
-        kinds, limit = shim.bounded(shim.layer_kinds(text), limit)
+        kinds, limit = shim.bounded(_served(config, text), limit)
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
-        for i, (kind, window) in enumerate(kinds):
-            if kind == "none":
-                layers.append(shim.layer_without_keys())
-            elif kind == "full" and streamed is not None:
-                layers.append(StreamingLayer(i, streamed, sinks, storage, named))
-            elif kind in ("full", "sliding"):
-                layers.append(TikvLayer(i, window, limit, storage, named))
-            elif kind in shim.STATES and any(other in ("full", "sliding") for other, _ in kinds):
-                layers.append(shim.state_layer(text, i))
-            else:
-                raise OptionError(
-                    f"{OPERATION}: layer {i} of {name} is of type {kind!r}, which holds something else than keys "
-                    f"and values. Offered are full_attention, sliding_attention, chunked_attention, and layers with a "
-                    f"state beside them, in new versions. Use transformers' own cache."
-                )
+        layers = [
+            _streaming_layer(i, kind, streamed, sinks, storage, named)
+            if streamed is not None and kind.kind == "full"
+            else _layer(i, kind, limit, storage, named)
+            for i, kind in enumerate(kinds)
+        ]
         super().__init__(layers=layers)
 
     def __copy__(self) -> TikvCache:
@@ -178,14 +237,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """`TikvLayer.crop` of all layers, or of none where one of them raises."""
         for layer in self.layers:
-            if isinstance(layer, TikvLayer):
+            if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Keep what a later `crop` may return to, until it is called."""
         for layer in self.layers:
-            if isinstance(layer, TikvLayer):
+            if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
     @property

@@ -1,0 +1,185 @@
+"""Layers of a `TikvCache` that keep a state, alone or beside keys and values: transformers' own, and keys of ours.
+
+Imported where transformers has layers with a state, and the model has one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import cache_utils
+
+from tikv.errors import PositionError
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_storage import OPERATION
+from tikv.integrations._transformers_streaming import StreamingLayer
+
+
+class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
+    """Transformers' own layer with a state, and what a cache asks of it that it has no answer to.
+
+    Args:
+        index: the layer's number, for messages.
+        **options: of transformers' layer.
+    """
+
+    def __init__(self, index: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.index = index
+        self._options = options
+        self._from_start: set[int] = set()  # states that hold all tokens since the first
+
+    def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """As transformers' layer does."""
+        if self.record_past and not self.has_previous_state[state_idx]:
+            self._from_start.add(state_idx)
+        return super().update_conv_state(conv_states, state_idx, **kwargs)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence: 0, 0, 1, 1 for 2."""
+        self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences, in this order."""
+        self._change_states(lambda state: state[indices])
+
+    def _change_states(self, change: Any) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = change(state)
+
+    def reset(self) -> None:
+        """Forget the state; the memory stays."""
+        self._from_start.clear()
+        super().reset()
+
+    def _cropped_to(self, tokens_to_remove: int) -> Any:
+        """Raises where the state after fewer tokens is not known any more."""
+        back = abs(tokens_to_remove)
+        if not back or not any(self.has_previous_state.values()):
+            return
+        name = f"{OPERATION} layer {self.index}"
+        if any(self.is_recurrent_states_initialized.values()):
+            raise PositionError(
+                f"{name}: crop({tokens_to_remove}): its state is of all tokens together. Take a copy.deepcopy() of the "
+                f"cache before tokens that may be dropped, or reset()."
+            )
+        for i, state in self.conv_states.items():
+            if state is None:
+                continue
+            needed = 0 if i in self._from_start else self.conv_kernel_size[i]
+            kept = max(0, state.shape[-1] - needed) if self.record_past else 0
+            if kept < back:
+                raise PositionError(
+                    f"{name}: crop({tokens_to_remove}): kept are the states of {kept} tokens. Call "
+                    f"activate_past_recording() before the tokens that may be dropped, or reset()."
+                )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the state back by so many tokens, given as a negative number.
+
+        Raises:
+            PositionError: it is not known any more. Nothing is changed.
+        """
+        self._cropped_to(tokens_to_remove)
+        if not self.record_past or not any(self.has_previous_state.values()):
+            return
+        super().crop(tokens_to_remove)
+        for i, state in self.conv_states.items():
+            if state is not None and state.shape[-1] >= self.conv_kernel_size[i]:
+                self._from_start.discard(i)
+
+
+class _KeysBeside(StateLayer):
+    """What a layer does that has both; the class of its keys and values comes next in the order of classes."""
+
+    _keys: type[TikvLayer]
+    is_compileable = False
+    supports_early_init = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which come by place, or of a state, which comes by name."""
+        (StateLayer if kwargs else self._keys).lazy_initialization(self, *args, **kwargs)
+
+    def get_max_length(self) -> int:
+        """As `TikvLayer.get_max_length`."""
+        return self._keys.get_max_length(self)
+
+    def reset(self) -> None:
+        """Forget all tokens and the state; the memory stays."""
+        StateLayer.reset(self)
+        self._keys.reset(self)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """As `TikvLayer.reorder_cache`, of both."""
+        StateLayer.reorder_cache(self, beam_idx)
+        self._keys.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As `TikvLayer.batch_repeat_interleave`, of both."""
+        StateLayer.batch_repeat_interleave(self, repeats)
+        self._keys.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """As `TikvLayer.batch_select_indices`, of both."""
+        StateLayer.batch_select_indices(self, indices)
+        self._keys.batch_select_indices(self, indices)
+
+    def activate_past_recording(self) -> None:
+        """As `TikvLayer.activate_past_recording`, of both."""
+        StateLayer.activate_past_recording(self)
+        self._keys.activate_past_recording(self)
+
+    def _cropped_to(self, tokens_to_remove: int) -> int:
+        target = self._keys._cropped_to(self, tokens_to_remove)
+        StateLayer._cropped_to(self, tokens_to_remove)
+        return target
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `TikvLayer.crop`, of both or of none."""
+        self._keys.crop(self, tokens_to_remove)  # asks `_cropped_to` first
+        StateLayer.crop(self, tokens_to_remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        found = self._keys.__deepcopy__(self, memo)
+        for name in vars(StateLayer(self.index, **self._options)):
+            setattr(found, name, copy.deepcopy(getattr(self, name), memo))
+        return found
+
+    def __repr__(self) -> str:
+        return f"{self._keys.__repr__(self)[:-1]}, and a state)"
+
+
+class KeysAndState(_KeysBeside, TikvLayer):
+    """`TikvLayer` with a state beside it.
+
+    Args:
+        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
+        **options: of transformers' layer with a state.
+    """
+
+    _keys = TikvLayer
+
+    def __init__(
+        self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any, **options: Any
+    ) -> None:
+        TikvLayer.__init__(self, index, window, max_cache_len, dtype, config)
+        StateLayer.__init__(self, index, **options)
+
+    def _blank(self) -> KeysAndState:
+        return KeysAndState(self.index, self.sliding_window, self.limit, self.storage, self.config, **self._options)
+
+
+class StreamingKeysAndState(_KeysBeside, StreamingLayer):
+    """`StreamingLayer` with a state beside it; the state is of all tokens, as ever."""
+
+    _keys = StreamingLayer
+
+    def __init__(self, index: int, window: int, sinks: int, dtype: Any, config: Any, **options: Any) -> None:
+        StreamingLayer.__init__(self, index, window, sinks, dtype, config)
+        StateLayer.__init__(self, index, **options)
+
+    def _blank(self) -> StreamingKeysAndState:
+        return StreamingKeysAndState(self.index, self.window, self.sinks, self.storage, self.config, **self._options)
