@@ -321,6 +321,67 @@ def test_a_decode_step_by_operators_is_one_graph_for_all_positions(arch, rng, ba
     assert graphs.count == 1
 
 
+@pytest.fixture
+def llama(arch, one_thread):
+    """A tiny model of transformers, a `TikvCache` with and without a prompt, and how the model is called with one."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_cache import BASE, given
+
+    from tikv.integrations.transformers import TikvCache
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1})).to(arch).eval()
+    ids = torch.randint(1, 97, (1, 9), device=arch)
+
+    def cache(prompted=True):
+        made = TikvCache(model.config, 40)
+        if prompted:
+            model(ids, **given(made))
+        return made
+
+    with torch.no_grad():
+        yield model, cache, given
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("options", "graphs"), [({"fullgraph": True}, [1, *19 * [2]]), ({"dynamic": False}, None)])
+def test_twenty_steps_of_a_model_of_transformers(llama, options, graphs):
+    """A graph of the whole model for the first length and one for all others; without dynamic shapes, of its parts."""
+    model, cache, given = llama
+    backend, got, plain, counts = Graphs(), cache(), cache(), []
+    compiled = torch.compile(model, backend=backend, **options)
+    for token in range(20):
+        ids = torch.tensor([[token]], device=model.device)
+        torch.testing.assert_close(
+            compiled(ids, **given(got)).logits, model(ids, **given(plain)).logits, rtol=0, atol=1e-5
+        )
+        counts.append(backend.count)
+    assert got.get_seq_length() == 29
+    if graphs:
+        assert counts == graphs
+    assert counts[10:] == 10 * [counts[10]]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("prompted", "options", "reason"),
+    [
+        (False, {}, r"run the prompt or early_initialization\(\) without it"),
+        (True, {"dynamic": False}, r"Leave dynamic out, or use dynamic=True"),
+    ],
+)
+def test_what_a_whole_graph_cannot_have_is_said_before_a_token_is_cached(llama, prompted, options, reason):
+    model, cache, given = llama
+    made, plain = cache(prompted), cache(prompted)
+    ids = torch.tensor([[5]], device=model.device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, **options)
+    for _ in range(2):
+        with pytest.raises(exc.Unsupported, match=f"TikvCache.*{reason}"):
+            compiled(ids, **given(made))
+        assert made.get_seq_length() == 9 * prompted
+    torch.testing.assert_close(model(ids, **given(made)).logits, model(ids, **given(plain)).logits, rtol=0, atol=0)
+
+
 COLD = """
 import sys
 {imports}

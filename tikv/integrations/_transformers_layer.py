@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -231,6 +232,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
+        if tokens == 1 and store.length and _lengths_are_constants():
+            return _step_outside_the_graph(self, key_states, value_states)
         drop = self._left_behind() if store.length + tokens > store.capacity else 0
         keep = store.length - drop
         end = keep + tokens
@@ -547,9 +550,30 @@ def _alike(key_states: Any, value_states: Any) -> tuple[Any, Any]:
     return key_states.to(wide).contiguous(), value_states.to(wide).contiguous()
 
 
-def _update_outside_the_graph(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-    """`TikvLayer.update` outside of what torch compiles: where memory is made, or tokens are refused."""
-    return layer.update(key_states, value_states)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _lengths_are_constants() -> bool:
+    """Whether torch compiles with ``dynamic=False``."""
+    from torch._dynamo import config
+
+    return bool(config.assume_static_by_default and not config.automatic_dynamic_shapes)
 
 
-_update_outside_the_graph = torch.compiler.disable(_update_outside_the_graph)
+def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """`TikvLayer.update` outside of what torch compiles; the reason is what torch says where ``fullgraph=True``."""
+
+    def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        return layer.update(key_states, value_states)
+
+    found: Any = torch.compiler.disable(update)
+    found._torchdynamo_disable_msg = reason
+    return found  # type: ignore[no-any-return]
+
+
+_update_outside_the_graph = _outside_the_graph(
+    f"{OPERATION} makes and moves its memory outside of compiled graphs, where it also refuses tokens and writes codes "
+    f"in groups. With fullgraph=True give max_cache_len, and run the prompt or early_initialization() without it"
+)
+_step_outside_the_graph = _outside_the_graph(
+    f"{OPERATION}: with dynamic=False each number of cached tokens is a constant, for which torch would compile the "
+    f"model again. Leave dynamic out, or use dynamic=True"
+)
