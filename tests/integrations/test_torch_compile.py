@@ -417,3 +417,25 @@ def test_the_first_call_of_a_process_is_made_in_compiled_code(arch, python, impo
     child = python(COLD.format(imports=imports))
     assert child.stderr == ""
     assert child.stdout == "True False\nTrue 3 True 2256.0\n{'<string>'}\n"
+
+
+COLD_CACHE = """
+import sys, torch, transformers, tikv
+from model_cache import BASE, given
+from tikv.integrations.transformers import TikvCache
+
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1})).eval()
+cache, ids = TikvCache(model.config, 40), torch.randint(1, 97, (1, 9))
+assert not set(tikv.engines.ALL) & set(sys.modules)
+with torch.no_grad():
+    got = torch.compile(model, backend="eager")(ids, **given(cache)).logits
+    print(torch.equal(got, model(ids).logits), cache.get_seq_length())
+"""
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.full
+def test_the_first_prompt_of_a_process_is_read_by_a_compiled_model(arch, python):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert python(COLD_CACHE).stdout == "True 9\n"

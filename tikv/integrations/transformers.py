@@ -153,7 +153,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph, and
-    so does a layer that is streamed by ``window``.
+    so do groups of codes, a layer that is streamed by ``window``, and a decoded token with ``dynamic=False``.
 
     States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so. An
     encoder-decoder takes two in an `EncoderDecoderCache`: one for its
