@@ -4,7 +4,9 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from wrong_arguments import Scene, problems_of
 
+import tikv
 from tikv import reference
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int8]
@@ -102,3 +104,31 @@ def test_random_bits_cover_the_awkward_values(rng, dtype):
     if array.dtype.itemsize == 2:
         assert oracle.isnan(array).any()
         assert {0x8000, 0x0001, 0x7FFF} <= set(oracle.bits(array).tolist())
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (None, []),
+        ("writes first", ["n (wrong) , and something changed"]),
+        ("takes it", ["n (wrong) was taken, and something changed"]),
+        ("foreign", ["n (wrong) raised ValueError: no"]),
+        ("writes nothing", ["the right call changed nothing"]),
+    ],
+)
+def test_what_a_wrong_argument_does_is_found(fault, says):
+    def scene():
+        memory = np.zeros(2)
+
+        def call(n):
+            if n == 1:
+                memory[0] = fault != "writes nothing"
+                return
+            if fault in ("writes first", "takes it"):
+                memory[1] = 1
+            if fault != "takes it":
+                raise ValueError("no") if fault == "foreign" else tikv.ShapeError("no")
+
+        return Scene(call, {"n": 1}, [memory], {"n": {"wrong": 2}})
+
+    assert problems_of(scene) == says

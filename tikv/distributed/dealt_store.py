@@ -94,6 +94,7 @@ class DealtStore(KVCacheStore):
         """`KVCacheStore.append` of the whole's new tokens, of which this rank keeps its own."""
         operation = "ShardedKVCacheStore.append"
         to = self._layer(layer, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
             with self.lock:
                 own = self._own_positions(operation, [to], (k, v, positions), layout, False)
@@ -114,6 +115,7 @@ class DealtStore(KVCacheStore):
         """`KVCacheStore.append_all` of the whole's new tokens, of which this rank keeps its own."""
         operation = "ShardedKVCacheStore.append_all"
         self._layer(0, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
             own = self._own_positions(operation, self._layers, (k, v, positions), layout, True)
             self._appends.append_at(operation, self._layers, own, layout, True)
@@ -311,6 +313,7 @@ class DealtStore(KVCacheStore):
             As `KVCacheStore.extend`.
         """
         found = self._layer(layer, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         rows = view_all(arrays[1:], ROWS, operation)
         form = self._form_of(operation, [found], rows, layout, False)
         self._require_room(operation, [found], form.tokens)

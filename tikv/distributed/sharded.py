@@ -216,6 +216,7 @@ class ShardedKVCacheStore:
                 return self.local.attend(layer, q, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
             checks.option(missing, "missing", operation, MISSING)
+            return_lse = checks.flag(return_lse, "return_lse", operation)
             checks.integer(layer, "layer", operation, high=store.num_layers - 1)
             form = store.batch_size, store.num_kv_heads, store.head_dim
             queries = attend_queries(operation, view(q, "q", operation), layout, *form, store.runtime)
@@ -287,6 +288,7 @@ class ShardedKVCacheStore:
                 asked |= {"alibi_slopes": alibi_slopes, "return_mass": return_mass, "mass_queries": mass_queries}
                 return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
+            return_lse = checks.flag(return_lse, "return_lse", operation)
             wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.key_format)
             with store.lock:
                 queries, rows = store.extension(operation, layer, (q, k, v), layout, scores)

@@ -17,8 +17,10 @@ import numpy as np
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, CudaBytes, host_bytes, new_array, to_device
 from tikv.distributed.ranks import Ranks
-from tikv.errors import CapacityError, GroupError, ShapeError
+from tikv.errors import CapacityError, GroupError, OptionError, ShapeError
 from tikv.ops import blocks, checks
+from tikv.ops.indices import host_integers
+from tikv.stores.head_rows import refuse_per_head
 from tikv.stores.paged import PagedKVCacheStore
 from tikv.stores.pool_form import HostArray, in_full
 from tikv.stores.sequences import SequenceState
@@ -42,6 +44,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
 
     Raises:
         PositionError: a sequence is none, is swapped out or is named twice; or there is no such rank.
+        OptionError: a ``per_head`` pool, or another store.
         GroupError: the receiver refused, with its reason, or is gone. Its pool is as it was.
 
     Exactness: every bit. Cost: the blocks that the receiver lacks, once over the wire, layer by layer; blocks that lie
@@ -50,9 +53,10 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     Example: see `recv_sequence`.
     """
     operation = "send_sequence"
-    runtime.require_alive(pool.runtime, operation)
+    _require_pool(operation, pool)
     peer = _Peer(dst, "dst", group, operation, pool.runtime)
-    ids = [seq] if isinstance(seq, (int, np.integer)) else list(seq)
+    ids = [checks.integer(seq, "seq", operation)] if isinstance(seq, int | np.integer) else None
+    ids = host_integers(seq, "seq", operation, pool.runtime) if ids is None else ids
     with pool.lock:
         states = pool._sequences.distinct(ids, operation, "Send it once.")
         is_held = np.zeros(pool._pools.form.num_blocks, bool)
@@ -94,6 +98,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
 
     Raises:
         ShapeError: the pools are of different forms. CapacityError: too few blocks are free. The sender raises too.
+        OptionError: a ``per_head`` pool, or another store.
         GroupError: the sender is gone.
         PositionError: there is no such rank. Whatever is raised, the pool is as it was.
 
@@ -110,7 +115,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
         ...         seq = recv_sequence(pool, src=0)  # and go on from there
     """
     operation = "recv_sequence"
-    runtime.require_alive(pool.runtime, operation)
+    _require_pool(operation, pool)
     peer = _Peer(src, "src", group, operation, pool.runtime)
     with pool.lock:
         exchange = _Exchange(pool, peer)
@@ -145,6 +150,18 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
         finally:
             sequences.blocks.release(taken)  # their sequences hold them now
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _require_pool(operation: str, pool: Any) -> None:
+    """It is a pool whose sequences can be sent.
+
+    Raises:
+        OptionError: it is not. StaleRuntimeError: its runtime is gone.
+    """
+    if not isinstance(pool, PagedKVCacheStore):
+        raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
+    refuse_per_head(pool.form, operation, "a sequence is sent with one block table")
+    runtime.require_alive(pool.runtime, operation)
 
 
 def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:

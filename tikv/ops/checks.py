@@ -51,9 +51,31 @@ def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str
     Raises:
         OptionError: it is none of them.
     """
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{operation}: unknown {name} {value!r}. Use one of {', '.join(map(repr, choices))}.")
     return str(value)
+
+
+def name(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
+    """A name that calls are told apart by: any string, which `option` looks at where the call is new.
+
+    Raises:
+        OptionError: it is no string.
+    """
+    return value if type(value) is str else option(value, name, operation, choices)
+
+
+def flag(value: Any, name: str, operation: str) -> bool:
+    """True or False, also NumPy's and as 1 or 0.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if value is True or value is False:
+        return bool(value)
+    if isinstance(value, np.bool_) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise OptionError(f"{operation}: {name} is {value!r}. Use True or False.")
 
 
 def rank(array: ArrayView, ndims: Sequence[int], name: str, shape: str, operation: str) -> None:

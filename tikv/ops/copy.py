@@ -216,6 +216,8 @@ def write(
         num_tokens = checks.integer(num_tokens, names.num_tokens, operation)
     if type(src_offset) is not int:
         src_offset = checks.integer(src_offset, names.src_offset, operation)
+    src_layout = checks.name(src_layout, "src_layout", operation, checks.LAYOUTS)
+    cache_layout = checks.name(cache_layout, "cache_layout", operation, checks.LAYOUTS)
     key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout, format)
     plan = live.plans.get(key)
     if plan is None:

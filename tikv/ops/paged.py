@@ -104,7 +104,7 @@ def slots_call(
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
     given = (k, k_pool, v, v_pool, index_array(slot_mapping), *scales)
     arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
-    key = (operation, layout, formats, arrays.key)
+    key = (operation, checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), formats, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
         plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, formats))

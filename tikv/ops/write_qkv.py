@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from tikv.ops.rope import UNCHANGED, NormRope, Transform
 from tikv.ops.row_copy import alignment, choose_codec, inner_words, strides_in_words, unaligned
 from tikv.ops.write_qkv_codes import write_codes
 
+_REQUIRED = ("qkv", "k_dst", "v_dst", "x")
 TABLES = ("cos", "sin", "q_weight", "k_weight")  # of a NormRope, as the kernel takes them
 WORKER_BYTES = 1 << 17  # on CPU, of the rows of a worker: with fewer, one is done before another is awake
 
@@ -328,7 +329,12 @@ def write_qkv(
     )  # fmt: skip
 
 
-def write_fused(
+def write_fused(operation: str, qkv: Any, k_dst: Any, v_dst: Any, **options: Any) -> Any:
+    """`write_qkv`, by the name that errors give as the operation; the options are those of `fused_call`."""
+    return fused_call(operation, qkv, k_dst, v_dst, **options).run()
+
+
+def fused_call(
     operation: str,
     qkv: Any,
     k_dst: Any,
@@ -346,8 +352,8 @@ def write_fused(
     v_scale: Any = None,
     out: Any = None,
     widened: bool = False,
-) -> Any:
-    """`write_qkv`, by the name that errors give as the operation; `widened`: into float32 from whatever dtype."""
+) -> FusedCall:
+    """A call of `write_qkv` that is checked and has written nothing; `widened`: into float32 from whatever dtype."""
     how = UNCHANGED if norm_rope is None else norm_rope
     given = {
         "qkv": qkv,
@@ -361,8 +367,10 @@ def write_fused(
     }
     num_q_heads = checks.integer(num_q_heads, "num_q_heads", operation, low=1)
     window = checks.integer_or_none(window, "window", operation)
+    layout = checks.name(layout, "layout", operation, checks.LAYOUTS if slot_mapping is None else tuple(POOL_LAYOUTS))
+    q_layout = checks.name(q_layout, "q_layout", operation, checks.LAYOUTS)
     options = (num_q_heads, position is None, window, layout, q_layout, widened)
-    return _run(operation, how, given, options, check_write_qkv, position)
+    return _checked(operation, how, given, options, check_write_qkv, position)
 
 
 def norm_rope(
@@ -404,23 +412,44 @@ def norm_rope(
     """
     operation = "norm_rope"
     given = {"x": x, "q": out, "rope_positions": index_array(rope_positions)}
-    return _run(operation, how, given, (weight, position is None, layout), check_norm_rope, position)
+    weight = checks.name(weight, "weight", operation, ("q", "k"))
+    layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+    return _checked(operation, how, given, (weight, position is None, layout), check_norm_rope, position).run()
 
 
-def _run(
+class FusedCall(NamedTuple):
+    """A fused write, or transform alone, whose arguments are checked."""
+
+    plan: WriteQkvPlan
+    arrays: list[ArrayView]
+    entries: Entries
+    result: Any
+    kept: tuple[Any, ...]  # what views do not keep alive
+
+    def prepare(self) -> None:
+        """`Plan.prepare` over these arrays."""
+        self.plan.prepare(self.arrays)
+
+    def run(self) -> Any:
+        """Write, and return Q."""
+        self.plan.run(self.arrays, self.entries)
+        return handed_over(self.result)
+
+
+def _checked(
     operation: str,
     how: NormRope,
     given: dict[str, Any],
     options: tuple[Any, ...],
     check: Callable[..., WriteQkvPlan],
     position: int | None,
-) -> Any:
-    """Look up or make the plan of a call, check what may change from call to call, launch, return Q."""
+) -> FusedCall:
+    """Look up or make the plan of a call, and check what may change from call to call."""
     live = runtime_of(*given.values())
     if not isinstance(how, NormRope):
         raise OptionError(f"{operation}: norm_rope is {how!r}. Pass a tikv.NormRope, or None.")
     source = next(iter(given.values()))
-    named = {n: view(a, n, operation) for n, a in given.items() if a is not None}
+    named = {n: view(a, n, operation) for n, a in given.items() if a is not None or n in _REQUIRED}
     form, tables = how.tables_in(live, operation)
     key = (operation, form, options, *[(n, a.key) for n, a in named.items()])
     plan: WriteQkvPlan | None = live.plans.get(key)
@@ -434,8 +463,7 @@ def _run(
         result = new_like(source, plan.q_shape, plan.q_dtype, live, zeroed=unknown)
     first, *others = named.items()
     arrays = [first[1], view(result, "q", operation), *[a for n, a in others if n != "q"], *tables.values()]
-    plan.run(arrays, entries)
-    return handed_over(result)
+    return FusedCall(plan, arrays, entries, result, tuple(given.values()))
 
 
 def check_write_qkv(

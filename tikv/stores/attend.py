@@ -122,6 +122,7 @@ def mass_queries_of(
         OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree, or of codes of
             groups.
     """
+    return_mass = checks.flag(return_mass, "return_mass", operation)
     uncounted = [name for name, array in terms._asdict().items() if array is not None and name != "sink_logits"]
     if return_mass and format is not None:
         raise OptionError(f"{operation}: the mass of keys of {format} is not offered. Leave return_mass out.")

@@ -210,6 +210,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         """
         operation = "KVCacheStore.append"
         to = self._layer(layer, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
             with self.lock:
                 require_uncompacted([to], operation, "Append without positions.")
@@ -242,6 +243,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         """
         operation = "KVCacheStore.append_all"
         self._layer(0, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
             require_uncompacted(self._layers, operation, "Append without positions.")
             given = view_all((k, v, positions), NAMES, operation)
@@ -402,6 +404,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         """
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         given = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
         wanted = mass_queries_of(return_mass, mass_queries, given, operation, self._memory.formats[0])
         if wanted != 0 and seq_lens is not None:
@@ -497,6 +500,7 @@ class KVCacheStore(Drafts, StoreChanges, runtime.DeepCopied):
         operation = "KVCacheStore.extend"
         found = self._layer(layer, operation)
         scores = AttentionScale.checked(scale, softcap, operation)
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         terms = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
         wanted = mass_queries_of(return_mass, mass_queries, terms, operation, self._memory.formats[0])
         return extend(operation, self._appends, found, (q, k, v), layout, scores, return_lse, terms, wanted)

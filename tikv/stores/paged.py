@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.terms import Terms, tree_of
 from tikv.ops.indices import host_integers, index_array
-from tikv.ops.write_qkv import write_fused
+from tikv.ops.write_qkv import fused_call
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files, paged_files
 from tikv.stores.attend import attend_in_order, last_queries, mass_queries_of, results_of
@@ -218,7 +218,9 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
 
         step = self._begin(operation, layer, seqs, cu_seqlens, k_view.shape[0])
         try:
-            plan.run([k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *scales.values()])
+            arrays = [k_view, pools[0], v_view, pools[1], self._on_device.slots(step), *scales.values()]
+            self._copy_shared(step, lambda: plan.prepare(arrays))
+            plan.run(arrays)
         except BaseException as error:
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
@@ -295,7 +297,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         try:
             if norm_rope is not None and rope_positions is None:
                 rope_positions = self._on_device.upload("positions", step.positions)
-            q = write_fused(
+            call = fused_call(
                 operation,
                 qkv,
                 pools[0],
@@ -308,6 +310,8 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
                 q_layout=q_layout,
                 **scales,
             )
+            self._copy_shared(step, call.prepare)
+            q = call.run()
         except BaseException as error:
             self._sequences.undo(step, refused=isinstance(error, TikvError))
             raise
@@ -315,17 +319,16 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         return q
 
     def _begin(self, operation: str, layer: int, seqs: Sequence[int], cu_seqlens: Any, rows: int) -> AppendStep:
-        """Take blocks for a layer's new tokens and copy shared ones; `Sequences.commit` or `undo` ends it."""
+        """Take blocks for a layer's new tokens; `Sequences.commit` or `undo` ends it."""
         ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
         bounds = _cumulated(cu_seqlens, len(ids), rows, operation, self.runtime)
-        step = self._sequences.begin(operation, layer, ids, bounds, rows)
+        return self._sequences.begin(operation, layer, ids, bounds, rows)
+
+    def _copy_shared(self, step: AppendStep, prepare: Callable[[], None]) -> None:
+        """Copy the shared blocks that a step writes into, once the write is prepared, which can be refused no more."""
         if step.copies and not step.committed:
-            try:
-                self._pools.copy_blocks(step.copies)
-            except BaseException as error:
-                self._sequences.undo(step, refused=isinstance(error, TikvError))
-                raise
-        return step
+            prepare()
+            self._pools.copy_blocks(step.copies)
 
     @whole
     def attend(
@@ -379,6 +382,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         layer = self._layer(layer, operation)
         ids = tuple(host_integers(seqs, "seqs", operation, self.runtime))
         states = [self._state(seq, operation) for seq in ids]
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         queries = attend_queries(
             operation, view(q, "q", operation), layout, len(ids), self.num_kv_heads, self.head_dim, self.runtime
         )
@@ -466,6 +470,7 @@ class PagedKVCacheStore(PoolDrafts, runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         layer = self._layer(layer, operation)
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         added = Terms(sink_logits, alibi_slopes, mask, index_array(parents))
         pools, scales = self._pools.layers[layer], self._pools.scales[layer]
         wanted = mass_queries_of(return_mass, mass_queries, added, operation, self.form.formats[0])

@@ -193,8 +193,10 @@ class PoolChanges(PoolFacts):
 
 
 def _of_one(keep: Any) -> Any:
-    """Indices or a mask of one sequence, with an axis of sequences."""
-    return [keep] if isinstance(keep, list | tuple) else keep[None]
+    """Indices or a mask of one sequence, with an axis of sequences; what is no array is left for others to refuse."""
+    if isinstance(keep, list | tuple):
+        return [keep]
+    return keep[None] if getattr(keep, "shape", ()) else keep
 
 
 def _same_for_all(index: Host, operation: str) -> Host:

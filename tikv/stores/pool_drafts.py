@@ -71,9 +71,10 @@ class PoolDrafts(PoolChanges):
         counts = sequences.check_drafted(operation, ids, states, drafted)
         step = sequences.begin_paths(operation, states, counts, _paths(operation, path, counts))
         try:
+            launches = self._moves(operation, sequences.moved_slots(step))
             if step.copies:
                 self._pools.copy_blocks(step.copies)
-            for moves in self._moves(operation, sequences.moved_slots(step)):
+            for moves in launches:
                 moves.bound.launch()
         except BaseException as error:
             sequences.undo(step, refused=isinstance(error, TikvError))

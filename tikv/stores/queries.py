@@ -129,7 +129,7 @@ def attend_queries(
     Raises:
         ShapeError, DTypeError, OptionError: they have other axes, or do not fit.
     """
-    key = ("queries", q.key, layout, batch, num_kv_heads, width)
+    key = ("queries", q.key, checks.name(layout, "layout", operation, checks.LAYOUTS), batch, num_kv_heads, width)
     axes = live.plans.get(key)
     if axes is None:
         checks.option(layout, "layout", operation, checks.LAYOUTS)

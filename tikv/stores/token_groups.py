@@ -250,10 +250,12 @@ class TokenGroupStore(KVCacheStore):
         operation = "KVCacheStore.attend"
         found = self._layer(layer, operation)
         asked = {"seq_lens": seq_lens, "alibi_slopes": alibi_slopes, "mass_queries": mass_queries, "out": out}
-        asked |= {"return_mass": return_mass or None, "mask": mask, "parents": parents}
+        mass = checks.flag(return_mass, "return_mass", operation)
+        asked |= {"return_mass": mass or None, "mask": mask, "parents": parents}
         _refuse(operation, asked)
         checks.option(impl, "impl", operation, ("auto", "taichi"))
         checks.option(missing, "missing", operation, ("raise", "ignore"))
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         scores = AttentionScale.checked(scale, softcap, operation)
         live, terms = self.runtime, Terms(sink_logits).views(operation)
         form = self.batch_size, self.num_kv_heads, self.head_dim
@@ -322,8 +324,10 @@ class TokenGroupStore(KVCacheStore):
         """
         operation = "KVCacheStore.extend"
         found = self._layer(layer, operation)
-        asked = {"alibi_slopes": alibi_slopes, "mass_queries": mass_queries, "return_mass": return_mass or None}
+        mass = checks.flag(return_mass, "return_mass", operation)
+        asked = {"alibi_slopes": alibi_slopes, "mass_queries": mass_queries, "return_mass": mass or None}
         _refuse(operation, asked | {"mask": mask, "parents": parents})
+        return_lse = checks.flag(return_lse, "return_lse", operation)
         scores, terms = AttentionScale.checked(scale, softcap, operation), Terms(sink_logits).views(operation)
         rows, axes = self._checked(operation, found, view_all((k, v), ROWS, operation), layout)
         live, form = self.runtime, (self.batch_size, self.num_kv_heads, self.head_dim)

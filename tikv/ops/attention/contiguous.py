@@ -133,6 +133,7 @@ def decode_attention(
         [[[2.0, 3.0], [2.0, 3.0]]]
     """
     checks.option(impl, "impl", "decode_attention", IMPLEMENTATIONS)
+    return_lse = checks.flag(return_lse, "return_lse", "decode_attention")
     call = contiguous_call(
         "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
@@ -197,6 +198,9 @@ def contiguous_call(
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    causal, ring = checks.flag(causal, "causal", operation), checks.flag(ring, "ring", operation)
+    lse_base2 = checks.flag(lse_base2, "lse_base2", operation)
+    return_mass = checks.flag(return_mass, "return_mass", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     sinks = checks.integer(sinks, "sinks", operation)

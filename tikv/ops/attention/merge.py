@@ -44,6 +44,7 @@ def merge_states(
         >>> merged.tolist(), round(float(lse[0, 0]), 4)
         ([[[2.0, 2.0]]], 0.6931)
     """
+    lse_base2 = checks.flag(lse_base2, "lse_base2", "merge_states")
     return merge_into("merge_states", (out_a, lse_a, out_b, lse_b), lse_base2, out, None)
 
 

@@ -77,8 +77,10 @@ def real(value: Any, name: str, operation: str) -> float | None:
     if value is None or type(value) is float:
         return value
     try:
+        if isinstance(value, str | bytes | bool):
+            raise TypeError("float() reads it")
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from error
 
 

@@ -99,7 +99,7 @@ def paged_decode_attention(
         lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
         head_dim_v=head_dim_v,
     )  # fmt: skip
-    return call.attend(q, out=out, return_lse=return_lse)
+    return call.attend(q, out=out, return_lse=checks.flag(return_lse, "return_lse", "paged_decode_attention"))
 
 
 def paged_call(
@@ -159,6 +159,8 @@ def paged_call(
     if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    layout = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS))
+    causal, lse_base2 = checks.flag(causal, "causal", operation), checks.flag(lse_base2, "lse_base2", operation)
     window = checks.integer_or_none(window, "window", operation)
     num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
     options = (layout, scale, causal, window, softcap, num_splits, lse_base2, formats, newer, short)
