@@ -8,6 +8,9 @@ from tikv import integrations as integrations
 from tikv import reference as reference
 from tikv.arrays import CacheArray as CacheArray
 from tikv.compat.seeds import variants as variants
+from tikv.compat.seeds.append_plan import KVCacheAppendArgs as KVCacheAppendArgs
+from tikv.compat.seeds.append_plan import KVCacheAppendDescriptor as KVCacheAppendDescriptor
+from tikv.compat.seeds.append_plan import KVCacheAppendPlan as KVCacheAppendPlan
 from tikv.compat.seeds.layers import ContiguousKVLayer as ContiguousKVLayer
 from tikv.compat.seeds.layers import KVPool as KVPool
 from tikv.compat.seeds.layers import PagedKVLayer as PagedKVLayer
@@ -41,9 +44,6 @@ from tikv.ops.paged import write_slots as write_slots
 from tikv.ops.quantize import Quantized as Quantized
 from tikv.ops.quantize import dequantize as dequantize
 from tikv.ops.quantize import quantize as quantize
-from tikv.ops.ragged import KVCacheAppendArgs as KVCacheAppendArgs
-from tikv.ops.ragged import KVCacheAppendDescriptor as KVCacheAppendDescriptor
-from tikv.ops.ragged import KVCacheAppendPlan as KVCacheAppendPlan
 from tikv.ops.ragged import append_ragged as append_ragged
 from tikv.ops.rope import NormRope as NormRope
 from tikv.ops.rotate import Rope as Rope

@@ -243,7 +243,7 @@ def test_a_plan_binds_once(arch, rng, monkeypatch):
     # On Vulkan and Metal these arrays are the host's, and each run brings them over.
     if arch in ("cpu", "cuda"):
         monkeypatch.setattr(ragged, "bind_copy", None)
-        monkeypatch.setattr(ragged, "_check_arrays", None)
+        monkeypatch.setattr(ragged, "check_arrays", None)
     first.offsets[:] = [0, 1, 2]
     again = first.args(oracle.place(first.offsets, arch))
     first.before = [oracle.to_numpy(cache).copy() for cache in first.caches]

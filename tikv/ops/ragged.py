@@ -1,24 +1,21 @@
-"""Ragged appends: each sequence of a batch gets new rows from its own offset on, by a function or a plan."""
+"""Ragged appends: each sequence of a batch gets new rows from its own offset on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Views, describe, runtime_of, view_all
-from tikv.errors import DTypeError, ShapeError
+from tikv import runtime
+from tikv.arrays import ArrayView, describe, runtime_of, view_all
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized, codes_of_pair, group_scale_arguments, require_quantizable
 from tikv.ops.row_copy import bind_copy
-from tikv.runtime.cache import BoundedCache
 
-_NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
-_WRITTEN = (False, True, False, True, False)
+NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
+WRITTEN = (False, True, False, True, False)
 _SCALES = ("k_cache's scales", "v_cache's scales")  # of groups of codes
 
 
@@ -60,7 +57,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
         pair = {"k_cache": k_cache, "v_cache": v_cache}
         (k_cache, v_cache), scales, format = codes_of_pair(live, operation, pair, written=True)
     given = (k_new, k_cache, v_new, v_cache, cache_offsets, *scales)
-    arrays = view_all(given, (*_NAMES, *_SCALES)[: len(given)], operation)
+    arrays = view_all(given, (*NAMES, *_SCALES)[: len(given)], operation)
     key = (operation, format, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
@@ -72,7 +69,7 @@ def check_append(
     live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
 ) -> Plan:
     """Check everything but where the arrays lie; `format` is of caches of groups, whose numbers come last."""
-    _check_arrays(live, operation, arrays[:5], format)
+    check_arrays(live, operation, arrays[:5], format)
     k_new, k_cache, v_new = arrays[:3]
     batch, heads, tokens, _ = k_new.shape
     capacity = k_cache.shape[2]
@@ -99,7 +96,7 @@ def check_append(
         return [bound]
 
     nothing = 0 in (batch, heads, tokens, capacity) or not streams
-    names, written = (*_NAMES, *_SCALES)[: len(arrays)], (*_WRITTEN, True, True)[: len(arrays)]
+    names, written = (*NAMES, *_SCALES)[: len(arrays)], (*WRITTEN, True, True)[: len(arrays)]
     return Plan(live, operation, names, written, None if nothing else bind)
 
 
@@ -108,10 +105,15 @@ def _rows(array: ArrayView) -> Rows:
     return Rows(array, sequence=sequence, token=token, head=head)
 
 
-def _check_arrays(
+def check_arrays(
     live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
 ) -> None:
-    named = dict(zip(_NAMES, arrays, strict=True))
+    """New rows, caches and offsets, in the order of `NAMES`, fit each other.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: they do not.
+    """
+    named = dict(zip(NAMES, arrays, strict=True))
     checks.on_device(list(named.items()), live, operation)
     k_new, k_cache, v_new, v_cache, offsets = arrays
     for name in ("k_new", "v_new"):
@@ -142,169 +144,3 @@ def _check_arrays(
     checks.rank(offsets, (1,), "cache_offsets", "(B,)", operation)
     detail = f"k_new: {describe(k_new)}, cache_offsets: {describe(offsets)}"
     checks.extent(offsets.shape[0], k_new.shape[0], "the length of cache_offsets", operation, detail)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCacheAppendDescriptor:
-    """The problem a `KVCacheAppendPlan` is made for. Extents may be zero.
-
-    Args:
-        batch_size: sequences, B.
-        num_heads: KV heads, H.
-        new_len: new rows a sequence, L.
-        max_cache_len: slots a sequence, M.
-        d_k, d_v: widths of a row of K and of V.
-        dtype: of all four arrays: float32, float64, float16 or bfloat16.
-    """
-
-    batch_size: int
-    num_heads: int
-    new_len: int
-    max_cache_len: int
-    d_k: int
-    d_v: int
-    dtype: Any = "float16"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KVCacheAppendArgs:
-    """The arrays of one append; shapes as in `append_ragged`. ``k_cache`` and ``v_cache`` are written."""
-
-    k_new: Any
-    v_new: Any
-    cache_offsets: Any
-    k_cache: Any
-    v_cache: Any
-
-
-class PrecisionGuarantee(NamedTuple):
-    """What holds for every run of a plan."""
-
-    bit_exact: bool = True
-    deterministic: bool = True
-
-
-class KVCacheAppendPlan(runtime.NotCopied):
-    """`append_ragged` for one problem, checked and bound once: ``select``, then ``run`` as often as you like.
-
-    ``run`` with the arrays of the last run costs a bare launch; with others of the same form, new addresses.
-
-    Attributes:
-        descriptor: what it was selected for.
-        workspace_size: bytes of scratch memory needed; always 0.
-        sku: a readable identity of the kernel.
-        precision_guarantee: bit-exact and deterministic.
-
-    Source: ``KvCacheAppendPlan``.
-
-    Examples:
-        >>> import numpy as np, tikv
-        >>> desc = tikv.KVCacheAppendDescriptor(
-        ...     batch_size=1, num_heads=1, new_len=2, max_cache_len=3, d_k=1, d_v=1, dtype="float32"
-        ... )
-        >>> plan = tikv.KVCacheAppendPlan.select(desc)
-        >>> new, cache = np.ones((1, 1, 2, 1), np.float32), np.zeros((2, 1, 1, 3, 1), np.float32)
-        >>> args = tikv.KVCacheAppendArgs(
-        ...     k_new=new, v_new=new, cache_offsets=np.array([1]), k_cache=cache[0], v_cache=cache[1]
-        ... )
-        >>> plan.can_implement(args), plan.workspace_size
-        (True, 0)
-        >>> plan.run(args)
-        >>> cache[0].ravel().tolist()
-        [0.0, 1.0, 1.0]
-    """
-
-    instead = "Call KVCacheAppendPlan.select() with its descriptor again."
-    workspace_size = 0
-    precision_guarantee = PrecisionGuarantee()
-
-    def __init__(self, descriptor: KVCacheAppendDescriptor, live: runtime.Runtime) -> None:
-        """Take a descriptor that `select` has checked."""
-        self.descriptor = descriptor
-        self.dtype = dtypes.parse(descriptor.dtype, "KVCacheAppendPlan")
-        self.runtime = live
-        d = descriptor
-        self.sku = f"append_ragged_{self.dtype.short}_h{d.num_heads}_k{d.d_k}_v{d.d_v}_{live.arch}"
-        self._plans: BoundedCache[int, Plan] = BoundedCache()  # by `Views.key`
-
-    @classmethod
-    def select(cls, descriptor: KVCacheAppendDescriptor) -> KVCacheAppendPlan:
-        """The plan for a problem, on the live runtime.
-
-        Raises:
-            ShapeError: an extent is negative.
-            DTypeError: the dtype is none that a cache has, or the arch lacks it; or an extent is no integer.
-        """
-        operation = "KVCacheAppendPlan.select"
-        for name in ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v"):
-            value = checks.integer(getattr(descriptor, name), name, operation, low=-checks.MAX_POSITION)
-            if value < 0:
-                raise ShapeError(f"{operation}: {name}={value} is negative. Use an extent of at least 0.")
-        dtype = dtypes.parse(descriptor.dtype, operation)
-        if dtype not in dtypes.FLOATS:
-            names = ", ".join(row.name for row in dtypes.FLOATS)
-            raise DTypeError(f"{operation}: dtype is {dtype}. Use one of {names}.")
-        live = runtime_of()
-        if dtype is dtypes.float64 and not live.has_float64:
-            raise DTypeError(f"{operation}: {live.arch} does not have float64. Use float32, CPU or CUDA.")
-        return cls(descriptor, live)
-
-    def can_implement(self, args: KVCacheAppendArgs) -> bool:
-        """True; arrays that the plan cannot run are refused with the reason.
-
-        Raises:
-            ShapeError: an array has another shape than the descriptor says, or cannot be read or written in place.
-            DTypeError: an array has another dtype.
-            StaleRuntimeError: the plan was selected in a Taichi runtime that is gone.
-        """
-        operation = "KVCacheAppendPlan.can_implement"
-        runtime.require_alive(self.runtime, operation)
-        arrays = self._views(args, operation)
-        self._check(operation, arrays)
-        checks.disjoint(list(zip(_NAMES, arrays, _WRITTEN, strict=True)), operation)
-        return True
-
-    def run(self, args: KVCacheAppendArgs) -> None:
-        """Append. Checks what `can_implement` checks, unless arrays of these forms came before.
-
-        Raises:
-            ShapeError, DTypeError, StaleRuntimeError: as `can_implement`; nothing was written.
-        """
-        operation = "KVCacheAppendPlan.run"
-        runtime.require_alive(self.runtime, operation)
-        arrays = self._views(args, operation)
-        plan = self._plans.get(arrays.key)
-        if plan is None:
-            self._check(operation, arrays)
-            plan = self._plans.keep(arrays.key, check_append(self.runtime, operation, arrays))
-        plan.run(arrays)
-
-    @staticmethod
-    def _views(args: KVCacheAppendArgs, operation: str) -> Views:
-        given = (args.k_new, args.k_cache, args.v_new, args.v_cache, args.cache_offsets)
-        return view_all(given, _NAMES, operation)
-
-    def _check(self, operation: str, arrays: Sequence[ArrayView]) -> None:
-        d = self.descriptor
-        wanted = {
-            "k_new": (d.batch_size, d.num_heads, d.new_len, d.d_k),
-            "k_cache": (d.batch_size, d.num_heads, d.max_cache_len, d.d_k),
-            "v_new": (d.batch_size, d.num_heads, d.new_len, d.d_v),
-            "v_cache": (d.batch_size, d.num_heads, d.max_cache_len, d.d_v),
-            "cache_offsets": (d.batch_size,),
-        }
-        for name, array in zip(_NAMES, arrays, strict=True):
-            if array.shape != wanted[name]:
-                raise ShapeError(
-                    f"{operation}: {name} is {describe(array)} where the descriptor says {wanted[name]}. "
-                    f"Select a plan for it."
-                )
-            if name != "cache_offsets" and array.dtype is not self.dtype:
-                raise DTypeError(
-                    f"{operation}: {name} is {describe(array)} where the descriptor says {self.dtype}. "
-                    f"Select a plan for it."
-                )
-        _check_arrays(self.runtime, operation, arrays)
-
-    def __repr__(self) -> str:
-        return f"KVCacheAppendPlan({self.sku})"
