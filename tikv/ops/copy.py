@@ -15,7 +15,7 @@ from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
-from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, group_scale_arguments, require_quantizable
+from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
 
 
@@ -291,7 +291,13 @@ def check_copy(
                 for i in streams
             ],
             dst=[
-                Rows(targets[i], token=targets[i].strides[dst_slot], head=targets[i].strides[dst_head], format=format)
+                Rows(
+                    targets[i],
+                    token=targets[i].strides[dst_slot],
+                    head=targets[i].strides[dst_head],
+                    format=format,
+                    scale=scale_of_groups(scales[i], token=dst_slot, head=dst_head) if scales else None,
+                )
                 for i in streams
             ],
             widths=[widths[i] for i in streams],
@@ -300,7 +306,6 @@ def check_copy(
             dst_place=Placement("ring" if window else "linear"),
             keep=max(0, tokens - window) if window else 0,
             ring=window or 0,
-            **group_scale_arguments([scales[i] for i in streams] if scales else [], token=dst_slot, head=dst_head),
         )
         return [bound]
 

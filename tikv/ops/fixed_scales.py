@@ -17,6 +17,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, to_device
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.layouts import Scale
 
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -93,11 +94,6 @@ def fixed_strides(scale: ArrayView) -> tuple[int, int]:
     return scale.strides if scale.ndim == 2 else (0, head_step(scale))  # type: ignore[return-value]
 
 
-def of_heads(scale: ArrayView, first: int) -> ArrayView:
-    """The scales of heads from this one on; the scale, where it is one of all."""
-    return scale.restrided(scale.shape, scale.strides, first * head_step(scale))
-
-
 def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, batch: int | None = None) -> None:
     """The scales of K and V, which are read by the same strides.
 
@@ -116,8 +112,6 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
         )
 
 
-def fixed_scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
-    """What `bind_copy` needs of scales that were checked; nothing without."""
-    if not scales:
-        return {}
-    return {"scales": scales, "scale": scales[0].dtype, "scale_head": head_step(scales[0])}
+def fixed_scale(scale: ArrayView) -> Scale:
+    """Of all rows, or of a head's; one that was checked."""
+    return Scale(scale, head=head_step(scale))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tikv.arrays import ArrayView, describe
 from tikv.errors import ShapeError
@@ -18,6 +17,22 @@ def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, in
     return (0, 1) if checks.option(layout, name, operation, checks.LAYOUTS) == "token_major" else (1, 0)
 
 
+class Scale(NamedTuple):
+    """Where the numbers lie by which rows are stored and read: one a row, those of its groups, or one of many rows.
+
+    Attributes:
+        array: what holds them.
+        sequence, token, head: entries from a sequence, a token (or slot), a head to the next; 0 where they share one.
+        first: the entry of the first row.
+    """
+
+    array: ArrayView
+    sequence: int = 0
+    token: int = 0
+    head: int = 0
+    first: int = 0
+
+
 class Rows(NamedTuple):
     """Where the rows of K or of V lie in an array: its strides, in elements.
 
@@ -28,6 +43,7 @@ class Rows(NamedTuple):
         block: from a block of a pool to the next; `token` then counts within a block.
         inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
         format: of codes, whose array holds words; None for rows of numbers.
+        scale: by which rows that are not numbers are stored and read; None where there is none.
     """
 
     array: ArrayView
@@ -38,6 +54,7 @@ class Rows(NamedTuple):
     block: int = 0
     inner: tuple[int, int] = (0, 0)
     format: GroupFormat | None = None
+    scale: Scale | None = None
 
     @property
     def kept(self) -> str:
@@ -149,16 +166,9 @@ def pool_scale(
         )
 
 
-def scale_arguments(scales: Sequence[ArrayView]) -> dict[str, Any]:
-    """What `bind_copy` needs of the scales of pools: (N, bs, H) each, checked by `pool_scale`; nothing without."""
-    if not scales:
-        return {}
-    return {
-        "scales": scales,
-        "scale": scales[0].dtype,
-        "scale_step": scale_step(scales[0]),
-        "scale_head": scales[0].strides[2],
-    }
+def scale_of_slots(scale: ArrayView) -> Scale:
+    """The scales of a pool, (N, bs, H), checked by `pool_scale`."""
+    return Scale(scale, token=scale_step(scale), head=scale.strides[2])
 
 
 def scale_step(scale: ArrayView) -> int:

@@ -11,7 +11,7 @@ from tikv.arrays import ArrayView, CacheArray, describe, new_array, runtime_of, 
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat, format_of
 from tikv.ops import checks
-from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale_arguments, scale_given
+from tikv.ops.fixed_scales import check_fixed_scale, check_fixed_scales, fixed_scale, scale_given
 from tikv.ops.indices import check_blocks, check_slots, host_indices, index_array
 from tikv.ops.layouts import (
     POOL_LAYOUTS,
@@ -19,11 +19,12 @@ from tikv.ops.layouts import (
     Placement,
     PoolShape,
     Rows,
+    Scale,
     pool_axes,
     pool_rows,
     pool_scale,
     pool_shape,
-    scale_arguments,
+    scale_of_slots,
     scale_step,
 )
 from tikv.ops.plan import NO_ENTRIES, Call, Entries, Launch, Plan
@@ -276,22 +277,28 @@ class PoolWrite(NamedTuple):
                 live,
                 operation,
                 src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in streams],
-                dst=[pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.formats[i]) for i in streams],
+                dst=[
+                    pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.formats[i])._replace(
+                        scale=_scale_of(scales[i])
+                    )
+                    for i in streams
+                ],
                 widths=[self.shapes[i].width for i in streams],
                 heads=self.heads,
                 tokens=self.tokens,
                 dst_place=Placement(place, shape.page),
                 dst_limit=shape.slots,
-                **_arguments_of([scale for i in streams if (scale := scales[i]) is not None]),
                 **options,
             )
             found.append(bound)
         return found
 
 
-def _arguments_of(scales: Sequence[ArrayView]) -> dict[str, Any]:
-    """What `bind_copy` needs of scales that were checked: of rows, or of heads or a whole pool."""
-    return fixed_scale_arguments(scales) if scales and scales[0].ndim < 3 else scale_arguments(scales)
+def _scale_of(scale: ArrayView | None) -> Scale | None:
+    """Scales of a pool that were checked: of slots, or of heads or the whole pool."""
+    if scale is None:
+        return None
+    return fixed_scale(scale) if scale.ndim < 3 else scale_of_slots(scale)
 
 
 def check_pool_write(
@@ -466,14 +473,13 @@ def gather(
         target = new_array(wanted_shape, dtype, live, zeroed=entries is None)  # the kernel may leave rows out
         out = CacheArray(target, live)
     named.append(("out", target, True))
-    of_scales = scale_arguments if found_scales else fixed_scale_arguments
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         source, table, target = arrays[0], arrays[1], arrays[-1]
         bound = bind_copy(
             live,
             operation,
-            src=[pool_rows(source, axes, format)],
+            src=[pool_rows(source, axes, format)._replace(scale=_scale_of(arrays[2] if scaled else None))],
             dst=[Rows(target, token=target.strides[0], head=target.strides[1])],
             widths=[shape.width],
             heads=shape.heads,
@@ -482,7 +488,6 @@ def gather(
             index=table,
             index_step=table.strides[0],
             src_limit=shape.slots if by_slot else shape.blocks,
-            **(of_scales(arrays[2:-1]) if scaled else {}),
         )
         return [bound]
 

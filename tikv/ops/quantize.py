@@ -16,7 +16,7 @@ from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, r
 from tikv.errors import DTypeError, OptionError, ShapeError
 from tikv.formats import FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
-from tikv.ops.layouts import Rows
+from tikv.ops.layouts import Rows, Scale
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.row_copy import bind_copy
 
@@ -272,19 +272,10 @@ def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:
         )
 
 
-def group_scale_arguments(
-    numbers: Sequence[ArrayView], *, token: int, head: int, sequence: int | None = None
-) -> dict[str, Any]:
-    """What `bind_copy` needs of the numbers of groups, by their axes of tokens, heads and sequences; nothing without.
-
-    Those of K and of V lie alike.
-    """
-    if not numbers:
-        return {}
-    strides = numbers[0].strides
-    of_group = {} if sequence is None else {"scale_group": strides[sequence]}
-    steps = {"scale_step": strides[token], "scale_head": strides[head]}
-    return {"scales": numbers, "scale": numbers[0].dtype, **steps, **of_group}
+def scale_of_groups(numbers: ArrayView, *, token: int, head: int, sequence: int | None = None) -> Scale:
+    """The numbers of groups, by their axes of tokens, heads and sequences."""
+    steps = numbers.strides
+    return Scale(numbers, 0 if sequence is None else steps[sequence], steps[token], steps[head])
 
 
 def require_slots_first(operation: str, layout: str) -> None:
@@ -356,19 +347,16 @@ def _run(
     (src_group, src), (dst_group, dst), (scale_group, scale) = ((0,) * (2 - len(extents)) + s for s in strides)
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        scales = Scale(arrays[2], sequence=scale_group, token=scale)
         bound = bind_copy(
             live,
             operation,
             src=[Rows(arrays[0], sequence=src_group, token=src, format=formats[0])],
-            dst=[Rows(arrays[1], sequence=dst_group, token=dst, format=formats[1])],
+            dst=[Rows(arrays[1], sequence=dst_group, token=dst, format=formats[1], scale=scales)],
             widths=[width],
             heads=1,
             tokens=tokens,
             groups=groups,
-            scales=[arrays[2]],
-            scale=arrays[2].dtype,
-            scale_group=scale_group,
-            scale_step=scale,
         )
         return [bound]
 

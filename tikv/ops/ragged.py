@@ -9,9 +9,9 @@ from tikv import runtime
 from tikv.arrays import ArrayView, describe, runtime_of, view_all
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.layouts import Placement, Rows
+from tikv.ops.layouts import Placement, Rows, Scale
 from tikv.ops.plan import Launch, Plan
-from tikv.ops.quantize import Quantized, codes_of_pair, group_scale_arguments, require_quantizable
+from tikv.ops.quantize import Quantized, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
 
 NAMES = ("k_new", "k_cache", "v_new", "v_cache", "cache_offsets")
@@ -82,7 +82,7 @@ def check_append(
             live,
             operation,
             src=[_rows(new[i]) for i in streams],
-            dst=[_rows(caches[i])._replace(format=format) for i in streams],
+            dst=[_rows(caches[i])._replace(format=format, scale=_scale(scales, i)) for i in streams],
             widths=[widths[i] for i in streams],
             heads=heads,
             tokens=tokens,
@@ -91,7 +91,6 @@ def check_append(
             index=offsets,
             index_group=offsets.strides[0],
             dst_limit=capacity,
-            **group_scale_arguments([scales[i] for i in streams] if scales else [], token=2, head=1, sequence=0),
         )
         return [bound]
 
@@ -103,6 +102,10 @@ def check_append(
 def _rows(array: ArrayView) -> Rows:
     sequence, head, token, _ = array.strides
     return Rows(array, sequence=sequence, token=token, head=head)
+
+
+def _scale(scales: Sequence[ArrayView], stream: int) -> Scale | None:
+    return scale_of_groups(scales[stream], token=2, head=1, sequence=0) if scales else None
 
 
 def check_arrays(

@@ -12,12 +12,10 @@ from typing import Any
 
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, describe
-from tikv.dtypes import DType
 from tikv.errors import ShapeError
 from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
-from tikv.ops.fixed_scales import head_step
-from tikv.ops.layouts import LINEAR, Placement, Rows
+from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.ops.plan import Launch
 
 INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
@@ -114,8 +112,6 @@ def bind_copy(
     dst_place: Placement = LINEAR,
     index: ArrayView | None = None,
     pages: Sequence[ArrayView] = (),
-    scales: Sequence[ArrayView] = (),
-    scale: DType | None = None,
     **params: Any,
 ) -> Launch:
     """Bind the copy of `groups` x `tokens` x `heads` rows, of K or of K and V.
@@ -123,13 +119,13 @@ def bind_copy(
     Args:
         live: the runtime.
         operation: for messages.
-        src, dst: `Rows` of K, or of K and V. On CPU a launch is cheaper whose two `dst` are of one array.
+        src, dst: `Rows` of K, or of K and V. On CPU a launch is cheaper whose two `dst` are of one array. Scales of
+            either end lie alike for K and V: those of the destination are found or divided by, of the source read.
         widths: elements in a row of each stream.
         heads, tokens, groups: extents; none is zero. A group is a sequence, or one of a layer.
         src_place, dst_place: placements of the two ends.
         index: the index array of a placement that has one.
         pages: of placement "pages" its four: requests, positions, pages and where each request's pages start.
-        scales: the scale array of each stream of an int8 copy that (de)quantises, with `scale` its dtype.
         **params: entries of `kernels.address.CopyParams` by name.
 
     Raises:
@@ -138,7 +134,8 @@ def bind_copy(
     from tikv.kernels import address, copy, lanes
 
     style, cpu = live.kernel_style, live.is_cpu
-    scale_code = scale.short if scale is not None else ""
+    scales = [scale for a, b in zip(src, dst, strict=True) if (scale := b.scale or a.scale) is not None]
+    scale_code = scales[0].array.dtype.short if scales else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
     codecs = [streams[0].codec, streams[-1].codec]
     cooperative = not cpu and any(s.codec.finds_scale or s.codec.dst in GROUP_FORMATS for s in streams)
@@ -170,13 +167,12 @@ def bind_copy(
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
     arrays += pages
     if not plain and not pages:
-        unused = index if index is not None else scales[0]
-        arrays += [unused, scales[0] if scales else unused, scales[-1] if scales else unused]
+        unused = index if index is not None else scales[0].array
+        arrays += [unused, scales[0].array if scales else unused, scales[-1].array if scales else unused]
         for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
             if index is not None and place.kind in INDEXED:
                 params[entry] = params.get(entry, 0) + index.offset // index.dtype.itemsize
-        for entry, array in zip(("k_scale", "v_scale"), scales, strict=False):
-            params[entry] = params.get(entry, 0) + array.offset // array.dtype.itemsize
+        params |= scale_entries(scales)
     params.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
     vectors: list[Any] = [launch.joined(numbers, strides)] if cpu else [strides, numbers]
@@ -193,39 +189,27 @@ def bind_copies(
     src: Sequence[Rows],
     dst: Sequence[Rows],
     widths: Sequence[int],
-    scales: Sequence[ArrayView | None] = (),
-    fixed_group: int = 0,
     **options: Any,
 ) -> list[Launch]:
     """`bind_copy` of K and V: one launch where they are kept alike, else one each.
 
     Args:
         live, operation, src, dst, widths: as in `bind_copy`.
-        scales: of K and V, None for one that has none; of fewer axes than rows have, one of all rows or of a head's.
-        fixed_group: entries of such a scale between groups.
-        **options: the others of `bind_copy`, which say where scales of rows lie.
+        **options: the others of `bind_copy`.
     """
-    kinds = {(a.format, a.array.dtype, b.format, b.array.dtype) for a, b in zip(src, dst, strict=True)}
+    ends = zip(src, dst, strict=True)
+    kinds = {(a.format, a.array.dtype, b.format, b.array.dtype, (a.scale or b.scale) is None) for a, b in ends}
     parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
-    found = []
-    for part in parts:
-        given = [a for a in scales[part] if a is not None]
-        of_part = dict(options)
-        if given and given[0].ndim < 3:
-            of_part |= {"scale_group": fixed_group, "scale_step": 0, "scale_head": head_step(given[0])}
-        found.append(
-            bind_copy(
-                live,
-                operation,
-                src=src[part],
-                dst=dst[part],
-                widths=widths[part],
-                scales=given,
-                scale=given[0].dtype if given else None,
-                **of_part,
-            )
-        )
-    return found
+    return [bind_copy(live, operation, src=src[part], dst=dst[part], widths=widths[part], **options) for part in parts]
+
+
+def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:
+    """The entries of `kernels.address.CopyParams` of the scales of K and V, or of one of them; nothing without."""
+    if not scales:
+        return {}
+    firsts = [scale.first + scale.array.offset // scale.array.dtype.itemsize for scale in scales]
+    steps = {"scale_group": scales[0].sequence, "scale_step": scales[0].token, "scale_head": scales[0].head}
+    return {**steps, **dict(zip(("k_scale", "v_scale"), firsts, strict=False))}
 
 
 def _streams(

@@ -25,17 +25,18 @@ from tikv.ops.layouts import (
     Placement,
     PoolShape,
     Rows,
+    Scale,
     pool_rows,
     pool_scale,
     pool_shape,
     reduced_position,
-    scale_step,
+    scale_of_slots,
     token_and_head_axes,
 )
 from tikv.ops.plan import Entries, Launch, Plan
 from tikv.ops.quantize import Quantized
 from tikv.ops.rope import UNCHANGED, NormRope, Transform
-from tikv.ops.row_copy import alignment, choose_codec, inner_words, strides_in_words, unaligned
+from tikv.ops.row_copy import alignment, choose_codec, inner_words, scale_entries, strides_in_words, unaligned
 from tikv.ops.write_qkv_codes import write_codes
 
 _REQUIRED = ("qkv", "k_dst", "v_dst", "x")
@@ -73,7 +74,6 @@ def _bind(
     dst_place: Placement = LINEAR,
     index: ArrayView | None = None,
     positions: ArrayView | None = None,
-    scales: Sequence[ArrayView] = (),
     **params: int,
 ) -> Launch:
     """Bind the fused write of `tokens` rows: Q, and K and V unless `heads[1]` is 0, each a source and a destination."""
@@ -81,7 +81,8 @@ def _bind(
     from tikv.kernels import write_qkv as kernels
 
     style, (q_heads, kv_heads) = live.kernel_style, heads
-    scale = scales[0].dtype.short if scales else ""
+    scales = [rows.scale for _, rows in streams if rows.scale is not None]
+    scale = scales[0].array.dtype.short if scales else ""
     moves, strides = _moves(live, operation, streams, width, transform, scale)
     if kv_heads == 0:
         moves, strides = moves * 3, strides * 3
@@ -121,15 +122,15 @@ def _bind(
         rope.update({f"{name}_stride": tables[name].strides[0] for name in ("cos", "sin")})
         rope.update({f"{name}_first": tables[name].offset // 4 for name in TABLES if name in tables})
     if index is not None or positions is not None or scales:
-        unused = next(a for a in (index, positions, *scales) if a is not None)
+        numbers_of = [scale.array for scale in scales]
+        unused = next(a for a in (index, positions, *numbers_of) if a is not None)
         arrays += [unused if a is None else a for a in (index, positions)]
-        arrays += list(scales) if scales else [unused, unused]
+        arrays += numbers_of or [unused, unused]
     if index is not None:
         params.update(dst_index=index.offset // index.dtype.itemsize, index_step=index.strides[0])
     if positions is not None:
         rope.update(positions_first=positions.offset // positions.dtype.itemsize, positions_stride=positions.strides[0])
-    for name, array in zip(("k_scale", "v_scale"), scales, strict=False):
-        params[name] = array.offset // array.dtype.itemsize
+    params |= scale_entries(scales)
     numbers = address.CopyParams(iterations=iterations, tokens=tokens, k_units=k.units, v_units=v.units, **params)
     return Launch(kernel.bind(iterations, *arrays, tuple(strides), kernels.RopeParams(**rope), numbers), arrays)
 
@@ -544,9 +545,9 @@ def check_write_qkv(
         params = (
             {"dst_limit": pool.slots} if pool else {"keep": max(0, tokens - (window or tokens)), "ring": window or 0}
         )
-        for scale in [found[n] for n in scales][:1]:
-            head_step, slot_step = scale.strides if pool is None else (scale.strides[2], scale_step(scale))
-            params.update(scale_head=head_step, scale_step=slot_step)
+        for i, scale in enumerate(found[n] for n in scales):
+            where = scale_of_slots(scale) if pool else Scale(scale, head=scale.strides[0], token=scale.strides[1])
+            targets[i] = targets[i]._replace(scale=where)
         streams = list(zip(source, [Rows(q, token=q.strides[q_token], head=q.strides[q_head]), *targets], strict=True))
         bound = _bind(
             live,
@@ -560,7 +561,6 @@ def check_write_qkv(
             dst_place=place,
             index=found.get("slot_mapping"),
             positions=found.get("rope_positions") if rotates else None,
-            scales=[found[n] for n in scales],
             **params,
         )
         return [bound]

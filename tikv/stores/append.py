@@ -15,7 +15,6 @@ from tikv import launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
 from tikv.errors import DTypeError, PositionError
 from tikv.ops import checks
-from tikv.ops.fixed_scales import of_heads
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.row_copy import bind_copies
@@ -177,24 +176,24 @@ class AppendPlan(Plan):
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K and V, and over positions that it reads."""
         first, batch, heads = self.layers[0], self.batch, self.heads
-        index, params, scaled = None, dict[str, Any](), bool(first.scales)
-        if scaled:
-            params["scale_step"] = self.numbers
+        index, params = None, dict[str, Any]()
+        scales = first.scales_of_rows(heads, self.numbers)
         if not self.counted:
             index = given[2]
             params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
         if self.absolute:
             place, index = Placement("layers"), self._layer_table()
-            rows = zip((first.k, first.v), self.formats, strict=True)
-            dst = [Rows(a, token=a.shape[3], format=format) for a, format in rows]
+            dst = [
+                Rows(a, token=a.shape[3], format=format)
+                for a, format in zip((first.k, first.v), self.formats, strict=True)
+            ]
+            # The table says where the heads of each layer begin, as it does of rows.
+            scales = [None if a is None else a._replace(sequence=0, head=0) if a.token else a for a in scales]
         else:
             place = Placement("ring" if first.ring else "linear") if self.counted else Placement("ragged")
             dst = self._rows_of_layers()
             keep = max(0, self.tokens - first.ring) if first.ring else 0
             params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
-            if scaled:
-                slots = first.slots * self.numbers
-                params |= {"scale_group": heads * slots, "scale_head": slots}
         sequence_axis = 0 if batch == 1 else 1
         src = [
             Rows(
@@ -209,14 +208,13 @@ class AppendPlan(Plan):
             self.live,
             self.operation,
             src=src,
-            dst=dst,
+            dst=[rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)],
             widths=self.widths,
             heads=heads,
             tokens=self.tokens,
             groups=len(self.layers) * batch,
             dst_place=place,
             index=index,
-            scales=first.read_scales,
             **params,
         )
 
@@ -294,18 +292,22 @@ class UnevenAppendPlan(AppendPlan):
         found = []
         for b in range(1 if even else self.batch):
             first = b * heads
-            scaled: dict[str, Any] = {}
-            if layer.scales:
-                slots = layer.slots * self.numbers
-                scaled = {"scale_group": slots}
-                scaled |= {"scale_step": self.numbers, "k_scale": first * slots, "v_scale": first * slots}
             src = [
                 Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
                 for a, s in zip(given, strides, strict=False)
             ]
+            scales = layer.scales_by_head(self.numbers, first)
+            stored = zip((layer.k, layer.v), self.stored_widths, self.formats, scales, strict=True)
             dst = [
-                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w, format=format)
-                for a, w, format in zip((layer.k, layer.v), self.stored_widths, self.formats, strict=True)
+                Rows(
+                    a,
+                    sequence=layer.slots * w,
+                    token=w,
+                    first=first * layer.slots * w,
+                    format=format,
+                    scale=scale,
+                )
+                for a, w, format, scale in stored
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
             found += bind_copies(
@@ -319,10 +321,7 @@ class UnevenAppendPlan(AppendPlan):
                 groups=groups,
                 dst_place=Placement("ragged"),
                 index=index,
-                scales=[a if a is None or a.ndim > 2 else of_heads(a, first) for a in layer.read_scales],
-                fixed_group=layer.divisor_step,
                 **params,
-                **scaled,
             )
         return found
 

@@ -16,8 +16,8 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.formats import GroupFormat
 from tikv.ops.attention.by_channel import channel_scores
-from tikv.ops.layouts import Placement, Rows
-from tikv.ops.quantize import group_scale_arguments
+from tikv.ops.layouts import Placement, Rows, Scale
+from tikv.ops.quantize import scale_of_groups
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.attend import AttentionScale, kept_plan
@@ -111,23 +111,15 @@ class ChannelCodes:
             **of_sequences,
             **of_ring,
         ).bound.launch()
-        codes, numbers = self.k_codes.strides, self.k_numbers.strides
         bind_copy(
             self.runtime,
             operation,
             src=[Rows(turned, sequence=one_head, token=group)],
-            dst=[
-                Rows(self.k_codes, sequence=codes[1], token=codes[3], first=at // group * codes[2], format=self.format)
-            ],
+            dst=[self._keys(at // group)],
             widths=[group],
             heads=1,
             tokens=self.width,
             groups=self.batch * self.heads,
-            scales=[self.k_numbers],
-            scale=self.k_numbers.dtype,
-            scale_group=numbers[1],
-            scale_step=numbers[3],
-            k_scale=at // group * numbers[2],
         ).bound.launch()
         bind_copy(
             self.runtime,
@@ -136,42 +128,41 @@ class ChannelCodes:
             dst=[self._values],
             widths=[self.width_v],
             dst_position=at,
-            **self._value_scales,
             **of_sequences,
             **of_ring,
         ).bound.launch()
         self.tokens += group
 
+    def _keys(self, group: int) -> Rows:
+        """The keys of a group of tokens and those behind, a channel a row, each head a sequence of its own."""
+        codes, numbers = self.k_codes.strides, self.k_numbers.strides
+        scale = Scale(self.k_numbers, sequence=numbers[1], token=numbers[3], first=group * numbers[2])
+        return Rows(
+            self.k_codes, sequence=codes[1], token=codes[3], first=group * codes[2], format=self.format, scale=scale
+        )
+
     @property
     def _values(self) -> Rows:
         sequence, head, token, _ = self.v_codes.strides
-        return Rows(self.v_codes, sequence=sequence, head=head, token=token, format=self.format)
-
-    @property
-    def _value_scales(self) -> dict[str, Any]:
-        return group_scale_arguments([self.v_numbers], token=2, head=1, sequence=0)
+        scale = scale_of_groups(self.v_numbers, token=2, head=1, sequence=0)
+        return Rows(self.v_codes, sequence=sequence, head=head, token=token, format=self.format, scale=scale)
 
     def decode(self, operation: str, k: ArrayView, v: ArrayView) -> None:
         """The numbers that the codes stand for, into the first tokens of (batch, H, n, D) float32 arrays."""
         group, groups = self.format.group, self.tokens // self.format.group
         if not groups:
             return
-        codes, numbers = self.k_codes.strides, self.k_numbers.strides
         turned = new_array((self.batch * self.heads, groups * self.width, group), dtypes.float32, self.runtime)
         one_head = turned.strides[0]
         bind_copy(
             self.runtime,
             operation,
-            src=[Rows(self.k_codes, sequence=codes[1], token=codes[3], format=self.format)],
+            src=[self._keys(0)],
             dst=[Rows(turned, sequence=one_head, token=group)],
             widths=[group],
             heads=1,
             tokens=groups * self.width,
             groups=self.batch * self.heads,
-            scales=[self.k_numbers],
-            scale=self.k_numbers.dtype,
-            scale_group=numbers[1],
-            scale_step=numbers[3],
         ).bound.launch()
         of_sequences: dict[str, Any] = {"heads": self.heads, "tokens": self.tokens, "groups": self.batch}
         to = [rows_of(k), rows_of(v)]
@@ -192,7 +183,6 @@ class ChannelCodes:
             src=[self._values],
             dst=to[1:],
             widths=[self.width_v],
-            **self._value_scales,
             **of_sequences,
         ).bound.launch()
 

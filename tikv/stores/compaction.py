@@ -172,7 +172,6 @@ def _gather_by_head(
     src: Sequence[Rows],
     to: Sequence[ArrayView],
     widths: Sequence[int],
-    **scaled: Any,
 ) -> None:
     """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
     for launch in bind_copies(
@@ -189,7 +188,6 @@ def _gather_by_head(
         index=index,
         index_group=index.shape[-1],
         index_step=1,
-        **scaled,
     ):
         launch.bound.launch()
 
@@ -205,13 +203,10 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
     widths = memory.head_dim, memory.head_dim_v
     out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows]
     if slots.size:
-        scaled: dict[str, Any] = {"scales": layer.read_scales, "fixed_group": layer.divisor_step}
-        if layer.scales:
-            scaled |= {"scale_group": layer.slots * memory.numbers, "scale_step": memory.numbers}
         index = to_device(slots.astype(np.int32), live)
-        rows = zip((layer.k, layer.v), memory.formats, strict=True)
-        src = [_rows_by_head(a)._replace(format=format) for a, format in rows]
-        _gather_by_head(operation, memory, layer, index, src, out, widths, **scaled)
+        rows = zip((layer.k, layer.v), memory.formats, layer.scales_by_head(memory.numbers), strict=True)
+        src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
+        _gather_by_head(operation, memory, layer, index, src, out, widths)
         live.synchronize()  # the index is this call's own
     return CacheArray(out[0], live), CacheArray(out[1], live)
 

@@ -12,8 +12,8 @@ from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.formats import GroupFormat
-from tikv.ops.fixed_scales import head_step
-from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, reduced_position
+from tikv.ops.fixed_scales import fixed_scale, head_step
+from tikv.ops.layouts import LINEAR, Formats, Placement, Rows, Scale, reduced_position
 from tikv.ops.row_copy import bind_copies, bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.kept import HeadLengths, Kept, lengths_of
@@ -93,10 +93,26 @@ class Layer:
         k, v = self.divisors
         return self.k_scale if k is None else k, self.v_scale if v is None else v
 
-    @property
-    def divisor_step(self) -> int:
-        """Entries from a head's divisor to the next head's."""
-        return max((head_step(a) for a in self.divisors if a is not None), default=0)
+    def scales_of_rows(self, heads: int, numbers: int) -> list[Scale | None]:
+        """`read_scales`, and where they lie: `numbers` a slot of each of so many heads."""
+        of_head = self.slots * numbers
+        return [
+            None if a is None else fixed_scale(a) if a.ndim < 3 else Scale(a, heads * of_head, numbers, of_head)
+            for a in self.read_scales
+        ]
+
+    def scales_by_head(self, numbers: int, first: int = 0) -> list[Scale | None]:
+        """The same with each head a sequence of its own, from that of `first` on."""
+        of_head = self.slots * numbers
+        found: list[Scale | None] = []
+        for a in self.read_scales:
+            if a is None:
+                found.append(None)
+            elif a.ndim < 3:
+                found.append(Scale(a, sequence=head_step(a), first=first * head_step(a)))
+            else:
+                found.append(Scale(a, sequence=of_head, token=numbers, first=first * of_head))
+        return found
 
     def slot_of(self, position: int) -> int:
         """The slot of a position."""
@@ -326,20 +342,18 @@ class LayerMemory:
             "sinks": layer.sinks,
             "ring": layer.ring,
         }
-        if layer.scales:
-            n = self.numbers
-            params.update(scale_group=self.num_kv_heads * layer.slots * n, scale_head=layer.slots * n, scale_step=n)
+        scales = layer.scales_of_rows(self.num_kv_heads, self.numbers)
+        stored = zip((layer.k, layer.v), self.formats, scales, strict=True)
         for launch in bind_copies(
             self.runtime,
             operation,
-            src=[rows_of(a)._replace(format=f) for a, f in zip((layer.k, layer.v), self.formats, strict=True)],
+            src=[rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored],
             dst=[rows_of(a, at) for a in out],
             widths=(self.head_dim, self.head_dim_v),
             heads=self.num_kv_heads,
             tokens=tokens,
             groups=self.batch_size,
             src_place=Placement("ring") if layer.ring else LINEAR,
-            scales=layer.read_scales,
             **params,
         ):
             launch.bound.launch()
