@@ -3,6 +3,8 @@
 import pathlib
 import sys
 
+from tikv import extras
+
 INK = {"light": "#1f2328", "dark": "#e6edf3"}
 COLOURS = {"tikv": "#2da44e", "torch": "#e36209", "numpy": "#6e7781"}
 
@@ -20,8 +22,7 @@ def plain(axes):
 
 def save(make, stem):
     """STEM-light.svg and STEM-dark.svg of the figure that `make` draws for a theme; the same bytes each time."""
-    import matplotlib
-
+    matplotlib = extras.need("matplotlib", "a picture")
     matplotlib.use("svg")
     matplotlib.rcdefaults()
     matplotlib.rcParams.update({"svg.hashsalt": "tikv", "font.size": 8})

@@ -28,6 +28,7 @@ import numpy as np
 from model import Model
 
 import tikv
+from tikv import extras
 
 SINKS = 4  # first tokens that streaming keeps
 WINDOW = 16  # newest queries that an observation window asks, and newest tokens that it keeps
@@ -194,8 +195,7 @@ def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[f
 
 def plot(rows: list[tuple], path: Path) -> None:
     """Bytes kept against the loss, a line for each way."""
-    import matplotlib
-
+    matplotlib = extras.need("matplotlib", "--plot")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -227,6 +227,11 @@ def main() -> None:
         parser.error(
             f"--prompt and --continuation are at most {model.config['max_position_embeddings']} tokens together"
         )
+    if given.plot:
+        try:
+            extras.need("matplotlib", "--plot")
+        except tikv.MissingPackageError as error:
+            parser.error(str(error))
     text = given.text.read_text(encoding="utf-8")
     try:
         excerpts = model.excerpts(text, given.excerpts, length)

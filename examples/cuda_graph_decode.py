@@ -12,11 +12,12 @@ import sys
 import time
 
 import tikv
+from tikv import extras
 
 try:
     import torch
 except ImportError as error:
-    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[torch]'")
+    sys.exit(f"{__doc__}\n{extras.missing('This example', error)}")
 
 
 class Model(torch.nn.Module):

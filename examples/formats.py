@@ -25,6 +25,7 @@ import numpy as np
 from model import Model
 
 import tikv
+from tikv import extras
 
 FORMATS = {
     "float32": "float32",
@@ -108,8 +109,7 @@ def measure(model: Model, excerpts: list[list[int]], names: list[str], context: 
 
 def plot(rows: list[tuple], path: Path) -> None:
     """Bytes of a token against the loss."""
-    import matplotlib
-
+    matplotlib = extras.need("matplotlib", "--plot")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -137,6 +137,11 @@ def main() -> None:
     most = model.config["max_position_embeddings"]
     if not 2 <= given.tokens <= most or given.excerpts < 1 or given.context < 1:
         parser.error(f"--tokens takes 2 to {most}, --excerpts and --context at least 1")
+    if given.plot:
+        try:
+            extras.need("matplotlib", "--plot")
+        except tikv.MissingPackageError as error:
+            parser.error(str(error))
     text = given.text.read_text(encoding="utf-8")
     try:
         excerpts = model.excerpts(text, given.excerpts, given.tokens)

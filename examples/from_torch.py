@@ -7,11 +7,12 @@ import argparse
 import sys
 
 import tikv
+from tikv import extras
 
 try:
     import torch
 except ImportError as error:
-    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[torch]'")
+    sys.exit(f"{__doc__}\n{extras.missing('This example', error)}")
 
 
 def main():

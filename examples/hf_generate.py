@@ -9,13 +9,15 @@ import inspect
 import sys
 import time
 
+from tikv import extras
+
 try:
     import torch
     import transformers
 
     from tikv.integrations.transformers import TikvCache
 except ImportError as error:
-    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[transformers]'")
+    sys.exit(f"{__doc__}\n{extras.missing('This example', error, 'transformers')}")
 
 
 # The argument has this name since transformers 5.24.

@@ -23,13 +23,14 @@ from memory import PagedMemory, StoreMemory, pool_for
 from model import FILE_START, Model
 
 import tikv
+from tikv import extras
 from tikv.distributed import ShardedKVCacheStore, recv_sequence, send_sequence
 
 try:
     import torch
     import torch.distributed as dist
 except ImportError as error:
-    sys.exit(f"{__doc__}\nThis example needs {error.name}: pip install 'taichi-kv[torch]'")
+    sys.exit(f"{__doc__}\n{extras.missing('This example', error)}")
 
 PROMPT = 'class Cache:\n    """Keys and values of the tokens so far."""\n\n    def __init__(self, size):\n'
 

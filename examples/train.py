@@ -34,7 +34,8 @@ try:
     from safetensors.torch import save as serialize
     from torch import nn
 except ImportError as error:
-    sys.exit(f"{__doc__}\nThis program needs {error.name}: pip install 'torch>=2.9' 'taichi-kv[examples]'")
+    how = "pip install 'torch>=2.9' 'taichi-kv[examples]'; in a clone pip install 'torch>=2.9' -e '.[examples]'"
+    sys.exit(f"{__doc__}\nThis program needs {error.name}: {how}")
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 # Tests and tables outweigh the library itself and read alike: a small model would learn little else.

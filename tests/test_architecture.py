@@ -12,7 +12,9 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tikv"
 # From the ground up. A name is a module or a folder of tikv; those of one line do not import each other.
 # The outer __init__ only lists public names, and nobody inside imports it.
 FLOORS = [
-    ["engines", "errors"],
+    ["errors"],
+    ["extras"],
+    ["engines"],
     ["dtypes"],
     ["formats", "forks", "opaque", "reference"],
     ["runtime"],
@@ -33,6 +35,7 @@ TOP = (
     "dtypes",
     "engines",
     "errors",
+    "extras",
     "formats",
     "forks",
     "opaque",

@@ -15,6 +15,7 @@ TREE = {
     "CapacityError": ValueError,
     "PositionError": IndexError,
     "ArchError": RuntimeError,
+    "MissingPackageError": ImportError,
     "GroupError": RuntimeError,
     "StaleRuntimeError": RuntimeError,
     "CacheFileError": OSError,

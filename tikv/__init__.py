@@ -7,6 +7,7 @@ stand in `__init__.pyi` and are loaded from there on first use.
 import importlib
 import pathlib
 import re
+import sys
 
 from tikv import forks as _forks  # it watches from here on
 from tikv import opaque as _opaque
@@ -34,8 +35,10 @@ def __getattr__(name: str) -> object:
         holder = importlib.import_module(home)
         # A name is something that its home defines, or a module in it.
         value = vars(holder)[name] if name in vars(holder) else importlib.import_module(f"{home}.{name}")
-    except ModuleNotFoundError as error:  # as an AttributeError, which is what hasattr and inspect expect
-        raise AttributeError(f"tikv.{name} needs {error.name}, which is not installed") from error
+    except ImportError as error:
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":  # `from tikv import ...`, which would lose the reason
+            raise
+        raise AttributeError(str(error)) from None  # which is what hasattr and inspect expect
     globals()[name] = value
     _opaque.mark()
     return value

@@ -21,6 +21,7 @@ from tikv.errors import CapacityError as CapacityError
 from tikv.errors import CopyError as CopyError
 from tikv.errors import DTypeError as DTypeError
 from tikv.errors import GroupError as GroupError
+from tikv.errors import MissingPackageError as MissingPackageError
 from tikv.errors import OptionError as OptionError
 from tikv.errors import PositionError as PositionError
 from tikv.errors import ShapeError as ShapeError

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
 
+from tikv import extras
+
 
 class Engine:
     """What is asked of an engine. The methods work once it has been imported; they are written for Taichi 1.7."""
@@ -193,7 +195,7 @@ class _Quadrants(Engine):
 
     @property
     def remedy(self) -> str:
-        return f"Install taichi-kv[quadrants], which is {self.requirement}, on {self.pythons}."
+        return f"{extras.install(self.name)}, which is {self.requirement}, on {self.pythons}."
 
     @property
     def front(self) -> Any:

@@ -36,6 +36,10 @@ class ArchError(TikvError, RuntimeError):
     """A back end, device, driver or library that is missing or does not match."""
 
 
+class MissingPackageError(ArchError, ImportError):
+    """A package that this library can do without is needed and not installed; the message says what to install."""
+
+
 class GroupError(TikvError, RuntimeError):
     """A group of processes that is missing or gone, lost one of them, or disagrees on a call."""
 

@@ -5,7 +5,7 @@ import types
 import pytest
 
 import tikv
-from tikv import engines, launch
+from tikv import engines, extras, launch
 from tikv.launch import compiled, launcher
 from tikv.launch.cuda import driver, legacy_stream, ptx
 
@@ -137,7 +137,7 @@ def test_another_gpu_needs_the_native_launcher(choice):
         launcher.require_native(SECOND, "copy")
     assert str(caught.value) == (
         "copy: cuda:1 needs the native launcher, and the launcher in use is 'direct' (asked for); Taichi's own drives "
-        "cuda:0 alone. Install taichi-kv[cuda], or start a process that sees cuda:1 alone, by CUDA_VISIBLE_DEVICES."
+        f"cuda:0 alone. {extras.install('cuda')}, or start a process that sees cuda:1 alone, by CUDA_VISIBLE_DEVICES."
     )
 
 

@@ -10,7 +10,10 @@ from tikv import engines, runtime
 
 OPERATION = "tikv.copy(np.ones((1, 1, 4), np.float32), np.zeros((1, 2, 4), np.float32), position=0)"
 TAICHI = "Install taichi>=1.7.4,<1.8 on CPython 3.10-3.13."
-QUADRANTS = "Install taichi-kv[quadrants], which is quadrants>=1.4,<1.5, on CPython 3.12-3.14."
+QUADRANTS = (
+    'Install taichi-kv[quadrants] (pip install "taichi-kv[quadrants]"; in a clone pip install -e ".[quadrants]"), '
+    "which is quadrants>=1.4,<1.5, on CPython 3.12-3.14."
+)
 
 
 def used_and_other():

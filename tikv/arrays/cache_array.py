@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, extras, runtime
 from tikv.arrays import dlpack, mps
 from tikv.arrays.array_view import ArrayView, describe
 from tikv.arrays.memory import as_numpy, read_host, to_device
@@ -106,13 +106,10 @@ class CacheArray(runtime.NotCopied):
         A tensor on MPS is gone when the engine is started again.
 
         Raises:
-            ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch has no view of it; or torch is not
-                installed.
+            ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch has no view of it.
+            MissingPackageError: torch is not installed.
         """
-        try:
-            import torch
-        except ImportError as error:
-            raise ArchError("CacheArray.torch: torch is not installed. Install taichi-kv[torch].") from error
+        torch = extras.need("torch", "CacheArray.torch")
         array = self.view_for("CacheArray.torch")
         return mps.as_torch(array, self._runtime) if array.device in runtime.SPIRV_ARCHS else torch.from_dlpack(self)
 

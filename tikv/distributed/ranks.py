@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from tikv import extras
 from tikv.errors import GroupError
 
 
@@ -108,12 +109,10 @@ def distributed(operation: str) -> Any:
     """The module torch.distributed.
 
     Raises:
-        GroupError: torch is not installed, or was built without it.
+        MissingPackageError: torch is not installed.
+        GroupError: it was built without torch.distributed.
     """
-    try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise GroupError(f"{operation}: torch is not installed. Install taichi-kv[torch].") from error
+    dist = extras.need("torch.distributed", operation)
     if not dist.is_available():
         raise GroupError(f"{operation}: this torch was built without torch.distributed. Install one that has it.")
     return dist

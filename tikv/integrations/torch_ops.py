@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-import torch
-from torch import Tensor
+from tikv import extras
+
+try:
+    import torch
+    from torch import Tensor
+
+    extras.require_version(torch)
+except ImportError as error:
+    raise extras.missing("tikv.torch_ops", error) from None
 
 from tikv.errors import OptionError
 from tikv.ops import attention, copy, paged, ragged

@@ -9,7 +9,17 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from transformers import cache_utils
+from tikv import extras
+
+try:
+    import torch  # without it transformers is there, and fails when it is used
+    import transformers
+    from transformers import cache_utils
+
+    extras.require_version(torch)
+    extras.require_version(transformers)
+except ImportError as error:
+    raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
 
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations import _transformers_shim as shim

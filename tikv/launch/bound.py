@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, extras, runtime
 from tikv.arrays import ArrayView, CudaBytes, host_bytes
 from tikv.dtypes import NUMPY_WORDS
-from tikv.errors import ArchError
 from tikv.launch.vectors import fields_of, place_in, places_of
 
 if TYPE_CHECKING:
@@ -199,11 +198,6 @@ def _flat_array(array: ArrayView, word: str, extent: int | None) -> Any:
     count = max(1, array.span // dtype.itemsize) if extent is None else extent
     if array.device == "cpu":
         return host_bytes(array.ptr, count * dtype.itemsize).view(dtype)
-    try:
-        import torch
-    except ImportError as error:
-        raise ArchError(
-            "launch: TIKV_LAUNCHER=public on CUDA needs torch. Install taichi-kv[torch] or unset it."
-        ) from error
+    torch = extras.need("torch", "launch: TIKV_LAUNCHER=public on CUDA")
     found = torch.as_tensor(CudaBytes(array.ptr, count * dtype.itemsize), device=array.device)
     return found.view(dtypes.to_torch(dtype.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tikv import runtime
+from tikv import extras, runtime
 from tikv.errors import ArchError
 from tikv.launch.cuda import driver
 
@@ -89,8 +89,8 @@ def require_native(live: runtime.Runtime, operation: str) -> None:
         return
     raise ArchError(
         f"{operation}: {live.device} needs the native launcher, and the launcher in use is {name!r} ({why}); "
-        f"{live.engine.title}'s own drives cuda:0 alone. Install taichi-kv[cuda], or start a process that sees "
-        f"{live.device} alone, by CUDA_VISIBLE_DEVICES."
+        f"{live.engine.title}'s own drives cuda:0 alone. {extras.install('cuda')}, or start a process that "
+        f"sees {live.device} alone, by CUDA_VISIBLE_DEVICES."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, extras, runtime
 from tikv.dtypes import DType
 from tikv.errors import CacheFileError, CapacityError, DTypeError, TikvError
 from tikv.formats import GroupFormat, parse_format
@@ -58,8 +58,7 @@ def write_tensors(
         CacheFileError: the name does not end in .safetensors, its description would be too long to be read again, or
             the system refuses to write.
     """
-    from safetensors.numpy import save
-
+    save = extras.need("safetensors.numpy", operation).save
     target_of(path, operation)
     data = save({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, metadata)
     tensor_file.require_described(data, operation)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tikv import runtime
+from tikv import extras, runtime
 from tikv.errors import ArchError
 
 MULTIPROCESSOR_COUNT, CAPABILITY_MAJOR = 16, 75  # in the driver's CUdevice_attribute
@@ -30,7 +30,7 @@ def binding() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except Exception as error:
-        raise ArchError(f"cuda-bindings cannot be imported ({error}). Install taichi-kv[cuda].") from error
+        raise ArchError(f"cuda-bindings cannot be imported ({error}). {extras.install('cuda')}.") from error
 
 
 def checked(result: Any, what: str) -> Any:

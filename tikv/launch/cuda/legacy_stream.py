@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tikv import extras
 from tikv.errors import ArchError
 from tikv.launch import launcher
 from tikv.launch.bound import Bound, FreshBound, PublicBound
@@ -17,7 +18,7 @@ class OnLegacyStream(Bound):
             why = launcher.fallbacks.get(kernel.name) or launcher.launcher_report(kernel.runtime)["why"]
             used = kernel.runtime.engine
             way_out = (
-                "Pass arrays on the device, and install taichi-kv[cuda]"
+                f"Pass arrays on the device. {extras.install('cuda')}"
                 if used.has_known_ptx
                 else "Use engine='taichi' for CUDA graphs"
             )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from tikv import runtime
+from tikv import extras, runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType, float16, float32
-from tikv.errors import ArchError
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 from tikv.ops.attention.terms import NAMES
 
@@ -58,10 +57,7 @@ def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dty
 def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: int, first_valid: int) -> None:
     """The same by torch's `scaled_dot_product_attention` over the same memory."""
     options, q = plan.options, arrays["q"]
-    try:
-        import torch
-    except ImportError as error:
-        raise ArchError(f"{plan.operation}: torch is not installed. Install taichi-kv[torch].") from error
+    torch = extras.need("torch", f"{plan.operation}: impl='torch'")
     queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], plan.live)) for n in ("q", "k", "v", "out"))
     if q.ndim == 3:
         queries, to = queries[:, :, None], to[:, :, None]
