@@ -1,7 +1,7 @@
 """Look for what is missing in the site that mkdocs made: `python docs/check_site.py SITE`.
 
-mkdocs itself checks the links of Markdown alone: not what pages say by HTML of their own, and not what the docstrings of
-a class or of those it inherits from should have given.
+mkdocs itself checks the links of Markdown alone: not what pages say by HTML of their own, and not what the docstrings
+of a class or of those it inherits from should have given.
 """
 
 import ast
