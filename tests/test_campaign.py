@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from campaign import contiguous, paged
 
-from tikv.stores.layer import LayerMemory
-from tikv.stores.layer_pools import LayerPools
+from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.pools.memory import LayerPools
 
 RUN = pathlib.Path(__file__).parent / "campaign" / "run.py"
 

@@ -7,7 +7,7 @@ import pytest
 from tikv import dtypes, formats, reference
 from tikv.errors import DTypeError, OptionError
 from tikv.ops.quantize import quantize
-from tikv.stores.storage import RowForm, appended
+from tikv.stores.row_format import RowFormat, appended
 
 WIDTH = 128
 KEPT = [row if isinstance(row, formats.GroupFormat) else row.stored for row in formats.FORMATS.values()]
@@ -36,7 +36,7 @@ def test_a_row_says_what_the_reference_makes(rng, name):
 
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 def test_a_store_makes_room_for_what_a_row_says(kept):
-    form, row = RowForm(kept, WIDTH), formats.format_of(kept)
+    form, row = RowFormat(kept, WIDTH), formats.format_of(kept)
     assert row is formats.FORMATS[str(row)]
     assert formats.OF_CODE[row.code] is row
     assert (form.stored, form.numbers) == (row.stored, row.numbers_of(WIDTH))
@@ -48,7 +48,7 @@ def test_a_store_makes_room_for_what_a_row_says(kept):
 @pytest.mark.parametrize("kept", [dtype for dtype in dtypes.STORED if dtype not in KEPT], ids=str)
 def test_other_dtypes_have_no_row(kept):
     assert formats.format_of(kept) is None
-    assert RowForm(kept, WIDTH).numbers == 0
+    assert RowFormat(kept, WIDTH).numbers == 0
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)

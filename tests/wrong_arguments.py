@@ -16,8 +16,8 @@ from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.ops.plan import Plan
 from tikv.runtime.cache import BoundedCache
-from tikv.stores.device_tables import DeviceTables
-from tikv.stores.whole import StoreLock
+from tikv.stores.locking import StoreLock
+from tikv.stores.pools.tables import DeviceTables
 
 HEADS, Q_HEADS, WIDTH, HUGE = 2, 4, 16, 10**30
 Wrong = dict[str, Any]  # values of one argument, by what is wrong with them

@@ -52,10 +52,10 @@ from tikv.ops.rotate import rotate as rotate
 from tikv.ops.write_qkv import norm_rope as norm_rope
 from tikv.ops.write_qkv import write_qkv as write_qkv
 from tikv.runtime import init as init
-from tikv.stores.block_pool import BlockPool as BlockPool
-from tikv.stores.contiguous import KVCacheStore as KVCacheStore
-from tikv.stores.paged import PagedKVCacheStore as PagedKVCacheStore
+from tikv.stores.pool import PagedKVCacheStore as PagedKVCacheStore
+from tikv.stores.pools.blocks import BlockPool as BlockPool
 from tikv.stores.step import compile_step as compile_step
+from tikv.stores.store import KVCacheStore as KVCacheStore
 from tikv.tools.doctor import info as info
 
 __version__: str

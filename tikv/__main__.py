@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from tikv import runtime
 from tikv.compat.seeds import spec
 from tikv.errors import TikvError
-from tikv.stores import draw, replacing
+from tikv.stores import picture
+from tikv.stores.files import replacing
 from tikv.tools import doctor, table
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         for machine, rows in runs:
             show_bench(machine, rows)
     if arguments.plot and runs:
-        draw.save(bench.picture(runs[0][1], runs[0][0]), arguments.plot, "bench")
+        picture.save(bench.picture(runs[0][1], runs[0][0]), arguments.plot, "bench")
         print(f"drew {arguments.plot}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
@@ -298,7 +299,7 @@ def seconds(text: str) -> float:
 def svg(text: str) -> str:
     """An argument that is a picture to write; known to be wrong before anything is timed."""
     try:
-        return str(draw.target_of(text, "bench"))
+        return str(picture.target_of(text, "bench"))
     except TikvError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

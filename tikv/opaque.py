@@ -24,7 +24,7 @@ REASON = (
     "tikv counts tokens and launches kernels in Python, outside of compiled graphs. Leave fullgraph=True out; or call "
     "the operators of tikv.torch_ops, which stay in a graph"
 )
-TRACED = ("tikv.integrations", "tikv.stores.growing")
+TRACED = ("tikv.integrations", "tikv.stores.layers.growing")
 
 _RULES = "torch._dynamo.trace_rules"  # Dynamo's module with the list of files that it leaves alone
 _marked: set[str] = set()  # modules whose functions say why they are left alone

@@ -18,7 +18,7 @@ from capture import captured
 import tikv
 from tikv.arrays import view
 from tikv.distributed import ShardedKVCacheStore, recv_sequence, send_sequence
-from tikv.stores.attend import AttentionScale
+from tikv.ops.attention.request import AttentionScale
 
 HEADS, GROUP, WIDTH = 8, 4, 128
 rows: list[tuple[str, str]] = []

@@ -11,7 +11,7 @@ import pytest
 
 import tikv
 from tikv import reference, runtime
-from tikv.stores.kept import HeadLengths
+from tikv.stores.layers.counts import HeadLengths
 
 PAGE, WIDTH, GROUP = 16, 128, 4
 BATCHES = {"cuda": 32, "cpu": 8}

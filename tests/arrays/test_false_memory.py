@@ -91,7 +91,7 @@ def test_a_tensor_without_all_of_its_memory(arch, rng, kind):
 def test_in_a_decode_loop_too(arch, rng, kind, monkeypatch):
     """Where arrays are only looked at as far as they may differ: `append` and the layer of transformers' cache."""
     torch = pytest.importorskip("torch")
-    from tikv.stores.growing import GrowingLayer
+    from tikv.stores.layers.growing import GrowingLayer
 
     wrong, message = TENSORS[kind][0](torch), TENSORS[kind][1]
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=64, dtype="float32")

@@ -19,8 +19,8 @@ from tikv.arrays.memory import room_for
 from tikv.dtypes import DType
 from tikv.runtime import engine
 from tikv.runtime.dropped import KEPT_BYTES, Array, Dropped
-from tikv.stores import storage
-from tikv.stores.growing import GrowingLayer
+from tikv.stores import limits
+from tikv.stores.layers.growing import GrowingLayer
 
 RESIDENT = """
 import os, subprocess, sys
@@ -111,7 +111,7 @@ def paged():
 def memories(owner):
     """Weak references to the memory below a store, a step or a pool."""
     store = getattr(owner, "store", owner)
-    arrays = (store._memory.layers if hasattr(store, "_memory") else store._pools.groups)[0].arrays
+    arrays = (store._storage.counts if hasattr(store, "_storage") else store._pages.pools.groups)[0].arrays
     return [weakref.ref(a.owner) for a in arrays]
 
 
@@ -219,7 +219,7 @@ def test_memory_that_is_not_there_is_a_capacity_error(arch, capfd, monkeypatch):
         with pytest.raises(tikv.CapacityError, match=rf"^memory: {live.device} has no room for {nbytes} bytes"):
             Memory(nbytes, live)
         assert is_as_before()
-    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2**60)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2**60)
     heads = 32 if live.is_spirv else 2**20
     with pytest.raises(tikv.CapacityError, match=f"^memory: {live.device} has no room for"):
         tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=128, capacity=2**19)

@@ -120,7 +120,7 @@ class Contiguous:
     def fill(self) -> None:
         """Let every bit of the memory be a random one; on a GPU, where rows can be appended only, of rows."""
         if self.arch == "cpu":
-            for layer in self.store._layers:
+            for layer in self.store._storage.counts:
                 for a in layer.arrays:
                     arrays.write_host(oracle.random_bits(self.rng, a.shape, a.dtype.numpy), a)
             return
@@ -149,7 +149,7 @@ class Contiguous:
             self.views, self.seen = {}, self.store.memory_version
         found = self.views.get(layer)
         if found is None:
-            found = contents([self.store._layers[layer].arrays], self.arch)[0]
+            found = contents([self.store._storage.counts[layer].arrays], self.arch)[0]
             if self.arch == "cpu":
                 self.views[layer] = found
         return [a.copy() for a in found] if copied else found
@@ -167,7 +167,7 @@ class Contiguous:
         if self.arch == "cpu":
             memory = [self.memory_of(number) for number in range(LAYERS)]
         else:
-            memory = contents([layer.arrays for layer in self.store._layers], self.arch)
+            memory = contents([layer.arrays for layer in self.store._storage.counts], self.arch)
         for number, layer in enumerate(self.layers):
             for name, got, want in zip(("k", "v", "k_scale", "v_scale"), memory[number], layer.memory, strict=False):
                 if got.tobytes() != want.tobytes():

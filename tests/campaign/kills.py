@@ -62,7 +62,7 @@ def save_for_ever(path: str, kind: str, arch: str, saved) -> None:
 def run(settings: Settings, progress: Progress) -> None:
     # Forked from a process that has loaded Taichi and not started it: a child begins in a tenth of the time.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["tikv.stores.contiguous", "tikv.stores.paged", "campaign.kills"])
+    processes.set_forkserver_preload(["tikv.stores.store", "tikv.stores.pool", "campaign.kills"])
     number, mid_save = settings.only or 0, 0
     while not progress.over:
         chance = random.Random(f"{settings.seed} {number}")

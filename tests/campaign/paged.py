@@ -50,7 +50,7 @@ class Paged:
         self.known: dict[Any, np.ndarray] = {}  # rows by the tokens up to theirs, as a model would compute them
         self.store = self.make()
         self.views: list[list[np.ndarray]] | None = None
-        for group in self.store._pools.groups:
+        for group in self.store._pages.pools.groups:
             for a in group.arrays:
                 arrays.write_host(oracle.random_bits(rng, a.shape, a.dtype.numpy), a)
         self.pools = self.memory(copied=True)
@@ -72,7 +72,7 @@ class Paged:
         """Of each layer K, V and scales: on the CPU where they lie, from elsewhere copies."""
         found = self.views
         if found is None:
-            found = contents(self.store._pools.layers, self.arch)
+            found = contents(self.store._pages.pools.layers, self.arch)
             if self.arch == "cpu":
                 self.views = found
         return [[a.copy() for a in layer] for layer in found] if copied else found

@@ -7,14 +7,22 @@ import tikv
 from tikv import runtime
 from tikv.arrays import view
 from tikv.distributed.deal import Deal
-from tikv.distributed.dealt_store import DealtStore
+from tikv.distributed.dealt import DealtLayers
 from tikv.ops.attention.merge import merge_parts
+from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
 from tikv.ops.deal import deal
-from tikv.stores.attend import AttentionScale
+from tikv.stores.layers.storage import StoreForm
 
 torch = pytest.importorskip("torch")
 PLAIN = AttentionScale(None, None)
+
+
+def dealt(deal, **form):
+    """A rank's store and the storage behind it."""
+    found = StoreForm.checked("KVCacheStore", **form)
+    storage = DealtLayers(runtime.current(), found, deal)
+    return tikv.KVCacheStore.over(found, storage), storage
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 4), (5, 64)])
@@ -73,10 +81,11 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
     own_slopes = Terms(**slopes).views("extend")
     form = {"num_layers": 2, "num_kv_heads": 6, "head_dim": 8, "capacity": 64, "dtype": "float32"}
     form |= {"window": [9, None], "sinks": 2}
-    one, shares = tikv.KVCacheStore(**form), [DealtStore(Deal(rank, 2, 4), **form) for rank in range(2)]
+    one, ranks = tikv.KVCacheStore(**form), [dealt(Deal(rank, 2, 4), **form) for rank in range(2)]
+    shares = [storage for _, storage in ranks]
     for tokens in (21, 1, 1, 6):
         if tokens == 6:
-            for store in (one, *shares):
+            for store in (one, *(store for store, _ in ranks)):
                 store.trim(2)
         for layer in (0, 1):
             q = rng.standard_normal((1, tokens, 24, 8)).astype(np.float32)
@@ -94,23 +103,23 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
             np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
             if sloped:
                 continue
-            (ranks, places), counts = Deal(0, 2, 4).places(shares[0].held_positions(layer))
+            (owners, places), counts = Deal(0, 2, 4).places(shares[0].held_positions(layer))
             masses = torch.zeros(2, 1, 6, max(counts))
             by_head = np.ascontiguousarray(q.swapaxes(1, 2))
             for store, mass in zip(shares, masses, strict=True):
                 asked = view(by_head, "q", "extend"), view(lse, "lse", "extend")
                 store.weigh_own("extend", layer, *asked, mass, PLAIN)
-            np.testing.assert_allclose(masses[ranks, 0, :, places].T, want_mass[0], rtol=1e-5, atol=1e-5)
-    assert [store.length for store in shares] == [one.length] * 2
+            np.testing.assert_allclose(masses[owners, 0, :, places].T, want_mass[0], rtol=1e-5, atol=1e-5)
+    assert [store.length for store, _ in ranks] == [one.length] * 2
 
 
 @pytest.mark.archs("cpu")
 @pytest.mark.full
 def test_groups_of_codes_are_dealt(arch, rng):
     form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 16, "dtype": "q8_0"}
-    one, share = tikv.KVCacheStore(**form), DealtStore(Deal(0, 1, 4), **form)
+    one, (own, share) = tikv.KVCacheStore(**form), dealt(Deal(0, 1, 4), **form)
     k, v = rng.standard_normal((2, 6, 1, 32)).astype(np.float32)
-    for store in (one, share):
+    for store in (one, own):
         store.append(0, k, v)
     q, part = rng.standard_normal((1, 2, 1, 32)).astype(np.float32), np.zeros((1, 2, 1, 33), np.float32)
     share.attend_own("attend", 0, view(q, "q", "attend"), view(part, "part", "attend"), PLAIN, "raise")

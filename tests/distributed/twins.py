@@ -118,7 +118,7 @@ class Twins:
         first = max(0, length - tokens)
         sinks = one.sinks if window else 0
         for p in range(first, length):
-            if window and sinks <= p < one._counts[layer].valid_from:
+            if window and sinks <= p < one._storage.counts[layer].valid_from:
                 continue  # `one` has lost it
             if self.deal.owns(p):
                 slot = p if not window or p < sinks else sinks + (p - sinks) % (window - sinks)
@@ -246,7 +246,7 @@ class Twins:
         found = object.__new__(Twins)
         vars(found).update(vars(self))
         found.shared, found.heads = shared, shared.heads
-        found.deal = getattr(shared.local, "deal", None) or Deal(0, 1, 1)
+        found.deal = getattr(shared.local._storage, "deal", None) or Deal(0, 1, 1)
         found.memory = [[np.array(a) for a in arrays] for arrays in found.arrays()]
         return found
 

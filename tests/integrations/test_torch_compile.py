@@ -17,7 +17,7 @@ import tikv  # noqa: E402
 from tikv import opaque  # noqa: E402
 from tikv.compat import flash_attn, flashinfer, vllm  # noqa: E402
 from tikv.integrations import torch_ops  # noqa: E402
-from tikv.stores import growing  # noqa: E402
+from tikv.stores.layers import growing  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -61,7 +61,7 @@ def public_functions():
         if base.__module__.startswith("tikv.")
     }
     modules |= {importlib.import_module(f"tikv.compat.{name}") for name in tikv.compat.MODULES}
-    modules |= {importlib.import_module(f"tikv.distributed.{name}") for name in ("sharded", "dealt_store", "transfer")}
+    modules |= {importlib.import_module(f"tikv.distributed.{name}") for name in ("sharded", "dealt", "transfer")}
     modules |= {importlib.import_module(f"tikv.graphs.{name}") for name in ("builder", "graph")}
     return [function for module in modules for function in opaque.functions_of(module)]
 
@@ -71,8 +71,8 @@ def test_no_function_is_traced_but_those_written_for_it(arch):
     functions = public_functions()
     names = {f"{function.__module__}.{function.__qualname__}" for function in functions}
     assert {
-        "tikv.ops.copy.copy", "tikv.stores.contiguous.KVCacheStore.extend", "tikv.stores.contiguous.KVCacheStore.load",
-        "tikv.stores.store_facts.StoreFacts.length", "tikv.stores.paged.PagedKVCacheStore.attend",
+        "tikv.ops.copy.copy", "tikv.stores.store.KVCacheStore.extend", "tikv.stores.store.KVCacheStore.load",
+        "tikv.stores.store.KVCacheStore.length", "tikv.stores.pool.PagedKVCacheStore.attend",
         "tikv.compat.vllm.reshape_and_cache", "tikv.compat.seeds.variants.kv_cache_copy_seq_f32",
         "tikv.distributed.sharded.ShardedKVCacheStore.__init__", "tikv.graphs.graph.Graph.run",
     } <= names  # fmt: skip

@@ -23,7 +23,7 @@ from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_layer as layers  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
-from tikv.stores.growing import GrowingLayer  # noqa: E402
+from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

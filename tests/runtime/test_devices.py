@@ -8,7 +8,7 @@ import pytest
 from tikv import engines, runtime
 from tikv.ops.attention.splits import GPU_BLOCKS
 from tikv.runtime import devices, engine
-from tikv.stores.storage import BLOCK_BYTES, SHARED_BYTES
+from tikv.stores.limits import BLOCK_BYTES, SHARED_BYTES
 from tikv.tools.doctor import REMEDIES
 
 BENCHES = pathlib.Path(__file__).parents[2] / "benches"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tikv
-from tikv.stores import block_pool
+from tikv.stores.pools import blocks as block_pool
 
 
 def test_blocks_are_taken_last_in_first_out_and_all_or_none():

@@ -178,7 +178,7 @@ def test_all_layers_move_in_one_launch(arch, rng, monkeypatch):
     model = Model(rng, arch, "linear", 9)
     keep = np.stack([np.sort(rng.random((1, HEADS, 9)).argsort(axis=-1)[..., :4], axis=-1) for _ in range(2)])
     launches = []
-    from tikv.stores import compaction
+    from tikv.stores.layers import compaction
 
     bind = compaction.bind_in_place
     monkeypatch.setattr(compaction, "bind_in_place", lambda *a: launches.append(a[4]) or bind(*a))

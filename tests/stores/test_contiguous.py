@@ -12,8 +12,8 @@ from launch_counter import count_launches
 
 import tikv
 from tikv import arrays, dtypes, reference
-from tikv.stores import layer as layer_module
-from tikv.stores import storage
+from tikv.stores import limits
+from tikv.stores.layers import memory as layer_module
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -355,7 +355,7 @@ def test_a_batch_that_finds_no_memory_changes_nothing(arch, rng, monkeypatch):
     """Whether a launch could not address it or the device has no more: also of several blocks, made one by one."""
     row = ROWS[2]
     layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
-    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2 * layer_bytes)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2 * layer_bytes)
     kept, model = row.make(), Model(row)
     append_everywhere(rng, arch, kept, model, 4, together=True)
     kept.repeat(2)
@@ -699,8 +699,8 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
     layer_bytes = row.batch * HEADS * 6 * row.widths[1] * 2
     whole = 2**20
     for limit, shared, blocks in ((2 * layer_bytes, whole, 2), (whole, layer_bytes - 1, 3), (layer_bytes, whole, 3)):
-        monkeypatch.setitem(storage.BLOCK_BYTES, arch, limit)
-        monkeypatch.setitem(storage.SHARED_BYTES, arch, shared)
+        monkeypatch.setitem(limits.BLOCK_BYTES, arch, limit)
+        monkeypatch.setitem(limits.SHARED_BYTES, arch, shared)
         kept, model = row.make(), Model(row)
         k, v = model.tokens(rng, 9)
         given = give(arch, k, v)
@@ -713,7 +713,7 @@ def test_blocks_are_split_where_a_launch_ends(arch, rng, monkeypatch, launches):
         kept.reorder([1, 0])
         model.map(lambda a: a[[1, 0]])
         expect(kept, model)
-    monkeypatch.setitem(storage.BLOCK_BYTES, arch, layer_bytes - 1)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, layer_bytes - 1)
     with pytest.raises(tikv.CapacityError, match=rf"layer 0 needs {layer_bytes} bytes in one block .* addresses"):
         row.make()
 
@@ -727,7 +727,7 @@ def test_keys_and_values_are_one_array_to_a_launch_or_two(arch, rng, monkeypatch
         kept, model = row.make(), Model(row)
         for together in (False, True, False):
             append_everywhere(rng, arch, kept, model, 2, together=together)
-        bound = [bound for plan in kept._appends.plans.values() for bound in plan.launches]
+        bound = [bound for plan in kept._storage.appends.plans.values() for bound in plan.launches]
         assert [sum(map(bool, b.kernel.words)) - 1 for b in bound] == [arrays_given] * len(bound)
         expect(kept, model)
 
@@ -752,7 +752,7 @@ def test_a_sequence_without_end(arch, rng, row, start):
         Model(row._replace(window=[6, 6, 6] if row.sinks else [3, 5, 8])),
     )
     append_everywhere(rng, arch, kept, model, 1, together=True)
-    for layer in kept._layers:
+    for layer in kept._storage.counts:
         layer.length = layer.valid_from = start
     newest = []
     for count in (2, 1, 1, 7, 1):
@@ -760,7 +760,7 @@ def test_a_sequence_without_end(arch, rng, row, start):
         kept.append_all(*give(arch, k, v))
         newest += [(k[:, :, t], v[:, :, t]) for t in range(count)]
     assert kept.length == start + len(newest)
-    for x, layer in enumerate(kept._layers):
+    for x, layer in enumerate(kept._storage.counts):
         for i, found in enumerate(kept.tokens(x)):
             want = np.stack([token[i][x] for token in newest[-layer.ring :]], axis=2)
             oracle.assert_same_bits(oracle.to_numpy(found)[:, :, layer.sinks :], want)

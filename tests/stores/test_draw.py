@@ -14,7 +14,7 @@ import pytest
 
 import tikv
 from tikv import reference
-from tikv.stores import draw
+from tikv.stores import picture
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -71,7 +71,7 @@ def test_a_ring_shows_what_the_memory_holds(arch, tokens, trimmed, sinks):
 
 def filled_slots(cache):
     """By the rule of the oracle, the slots of the positions that can be read: sinks, and the newest behind them."""
-    layer = cache._layers[0]
+    layer = cache._storage.counts[0]
     positions = [p for p in range(layer.length) if p < layer.sinks or p >= layer.valid_from]
     return {reference.slots(p, 1, 6, window=6, sinks=layer.sinks)[0] for p in positions}
 
@@ -189,22 +189,24 @@ def test_stores_draw_themselves_in_notebooks_and_to_files(arch, tmp_path):
 
 
 def test_text_is_escaped():
-    svg = draw.slots("<&>(\"'</svg>)", [draw.Slots("<b>", 2, 0, True, 1, 0)])
+    svg = picture.slots("<&>(\"'</svg>)", [picture.Slots("<b>", 2, 0, True, 1, 0)])
     assert words(svg)[:2] == ["<&>", "\"'</svg>"]
     assert words(svg)[2] == "<b>: window 2"
 
 
 def test_both_themes_style_the_same_classes():
-    style = re.search(r"<style>(.*)@media \(prefers-color-scheme:dark\)\{(.*)\}</style>", draw.slots("x", []))
+    style = re.search(r"<style>(.*)@media \(prefers-color-scheme:dark\)\{(.*)\}</style>", picture.slots("x", []))
     light, dark = (re.findall(r"\.(tk-[a-z]+)\{", part) for part in style.groups())
     assert light == dark
-    used = set(re.findall(r'class="(tk-[a-z]+)"', draw.bars("x", "y", [draw.Bars("a", {"tikv": 1}, {"tikv": "1"}, 2)])))
+    used = set(
+        re.findall(r'class="(tk-[a-z]+)"', picture.bars("x", "y", [picture.Bars("a", {"tikv": 1}, {"tikv": "1"}, 2)]))
+    )
     assert used
     assert used <= set(light)
 
 
 def test_bars_are_on_the_scale_of_their_roof():
-    svg = draw.bars("t", "n", [draw.Bars("g", {"tikv": 50.0, "torch": 25.0}, {"tikv": "a", "torch": "b"}, 100.0)])
+    svg = picture.bars("t", "n", [picture.Bars("g", {"tikv": 50.0, "torch": 25.0}, {"tikv": "a", "torch": "b"}, 100.0)])
     found = [(n.get("class"), float(n.get("width"))) for n in ElementTree.fromstring(svg).iter(f"{SVG}rect")][1:]
     assert found == [("tk-tikv", 215.0), ("tk-torch", 107.5)]
 

@@ -11,8 +11,8 @@ import pytest
 
 import tikv
 from tikv.ops import blocks
-from tikv.stores import files, storage
-from tikv.stores.layer_pools import LayerPools
+from tikv.stores import files, limits
+from tikv.stores.pools.memory import LayerPools
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -250,7 +250,7 @@ def held(pool, seqs):
     """What sequences hold: for each its lengths and the bits of all layers; those swapped out by their length."""
     found = []
     for seq in seqs:
-        if pool._sequences.states[seq].swapped is not None:
+        if pool._pages.sequences.states[seq].swapped is not None:
             found.append(("swapped out", pool.length(seq)))
             continue
         lengths = [pool.layer_length(layer, seq) for layer in range(pool.num_layers)]
@@ -261,7 +261,7 @@ def held(pool, seqs):
 
 def sharing(pool, seqs):
     """Which blocks are the same, whatever their numbers."""
-    tables = [[] if pool._sequences.states[s].swapped is not None else pool.block_table(s).tolist() for s in seqs]
+    tables = [[] if pool._pages.sequences.states[s].swapped is not None else pool.block_table(s).tolist() for s in seqs]
     names = {}
     return [[names.setdefault(block, len(names)) for block in table] for table in tables]
 
@@ -273,7 +273,7 @@ def bookkeeping(pool):
         sharing(pool, pool.sequences),
         pool.num_free_blocks,
         pool.num_shared_blocks,
-        pool._sequences.next,
+        pool._pages.sequences.next,
     )
 
 
@@ -310,9 +310,9 @@ def scales(pool, seq):
 
 def test_layers_in_several_pieces_of_memory_are_saved(arch, rng, tmp_path, monkeypatch):
     path = tmp_path / "pool.safetensors"
-    monkeypatch.setitem(storage.BLOCK_BYTES, arch, 2 * pool_of("float16").form.bytes_of_layer)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2 * pool_of("float16").form.bytes_of_layer)
     pool, _ = several(rng, "float16", num_layers=5)
-    assert [group.layers for group in pool._pools.groups] == [2, 2, 1]
+    assert [group.layers for group in pool._pages.pools.groups] == [2, 2, 1]
     pool.save(path)
     monkeypatch.undo()
     assert bookkeeping(tikv.PagedKVCacheStore.load(path)) == bookkeeping(pool)

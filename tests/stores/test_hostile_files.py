@@ -17,7 +17,8 @@ import pytest
 import tikv
 from tikv.arrays import memory
 from tikv.compat import mlx
-from tikv.stores import files, tensor_file
+from tikv.stores import files
+from tikv.stores.files import tensor_file
 
 SIZE, HEADS, WIDTH = 2, 1, 4
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -452,7 +453,7 @@ def test_a_file_gives_its_rows_to_the_tokens_that_it_carries(arch, tmp_path):
     tensors, facts = files.read(path, "PagedKVCacheStore", "test")
     assert tensors["token_ids"].tolist() == PROMPT[:6]
     others = [n + 100 for n in PROMPT]
-    wanted = [digest.hex() for digest in pool._sequences.known(others, b"")[1]]
+    wanted = [digest.hex() for digest in pool._pages.sequences.known(others, b"")[1]]
     facts["sequences"][0]["digests"] = wanted
     files.write(path, "PagedKVCacheStore", tensors, facts, "test")
     for loaded in (tikv.PagedKVCacheStore.load(path), into_empty(path)):
@@ -484,7 +485,9 @@ def test_a_file_takes_nobodys_place(arch, tmp_path, state):
     assert not np.array_equal(first_rows(pool, loaded), mine)
     if state == "made room":
         assert pool.length(pool.add(PROMPT)) < 6
-        found = [block for block in pool.block_table(loaded).tolist() if block in pool._sequences.blocks._digest_of]
+        found = [
+            block for block in pool.block_table(loaded).tolist() if block in pool._pages.sequences.blocks._digest_of
+        ]
         assert found == []
         return
     again = pool.add(PROMPT)

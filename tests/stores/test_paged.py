@@ -22,8 +22,9 @@ from launch_counter import count_launches
 import tikv
 from tikv import arrays, reference
 from tikv.ops.paged import WriteSlotsPlan
-from tikv.stores import block_pool, storage
-from tikv.stores.layer_pools import LayerPools
+from tikv.stores import limits
+from tikv.stores.pools import blocks as block_pool
+from tikv.stores.pools.memory import LayerPools
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -52,7 +53,7 @@ def rows(rng, tokens, dtype=np.float32, width=WIDTH):
 
 def fill(store, rng):
     """Every byte of every pool becomes a random one."""
-    for group in store._pools.groups:
+    for group in store._pages.pools.groups:
         for array in group.arrays:
             arrays.write_host(oracle.random_bits(rng, array.shape, array.dtype.numpy), array)
 
@@ -221,11 +222,11 @@ def test_layers_of_a_step_may_come_in_any_order_and_composition(arch, rng):
 def test_layers_that_need_several_pieces_of_memory(arch, rng, monkeypatch):
     one = make(layers=1)
     per_layer = one.form.bytes_of_layer
-    monkeypatch.setitem(storage.SHARED_BYTES, arch, per_layer - 1)
-    assert [group.layers for group in make(layers=2)._pools.groups] == [1, 1]
-    monkeypatch.setitem(storage.SHARED_BYTES, arch, 2 * per_layer)
+    monkeypatch.setitem(limits.SHARED_BYTES, arch, per_layer - 1)
+    assert [group.layers for group in make(layers=2)._pages.pools.groups] == [1, 1]
+    monkeypatch.setitem(limits.SHARED_BYTES, arch, 2 * per_layer)
     store = make(layers=5)
-    assert [group.layers for group in store._pools.groups] == [2, 2, 1]
+    assert [group.layers for group in store._pages.pools.groups] == [2, 2, 1]
     a = store.add()
     given = extend(store, rng, [a], [6])
     b = store.fork(a)
@@ -236,7 +237,7 @@ def test_layers_that_need_several_pieces_of_memory(arch, rng, monkeypatch):
         for seq in (a, b):
             oracle.assert_same_bits(oracle.to_numpy(store.tokens(layer, seq)[0])[:6], k)
             oracle.assert_same_bits(oracle.to_numpy(store.tokens(layer, seq)[1])[:6], v)
-    monkeypatch.setitem(storage.BLOCK_BYTES, arch, per_layer - 1)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, per_layer - 1)
     with pytest.raises(tikv.CapacityError, match="num_blocks=12 x block_size=4"):
         make(layers=5)
 
@@ -414,7 +415,7 @@ def test_the_fused_write_gives_the_bits_of_its_steps(arch, rng, dtype, layout):
     )
     fused, steps = make(dtype, layout=layout), make(dtype, layout=layout)
     fill(fused, rng)
-    for ours, theirs in zip(fused._pools.groups, steps._pools.groups, strict=True):
+    for ours, theirs in zip(fused._pages.pools.groups, steps._pages.pools.groups, strict=True):
         for a, b in zip(ours.arrays, theirs.arrays, strict=True):
             arrays.write_host(arrays.read_host(a, fused.runtime), b)
     for store in (fused, steps):

@@ -6,7 +6,8 @@ import pytest
 
 import tikv
 from tikv.ops import compact
-from tikv.stores import head_rows, storage
+from tikv.stores import limits
+from tikv.stores.pools import rows as head_rows
 
 pytestmark = pytest.mark.thorough
 
@@ -38,7 +39,7 @@ def contents(pool, *seqs):
 
 def everything(pool):
     """All bits of a pool's memory and all that it counts."""
-    arrays = [a for layer in pool._pools.layers for a in layer]
+    arrays = [a for layer in pool._pages.pools.layers for a in layer]
     bits = [oracle.to_numpy(tikv.CacheArray(a, pool.runtime)).tobytes() for a in arrays]
     there = [seq for seq in pool.sequences if seq != SWAPPED]
     tables = [pool.block_table(seq).tolist() for seq in there]
@@ -52,7 +53,7 @@ def everything(pool):
 )
 def test_a_path_is_kept_as_if_only_it_had_been_appended(arch, rng, dtype, layout, per_head, monkeypatch):
     if dtype == "int8":
-        monkeypatch.setitem(storage.SHARED_BYTES, arch, 1)  # a piece of memory for each layer
+        monkeypatch.setitem(limits.SHARED_BYTES, arch, 1)  # a piece of memory for each layer
     pool, plain = (tikv.PagedKVCacheStore(**FORM, dtype=dtype, layout=layout, per_head=per_head) for _ in range(2))
     for store in (pool, plain):
         assert [store.add(), store.add()] == [0, 1]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import tikv
-from tikv.stores import replacing
+from tikv.stores.files import replacing
 
 fcntl = pytest.importorskip("fcntl", reason="modes, pipes and locks are those of POSIX")
 LIMIT = 255  # bytes of a name, on every file system that tests run on
@@ -106,7 +106,7 @@ def killed(path, where):
     """A process that is killed where it would call a function of `os` in a save."""
     code = (
         "import os, signal, sys\n"
-        "from tikv.stores import replacing\n"
+        "from tikv.stores.files import replacing\n"
         f"os.{where} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "replacing.replace(sys.argv[1], b'new', 'test')\n"
     )

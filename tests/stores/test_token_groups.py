@@ -27,7 +27,7 @@ class Model:
         self.rows = [np.zeros((2, BATCH, HEADS, 0, WIDTH), dtype) for _ in range(layers)]
         self.coded = [0] * layers
         self.bits = []
-        for codes in self.store._codes:
+        for codes in self.store._storage.codes:
             start = [oracle.random_bits(rng, a.shape, a.dtype.numpy) for a in codes.arrays]
             for a, host in zip(codes.arrays, start, strict=True):
                 write_host(host, a)
@@ -99,7 +99,7 @@ class Model:
         self.rows = [rows[:, :, :, : rows.shape[3] - count] for rows in self.rows]
 
     def check(self):
-        for i, (codes, bits) in enumerate(zip(self.store._codes, self.bits, strict=True)):
+        for i, (codes, bits) in enumerate(zip(self.store._storage.codes, self.bits, strict=True)):
             assert self.store.quantised(i) == self.coded[i]
             for a, want in zip(codes.arrays, bits, strict=True):
                 oracle.assert_same_bits(CacheArray(a, self.store.runtime), want, what=f"layer {i}")
@@ -270,7 +270,8 @@ def test_refused_calls(arch, call, error, match):
     ],
 )
 def test_files_that_contradict_themselves(arch, tmp_path, monkeypatch, change, match):
-    from tikv.stores import files, token_group_files
+    from tikv.stores import files
+    from tikv.stores.files import token_groups as token_group_files
 
     store = tikv.KVCacheStore(**FORM, dtype=QUANT)
     store.append(0, ROWS, ROWS)

@@ -19,9 +19,10 @@ import numpy as np
 from tikv.errors import CacheFileError, CapacityError, OptionError
 from tikv.formats import BITS, GROUP_FORMATS, GROUPS, GroupFormat
 from tikv.ops import checks
-from tikv.stores import files, tensor_file
-from tikv.stores.contiguous import KVCacheStore
-from tikv.stores.kept import require_uncompacted
+from tikv.stores import files
+from tikv.stores.files import tensor_file
+from tikv.stores.layers.counts import require_uncompacted
+from tikv.stores.store import KVCacheStore
 
 SINCE = ("0.32", "0.6")  # the mlx-lm that first read each form
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.stores.layer import Layer
+from tikv.stores.layers.counts import Layer
 
 
 class Stretch(NamedTuple):

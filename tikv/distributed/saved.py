@@ -18,9 +18,10 @@ import numpy as np
 
 from tikv.distributed.deal import Deal
 from tikv.errors import CacheFileError
-from tikv.stores import files, replacing, tensor_file
-from tikv.stores.layer import Layer
-from tikv.stores.tensor_file import Entry
+from tikv.stores import files
+from tikv.stores.files import replacing, tensor_file
+from tikv.stores.files.tensor_file import Entry
+from tikv.stores.layers.counts import Layer
 
 KIND = "ShardedKVCacheStore"
 SUFFIX = ".json"

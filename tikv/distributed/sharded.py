@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, new_like, view, write_host
+from tikv.arrays import ArrayView, describe, new_like, runtime_of, view, write_host
 from tikv.distributed import saved
 from tikv.distributed.deal import Deal
-from tikv.distributed.dealt_store import DealtStore
+from tikv.distributed.dealt import DealtLayers
 from tikv.distributed.parts import Parts, PartsOfStore
 from tikv.distributed.ranks import Ranks
 from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
+from tikv.ops.attention.request import MISSING, AttentionScale, mass_queries_of
 from tikv.ops.attention.terms import Terms, check_scores
 from tikv.runtime.cache import BoundedCache
-from tikv.stores import files, replacing
-from tikv.stores.attend import MISSING, AttentionScale, last_queries, mass_queries_of, results_of
-from tikv.stores.contiguous import KVCacheStore
-from tikv.stores.layer import Layer
-from tikv.stores.queries import Queries, attend_queries, with_tokens
-from tikv.stores.storage import named_divisors
+from tikv.stores import files
+from tikv.stores.files import replacing
+from tikv.stores.layers.attend import last_queries, results_of
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.queries import Queries, attend_queries, with_tokens
+from tikv.stores.layers.storage import StoreForm
+from tikv.stores.store import KVCacheStore
 
 SHARDS = ("heads", "tokens")
 # What a `KVCacheStore` has that means the same where tokens are dealt.
@@ -129,12 +131,14 @@ class ShardedKVCacheStore:
         share = self.num_kv_heads // world
         self.heads = range(rank * share, (rank + 1) * share)
         by_tokens = self.ranks.get("tokens")
-        self._dealt: DealtStore | None = None
+        self._dealt: DealtLayers | None = None
         if by_tokens is None:
             self.local = KVCacheStore(num_kv_heads=share, **form)
         else:
             deal = Deal(by_tokens.rank, by_tokens.world, interleave)
-            self.local = self._dealt = DealtStore(deal, num_kv_heads=share, **form)
+            of_all = StoreForm.checked(operation, num_kv_heads=share, **form)
+            self._dealt = DealtLayers(runtime_of(), of_all, deal)
+            self.local = KVCacheStore.over(of_all, self._dealt)
         self._debug = self.local.runtime.debug
         self._parts = PartsOfStore(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
         self._fitting: BoundedCache[tuple[int, int], bool] = BoundedCache()  # forms of q and out
@@ -217,20 +221,20 @@ class ShardedKVCacheStore:
             scores = AttentionScale.checked(scale, softcap, operation)
             checks.option(missing, "missing", operation, MISSING)
             return_lse = checks.flag(return_lse, "return_lse", operation)
-            checks.integer(layer, "layer", operation, high=store.num_layers - 1)
-            form = store.batch_size, store.num_kv_heads, store.head_dim
+            checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
+            form = store.batch_size, len(self.heads), self.local.head_dim
             queries = attend_queries(operation, view(q, "q", operation), layout, *form, store.runtime)
             query = with_tokens(queries.heads_first, 4)
             terms = Terms(*added)
             sinks, slopes = self._terms(operation, terms, *query.shape[:2])
-            wanted = mass_queries_of(return_mass, mass_queries, terms, operation, store.key_format)
+            wanted = mass_queries_of(return_mass, mass_queries, terms, operation, store.rows.k.format)
             if wanted != 0 and seq_lens is not None:
                 raise OptionError(
                     f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
                 )
             with store.lock:
                 if seq_lens is None:
-                    queries.refuse_more_than(operation, store.layer_length(layer), store.num_kv_heads)
+                    queries.refuse_more_than(operation, store.counts[layer].length, len(self.heads))
                 result, to = self._result(operation, q, queries, out)
                 parts = self._parts.of(query.shape[:3], self._device_of(q))
                 lse, to_lse = None, parts.lse_view
@@ -289,7 +293,8 @@ class ShardedKVCacheStore:
                 return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
             scores = AttentionScale.checked(scale, softcap, operation)
             return_lse = checks.flag(return_lse, "return_lse", operation)
-            wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.key_format)
+            checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
+            wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.rows.k.format)
             with store.lock:
                 queries, rows = store.extension(operation, layer, (q, k, v), layout, scores)
                 query = queries.heads_first
@@ -428,7 +433,8 @@ class ShardedKVCacheStore:
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
         dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
-        divisors = {name: numbers[0] for name, numbers in named_divisors(self.local.divisors).items()}
+        given = zip(("k_scale", "v_scale"), self.local.divisors, strict=True)
+        divisors = {name: numbers[0] for name, numbers in given if numbers is not None}
         return {**form, **dtypes_, **divisors, "num_kv_heads": self.num_kv_heads, "window": self.local.windows}
 
     def _take_over(self, found: saved.Saved, operation: str) -> None:
@@ -572,7 +578,7 @@ class ShardedKVCacheStore:
         store = self._dealt
         assert store is not None
         where, counts = store.deal.places(store.held_positions(layer))
-        shape = store.batch_size, store.num_kv_heads, max(counts)
+        shape = store.batch_size, len(self.heads), max(counts)
         own = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
         found = own
         if own.shape[2]:

@@ -20,10 +20,9 @@ from tikv.distributed.ranks import Ranks
 from tikv.errors import CapacityError, GroupError, OptionError, ShapeError
 from tikv.ops import blocks, checks
 from tikv.ops.indices import host_integers
-from tikv.stores.head_rows import refuse_per_head
-from tikv.stores.paged import PagedKVCacheStore
-from tikv.stores.pool_form import HostArray, in_full
-from tikv.stores.sequences import SequenceState
+from tikv.stores.pool import PagedKVCacheStore
+from tikv.stores.pools.form import HostArray, in_full
+from tikv.stores.pools.sequences import SequenceState
 
 ByLayer: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
 FIRST = 1 << 14  # bytes of a message's first part
@@ -58,8 +57,8 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     ids = [checks.integer(seq, "seq", operation)] if isinstance(seq, int | np.integer) else None
     ids = host_integers(seq, "seq", operation, pool.runtime) if ids is None else ids
     with pool.lock:
-        states = pool._sequences.distinct(ids, operation, "Send it once.")
-        is_held = np.zeros(pool._pools.form.num_blocks, bool)
+        states = pool._pages.sequences.distinct(ids, operation, "Send it once.")
+        is_held = np.zeros(pool._pages.pools.form.num_blocks, bool)
         blocks_of = [np.array(state.blocks, np.int64) for state in states]
         for found in blocks_of:
             is_held[found] = True
@@ -120,7 +119,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     with pool.lock:
         exchange = _Exchange(pool, peer)
         header = peer.hear()
-        sequences, told = pool._sequences, header["sequences"]
+        sequences, told = pool._pages.sequences, header["sequences"]
         try:
             _require_form(pool, header["form"], src, operation)
             states, known = _known_states(pool, told)
@@ -160,13 +159,13 @@ def _require_pool(operation: str, pool: Any) -> None:
     """
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
-    refuse_per_head(pool.form, operation, "a sequence is sent with one block table")
+    pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
     runtime.require_alive(pool.runtime, operation)
 
 
 def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
     """The states of sequences without their blocks, and of those sent the blocks that are here already."""
-    sequences, states, known = pool._sequences, [], dict[int, int]()
+    sequences, states, known = pool._pages.sequences, [], dict[int, int]()
     for sent in told:
         ids, digests = sequences.known(sent["token_ids"], sent["salt"])
         full = min(sent["lengths"]) // sequences.block_size
@@ -180,7 +179,7 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
     """What two pools have in common that exchange blocks."""
-    return {name: fact for name, fact in in_full(pool._pools.facts()).items() if name != "num_blocks"}
+    return {name: fact for name, fact in in_full(pool._pages.pools.facts()).items() if name != "num_blocks"}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:
@@ -279,7 +278,7 @@ class _Exchange:
     """The blocks of a pool that are sent or received, of all layers, as tensors of bytes."""
 
     def __init__(self, pool: PagedKVCacheStore, peer: _Peer) -> None:
-        self.pools = pool._pools
+        self.pools = pool._pages.pools
         self.live = pool.runtime
         self.peer = peer
         # Memory that torch sees, and that the group's backend takes.

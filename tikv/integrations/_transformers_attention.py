@@ -79,7 +79,7 @@ def attend(
         call = contiguous_call(
             "decode_attention", query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale,
             v_scale=v_scale, causal=causal, terms=Terms(None if sinks is None else sinks.detach().float()),
-            formats=None if stored is None else stored[0].store.formats,
+            formats=None if stored is None else stored[0].store.rows.formats,
         )  # fmt: skip
         return call.attend(query, impl="auto").transpose(1, 2), None
     if stored is not None:

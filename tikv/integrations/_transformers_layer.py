@@ -17,7 +17,7 @@ from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
-from tikv.stores.growing import GrowingLayer
+from tikv.stores.layers.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
 ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
@@ -138,7 +138,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._scales: list[Any] = [None if a is None else a.torch() for a in store.scales]
         self.batch_size, self.num_heads = self._k.shape[:2]
         self.max_batch_size = self.batch_size
-        self.head_dim, self._v_width = store.widths
+        self.head_dim, self._v_width = store.rows.widths
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
         self._as_stored = self._k.dtype is self.dtype is self._v.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
@@ -226,9 +226,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             or self._staged
             or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
-            or store.formats != (None, None)
-            or store.dtype is not store.v_dtype
-            or store.divisors != (None, None)
+            or not store.plain
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]

@@ -9,7 +9,7 @@ from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError
 from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, parse_format
-from tikv.stores.storage import appended, check_divided
+from tikv.stores.row_format import appended, check_divided
 
 OPERATION = "TikvCache"
 

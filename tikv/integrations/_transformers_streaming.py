@@ -18,7 +18,7 @@ from tikv.integrations._gradients import has_gradient
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import Storage
-from tikv.stores.storage import counted
+from tikv.stores.picture import counted
 
 _INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"

@@ -10,8 +10,7 @@ from tikv import launch, runtime
 from tikv.arrays import ArrayView, Views, describe, runtime_of, view
 from tikv.errors import DTypeError
 from tikv.ops import checks
-from tikv.ops.kept import Rows as HeldRows
-from tikv.ops.kept import held_lengths, kept_indices
+from tikv.ops.keep import HeadRows, held_lengths, kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized, codes_and_numbers
@@ -63,7 +62,7 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
     rows = _arrays_of(live, operation, cache, "cache", out is None)
     batch, heads, slots, _ = rows[0].shape
     held = held_lengths(lengths, (batch, heads, slots), live, operation)
-    index = kept_indices(keep, HeldRows(batch, heads, slots, held), live, operation)
+    index = kept_indices(keep, HeadRows(batch, heads, slots, held), live, operation)
     arrays = [view(index, "keep", operation), *rows]
     if out is not None:
         kinds = [a.format.name if isinstance(a, Quantized) else "no codes of groups" for a in (cache, out)]

@@ -15,7 +15,7 @@ from tikv.graphs.graph import Graph, choose_backend
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.staging import KnownOnHost
-from tikv.stores.contiguous import KVCacheStore
+from tikv.stores.store import KVCacheStore
 
 
 def compile_step(

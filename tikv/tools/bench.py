@@ -22,7 +22,8 @@ import numpy as np
 from tikv import arrays, dtypes, launch, reference, runtime
 from tikv.errors import TikvError
 from tikv.ops import attention, copy, paged
-from tikv.stores import contiguous, draw
+from tikv.stores import store
+from tikv.stores.picture import Bars, bars
 from tikv.tools import roofline
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -236,7 +237,7 @@ def _one_token(machine: Machine, layers: int) -> tuple[int, Contenders]:
     """K and V of one token into every layer of caches of 4096 slots, float16: the call is timed, not the memory."""
     slots = 4096
     rows = [machine.numbers("float16", layers, 1, HEADS, WIDTH) for _ in "kv"]
-    cache = contiguous.KVCacheStore(
+    cache = store.KVCacheStore(
         num_layers=layers, num_kv_heads=HEADS, head_dim=WIDTH, capacity=slots, window=slots, dtype="float16"
     )
     k, v = (machine.place(row) for row in rows)
@@ -483,7 +484,7 @@ def picture(rows: Sequence[Row], machine: str) -> str:
     for row in rows:
         us = {"tikv": row.us, **row.peers_us}
         groups.append(
-            draw.Bars(
+            Bars(
                 row.case,
                 {peer: row.bytes_moved / t for peer, t in us.items()},
                 {
@@ -493,4 +494,4 @@ def picture(rows: Sequence[Row], machine: str) -> str:
                 row.bytes_moved / row.memcpy_us,
             )
         )
-    return draw.bars("tikv bench(longer is faster; the line is a plain copy of the same bytes)", machine, groups)
+    return bars("tikv bench(longer is faster; the line is a plain copy of the same bytes)", machine, groups)

@@ -22,8 +22,8 @@ from tikv.launch.vectors import fields_of
 from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
 from tikv.ops.rope import NormRope
 from tikv.runtime.cache import BoundedCache
-from tikv.stores import contiguous
-from tikv.stores.paged import PagedKVCacheStore
+from tikv.stores.pool import PagedKVCacheStore
+from tikv.stores.store import KVCacheStore
 
 FORM = 1  # of kernels.json; it grows when a reader of older ones would misread it
 INDEX = "kernels.json"
@@ -186,11 +186,11 @@ def _merge_states(c: Calls) -> None:
     attention.merge_states(*states)
 
 
-def _stores(c: Calls) -> Iterator[contiguous.KVCacheStore]:
+def _stores(c: Calls) -> Iterator[KVCacheStore]:
     """Of a layer that keeps all, and of one that keeps the newest behind a sink."""
     s = c.sizes
     for window, sinks in ((None, 0), (CAPACITY, 1)):
-        yield contiguous.KVCacheStore(
+        yield KVCacheStore(
             num_layers=2, num_kv_heads=s.kv_heads, head_dim=s.head_dim, capacity=CAPACITY, dtype=c.name, window=window,
             sinks=sinks,
         )  # fmt: skip

@@ -18,8 +18,8 @@ from tikv.errors import ArchError, DTypeError
 from tikv.formats import GROUP_FORMATS
 from tikv.graphs.builder import GraphBuilder
 from tikv.ops import attention, blocks, compact, copy, paged, quantize, ragged, rotate, write_qkv
-from tikv.stores.contiguous import KVCacheStore
-from tikv.stores.paged import PagedKVCacheStore
+from tikv.stores.pool import PagedKVCacheStore
+from tikv.stores.store import KVCacheStore
 from tikv.tools.doctor import FAILED, REFUSED, TESTED, Trial
 
 Array: TypeAlias = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ import tikv
 from tikv import reference
 from tikv.compat.seeds import layers
 from tikv.compat.seeds.layers import SEED_NAMES, ContiguousKVLayer, KVPool, PagedKVLayer
-from tikv.stores import block_pool
+from tikv.stores.pools import blocks as block_pool
 
 pytestmark = pytest.mark.full(each_value=True)
 

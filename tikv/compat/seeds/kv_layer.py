@@ -14,10 +14,11 @@ from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.request import mass_queries_of
 from tikv.ops.attention.terms import Terms
-from tikv.stores.attend import last_queries, mass_queries_of, results_of
-from tikv.stores.storage import counted
-from tikv.stores.whole import StoreLock, whole
+from tikv.stores.layers.attend import last_queries, results_of
+from tikv.stores.locking import StoreLock, locked
+from tikv.stores.picture import counted
 
 
 class KVLayer(runtime.DeepCopied):
@@ -70,7 +71,7 @@ class KVLayer(runtime.DeepCopied):
         """Tokens there are, as `set_len` said last; no write changes it."""
         return self._len
 
-    @whole
+    @locked
     def set_len(self, n: int) -> None:
         """Say how many tokens there are: after a write, or to drop the newest.
 
@@ -106,7 +107,7 @@ class KVLayer(runtime.DeepCopied):
         """The int8 scales by the names that operations give them."""
         return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
 
-    @whole
+    @locked
     def _attend(
         self,
         operation: str,
@@ -140,7 +141,7 @@ class KVLayer(runtime.DeepCopied):
         call.weigh(lse, view(mass, "mass", operation).batch_of_one())
         return handed_over(mass)
 
-    @whole
+    @locked
     def extend(
         self,
         q: Any,
@@ -224,7 +225,7 @@ class KVLayer(runtime.DeepCopied):
         """Write token-major K and V from position `len` on."""
         raise NotImplementedError
 
-    @whole
+    @locked
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({counted(self.num_kv_heads, 'head')} x {self.head_dim}, {self.dtype.name}, "

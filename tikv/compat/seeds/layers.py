@@ -19,16 +19,18 @@ from tikv.ops import checks, copy, paged, rope
 from tikv.ops.attention.contiguous import contiguous_call
 from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.request import mass_queries_of
 from tikv.ops.attention.terms import Terms
 from tikv.ops.write_qkv import write_fused
-from tikv.stores import block_pool
-from tikv.stores.append import Appends
-from tikv.stores.attend import mass_queries_of
-from tikv.stores.layer import Layer, LayerMemory
-from tikv.stores.layer_pools import LayerPools
-from tikv.stores.pool_form import PoolForm
-from tikv.stores.storage import counted, storage
-from tikv.stores.whole import whole
+from tikv.stores.layers.append import Appends
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.locking import locked
+from tikv.stores.picture import counted
+from tikv.stores.pools import blocks as block_pool
+from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.memory import LayerPools
+from tikv.stores.row_format import RowFormat, RowFormats, plain_format
 
 # Each name of the seed's trait and where it lives here. `_mut` forms are the same names: what is mutable is assigned.
 SEED_NAMES: dict[str, tuple[str, ...]] = {
@@ -88,7 +90,9 @@ class ContiguousKVLayer(KVLayer):
         capacity = checks.integer(capacity, "capacity", operation, low=1)
         num_kv_heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         head_dim = checks.integer(head_dim, "head_dim", operation, low=1)
-        stored, self._scale_dtype = storage(dtype, scale_dtype, live, operation)
+        stored, scales = plain_format(dtype, scale_dtype, live, operation)
+        row = RowFormat(stored, head_dim)
+        self._rows = RowFormats(row, row, scales or dtypes.float16)
         super().__init__(num_kv_heads, head_dim, stored, live, capacity, 0)
         self._arrays = self._allocate(capacity)
 
@@ -102,16 +106,7 @@ class ContiguousKVLayer(KVLayer):
     def _allocate(self, capacity: int) -> list[ArrayView]:
         """Memory of a store of one layer: K, V and, for int8, their scales."""
         self._layer = Layer(0, capacity, None, 0)
-        memory = LayerMemory(
-            self.runtime,
-            [self._layer],
-            batch_size=1,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
-            dtype=self.dtype,
-            scale_dtype=self._scale_dtype or dtypes.float16,
-        )
+        memory = LayerMemory(self.runtime, [self._layer], self._rows, self.num_kv_heads, 1)
         self._appends = Appends(memory)
         return [a.restrided(a.shape[1:], a.strides[1:]) for a in self._layer.arrays]
 
@@ -125,7 +120,7 @@ class ContiguousKVLayer(KVLayer):
         """(num_kv_heads, capacity, head_dim): the values where they lie, not a copy."""
         return CacheArray(self._arrays[1], self.runtime)
 
-    @whole
+    @locked
     def ensure_contig_capacity(self, required: int) -> None:
         """Have at least ``required`` slots; the tokens there are stay, bit for bit.
 
@@ -146,7 +141,7 @@ class ContiguousKVLayer(KVLayer):
             copy.copy_kv(*kept, *room, position=0, num_tokens=self._len, src_layout="head_major")
         self._arrays, self._capacity, self._slots = new, required, required
 
-    @whole
+    @locked
     def contig_write(
         self,
         rows: Any,
@@ -189,7 +184,7 @@ class ContiguousKVLayer(KVLayer):
             **self._scales(),
         )
 
-    @whole
+    @locked
     def contig_decode_attention(
         self,
         q: Any,
@@ -282,7 +277,7 @@ class KVPool(runtime.DeepCopied):
         scale_dtype: Any = "float16",
     ) -> None:
         self.runtime = runtime_of()
-        storage(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
+        plain_format(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
         self.form = PoolForm.checked(
             "KVPool",
             self.runtime,
@@ -314,14 +309,14 @@ class KVPool(runtime.DeepCopied):
             DTypeError: the pool is not int8.
         """
         if len(self.arrays) == 2:
-            raise DTypeError(f"KVPool.scales: a {self.form.dtype.name} pool has no scales; only int8 has.")
+            raise DTypeError(f"KVPool.scales: a {self.form.rows.name} pool has no scales; only int8 has.")
         return CacheArray(self.arrays[2], self.runtime), CacheArray(self.arrays[3], self.runtime)
 
     def __repr__(self) -> str:
         form = self.form
         return (
             f"KVPool({counted(form.num_blocks, 'block')} of {form.block_size} x {counted(form.num_kv_heads, 'head')} x "
-            f"{form.head_dim}, {form.dtype.name}, {form.layout}, {self.runtime.arch})"
+            f"{form.rows.width}, {form.rows.name}, {form.layout}, {self.runtime.arch})"
         )
 
 
@@ -380,16 +375,18 @@ class PagedKVLayer(KVLayer):
                 scale_dtype=scale_dtype,
             )
         form = pool.form
-        stored, scales = storage(dtype, scale_dtype, live, operation)
+        stored, scales = plain_format(dtype, scale_dtype, live, operation)
+        keys = form.rows.k
+        theirs_scales = form.rows.scale_dtype if form.scale_names else None
         ours = (block_size, num_kv_heads, head_dim, stored, scales, layout)
-        theirs = (form.block_size, form.num_kv_heads, form.head_dim, form.dtype, form.scale_dtype, form.layout)
+        theirs = (form.block_size, form.num_kv_heads, keys.width, keys.dtype, theirs_scales, form.layout)
         if ours != theirs:
             names = ("block_size", "num_kv_heads", "head_dim", "dtype", "scale_dtype", "layout")
             wrong = [f"{n}={a} where the pool has {b}" for n, a, b in zip(names, ours, theirs, strict=True) if a != b]
             raise ShapeError(f"{operation}: {', '.join(wrong)} ({pool}). Ask for what the pool is.")
         runtime.require_alive(pool.runtime, operation)
         capacity = self.max_blocks_per_seq * form.block_size
-        super().__init__(form.num_kv_heads, form.head_dim, stored, live, capacity, form.block_size)
+        super().__init__(form.num_kv_heads, keys.width, stored, live, capacity, form.block_size)
         self.pool = pool
         self._arrays = pool.arrays
         self._blocks: list[int] = []
@@ -454,7 +451,7 @@ class PagedKVLayer(KVLayer):
         table[: len(found)] = found
         write_host(table, self._table)
 
-    @whole
+    @locked
     def paged_write(
         self,
         rows: Any,
@@ -495,7 +492,7 @@ class PagedKVLayer(KVLayer):
             **self._scales(),
         )
 
-    @whole
+    @locked
     def paged_decode_attention(
         self,
         q: Any,

@@ -15,7 +15,9 @@ from tikv.ops.attention.options import (
     AttentionOptions,
     CacheLayout,
     add_scales,
+    check_form,
     plan_key,
+    query_shape,
     real,
     scales_of,
     table_by_head,
@@ -23,7 +25,7 @@ from tikv.ops.attention.options import (
     window_or_none,
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
-from tikv.ops.attention.terms import NO_TERMS, Terms
+from tikv.ops.attention.terms import NO_TERMS, Terms, check_terms
 from tikv.ops.fixed_scales import check_fixed_scales, fixed_strides
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape
@@ -174,14 +176,72 @@ def paged_call(
     return AttentionCall(plan, arrays, length, (block_tables, context_lens, terms))
 
 
+def check_paged_queries(
+    operation: str,
+    q: ArrayView,
+    k_pool: ArrayView,
+    v_pool: ArrayView,
+    table_heads: int | None,
+    terms: Mapping[str, ArrayView],
+    *,
+    layout: str,
+    formats: Formats,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    **scales: ArrayView,
+) -> None:
+    """Queries (B, Hq, T, D) can be asked of these pools, whatever the block tables and lengths are to be.
+
+    Args:
+        operation: for messages.
+        q, k_pool, v_pool, layout, formats, scale, window, softcap, terms, scales: as in `paged_call`.
+        table_heads: how many KV heads have block tables of their own; None where they share them.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: they cannot.
+
+    Cost: once for each form; nothing is made on the device.
+    """
+    live = runtime_of(k_pool)
+    arrays = {"q": q, "k": k_pool, "v": v_pool, **scales, **terms}
+    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
+    window = checks.integer_or_none(window, "window", operation)
+    key = ("queries", *plan_key(operation, arrays, (layout, scale, window, softcap, formats, table_heads)))
+    if live.plans.get(key) is None:
+        cache = _pool_layout(arrays, layout, live, operation, formats, (q.shape[0], table_heads, 0))
+        query, span = query_shape(q, "q", operation), window_or_none(window, operation)
+        asked = AttentionOptions(scale, True, span, softcap, None, False)
+        check_form(operation, arrays, query, cache, query.batch, asked)
+        check_terms(operation, arrays, query, cache, asked, live)
+        live.plans.keep(key, True)
+
+
 def _pages(
     arrays: dict[str, ArrayView], layout: str, live: runtime.Runtime, operation: str, formats: Formats
 ) -> CacheLayout:
     """What page pools hold behind a block table, checked."""
+    table = arrays["table"]
+    checks.indices(table, "block_tables", operation)
+    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) by KV head", operation)
+    heads = table.shape[1] if table_by_head(arrays) else None
+    return _pool_layout(arrays, layout, live, operation, formats, (table.shape[0], heads, table.shape[-1]))
+
+
+def _pool_layout(
+    arrays: dict[str, ArrayView],
+    layout: str,
+    live: runtime.Runtime,
+    operation: str,
+    formats: Formats,
+    table: tuple[int, int | None, int],
+) -> CacheLayout:
+    """What page pools hold for block tables of so many sequences, KV heads (None: shared) and blocks; checked."""
+    batch, table_heads, table_blocks = table
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     names = {"k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
     checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
-    k, v, table = arrays["k"], arrays["v"], arrays["table"]
+    k, v = arrays["k"], arrays["v"]
     shapes = []
     for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):
         checks.readable(a, name, operation)
@@ -189,23 +249,21 @@ def _pages(
     detail = f"k_pool: {describe(k)}, v_pool: {describe(v)}, layout {layout}"
     for what in ("blocks", "page", "heads"):
         checks.extent(getattr(shapes[1], what), getattr(shapes[0], what), f"the {what} of v_pool", operation, detail)
-    checks.indices(table, "block_tables", operation)
-    checks.rank(table, (2, 3), "block_tables", "(B, max_blocks), or (B, H, max_blocks) by KV head", operation)
-    shape, by_head = shapes[0], table_by_head(arrays)
+    shape, by_head = shapes[0], table_heads is not None
     if by_head and shape.heads != 1:
         raise ShapeError(
-            f"{operation}: block_tables is {describe(table)}, pages for each KV head, whose blocks hold one head, and "
+            f"{operation}: block_tables has pages for each of {table_heads} KV heads, whose blocks hold one head, and "
             f"the pools have {shape.heads} ({detail}). Use pools of 1 head."
         )
     scales = scales_of(arrays, operation)
-    heads = table.shape[1] if by_head else shape.heads
+    heads = shape.heads if table_heads is None else table_heads
     rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], formats[stream]) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
     scale_strides = (0, 0, 0, 0)
     of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
     if scales and all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales):
-        check_fixed_scales(scales, heads, operation, table.shape[0])
+        check_fixed_scales(scales, heads, operation, batch)
         sequence, head = fixed_strides(scales[0])
         scale_strides = (sequence, 0, 0, head)
     elif scales:
@@ -222,7 +280,7 @@ def _pages(
         width=shape.width,
         width_v=shapes[1].width,
         place="table",
-        capacity=table.shape[-1] * shape.page,
+        capacity=table_blocks * shape.page,
         page=shape.page,
         blocks=shape.blocks,
         scales=scales,

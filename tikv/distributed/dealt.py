@@ -1,0 +1,500 @@
+"""DealtLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows of no other process.
+
+A sliding layer's ring here holds the rank's share of the window and up to a block more, so that a block of a prompt can
+be appended before its queries attend: the oldest that they see are still there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
+from tikv.distributed.deal import Deal, Stretch
+from tikv.errors import OptionError, PositionError
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest, AttentionScale
+from tikv.ops.deal import deal
+from tikv.ops.staging import Staging
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.layers.append import ROWS
+from tikv.stores.layers.attend import NO_VIEWS, cache_plan, layer_arrays, layer_plan, refuse_missing
+from tikv.stores.layers.contiguous import Captured, ContiguousLayers
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.queries import Queries, extend_queries
+from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
+
+MAX_COUNTED = 2**30  # positions that attention counts beside slopes
+
+
+class _Form(NamedTuple):
+    """What was found of new rows of one form: their number, and which axis of the arrays they are."""
+
+    tokens: int
+    axis: int  # of tokens, in the arrays as they were given
+
+
+class CapturedDeal(NamedTuple):
+    """What a rank held of dealt tokens, with the counts of all."""
+
+    own: Captured
+    deal: Deal
+    counts: tuple[tuple[int, int], ...]  # length and oldest valid position of each layer
+
+
+class DealtLayers(LayerStorage):
+    """A rank's part of layers whose tokens are dealt to several.
+
+    What it is given is whole, and so are its counts; its memory holds the tokens that lie on this rank. `attend_own` is
+    attention over those, a part of the whole's.
+
+    Args:
+        live: the runtime.
+        form: of the whole.
+        deal: which tokens lie here.
+
+    Attributes:
+        own: this rank's tokens, as layers of their own.
+    """
+
+    title = "a store whose tokens are dealt to several processes"
+    remedy = "Shard by heads instead."
+    file_kind = ""
+
+    def __init__(self, live: runtime.Runtime, form: StoreForm, deal: Deal) -> None:
+        self.runtime, self.deal = live, deal
+        sinks, behind = form.sinks, deal.interleave - 1  # tokens of a block that come before its first query attends
+        own_sinks = deal.count(sinks)
+        windows = [None if w is None else own_sinks + deal.most(w - sinks + behind) for w in form.windows]
+        capacity = max(deal.most(form.capacity), *(w or 1 for w in windows))
+        self.own = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
+        self.rows, self.lock, self.counts = self.own.rows, self.own.lock, form.counts()
+        self._forms: BoundedCache[Any, _Form] = BoundedCache()
+        self._device_counts: BoundedCache[Any, ArrayView] = BoundedCache()
+
+    @classmethod
+    def serves(cls, dtype: Any) -> bool:
+        """None by its dtype alone: `ShardedKVCacheStore` makes it."""
+        return False
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self.own.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank."""
+        return self.own.nbytes
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    @property
+    def drawn(self) -> list[Layer]:
+        """This rank's layers."""
+        return self.own.counts
+
+    def layer(self, operation: str, layer: int) -> Layer:
+        """This rank's arrays of a layer."""
+        return self.own.counts[layer]
+
+    # --- what is written
+
+    def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append` of the whole's new tokens, of which this rank keeps its own."""
+        to, counts = self.own.counts[layer], self.counts[layer]
+        form = self._form_of(operation, [to], rows, layout, False)
+        if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.deal.owns(counts.length):
+            self.own.append(operation, layer, rows, layout)
+            counts.grow(1)
+            return
+        self._require_room(operation, [to], form.tokens)
+        self._append_own(operation, [to], rows, layout, form, False)
+
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append_all` of the whole's new tokens, of which this rank keeps its own."""
+        layers = self.own.counts
+        form = self._form_of(operation, layers, rows, layout, True)
+        self._require_room(operation, layers, form.tokens)
+        if len({counts.length for counts in self.counts}) == 1:
+            self._append_own(operation, layers, rows, layout, form, True)
+            return
+        for i, to in enumerate(layers):
+            of_layer = Views([a.restrided(a.shape[1:], a.strides[1:], i * a.strides[0]) for a in rows])
+            self._append_own(operation, [to], of_layer, layout, form._replace(axis=form.axis - 1), False)
+
+    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+        """As `LayerStorage.append_at`, of one token, which is skipped where it does not lie here.
+
+        Raises:
+            OptionError: there are several tokens, which may lie on several ranks.
+        """
+        layers = self.own.counts if layer is None else [self.own.counts[layer]]
+        k, v, positions = given
+        form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
+        if form.tokens != 1:
+            raise OptionError(
+                f"{operation}: {form.tokens} tokens at positions that the device knows, and tokens are cut: nobody on "
+                f"the host knows which lie here. Append one token at a time, or without positions."
+            )
+        out = self._on_device("positions")
+        deal(self.runtime, operation, positions, out, self.deal, False)
+        self.own.append_at(operation, layer, Views([k, v, out]), layout)
+
+    def require_positions(self, operation: str, remedy: str) -> None:
+        """As `LayerStorage.require_positions`: no layer is ever compacted."""
+
+    def advance(self, operation: str, tokens: int) -> None:
+        """As `LayerStorage.advance` of the whole's tokens."""
+        for counts in self.counts:
+            counts.require_room(operation, tokens)
+        for own, counts in zip(self.own.counts, self.counts, strict=True):
+            counts.grow(tokens)
+            own.grow(self.deal.count(counts.length) - own.length)
+
+    def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
+        """What new rows are, checked once for each form.
+
+        Raises:
+            As `KVCacheStore.append`, but for the room.
+        """
+        key = (rows.key, layout, stacked, self.version)
+        form = self._forms.get(key)
+        if form is None:
+            found, (token_axis, _) = self.own.appends.checked(operation, layers, rows, layout, stacked)
+            axis = rows[0].ndim - (3 if token_axis == 1 else 2)
+            form = self._forms.keep(key, _Form(found[0].shape[1 + token_axis], axis))
+        return form
+
+    def _on_device(self, name: str) -> ArrayView:
+        """(batch,) int32 on the device for what is computed of positions there; the same for all calls."""
+        found = self._device_counts.get((name, self.batch_size))
+        if found is None:
+            made = new_array((self.batch_size,), dtypes.int32, self.runtime)
+            found = self._device_counts.keep((name, self.batch_size), made)
+        return found
+
+    def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
+        """All of these layers take so many tokens.
+
+        Raises:
+            CapacityError, PositionError: they do not.
+        """
+        for to in layers:
+            self.counts[to.index].require_room(operation, tokens)
+        if self.runtime.is_cuda:
+            launch.refuse_during_capture(self.runtime, operation)
+
+    def _append_own(
+        self, operation: str, layers: list[Layer], rows: Views, layout: str, form: _Form, stacked: bool
+    ) -> None:
+        """Append those of the rows, which are checked, that lie here, and count all."""
+        length = self.counts[layers[0].index].length
+        for first, end in self.deal.runs(length, length + form.tokens):
+            own = rows
+            if end - first < form.tokens:
+                own = Views([a.part(form.axis, first - length, end - length) for a in rows])
+            if stacked:
+                self.own.append_all(operation, own, layout)
+            else:
+                self.own.append(operation, layers[0].index, own, layout)
+        for to in layers:
+            self.counts[to.index].grow(form.tokens)
+
+    # --- what is read
+
+    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+        """Attention over this rank's tokens alone, as if they were all."""
+        return self.own.attend(operation, layer, q, request)
+
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """Not offered: what a query sees lies on several ranks."""
+        self._refuse(operation, "Call ShardedKVCacheStore.extend, or shard by heads.")
+
+    def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
+        """This rank's tokens of a layer."""
+        return self.own.tokens(operation, layer)
+
+    def attend_own(
+        self,
+        operation: str,
+        layer: int,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+        missing: str,
+        seq_lens: Any = None,
+        slopes: Mapping[str, ArrayView] = NO_VIEWS,
+    ) -> None:
+        """The attention of the newest tokens' queries over this rank's keys.
+
+        Args:
+            operation: for messages.
+            layer: its index.
+            q: (batch, Hq, T, D).
+            parts: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
+            scores: the scale and the soft cap.
+            missing, seq_lens: as in `KVCacheStore.attend`.
+            slopes: ALiBi's, by the name that attention has for them, if there are any.
+
+        Raises:
+            PositionError: more queries than tokens; or ``missing`` as said; or slopes of too far positions.
+            OptionError: `seq_lens` with several queries, with slopes, or with a window whose share of a rank they
+                decide.
+        """
+        if seq_lens is not None:
+            if slopes:
+                raise OptionError(
+                    f"{operation}: slopes with seq_lens on the device, and tokens are cut: how far keys stand from the "
+                    f"query is counted on the host. Leave seq_lens out, or cut heads."
+                )
+            self._attend_at(operation, layer, q, parts, scores, view(seq_lens, "seq_lens", operation))
+            return
+        counts, queries = self.counts[layer], q.shape[2]
+        self._require_countable(operation, slopes, counts.length)
+        if 0 < counts.length < queries:
+            raise PositionError(
+                f"{operation}: the length is {counts.length} for {queries} queries, whose tokens count. Use at least "
+                f"{queries}, or 0."
+            )
+        if missing == "raise" and queries > 1:
+            refuse_missing(operation, counts, queries, False)
+        first = counts.length - queries
+        stretches: Iterable[Stretch] = self.deal.stretches(counts, counts.valid_from, first, counts.length)
+        if not counts.length:
+            stretches = [Stretch(first, 0, 0, 0, 0, 0)]
+        self._attend(operation, layer, q, parts, scores, stretches, first, slopes)
+
+    def _require_countable(self, operation: str, slopes: Mapping[str, ArrayView], length: int) -> None:
+        """Slopes count positions that kernels have numbers for.
+
+        Raises:
+            PositionError: they would count others.
+        """
+        if slopes and length > MAX_COUNTED:
+            raise PositionError(
+                f"{operation}: slopes over tokens that are dealt count {MAX_COUNTED} positions, and the length is "
+                f"{length}. Use reset(), or cut heads."
+            )
+
+    def _attend_at(
+        self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, seq_lens: ArrayView
+    ) -> None:
+        """`attend_own` of one query a sequence, whose lengths are where the launch reads them."""
+        counts, found = self.counts[layer], self.own.counts[layer]
+        around = self.deal.world * self.deal.interleave
+        if q.shape[2] != 1:
+            raise OptionError(
+                f"{operation}: {q.shape[2]} queries with seq_lens on the device, and tokens are cut. Attend with one "
+                f"query a sequence, or without seq_lens."
+            )
+        if counts.ring % around:
+            raise OptionError(
+                f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is no multiple "
+                f"of {self.deal.world} ranks x interleave={self.deal.interleave}: with seq_lens on the device nobody "
+                f"on the host knows how many of them lie here. Use a window of such a multiple and the sinks."
+            )
+        lens = self._on_device("lens")
+        deal(self.runtime, operation, seq_lens, lens, self.deal, True)
+        arrays = {**layer_arrays(found, q), "lens": lens}
+        span = counts.ring // self.deal.world
+        plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
+        out, lse = self._out_and_lse(parts)
+        oldest = self.deal.count(counts.trimmed_to)
+        plan.attend(None, arrays, out, True, "taichi", 0, oldest, lse=lse, is_part=True)
+
+    def _out_and_lse(self, parts: ArrayView) -> tuple[ArrayView, ArrayView]:
+        """Where parts have their results, and where their log-sum-exps."""
+        width = self.rows.v.width
+        out = parts.restrided((*parts.shape[:3], width), parts.strides)
+        return out, parts.restrided(parts.shape[:3], parts.strides[:3], width)
+
+    def extension(
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
+    ) -> tuple[Queries, Views]:
+        """What `extend` was given as q, k and v, checked: the queries and the rows.
+
+        Raises:
+            As `KVCacheStore.extend`.
+        """
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        found = self.own.counts[layer]
+        rows = view_all(arrays[1:], ROWS, operation)
+        form = self._form_of(operation, [found], rows, layout, False)
+        self._require_room(operation, [found], form.tokens)
+        sizes = self.batch_size, self.own.memory.num_kv_heads, self.rows.k.width, form.tokens
+        queries = extend_queries(operation, view(arrays[0], "q", operation), layout, *sizes, self.runtime)
+        layer_plan(self.runtime, operation, layer_arrays(found, queries.heads_first), found, scores)
+        return queries, rows
+
+    def extend_own(
+        self,
+        operation: str,
+        layer: int,
+        rows: Views,
+        layout: str,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+        slopes: Mapping[str, ArrayView] = NO_VIEWS,
+    ) -> None:
+        """Append new tokens, which `extension` checked, and attend with their queries over this rank's keys."""
+        to, counts = self.own.counts[layer], self.counts[layer]
+        form = self._form_of(operation, [to], rows, layout, False)
+        self._require_countable(operation, slopes, counts.length + form.tokens)
+        start, end = counts.length, counts.length + form.tokens
+        # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first see.
+        for first, after in self.deal.blocks(start, end) if counts.ring else [(start, end)]:
+            some = Views([a.part(form.axis, first - start, after - start) for a in rows])
+            oldest = counts.valid_from  # before those of the block take its place
+            self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
+            stretches = self.deal.stretches(counts, oldest, first, after)
+            self._attend(operation, layer, q, parts, scores, stretches, start, slopes)
+
+    def _attend(
+        self,
+        operation: str,
+        layer: int,
+        q: ArrayView,
+        parts: ArrayView,
+        scores: AttentionScale,
+        stretches: Iterable[Stretch],
+        start: int,
+        slopes: Mapping[str, ArrayView],
+    ) -> None:
+        """Attention of each stretch of queries, the first of which stands at position `start`."""
+        found, live = self.own.counts[layer], self.runtime
+        stage = Staging(live, [q, parts], [False, True])
+        q, parts = stage.arrays
+        out, lse = self._out_and_lse(parts)
+        for at in stretches:
+            some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
+            arrays = layer_arrays(found, some, slopes)
+            dealt = (self.deal.interleave, (self.deal.world - 1) * self.deal.interleave) if slopes else (0, 0)
+            kept = found.sinks, found.ring, found.formats
+            plan = cache_plan(live, operation, arrays, scores, at.span, *kept, dealt)
+            plan.attend(
+                None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True,
+                first_query=at.first - self.deal.rank * self.deal.interleave,
+            )  # fmt: skip
+        stage.finish()
+
+    def held_positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """The positions of the tokens of a layer that are there to be seen, on all ranks together, ascending."""
+        counts = self.counts[layer]
+        fixed = np.arange(min(counts.length, counts.sinks))
+        return np.concatenate([fixed, np.arange(max(counts.valid_from, counts.sinks), counts.length)])
+
+    def weigh_own(
+        self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale
+    ) -> None:
+        """How much weight the newest tokens' queries gave this rank's keys, of those that are held.
+
+        Args:
+            operation: for messages.
+            layer: its index.
+            q: (batch, Hq, T, D).
+            lse: (batch, Hq, T), the log-sum-exps over the keys of all ranks.
+            to: a tensor (batch, num_kv_heads, n) of zeros, n at least this rank's share of `held_positions`.
+            scores: the scale and the soft cap.
+        """
+        counts, found, live = self.counts[layer], self.own.counts[layer], self.runtime
+        start = counts.length - q.shape[2]
+        fixed = self.deal.count(min(counts.sinks, counts.length))
+        behind = self.deal.count(max(counts.valid_from, counts.sinks))  # this rank's first that is held behind these
+        for at in self.deal.stretches(counts, counts.valid_from, start, counts.length):
+            oldest = max(found.sinks, at.first_valid, at.length - found.ring if found.ring else 0)
+            own_fixed, recent = min(found.sinks, at.length), max(0, at.length - oldest)
+            mass = to.new_zeros((*to.shape[:2], own_fixed + recent))
+            some, of_some = (a.part(2, at.first - start, at.end - start) for a in (q, lse))
+            stage = Staging(live, [some, of_some, view(mass, "mass", operation)], [False, False, True])
+            some, of_some, own = stage.arrays
+            arrays = layer_arrays(found, some)
+            plan = cache_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
+            plan.weigh(arrays, of_some, own, at.length, at.first_valid, at.ahead)
+            stage.finish()
+            to[..., :own_fixed] += mass[..., :own_fixed]
+            if recent:
+                first = fixed + oldest - behind
+                to[..., first : first + recent] += mass[..., own_fixed:]
+
+    # --- counts, what lets go, copies
+
+    def take_counts(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Let the whole have these lengths and oldest valid positions; those of this rank's tokens."""
+        for layer, (length, valid_from) in zip(self.counts, counts, strict=True):
+            layer.length, layer.valid_from = length, valid_from
+        return [(self.deal.count(length), self.deal.count(valid_from)) for length, valid_from in counts]
+
+    def trim(self, operation: str, n: int) -> None:
+        """As `LayerStorage.trim` of the whole's tokens."""
+        length = max(layer.end for layer in self.counts)
+        for layer in self.counts:
+            layer.refuse_trim(operation, n, length)
+        for layer in self.counts:
+            self.own.memory.trim(layer, length - n)
+        self._follow()
+
+    def reset(self) -> None:
+        for layer in self.counts:
+            self.own.memory.recount(layer, 0, None)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the counts of this rank's tokens be those of the whole, which went down."""
+        for own, counts in zip(self.own.counts, self.counts, strict=True):
+            own.length = min(own.length, self.deal.count(counts.length))
+            own.valid_from = min(own.valid_from, own.length)
+
+    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+        """Not offered: the newest tokens lie on several ranks."""
+        self._refuse(operation)
+
+    def reorder(self, operation: str, index: Any) -> None:
+        self.own.reorder(operation, index)
+
+    def select(self, operation: str, index: Any) -> None:
+        self.own.select(operation, index)
+
+    def capture(self) -> CapturedDeal:
+        """As `LayerStorage.capture` of this rank's tokens and the whole's counts."""
+        counts = tuple((layer.length, layer.valid_from) for layer in self.counts)
+        return CapturedDeal(self.own.capture(), self.deal, counts)
+
+    def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
+        """As `LayerStorage.restore` of what was captured on this rank.
+
+        Raises:
+            OptionError: it is of another rank, or of tokens dealt otherwise.
+        """
+        if not isinstance(captured, CapturedDeal) or captured.deal != self.deal:
+            raise OptionError(
+                f"{operation}: {shown[0]} is no snapshot of tokens dealt as here ({self.deal}). Give what `snapshot` "
+                f"returned on this rank."
+            )
+        self.own.restore(operation, captured.own, shown)
+        for counts, (length, valid_from) in zip(self.counts, captured.counts, strict=True):
+            counts.length, counts.valid_from = length, valid_from
+
+    def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        """This rank's layers, as `LayerStorage.to_host`."""
+        return self.own.to_host(operation)
+
+    def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
+        """Let this rank's layers hold what `to_host` gave."""
+        self.own.take_over(operation, counts, arrays)
+
+    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+        """Not offered: `ShardedKVCacheStore.save` writes a file a rank."""
+        self._refuse(operation, "Call ShardedKVCacheStore.save.")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> NoReturn:
+        """Not offered: `ShardedKVCacheStore.load` reads the files of all ranks."""
+        raise OptionError(f"{operation}: {cls.title} is loaded by ShardedKVCacheStore.load.")

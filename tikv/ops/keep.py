@@ -1,0 +1,207 @@
+"""Which rows are kept: ascending indices or a mask, a list for each head or one for all heads of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, Host, as_numpy, describe, read_host, view
+from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.indices import host_indices, index_array
+
+
+class HeadRows(NamedTuple):
+    """Sequences, heads, and rows of each head; and how many of the rows are held, one number or several."""
+
+    batch: int
+    heads: int
+    limit: int
+    held: Any  # an int, or (B,) or (B, H) on the host
+
+
+def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: str) -> Any:
+    """What a caller keeps as indices (B, n) or (B, H, n), on the host or the device.
+
+    Those of a mask are int32 on the host, and behind the last of a head that keeps fewer than others stands -1.
+
+    Raises:
+        ShapeError, DTypeError: an array of another shape or dtype; more rows than there are.
+        PositionError: indices that the host knows fall, repeat or point outside; a mask keeps a row that is not held.
+    """
+    mask = _mask(keep)
+    if mask is not None:
+        _check_shape(mask.shape, rows, rows.limit, "a mask", operation)
+        _check_mask(mask, rows, operation)
+        return indices_of_mask(mask)
+    keep = index_array(keep)
+    index = view(keep, "keep", operation)
+    checks.on_device([("keep", index)], live, operation)
+    if index.dtype not in dtypes.INDICES:
+        raise DTypeError(f"{operation}: keep is {describe(index)}. Pass int32 or int64 indices, or a bool mask.")
+    if any(stride < 0 for stride in index.strides):
+        raise ShapeError(f"{operation}: keep has negative strides {index.strides}. Pass a copy.")
+    _check_shape(index.shape, rows, None, "indices", operation)
+    host = host_indices(index, live)
+    if host is not None:
+        check_ascending(host, rows.held, operation)
+    return keep
+
+
+def host_kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: str) -> Host:
+    """`kept_indices` as int32 on the host, checked wherever they came from."""
+    found = kept_indices(keep, rows, live, operation)
+    if isinstance(found, np.ndarray):
+        return found.astype(np.int32, copy=False)
+    index = view(found, "keep", operation)
+    host = as_numpy(index) if index.device == "cpu" else read_host(index, live)
+    check_ascending(host, rows.held, operation)
+    return host.astype(np.int32)
+
+
+def _mask(keep: Any) -> Host | None:
+    """A mask on the host, wherever it lies; None where `keep` is none."""
+    if isinstance(keep, list | tuple):
+        try:
+            keep = np.asarray(keep)
+        except ValueError as error:
+            raise ShapeError(f"keep is a list that is no array: {error}. Pass equal rows, or a mask.") from error
+    if not str(getattr(keep, "dtype", "")).endswith("bool"):
+        return None
+    if hasattr(keep, "detach"):
+        keep = keep.detach().cpu().numpy()
+    return np.asarray(keep)
+
+
+def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what: str, operation: str) -> None:
+    """(B, H, n) or (B, n), where n is `last`, or at most the rows that there are.
+
+    Raises:
+        ShapeError: otherwise.
+    """
+    lead = (rows.batch, rows.heads)
+    n = "n" if last is None else str(last)
+    if len(shape) not in (2, 3) or shape[:-1] not in (lead, lead[:1]):
+        raise ShapeError(
+            f"{operation}: keep is {what} of shape {shape} where ({rows.batch}, {rows.heads}, {n}), or ({rows.batch}, "
+            f"{n}) for all heads, is needed. Give a list for each sequence and head."
+        )
+    if (last is not None and shape[-1] != last) or (last is None and shape[-1] > rows.limit):
+        raise ShapeError(
+            f"{operation}: keep is {what} of shape {shape} for {rows.limit} rows a head. "
+            + ("Give a True or False for each." if last is not None else f"Give at most {rows.limit}.")
+        )
+
+
+def _check_mask(mask: Host, rows: HeadRows, operation: str) -> None:
+    """No row is kept that is not held.
+
+    Raises:
+        PositionError: one is.
+    """
+    if isinstance(rows.held, int) and rows.held >= rows.limit:
+        return
+    held = _for_each(rows.held, mask.ndim)
+    wrong = mask & (np.arange(mask.shape[-1]) >= held[..., None])
+    if wrong.any():
+        *lead, row = (int(i) for i in np.argwhere(wrong)[0])
+        raise PositionError(
+            f"{operation}: the mask keeps row {row} of {_head(lead)}, which holds "
+            f"{int(np.broadcast_to(held, mask.shape[:-1])[tuple(lead)])}. Keep rows that are held."
+        )
+
+
+def check_ascending(index: Host, held: Any, operation: str) -> None:
+    """Each list of indices rises, from 0 on and below what is held; -1 at its end is none.
+
+    Raises:
+        PositionError: one does not.
+    """
+    if index.size == 0:
+        return
+    falls = index[..., 1:] <= index[..., :-1]
+    first, last = index[..., 0], index[..., -1]
+    limits = _for_each(held, index.ndim)
+    if not (falls.any() or (first < 0).any() or (last >= limits).any()):
+        return
+    if falls.any():
+        *lead, at = (int(i) for i in np.argwhere(falls)[0])
+        pair = index[tuple(lead)][at : at + 2].tolist()
+        raise PositionError(
+            f"{operation}: keep of {_head(lead)} has {pair[1]} behind {pair[0]}, at {at + 1}. Each index must be above "
+            f"the one before: sort them, and drop what is named twice."
+        )
+    outside = (first < 0) | (last >= limits)
+    lead = [int(i) for i in np.argwhere(outside)[0]]
+    row = index[tuple(lead)]
+    limit = int(np.broadcast_to(limits, outside.shape)[tuple(lead)])
+    wrong = int(row[0]) if row[0] < 0 else int(row[-1])
+    raise PositionError(
+        f"{operation}: keep of {_head(lead)} has {wrong}, and {limit} rows are held there. Use 0..{limit - 1}."
+    )
+
+
+def _for_each(held: Any, ndim: int) -> Host:
+    """What is held, to be compared with lists of `ndim` - 1 leading axes."""
+    found = np.asarray(held)
+    if found.ndim == 1 and ndim == 3:
+        return found[:, None]
+    least: Host = found.min(axis=1) if found.ndim == 2 and ndim == 2 else found
+    return least
+
+
+def _head(lead: list[int]) -> str:
+    return f"sequence {lead[0]}" + (f", head {lead[1]}" if len(lead) > 1 else "")
+
+
+def indices_of_mask(mask: Host) -> Host:
+    """The indices of what a mask keeps, ascending, int32 (..., n) with the largest n of all; -1 pads the others.
+
+    Examples:
+        >>> indices_of_mask(np.array([[True, False, True], [False, True, False]])).tolist()
+        [[0, 2], [1, -1]]
+    """
+    counts = mask.sum(axis=-1)
+    found = np.full((*mask.shape[:-1], int(counts.max(initial=0))), -1, np.int32)
+    place = np.cumsum(mask, axis=-1) - 1
+    kept = np.nonzero(mask)
+    at = (*kept[:-1], place[kept])
+    found[at] = kept[-1]
+    return found
+
+
+def counts_of(index: Host) -> Host:
+    """How many each list keeps."""
+    found: Host = (index >= 0).sum(axis=-1, dtype=np.int32)
+    return found
+
+
+def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime, operation: str) -> Any:
+    """What each sequence, or each head, holds, of (batch, heads, rows): all rows where nobody says, or only the device.
+
+    Raises:
+        ShapeError, DTypeError: no integer, no (B,) and no (B, H) of them.
+        PositionError: more rows than there are, or fewer than none.
+    """
+    batch, heads, limit = rows
+    if lengths is None:
+        return limit
+    if isinstance(lengths, int):
+        return checks.integer(lengths, "lengths", operation, high=limit)
+    array: ArrayView = view(index_array(lengths), "lengths", operation)
+    checks.on_device([("lengths", array)], live, operation)
+    checks.indices(array, "lengths", operation)
+    if array.shape not in ((batch,), (batch, heads)):
+        raise ShapeError(
+            f"{operation}: lengths is {describe(array)} where ({batch},) or ({batch}, {heads}) is needed, a number for "
+            f"a sequence or for each of its heads."
+        )
+    host = host_indices(array, live)
+    if host is None:
+        return limit
+    if host.size and not 0 <= int(host.min()) <= int(host.max()) <= limit:
+        wrong = int(host.min()) if host.min() < 0 else int(host.max())
+        raise PositionError(f"{operation}: lengths has {wrong} for a cache of {limit} rows. Use 0..{limit}.")
+    return np.array(host)

@@ -1,0 +1,260 @@
+"""Caches in files: safetensors with metadata, written by `replacing` and read by `tensor_file`; no pickle anywhere.
+
+A file carries checksums of every tensor, with its dtype and shape, and of the facts, so that damage anywhere is seen
+and not loaded. A checksum proves no good will: whoever writes a file writes its checksums too. So facts are compared
+with the tensors that are there before a tensor is read or memory is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import reprlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tikv import dtypes, extras, runtime
+from tikv.dtypes import DType
+from tikv.errors import CacheFileError, CapacityError, DTypeError, TikvError
+from tikv.formats import GroupFormat, parse_format
+from tikv.stores.files import replacing, tensor_file
+from tikv.stores.files.tensor_file import NUMBERS, Entry
+from tikv.stores.row_format import RowFormat, RowFormats
+
+Array = np.ndarray[Any, Any]
+Facts: TypeAlias = dict[str, Any]
+Check: TypeAlias = Callable[[Facts, dict[str, Entry]], None]
+VERSION = 1
+MOST_SHOWN = 300  # characters of what is wrong with a file
+target_of = replacing.target_of
+
+
+class CacheFileCapacityError(CacheFileError, CapacityError):
+    """A file that asks for more memory than there is: a lie, or a store for a larger machine."""
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, tensors: dict[str, Array], facts: dict[str, Any], operation: str
+) -> None:
+    """Save named arrays and JSON facts of a kind of cache, with checksums; see `write_tensors`."""
+    tensors = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+    text = json.dumps(facts)
+    checksums = {"": _checksum_of_text(text), **{name: _checksum(tensor) for name, tensor in tensors.items()}}
+    metadata = {"tikv": kind, "version": str(VERSION), "facts": text, "crc32": json.dumps(checksums)}
+    write_tensors(path, tensors, metadata, operation)
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str], operation: str
+) -> None:
+    """Save named arrays and strings; an old file of that name is replaced in one step or stays as it was.
+
+    Raises:
+        CacheFileError: the name does not end in .safetensors, its description would be too long to be read again, or
+            the system refuses to write.
+    """
+    save = extras.need("safetensors.numpy", operation).save
+    target_of(path, operation)
+    data = save({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}, metadata)
+    tensor_file.require_described(data, operation)
+    replacing.replace(path, data, operation)
+
+
+def read(
+    path: str | os.PathLike[str], kind: str, operation: str, check: Check | None = None
+) -> tuple[dict[str, Array], Facts]:
+    """The arrays and facts of a file that `write` made for the same kind of cache, checked.
+
+    Args:
+        path: the file.
+        kind: of cache.
+        operation: for messages.
+        check: is given the facts and what the file says of its tensors before any of them is read; it raises what
+            `understanding` knows where they contradict each other.
+
+    Raises:
+        CacheFileError: the file is missing, truncated, damaged, of another kind or a later version, or `check` says no.
+    """
+    shown = repr(str(path))
+    with tensor_file.opened(path, operation) as file:
+        metadata = file.metadata
+        if metadata.get("tikv") != kind:
+            found = words(metadata.get("tikv") or "no cache of this library")
+            raise CacheFileError(
+                f"{operation}: {shown} holds {found}, not a {kind}. Give a file that {kind}.save wrote."
+            )
+        if metadata.get("version") != str(VERSION):
+            raise CacheFileError(
+                f"{operation}: {shown} has format version {words(metadata.get('version'))}; this library reads "
+                f"{VERSION}. Use the version that wrote it."
+            )
+        try:
+            facts, checksums = (tensor_file.parsed(metadata[name]) for name in ("facts", "crc32"))
+            facts_as_saved = checksums.pop("") == _checksum_of_text(metadata["facts"])
+            if type(facts) is not dict or {*checksums} != {*file.entries}:
+                raise ValueError("it does not tell of the tensors that are there")
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
+            raise CacheFileError(
+                f"{operation}: {shown} is damaged: its description cannot be read ({words(repr(error))}). Save it "
+                f"again."
+            ) from error
+        if not facts_as_saved:
+            raise CacheFileError(
+                f"{operation}: {shown} is damaged: its description is not the one saved. Save it again."
+            )
+        if check is not None:
+            with understanding(path, operation):
+                check(facts, file.entries)
+        tensors = {name: file.read(name) for name in file.entries}
+    wrong = [name for name, tensor in tensors.items() if _checksum(tensor) != checksums[name]]
+    if wrong:
+        raise CacheFileError(
+            f"{operation}: {shown} is damaged: the bytes of {words(', '.join(sorted(wrong)))} are not those saved. "
+            f"Save it again."
+        )
+    return tensors, facts
+
+
+def kind_of(path: str | os.PathLike[str], operation: str) -> str:
+    """The kind of cache that a file says it holds; nothing of it is checked.
+
+    Raises:
+        CacheFileError: it is missing, or no such file.
+    """
+    with tensor_file.opened(path, operation) as file:
+        return file.metadata.get("tikv") or ""
+
+
+@contextlib.contextmanager
+def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
+    """Around what makes sense of a file's facts, which are those saved: what they contradict is no fault of the caller.
+
+    Raises:
+        CacheFileError: for a missing or impossible fact.
+        CacheFileCapacityError: for a store that this machine has no room for.
+        DTypeError: as it is, since a store of this form may be possible elsewhere.
+    """
+    try:
+        yield
+    except CapacityError as error:
+        raise CacheFileCapacityError(
+            f"{operation}: {str(path)!r} describes a store that is too large here: {words(str(error))}"
+        ) from error
+    except (CacheFileError, DTypeError):
+        raise
+    except MemoryError as error:
+        raise _no_memory(path, operation, error) from error
+    except RuntimeError as error:
+        if isinstance(error, TikvError) or "memory" not in str(error).lower():
+            raise
+        raise _no_memory(path, operation, error) from error  # as Taichi and torch say it
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise CacheFileError(
+            f"{operation}: {str(path)!r} does not describe a store: {words(str(error) or repr(error))}. Save it again."
+        ) from error
+
+
+def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) -> None:
+    """The store that a file describes is not larger than all memory of the machine it would lie in.
+
+    Raises:
+        CacheFileCapacityError: it is.
+    """
+    arch = runtime.current().arch
+    limit = runtime.memory_bytes(arch)
+    if limit is not None and nbytes > limit:
+        raise CacheFileCapacityError(
+            f"{operation}: {str(path)!r} describes a store of {nbytes} bytes, and {arch} has {limit} in all. Load it "
+            f"on a larger machine, or save a smaller store."
+        )
+
+
+def _no_memory(path: str | os.PathLike[str], operation: str, error: BaseException) -> CacheFileCapacityError:
+    return CacheFileCapacityError(
+        f"{operation}: there is no memory for the store that {str(path)!r} describes ({words(str(error))}). Free some, "
+        f"or save a smaller store."
+    )
+
+
+# --- facts, which are of any type and size until they are looked at
+
+
+def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
+    """A fact that is an integer of [low, high]; true and 1.0 are none.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {reprlib.repr(value)} and must be an integer from {low} to {high}")
+    return value
+
+
+def listed(value: Any, name: str, count: int | None = None) -> list[Any]:
+    """A fact that is a list, of so many entries.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) is not list or (count is not None and len(value) != count):
+        wanted = "a list" if count is None else f"a list of {count}"
+        raise ValueError(f"{name} is {reprlib.repr(value)} and must be {wanted}")
+    return value
+
+
+def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """A layer's arrays by the form of its store: the name of each, the width of its rows, and its dtype.
+
+    Raises:
+        ValueError: the form's dtypes or widths are none.
+    """
+    names, scale_name = (form["dtype"], form.get("v_dtype", form["dtype"])), form.get("scale_dtype", "float16")
+    stored: list[DType | GroupFormat] = []
+    for name in names:
+        format = parse_format(name) if type(name) is str else None
+        if type(name) is not str or (name not in dtypes.APPENDED and format is None):
+            raise ValueError(f"dtype {reprlib.repr(name)} is not stored; {', '.join(dtypes.APPENDED)} are")
+        stored.append(format or dtypes.parse(name, ""))
+    if scale_name not in [row.name for row in dtypes.SCALES]:
+        raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not offered")
+    scale = dtypes.parse(scale_name, "")
+    width = integer(form["head_dim"], "head_dim", low=1)
+    width_v = width if form.get("head_dim_v") is None else integer(form["head_dim_v"], "head_dim_v", low=1)
+    rows = RowFormats(RowFormat(stored[0], width), RowFormat(stored[1], width_v), scale)
+    for row in rows.both:
+        if row.format is not None:
+            row.format.groups(row.width, "a head", "a file")
+    return [(name, shape, dtype.numpy) for name, (shape, dtype) in rows.arrays().items()]
+
+
+def require_entry(entries: dict[str, Entry], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """The file has a tensor of that name, shape and dtype.
+
+    Raises:
+        ValueError: it has none.
+    """
+    entry = entries.get(name)
+    if entry is None:
+        raise ValueError(f"there is no tensor {name}")
+    if entry.shape != shape or entry.dtype != dtype:
+        raise ValueError(f"{name} is {entry.stored} {entry.shape} where {dtype.name} {shape} is needed")
+
+
+def words(text: Any) -> str:
+    """A file's own words as a message has them: not too many, and none that a terminal would obey."""
+    shown = "".join(c if c.isprintable() else "?" for c in str(text)[: MOST_SHOWN + 1])
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[: MOST_SHOWN - 3]}..."
+
+
+def _checksum(tensor: Array) -> int:
+    """CRC-32 of the bytes, which differs for another dtype or shape too."""
+    start = _checksum_of_text(f"{tensor.dtype.name}{tensor.shape}")
+    return zlib.crc32(tensor.reshape(-1).view(np.uint8).data, start) if tensor.size else start
+
+
+def _checksum_of_text(text: str) -> int:
+    return zlib.crc32(text.encode())

@@ -1,0 +1,26 @@
+"""Where the layers of a `KVCacheStore` lie: `storage` says what each way to store them does, `STORAGES` lists them.
+
+`contiguous` serves all dtypes but groups along tokens, which `token_groups` serves. `memory` and `counts` are what a
+layer of slots is, `append`, `attend`, `extend`, `compaction` and `drafts` what is done with it; `growing` is one such
+layer with room that changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv.stores.layers.contiguous import ContiguousLayers
+from tikv.stores.layers.storage import LayerStorage
+from tikv.stores.layers.token_groups import TokenGroupLayers
+
+STORAGES: list[type[LayerStorage]] = [TokenGroupLayers, ContiguousLayers]  # the first that serves a dtype has it
+
+
+def storage_for(dtype: Any) -> type[LayerStorage]:
+    """The storage of a store with this ``dtype=``."""
+    return next(storage for storage in STORAGES if storage.serves(dtype))
+
+
+def saved_as(kind: str) -> type[LayerStorage]:
+    """The storage that wrote a file of this kind; that of plain stores, which refuses it, where none did."""
+    return next((storage for storage in STORAGES if storage.file_kind == kind), ContiguousLayers)

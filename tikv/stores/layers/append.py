@@ -1,0 +1,508 @@
+"""Appends to contiguous layers: one layer or all of them, at the position that the host counts or one in device memory.
+
+An `AppendPlan` is found again by the forms of the new rows, see `ops.plan`. Writes and reads of the layers' memory are
+bound to addresses, so the plans are forgotten when it is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import launch
+from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
+from tikv.errors import DTypeError
+from tikv.ops import checks
+from tikv.ops.layouts import Placement, Rows, reduced_position
+from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+from tikv.ops.row_copy import bind_copies
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+
+ROWS = ("k", "v")
+NAMES = (*ROWS, "positions")
+
+
+class AppendPlan(Plan):
+    """A checked append of rows of one form to layers of one length.
+
+    Attributes:
+        layers: what it writes.
+        tokens: how many it adds.
+        room: tokens that all of the layers can hold.
+        absolute: rings of different lengths are written at once, so that the position is not reduced.
+        counted: the host counts the position; else the launch reads it.
+    """
+
+    def __init__(
+        self,
+        memory: LayerMemory,
+        operation: str,
+        layers: list[Layer],
+        rows: Sequence[ArrayView],
+        axes: tuple[int, int],
+        positions: ArrayView | None,
+        absolute: bool,
+    ) -> None:
+        names = NAMES if positions is not None else ROWS
+        super().__init__(memory.runtime, operation, names, [False] * len(names))
+        # Not the memory itself, which keeps its plans: it would go no sooner than the garbage collector comes round.
+        self.batch, self.heads = memory.batch_size, memory.num_kv_heads
+        self.rows = memory.rows
+        self.lock = memory.lock
+        self.layers = layers
+        self.absolute = absolute
+        self.counted = positions is None
+        self.token_axis, self.head_axis = axes
+        self.tokens = rows[0].shape[1 + self.token_axis]
+        self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)
+        # Forms of K and V as (layers, batch, ., ., width), and as they were given, without a hold on them.
+        self._forms = [(a.shape, a.strides) for a in rows]
+        self._given = [a.without_owner() for a in rows]
+        self.alignments = [a.ptr % ALIGNMENT for a in rows]
+        # Between which addresses a source may start that shares memory with K or V of the layers.
+        first, last = layers[0], layers[-1]
+        k_end, v_end = last.k.ptr + last.k.span, last.v.ptr + last.v.span
+        self._near = min(first.k.ptr, first.v.ptr) - max(a.span for a in rows), max(k_end, v_end)
+        self._start: Callable[[], None] | None = None  # the one launch, where `append` makes it
+        self._put_position: Callable[[int], None]
+
+    def append(self, rows: Views) -> None:
+        """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
+
+        The store's lock is held.
+
+        After the first run this is `entries_at`, `run` and the counts in one function, for a decode loop waits for it
+        once a layer: `benches/stores/bench_append.py`.
+
+        Raises:
+            CapacityError: a layer without a window has no room. Nothing is written.
+            ShapeError: the rows share memory with the layers.
+        """
+        layers = self.layers
+        first = layers[0]
+        length = first.length
+        start = self._start
+        if start is None:
+            self.run(rows, self.entries_at(length))
+        else:
+            if length + self.tokens > self.room:
+                checks.fits_linear(length, self.tokens, self.room, self.operation)
+            position = length
+            if first.ring and not self.absolute:
+                position = reduced_position(length, first.sinks, first.ring)
+            if rows.pointers != self.pointers:
+                self._move_to(rows.pointers)
+            self._put_position(position)
+            start()
+        after = length + self.tokens
+        for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
+            layer.length = after
+            layer.newest = self.tokens
+            if layer.ring and after - layer.ring > layer.valid_from:
+                layer.valid_from = after - layer.ring
+
+    def entries_at(self, length: int) -> Entries:
+        """The entries of a launch that writes behind so many tokens, which is checked."""
+        if length + self.tokens > self.room:
+            checks.fits_linear(length, self.tokens, self.room, self.operation)
+        first = self.layers[0]
+        if first.ring and not self.absolute:
+            length = reduced_position(length, first.sinks, first.ring)
+        return {"dst_position": length}
+
+    def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[None, Entries]:
+        """Check that the layers have room, where the host counts."""
+        return None, self.entries_at(self.layers[0].length) if self.counted else NO_ENTRIES
+
+    def in_step(self) -> bool:
+        """Whether one position serves all layers: they are equally long, and it fits 32 bits where it must."""
+        lengths = [layer.length for layer in self.layers]
+        if lengths.count(lengths[0]) < len(lengths):
+            return False
+        return not self.absolute or lengths[0] + self.tokens < 2**31
+
+    def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
+        """New rows share no element with the layers.
+
+        Raises:
+            ShapeError: they do.
+        """
+        refuse_shared(self.operation, self.layers, arrays)
+
+    def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
+        super()._bind_once(arrays, pointers)
+        if self.counted and not self.live.is_spirv:
+            setters = [bound.setter("dst_position") for bound in self.launches or ()]
+            starters = [bound.launcher() for bound in self.launches or ()]
+            self._put_position, self._start = in_turn(setters), in_turn(starters)
+
+    def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
+        if 0 in pointers:
+            super()._move(arrays, pointers)
+        else:
+            self._move_to(pointers)
+
+    def _move_to(self, pointers: tuple[int, ...]) -> None:
+        """`Plan._move` to addresses: what rows share with the layers is looked at where they are near."""
+        start, end = self._near
+        for pointer in pointers:
+            if start < pointer < end:
+                rows = [a.at_address(p) for a, p in zip(self._given, pointers, strict=False)]
+                refuse_shared(self.operation, self.layers, rows)
+                break
+        self.pointers = None  # as `Plan._move` does
+        for j, uses in enumerate(self._uses):
+            for bound, i, _ in uses:
+                bound.set_pointer(i, pointers[j])
+        self.pointers = pointers
+
+    def move_to(self, pointers: tuple[int, ...]) -> bool:
+        """Let the launch read K and V of the checked form at these addresses; False where they are aligned otherwise.
+
+        Raises:
+            ShapeError: they share memory with the layers.
+        """
+        if [p % ALIGNMENT for p in pointers] != self.alignments:
+            return False
+        self._move_to(pointers)
+        return True
+
+    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+        """The launch over K and V, and over positions that it reads."""
+        first, batch, heads = self.layers[0], self.batch, self.heads
+        index, params = None, dict[str, Any]()
+        scales = first.scales_of_rows(heads, self.rows.numbers)
+        if not self.counted:
+            index = given[2]
+            params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
+        if self.absolute:
+            place, index = Placement("layers"), self._layer_table()
+            dst = [
+                Rows(a, token=a.shape[3], format=format)
+                for a, format in zip((first.k, first.v), self.rows.formats, strict=True)
+            ]
+            # The table says where the heads of each layer begin, as it does of rows.
+            scales = [None if a is None else a._replace(sequence=0, head=0) if a.token else a for a in scales]
+        else:
+            place = Placement("ring" if first.ring else "linear") if self.counted else Placement("ragged")
+            dst = self._rows_of_layers()
+            keep = max(0, self.tokens - first.ring) if first.ring else 0
+            params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
+        sequence_axis = 0 if batch == 1 else 1
+        src = [
+            Rows(
+                a,
+                sequence=strides[sequence_axis],
+                token=strides[1 + self.token_axis],
+                head=strides[1 + self.head_axis],
+            )
+            for a, (_, strides) in zip(given, self._forms, strict=False)
+        ]
+        return bind_copies(
+            self.live,
+            self.operation,
+            src=src,
+            dst=[rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)],
+            widths=self.rows.widths,
+            heads=heads,
+            tokens=self.tokens,
+            groups=len(self.layers) * batch,
+            dst_place=place,
+            index=index,
+            **params,
+        )
+
+    def _rows_of_layers(self) -> list[Rows]:
+        """Where K and V of the layers lie, which all have as many slots."""
+        first, last = self.layers[0], self.layers[-1].v
+        ends = [(first.k, 0), (first.v, 0)]
+        if first.k.owner is first.v.owner:  # one array to the launch
+            size = first.k.dtype.itemsize
+            both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
+            ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
+        return [
+            Rows(
+                a,
+                sequence=self.heads * first.slots * row.stored_width,
+                token=row.stored_width,
+                head=first.slots * row.stored_width,
+                first=start,
+                format=row.format,
+            )
+            for (a, start), row in zip(ends, self.rows.both, strict=True)
+        ]
+
+    def _layer_table(self) -> ArrayView:
+        """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each."""
+        table = np.empty((len(self.layers), self.batch, 4), np.int32)
+        row = 0
+        for i, layer in enumerate(self.layers):
+            for b in range(self.batch):
+                table[i, b] = (row, layer.slots, layer.sinks, layer.ring)
+                row += self.heads * layer.slots
+        self._table = to_device(table.reshape(-1), self.live)  # kept alive for the launches
+        return self._table
+
+
+class UnevenAppendPlan(AppendPlan):
+    """An append to one layer whose heads hold different numbers of tokens: each head's rows go behind its own last."""
+
+    def __init__(
+        self, memory: LayerMemory, operation: str, layer: Layer, rows: Sequence[ArrayView], axes: tuple[int, int]
+    ) -> None:
+        super().__init__(memory, operation, [layer], rows, axes, None, False)
+        self.counted = False  # by a number that the host puts in: the launch reads the lengths of heads
+
+    def append(self, rows: Views) -> None:
+        """Write rows behind the tokens of each head, and count them.
+
+        Raises:
+            As `AppendPlan.append`.
+        """
+        layer = self.layers[0]
+        if layer.length + self.tokens > self.room:
+            checks.fits_linear(layer.length, self.tokens, self.room, self.operation)
+        self.run(rows)
+        assert layer.head_lengths is not None
+        layer.head_lengths.grow(self.tokens)
+        layer.length += self.tokens
+        layer.newest = self.tokens
+
+    def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
+        """A launch; one a sequence where one stride does not lead through all heads of the batch."""
+        layer, heads = self.layers[0], self.heads
+        assert layer.head_lengths is not None
+        strides = [form[1] for form in self._forms]
+        even = self.batch == 1 or all(s[1] == heads * s[1 + self.head_axis] for s in strides)
+        groups = heads * (self.batch if even else 1)
+        keep = max(0, self.tokens - layer.ring) if layer.ring else 0
+        params: dict[str, Any] = {
+            "dst_limit": layer.slots,
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+            "keep": keep,
+            "index_group": 1,
+        }
+        found = []
+        for b in range(1 if even else self.batch):
+            first = b * heads
+            src = [
+                Rows(a, sequence=s[1 + self.head_axis], token=s[1 + self.token_axis], first=b * s[1])
+                for a, s in zip(given, strides, strict=False)
+            ]
+            scales, widths = layer.scales_by_head(self.rows.numbers, first), [r.stored_width for r in self.rows.both]
+            stored = zip((layer.k, layer.v), widths, self.rows.formats, scales, strict=True)
+            dst = [
+                Rows(a, sequence=layer.slots * w, token=w, first=first * layer.slots * w, format=format, scale=scale)
+                for a, w, format, scale in stored
+            ]
+            index = layer.head_lengths.array.restrided((groups,), (1,), first)
+            found += bind_copies(
+                self.live,
+                self.operation,
+                src=src,
+                dst=dst,
+                widths=self.rows.widths,
+                heads=1,
+                tokens=self.tokens,
+                groups=groups,
+                dst_place=Placement("ragged"),
+                index=index,
+                **params,
+            )
+        return found
+
+
+def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """A function that makes each of these calls; where there is one, that one."""
+    if len(calls) == 1:
+        return calls[0]
+
+    def each(*given: Any) -> None:
+        for call in calls:
+            call(*given)
+
+    return each
+
+
+def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
+    """New K and V share no element with what they are appended to.
+
+    Raises:
+        ShapeError: they do.
+    """
+    for layer in layers:
+        for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
+            for name, a in zip(ROWS, rows, strict=False):
+                checks.disjoint([(name, a, False), output], operation)
+
+
+class Appends:
+    """The appends to the layers of a memory: checked, kept and run."""
+
+    def __init__(self, memory: LayerMemory) -> None:
+        self.memory = memory
+        self.plans: BoundedCache[Any, AppendPlan] = memory.plans
+
+    def append_first(
+        self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
+    ) -> None:
+        """Check new arrays, append them, and keep the plan under `key` where one plan serves all layers.
+
+        Args:
+            operation: for messages.
+            layers: what to append to.
+            given: views of K and V.
+            layout: "token_major" or "head_major".
+            key: what finds the plan in `plans`.
+            stacked: the arrays have a leading axis of layers.
+        """
+        rows, axes = self.checked(operation, layers, given, layout, stacked)
+        tokens = rows[0].shape[1 + axes[0]]
+        for layer in layers:
+            layer.require_room(operation, tokens)
+        if tokens == 0:
+            return
+        launch.refuse_during_capture(self.memory.runtime, operation)
+        even = self._lie_evenly(rows)
+        together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
+        together = together and all(layer.head_lengths is None for layer in layers)
+        mixed = together and len({(layer.slots, layer.ring) for layer in layers}) > 1
+        if mixed and layers[0].length + tokens >= 2**31:
+            together = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
+        parts = self.memory.blocks if together else [[layer] for layer in layers]
+        sources = [_part_of(rows, part, stacked) for part in parts]
+        plans = []
+        for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
+            found = None if even else self.plans.get((key, i))  # which no plan for all layers makes needless
+            if found is None and part[0].head_lengths is not None:
+                found = UnevenAppendPlan(self.memory, operation, part[0], source, axes)
+            elif found is None:
+                found = AppendPlan(self.memory, operation, part, source, axes, None, mixed)
+                if not even:
+                    self.plans.keep((key, i), found)
+            plans.append(found)
+        for plan, source in zip(plans, sources, strict=True):
+            plan.append(Views(source))
+        if len(plans) == 1:
+            self.plans[key] = plans[0]
+
+    def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
+        """Append views of new K and V to one layer."""
+        key = (operation, layer.index, rows.key, layout)
+        plan = self.plans.get(key)
+        if plan is None:
+            self.append_first(operation, [layer], rows, layout, key, False)
+        else:
+            plan.append(rows)
+
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """Append views of new K and V, stacked, to all layers."""
+        key = (operation, rows.key, layout)
+        plan = self.plans.get(key)
+        if plan is None or not plan.in_step():
+            self.append_first(operation, self.memory.layers, rows, layout, key, True)
+        else:
+            plan.append(rows)
+
+    def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+        """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
+        key = ("at", layers[0].index, stacked, given.key, layout)
+        plan = None if launch.is_recording() else self.plans.get(key)
+        if plan is None:
+            rows, axes = self.checked(operation, layers, Views(given[:2]), layout, stacked)
+            positions = given[2]
+            self._check_positions(operation, positions)
+            if rows[0].shape[1 + axes[0]] == 0:
+                return
+            if stacked and not self._one_launch_at_positions():
+                for layer in layers:
+                    k, v = (a.restrided(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in given[:2])
+                    self.append_at(operation, [layer], Views([k, v, positions]), layout, False)
+                return
+            plan = AppendPlan(self.memory, operation, layers, rows, axes, positions, False)
+            if not launch.is_recording():
+                self.plans.keep(key, plan)
+        plan.run(given)
+
+    def _one_launch_at_positions(self) -> bool:
+        """Whether one launch appends to all layers at positions it reads: one block, one sequence, one window."""
+        forms = {(layer.slots, layer.ring) for layer in self.memory.layers}
+        return self.memory.batch_size == 1 and len(self.memory.blocks) == 1 and len(forms) == 1
+
+    def _check_positions(self, operation: str, positions: ArrayView) -> None:
+        checks.on_device([("positions", positions)], self.memory.runtime, operation)
+        checks.indices(positions, "positions", operation)
+        checks.rank(positions, (1,), "positions", "(batch,)", operation)
+        checks.extent(
+            positions.shape[0], self.memory.batch_size, "the length of positions", operation, describe(positions)
+        )
+
+    def _lie_evenly(self, rows: Sequence[ArrayView]) -> bool:
+        """Whether one stride leads from each sequence to the next and from the last of a layer to the next layer's."""
+        batch = self.memory.batch_size
+        return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
+
+    def checked(
+        self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
+    ) -> tuple[list[ArrayView], tuple[int, int]]:
+        """Check new K and V against the layers.
+
+        Returns:
+            Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
+
+        Raises:
+            ShapeError, DTypeError, OptionError: they do not fit the layers, or share memory with them.
+        """
+        memory, (k, v) = self.memory, given
+        token_major = checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major"
+        token_axis, head_axis = (1, 2) if token_major else (2, 1)
+        named = (("k", k), ("v", v))
+        checks.on_device(named, memory.runtime, operation)
+        checks.same_dtype(k, v, "k", "v", operation)
+        allowed = memory.rows.appended
+        if k.dtype.name not in allowed:
+            raise DTypeError(
+                f"{operation}: cannot append {k.dtype.name} to a {memory.rows.name} store (k: {describe(k)}). Append "
+                f"{' or '.join(allowed)}."
+            )
+        rows = []
+        for name, a in named:
+            checks.readable(a, name, operation)
+            rows.append(self._rows(operation, name, a, token_axis, stacked))
+        tokens = rows[0].shape[1 + token_axis]
+        for (name, whole), a, width in zip(named, rows, memory.rows.widths, strict=True):
+            detail = f"{name}: {describe(whole)}, {layout}"
+            for axis, wanted, what in (
+                (0, len(layers), "number of layers"),
+                (1, memory.batch_size, "batch"),
+                (1 + head_axis, memory.num_kv_heads, "number of heads"),
+                (4, width, "head width"),
+            ):
+                checks.extent(a.shape[axis], wanted, f"the {what} of {name}", operation, detail)
+            of_k = f"k: {describe(k)}"
+            checks.extent(a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, of_k)
+        refuse_shared(operation, layers, (k, v))
+        return rows, (token_axis, head_axis)
+
+    def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
+        """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
+        full, one = 5 if stacked else 4, self.memory.batch_size == 1
+        if a.ndim == full - 1 and one:
+            at = 1 if stacked else 0
+            a = a.restrided((*a.shape[:at], 1, *a.shape[at:]), (*a.strides[:at], 0, *a.strides[at:]))
+        axes = "T, H, D" if token_axis == 1 else "H, T, D"
+        lead = "num_layers, batch" if stacked else "batch"
+        wanted = f"({lead}, {axes})" + (", or without the batch" if one else "")
+        checks.rank(a, (full,), name, wanted, operation)
+        return a if stacked else a.batch_of_one()
+
+
+def _part_of(rows: Sequence[ArrayView], part: list[Layer], stacked: bool) -> list[ArrayView]:
+    """Those of stacked rows that go to neighbouring layers."""
+    first = part[0].index if stacked else 0
+    return [a.restrided((len(part), *a.shape[1:]), a.strides, first * a.strides[0]) for a in rows]

@@ -1,0 +1,155 @@
+"""Attention over one contiguous layer: its plan, what it cannot answer, and the mass of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, handed_over, new_like, view
+from tikv.errors import PositionError
+from tikv.ops import checks
+from tikv.ops.attention.contiguous import contiguous_cache
+from tikv.ops.attention.options import AttentionOptions, plan_key
+from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.attention.request import AttentionScale
+from tikv.ops.layouts import Formats
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.layers.queries import Queries
+
+NO_VIEWS: Mapping[str, ArrayView] = {}
+
+
+def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
+    """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
+    arrays = {"q": q, "k": layer.k, "v": layer.v}
+    for name, scale in zip(("k_scale", "v_scale"), layer.read_scales, strict=True):
+        if scale is not None:
+            arrays[name] = scale
+    return {**arrays, **terms} if terms else arrays
+
+
+def layer_plan(
+    live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], layer: Layer, scores: AttentionScale
+) -> AttentionPlan:
+    """The plan of attention over a layer for queries of this form, checked once.
+
+    Raises:
+        ArchError, ShapeError, DTypeError, OptionError: the queries do not fit the layer.
+    """
+    return cache_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.formats)
+
+
+def cache_plan(
+    live: runtime.Runtime,
+    operation: str,
+    arrays: dict[str, ArrayView],
+    scores: AttentionScale,
+    span: int,
+    sinks: int,
+    ring: int,
+    formats: Formats = (None, None),
+    dealt: tuple[int, int] = (0, 0),
+) -> AttentionPlan:
+    """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache.
+
+    `dealt` is as in `AttentionOptions`.
+    """
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, dealt))
+    plan = live.plans.get(key)
+    if plan is None:
+        checks.on_device([("q", arrays["q"])], live, operation)
+        k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
+        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, dealt=dealt)
+        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, formats=formats)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
+    found: AttentionPlan = plan
+    return found
+
+
+def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
+    """The first of these queries, which are several, sees no key whose slot a newer token has taken.
+
+    Raises:
+        PositionError: it does; or only the device knows how many tokens there are.
+    """
+    if layer.ring and on_device:
+        raise PositionError(
+            f"{operation}: layer {layer.index} slides (window={layer.window}), and with seq_lens on the device nobody "
+            f"knows whether {queries} queries see tokens that newer ones overwrote. Use missing='ignore', or one query."
+        )
+    wanted = max(layer.sinks, layer.length - queries + 1 - layer.ring)
+    held_from = layer.valid_from if layer.head_lengths is None else layer.length - layer.ring
+    if layer.ring and wanted < held_from and layer.sinks < held_from:
+        raise PositionError(
+            f"{operation}: the first of {queries} queries, at position {layer.length - queries}, sees tokens from "
+            f"{wanted} on, and layer {layer.index} holds them from {held_from} on (window={layer.window}, "
+            f"sinks={layer.sinks}): newer ones took their slots. Use extend(), which attends before it appends, or "
+            f"missing='ignore' to attend over what is left."
+        )
+
+
+def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[ArrayView, ArrayView]:
+    """The last `wanted` of (batch, Hq, T, D) queries, None for all, and their log-sum-exps (batch, Hq, T)."""
+    if wanted is None or q.ndim == 3:
+        return q, lse
+    first, tokens = max(0, q.shape[2] - wanted), q.shape[2]
+    return q.part(2, first, tokens), lse.part(2, first, tokens)
+
+
+def attend_in_order(
+    plan: AttentionPlan,
+    like: Any,
+    queries: Queries,
+    arrays: dict[str, ArrayView],
+    out: Any,
+    return_lse: bool,
+    impl: str = "taichi",
+    length: int = 0,
+    first_valid: int = 0,
+) -> tuple[Any, Any]:
+    """`AttentionPlan.attend`, whose results have the caller's order of axes; without lse None for it."""
+    if queries.as_given:
+        found = plan.attend(like, arrays, out, return_lse, impl, length, first_valid)
+        return found if return_lse else (found, None)
+    operation, live, width = plan.operation, plan.live, plan.shape[-1]
+    result = queries.new_out(like, width, live) if out is None else out
+    to = view(result, "out", operation)
+    if out is not None:
+        queries.check_out(operation, to, width, live)
+    to = queries.as_read(to)
+    lse = queries.new_lse(like, live) if return_lse else None
+    to_lse = None if lse is None else queries.as_read(view(lse, "lse", operation))
+    plan.attend(like, arrays, to, return_lse, impl, length, first_valid, lse=to_lse, is_new=out is None)
+    return result, lse
+
+
+def results_of(out: Any, lse: Any, mass: Any) -> Any:
+    """What was asked for: the result alone, or with what else is not None."""
+    found = [handed_over(a) for a in (out, lse, mass) if a is not None]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def weigh(
+    operation: str, memory: LayerMemory, layer: Layer, q: ArrayView, lse: ArrayView, scores: AttentionScale, like: Any
+) -> Any:
+    """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
+
+    Args:
+        operation: for messages.
+        memory: the layer's.
+        layer: what they attended over, their own tokens included.
+        q: (batch, Hq, D) or (batch, Hq, T, D).
+        lse: the log-sum-exps of their scores.
+        scores: the scale and the soft cap.
+        like: the mass is a new array of its kind.
+    """
+    length, arrays = layer.length, layer_arrays(layer, q)
+    if layer.head_lengths is not None:
+        arrays["lens"], length = layer.head_lengths.array, 0
+    shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
+    mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
+    plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
+    plan.weigh(arrays, lse, view(mass, "mass", operation), length, layer.valid_from)
+    return mass

@@ -1,0 +1,222 @@
+"""Compaction of contiguous layers, and what heads of different lengths hold, read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv.arrays import ArrayView, CacheArray, Host, new_array, to_device
+from tikv.errors import DTypeError, ShapeError
+from tikv.ops.compact import bind_in_place
+from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
+from tikv.ops.layouts import Placement, Rows
+from tikv.ops.rotate import Rope, check_keys, rotate_rows
+from tikv.ops.row_copy import bind_copies
+from tikv.stores.history import History
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+
+
+class _Choice(NamedTuple):
+    """What a layer shall keep: slots in order, (B, H, n) with -1 behind a head's last, and what they then are."""
+
+    slots: Host
+    in_order: bool  # the slots are those of a layer that has not wrapped: a move to the front is safe
+    left: History
+
+
+def compact_layers(
+    operation: str,
+    memory: LayerMemory,
+    layers: Sequence[Layer],
+    keeps: Sequence[Any],
+    rope: Rope | None,
+    one_length: bool = False,
+) -> None:
+    """Keep some of the tokens that layers hold, drop the others, and close the gaps.
+
+    Args:
+        operation: for messages.
+        memory: of the layers.
+        layers: of the memory, in order.
+        keeps: for each what a caller keeps, as `KVCacheStore.compact`.
+        rope: by which keys are turned to their new index; None to leave them.
+        one_length: all heads must keep as many.
+
+    Raises:
+        PositionError, ShapeError, DTypeError, OptionError: one of them is refused. Nothing is written.
+    """
+    if rope is not None and memory.rows.k.format is not None:
+        raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} are not rotated. Leave rope out.")
+    if rope is not None:
+        check_keys(layers[0].k, _scales_of_keys(layers[0]), rope, operation)
+    choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
+    for layer, choice in zip(layers, choices, strict=True):
+        if one_length and not choice.left.even:
+            counts = choice.left.counts
+            raise ShapeError(
+                f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} "
+                f"tokens, and all have one length here. Keep as many of each, or use a tikv.KVCacheStore."
+            )
+    for block in _movable_together(memory, layers, choices):
+        if block[0][1].in_order:
+            _move_to_front(operation, memory, block)
+        else:
+            for layer, choice in block:
+                _move_through_copy(operation, memory, layer, choice.slots)
+    for layer, choice in zip(layers, choices, strict=True):
+        left = choice.left
+        if rope is not None:
+            left = _turn(operation, memory, layer, left, rope)
+        memory.recount(layer, left.tokens, left)
+
+
+def _turn(operation: str, memory: LayerMemory, layer: Layer, left: History, rope: Rope) -> History:
+    """Turn the keys that were kept, which lie in front, to positions from 0 on."""
+    index = np.where(left.positions < 0, -1, np.arange(left.tokens))
+    if left.tokens:
+        k, scale = (
+            None if a is None else a.restrided((*a.shape[:2], left.tokens, *a.shape[3:]), a.strides)
+            for a in (layer.k, _scales_of_keys(layer))
+        )
+        assert k is not None
+        rotate_rows(memory.runtime, operation, k, scale, left.positions, index, rope)
+    return left._replace(positions=index, next_position=left.tokens)
+
+
+def _scales_of_keys(layer: Layer) -> ArrayView | None:
+    """The scales of int8 keys, (batch, heads, slots), which are the first of a row's beside values in groups."""
+    scale = layer.k_scale
+    return None if scale is None else scale.restrided(scale.shape[:3], scale.strides[:3])
+
+
+def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Choice:
+    """Check what a caller keeps of a layer."""
+    lead = memory.batch_size, memory.num_kv_heads
+    held = layer.held_rows()
+    most = held.slots.shape[-1]
+    counts = held.counts if held.slots.shape[:2] == lead else most
+    index = host_kept_indices(keep, HeadRows(*lead, most, counts), memory.runtime, operation)
+    if index.ndim == 2:
+        index = np.repeat(index[:, None], lead[1], axis=1)
+
+    def chosen(a: Host) -> Host:
+        if most == 0:
+            return index.astype(np.int64)
+        found = np.take_along_axis(np.broadcast_to(a, (*lead, most)), np.maximum(index, 0).astype(np.int64), axis=-1)
+        return np.where(index < 0, -1, found)
+
+    in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(most))).all())
+    left = History(
+        counts_of(index).astype(np.int64), chosen(held.numbers), chosen(held.positions), layer.end, layer.next_position
+    )
+    return _Choice(chosen(held.slots), in_order, left)
+
+
+def _movable_together(
+    memory: LayerMemory, layers: Sequence[Layer], choices: Sequence[_Choice]
+) -> list[list[tuple[Layer, _Choice]]]:
+    """The layers that one launch moves: neighbours in memory, of one form, that keep as many."""
+    block_of = {layer.index: i for i, block in enumerate(memory.blocks) for layer in block}
+    found: list[list[tuple[Layer, _Choice]]] = []
+    key: Any = None
+    for layer, choice in zip(layers, choices, strict=True):
+        own = (block_of[layer.index], layer.slots, choice.in_order, choice.slots.shape)
+        if own == key:
+            found[-1].append((layer, choice))
+        else:
+            found.append([(layer, choice)])
+        key = own
+    return found
+
+
+def _move_to_front(operation: str, memory: LayerMemory, block: Sequence[tuple[Layer, _Choice]]) -> None:
+    """Move kept rows down in place: K, V and scales of all of these layers in one launch."""
+    slots = np.concatenate([choice.slots for _, choice in block])
+    if slots.size == 0 or (slots == np.where(slots < 0, -1, np.arange(slots.shape[-1]))).all():
+        return
+    first = block[0][0]
+    groups = len(block) * memory.batch_size
+    lead = memory.num_kv_heads * first.slots
+    rows, widths = [], []
+    for a in first.arrays:
+        width = a.shape[3] if a.ndim == 4 else 1
+        whole = a.restrided((groups * lead * width,), (1,))
+        rows.append(Rows(whole, sequence=lead * width, token=width, head=first.slots * width))
+        widths.append(width)
+    index = to_device(slots.astype(np.int32), memory.runtime)
+    shape = (groups, memory.num_kv_heads, first.slots)
+    bind_in_place(memory.runtime, operation, rows, widths, shape, index).bound.launch()
+
+
+def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots: Host) -> None:
+    """Move the rows of a ring that has wrapped, of which the front may hold newer ones: out and back."""
+    if slots.size == 0:
+        return
+    live, count = memory.runtime, slots.shape[-1]
+    index = to_device(slots.astype(np.int32), live)
+    for a in layer.arrays:
+        to = new_array((*slots.shape, *a.shape[3:]), a.dtype, live)
+        width = a.shape[3] if a.ndim == 4 else 1
+        _gather_by_head(operation, memory, layer, index, [_rows_by_head(a)], [to], [width])
+        memory.move_slots(to, a, count)
+
+
+def _gather_by_head(
+    operation: str,
+    memory: LayerMemory,
+    layer: Layer,
+    index: ArrayView,
+    src: Sequence[Rows],
+    to: Sequence[ArrayView],
+    widths: Sequence[int],
+) -> None:
+    """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
+    for launch in bind_copies(
+        memory.runtime,
+        operation,
+        src=src,
+        dst=[_rows_by_head(a) for a in to],
+        widths=widths,
+        heads=1,
+        tokens=index.shape[-1],
+        groups=memory.batch_size * memory.num_kv_heads,
+        src_place=Placement("slots"),
+        src_limit=layer.slots,
+        index=index,
+        index_group=index.shape[-1],
+        index_step=1,
+    ):
+        launch.bound.launch()
+
+
+def _rows_by_head(a: ArrayView) -> Rows:
+    """The rows of a contiguous (batch, heads, slots[, width]) array, each head a sequence of its own."""
+    return Rows(a, sequence=a.strides[1], token=a.strides[2])
+
+
+def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[CacheArray, CacheArray]:
+    """What each head of a layer holds, in temporal order, with zeros behind a head's last, as `LayerMemory.tokens`."""
+    live, slots = memory.runtime, layer.held_rows().slots
+    out = [to_device(np.zeros((*slots.shape, row.width), row.read_dtype.numpy), live) for row in memory.rows.both]
+    if slots.size:
+        index = to_device(slots.astype(np.int32), live)
+        rows = zip((layer.k, layer.v), memory.rows.formats, layer.scales_by_head(memory.rows.numbers), strict=True)
+        src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
+        _gather_by_head(operation, memory, layer, index, src, out, memory.rows.widths)
+        live.synchronize()  # the index is this call's own
+    return CacheArray(out[0], live), CacheArray(out[1], live)
+
+
+def split_by_layer(keep: Any, layers: int, operation: str) -> list[Any]:
+    """What is kept of each layer, of an array or list with one entry for each.
+
+    Raises:
+        ShapeError: it has another number of entries.
+    """
+    count = len(keep) if hasattr(keep, "__len__") else 0
+    if count != layers:
+        raise ShapeError(f"{operation}: keep has {count} entries for num_layers={layers}. Give one a layer.")
+    return [keep[i] for i in range(layers)]

@@ -1,0 +1,302 @@
+"""ContiguousLayers: a layer is an array of slots, in which a sliding one goes round behind its sinks.
+
+What `KVCacheStore` uses for every dtype but groups along tokens. Its layers lie side by side in memory, so that one
+launch appends to all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, CacheArray, Views, read_host, to_device, view
+from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.formats import Quant
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.rotate import Rope
+from tikv.stores import files
+from tikv.stores.files import contiguous as contiguous_files
+from tikv.stores.history import History
+from tikv.stores.layers import drafts
+from tikv.stores.layers.append import Appends
+from tikv.stores.layers.attend import (
+    attend_in_order,
+    last_queries,
+    layer_arrays,
+    layer_plan,
+    refuse_missing,
+    results_of,
+    weigh,
+)
+from tikv.stores.layers.compaction import compact_layers, tokens_by_head
+from tikv.stores.layers.counts import Layer, require_uncompacted
+from tikv.stores.layers.extend import extend
+from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.layers.queries import attend_queries
+from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
+from tikv.stores.row_format import RowFormats
+
+
+class Captured(NamedTuple):
+    """Counts and copies of the filled slots of layers."""
+
+    batch_size: int
+    divisors: Any
+    windows: list[tuple[int | None, int]]
+    counts: list[tuple[int, int, int]]  # length, oldest valid position, filled slots
+    histories: list[History | None]
+    arrays: list[list[ArrayView]]
+
+
+class ContiguousLayers(LayerStorage):
+    """Layers of slots, see the module.
+
+    Attributes:
+        memory: where they lie.
+        appends: the plans of appends to them.
+    """
+
+    title = "a contiguous store"
+    file_kind = "KVCacheStore"
+
+    def __init__(self, live: runtime.Runtime, form: StoreForm) -> None:
+        self.runtime = live
+        self.rows = RowFormats.checked("KVCacheStore", live, form.num_kv_heads, **form.rows)
+        self.counts = form.counts()
+        self.memory = LayerMemory(live, self.counts, self.rows, form.num_kv_heads, form.batch_size)
+        self.appends = Appends(self.memory)
+        self.lock = self.memory.lock
+
+    @classmethod
+    def serves(cls, dtype: Any) -> bool:
+        """Every dtype but groups along tokens."""
+        return not (isinstance(dtype, Quant) and dtype.axis == "tokens")
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self.memory.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return self.memory.nbytes
+
+    @property
+    def version(self) -> int:
+        return self.memory.version
+
+    def layer(self, operation: str, layer: int) -> Layer:
+        return self.counts[layer]
+
+    # --- writes
+
+    def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append`: one launch."""
+        self.appends.append(operation, self.counts[layer], rows, layout)
+
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append_all`: one launch a block of memory, where the layers have one length."""
+        self.appends.append_all(operation, rows, layout)
+
+    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+        layers = self.counts if layer is None else [self.counts[layer]]
+        require_uncompacted(layers, operation, "Append without positions.")
+        self.appends.append_at(operation, layers, given, layout, layer is None)
+
+    def require_positions(self, operation: str, remedy: str) -> None:
+        """As `LayerStorage.require_positions`.
+
+        Raises:
+            PositionError: a layer was compacted.
+        """
+        require_uncompacted(self.counts, operation, remedy)
+
+    def advance(self, operation: str, tokens: int) -> None:
+        for layer in self.counts:
+            layer.require_room(operation, tokens)
+        for layer in self.counts:
+            layer.grow(tokens)
+
+    # --- reads
+
+    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+        """As `LayerStorage.attend`: one launch, or two where keys are split."""
+        found, memory, live = self.counts[layer], self.memory, self.runtime
+        given, seq_lens = request.terms, request.seq_lens
+        wanted = request.asked_mass(operation, self.rows.k.format)
+        queries = attend_queries(
+            operation, view(q, "q", operation), request.layout, memory.batch_size, memory.num_kv_heads,
+            self.rows.k.width, live,
+        )  # fmt: skip
+        arrays = layer_arrays(found, queries.heads_first, given.views(operation))
+        length, oldest = found.length, found.valid_from
+        if found.head_lengths is not None and seq_lens is None:
+            arrays["lens"], length = found.head_lengths.array, 0
+        if seq_lens is not None:
+            require_uncompacted([found], operation, "Leave seq_lens out.")
+            arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
+            checks.on_device([("seq_lens", lens)], live, operation)
+            length, oldest = 0, found.trimmed_to
+        else:
+            queries.refuse_more_than(operation, found.length, memory.num_kv_heads)
+        scores = request.scores(operation)
+        plan = layer_plan(live, operation, arrays, found, scores)
+        request.check_choices(operation)
+        if request.missing == "raise" and queries.tokens > 1:
+            refuse_missing(operation, found, queries.tokens, seq_lens is not None)
+        with_lse = request.return_lse or wanted != 0
+        result, lse = attend_in_order(plan, q, queries, arrays, request.out, with_lse, request.impl, length, oldest)
+        if wanted == 0:
+            return results_of(result, lse, None)
+        to_lse = queries.as_read(view(lse, "lse", operation))
+        mass = weigh(operation, memory, found, *last_queries(queries.heads_first, to_lse, wanted), scores, q)
+        return results_of(result, lse if request.return_lse else None, mass)
+
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        return extend(operation, self.appends, self.counts[layer], arrays, request)
+
+    def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
+        """As `LayerStorage.tokens`: one launch."""
+        found = self.counts[layer]
+        if found.head_lengths is not None:
+            return tokens_by_head(operation, self.memory, found)
+        return self.memory.tokens(operation, found)
+
+    # --- what lets go, and what goes round
+
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+        compact_layers(operation, self.memory, [self.counts[i] for i in keeps], list(keeps.values()), rope)
+
+    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+        drafts.commit(operation, self.memory, path, drafted)
+
+    def trim(self, operation: str, n: int) -> None:
+        length = max(layer.end for layer in self.counts)
+        for layer in self.counts:
+            layer.refuse_trim(operation, n, length)
+        for layer in self.counts:
+            self.memory.trim(layer, length - n)
+
+    def reset(self) -> None:
+        for layer in self.counts:
+            self.memory.recount(layer, 0, None)
+
+    def reorder(self, operation: str, index: Any) -> None:
+        """As `LayerStorage.reorder`: in place."""
+        self.memory.reorder(operation, index)
+
+    def select(self, operation: str, index: Any) -> None:
+        """As `LayerStorage.select`: in new memory."""
+        self.memory.select(self.memory.sequences_of(operation, index))
+
+    # --- copies
+
+    def capture(self) -> Captured:
+        """As `LayerStorage.capture`: filled slots only, on the device."""
+        memory, layers = self.memory, self.counts
+        return Captured(
+            memory.batch_size,
+            self.rows.divisors,
+            [(layer.window, layer.sinks) for layer in layers],
+            [(layer.length, layer.valid_from, layer.filled) for layer in layers],
+            [layer.history for layer in layers],
+            memory.copy_filled(),
+        )
+
+    def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
+        memory, (snapshot, store) = self.memory, shown
+        if not isinstance(captured, Captured):
+            raise OptionError(f"{operation}: {snapshot} is no snapshot of a store such as {store}.")
+        ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in layer.arrays] for layer in self.counts]
+        theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in captured.arrays]
+        windows = [(layer.window, layer.sinks) for layer in self.counts]
+        if (ours, windows, self.rows.divisors) != (theirs, captured.windows, captured.divisors):
+            raise ShapeError(
+                f"{operation}: {snapshot} is not of this store ({store}). Restore it into the store it was taken from."
+            )
+        for layer, (_, _, filled) in zip(self.counts, captured.counts, strict=True):
+            if filled > layer.slots:
+                raise CapacityError(
+                    f"{operation}: the snapshot has {filled} tokens in layer {layer.index}, which has room for "
+                    f"{layer.slots} here. Restore it into a store with capacity={filled} or more."
+                )
+        if captured.batch_size != memory.batch_size:
+            memory.allocate(captured.batch_size)
+        for layer, (length, oldest, _), left in zip(self.counts, captured.counts, captured.histories, strict=True):
+            memory.recount(layer, length, left, oldest)
+        memory.write_filled(captured.arrays)
+
+    def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        return [
+            (layer, [read_host(a, self.runtime) for a in arrays])
+            for layer, arrays in zip(self.counts, self.memory.copy_filled(), strict=True)
+        ]
+
+    def take_over(
+        self,
+        operation: str,
+        counts: Sequence[Sequence[int]],
+        arrays: Sequence[Sequence[Any]],
+        histories: Sequence[History | None] | None = None,
+    ) -> None:
+        """As `LayerStorage.take_over`; with what compactions left of each layer.
+
+        Raises:
+            ShapeError: an array is not of these layers' form, or a count that they cannot have. Nothing is changed.
+        """
+        layers = self.counts
+        left = histories or [None] * len(layers)
+        before = [(layer.length, layer.valid_from) for layer in layers]
+        try:
+            for layer, (length, valid_from), found, one in zip(layers, counts, arrays, left, strict=True):
+                layer.length, layer.valid_from = int(length), int(valid_from)
+                _check_layer(operation, layer, found, one is not None and not one.even)
+        except (ShapeError, TypeError, ValueError):
+            for layer, (length, valid_from) in zip(layers, before, strict=True):
+                layer.length, layer.valid_from = length, valid_from
+            raise
+        for layer, one in zip(layers, left, strict=True):
+            self.memory.recount(layer, layer.length, one, layer.valid_from)
+        live = self.runtime
+        self.memory.write_filled([[to_device(np.ascontiguousarray(a), live) for a in found] for found in arrays])
+
+    # --- files
+
+    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+        saved = form._replace(batch_size=self.batch_size)
+        contiguous_files.write(path, saved.arguments(self.rows), self.to_host(operation), operation)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreForm, Any]:
+        arguments, counts, histories, arrays = contiguous_files.read(path, operation)
+        with files.understanding(path, operation):
+            form = StoreForm.checked("KVCacheStore", **arguments)
+            found = cls(live, form)
+            found.take_over(operation, counts, arrays, histories)
+        return form, found
+
+
+def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:
+    for name, mine, given in zip(layer.named, layer.arrays, found, strict=False):
+        wanted = (*mine.shape[:2], layer.filled, *mine.shape[3:])
+        if given.shape != wanted or given.dtype != mine.dtype.numpy or layer.length > 2**62:
+            raise ShapeError(
+                f"{operation}: {name} of layer {layer.index} is {given.dtype} {given.shape} where "
+                f"{mine.dtype.name} {wanted} is needed."
+            )
+    if len(found) != len(layer.arrays):
+        raise ShapeError(f"{operation}: layer {layer.index} has {len(found)} arrays of {len(layer.arrays)}.")
+    if layer.ring == 0 and layer.length > layer.slots:
+        raise ShapeError(f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots.")
+    fits = layer.valid_from == 0 if uneven else layer.held <= layer.slots  # heads of their own lengths wrap by them
+    if not 0 <= layer.valid_from <= layer.length or not fits:
+        raise ShapeError(
+            f"{operation}: layer {layer.index} has {layer.length} tokens in {layer.slots} slots, the oldest is "
+            f"{layer.valid_from}."
+        )

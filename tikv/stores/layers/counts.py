@@ -1,0 +1,278 @@
+"""What is counted of a layer on the host, and where its memory lies: slots, tokens, what each head holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, Host, as_numpy, to_device
+from tikv.errors import PositionError
+from tikv.ops import checks
+from tikv.ops.fixed_scales import fixed_scale, head_step
+from tikv.ops.layouts import Formats, Scale, reduced_position
+from tikv.ops.staging import KnownOnHost
+from tikv.stores.history import History
+
+
+class HeldRows(NamedTuple):
+    """The tokens that a layer holds, (B, H, m) int64 each in temporal order; -1 behind a head's last.
+
+    B and H are 1 where all sequences and heads hold the same.
+    """
+
+    slots: Host
+    numbers: Host
+    positions: Host
+
+    @property
+    def counts(self) -> Host:
+        """How many each head holds."""
+        found: Host = (self.slots >= 0).sum(axis=-1)
+        return found
+
+
+class Layer:
+    """One layer's slots and counts, and its arrays where it has memory."""
+
+    def __init__(self, index: int, capacity: int, window: int | None, sinks: int) -> None:
+        self.index = index
+        self.window = window
+        self.sinks = sinks if window is not None else 0
+        self.slots = capacity if window is None else window
+        self.ring = 0 if window is None else window - self.sinks
+        self.length = 0  # tokens appended since reset, less those trimmed; after a compaction see `history`
+        self.valid_from = 0  # oldest position behind the sinks whose slot has not been overwritten
+        self.newest = 0  # of those tokens, how many the last append brought
+        self.history: History | None = None  # what the last compaction left, if there was one
+        self.head_lengths: HeadLengths | None = None  # where it left heads of different lengths
+        self.k: ArrayView
+        self.v: ArrayView
+        self.k_scale: ArrayView | None = None
+        self.v_scale: ArrayView | None = None
+        self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
+        self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
+
+    @property
+    def held(self) -> int:
+        """Tokens that can be read: the sinks and what the ring still has."""
+        fixed = min(self.length, self.sinks)
+        return fixed + max(0, self.length - max(self.valid_from, self.sinks))
+
+    @property
+    def end(self) -> int:
+        """Tokens appended since reset, less those trimmed, whatever compactions dropped."""
+        return self.length if self.history is None else self.length + self.history.dropped
+
+    @property
+    def next_position(self) -> int:
+        """Of the next token: `end`, unless keys were rotated to other positions."""
+        left = self.history
+        return self.length if left is None else left.next_position + self.length - left.tokens
+
+    @property
+    def filled(self) -> int:
+        """Slots that have ever been written, from slot 0."""
+        return min(self.length, self.slots)
+
+    @property
+    def trimmed_to(self) -> int:
+        """`valid_from` where trimming made it later than the ring alone does; else 0."""
+        return self.valid_from if self.ring and self.valid_from > max(0, self.length - self.ring) else 0
+
+    @property
+    def named(self) -> dict[str, ArrayView]:
+        """The layer's memory by the names that files have: K, V, and the scales of what is int8 or groups."""
+        found = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        return {name: a for name, a in found.items() if a is not None}
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """`named` without the names."""
+        return list(self.named.values())
+
+    @property
+    def scales(self) -> list[ArrayView]:
+        """The scales of K and of V that there are, those of groups with their biases."""
+        return [a for a in (self.k_scale, self.v_scale) if a is not None]
+
+    @property
+    def read_scales(self) -> tuple[ArrayView | None, ArrayView | None]:
+        """What stored rows of K and of V are multiplied by: scales of rows, or one of all rows or each head's."""
+        k, v = self.divisors
+        return self.k_scale if k is None else k, self.v_scale if v is None else v
+
+    def scales_of_rows(self, heads: int, numbers: int) -> list[Scale | None]:
+        """`read_scales`, and where they lie: `numbers` a slot of each of so many heads."""
+        of_head = self.slots * numbers
+        return [
+            None if a is None else fixed_scale(a) if a.ndim < 3 else Scale(a, heads * of_head, numbers, of_head)
+            for a in self.read_scales
+        ]
+
+    def scales_by_head(self, numbers: int, first: int = 0) -> list[Scale | None]:
+        """The same with each head a sequence of its own, from that of `first` on."""
+        of_head = self.slots * numbers
+        found: list[Scale | None] = []
+        for a in self.read_scales:
+            if a is None:
+                found.append(None)
+            elif a.ndim < 3:
+                found.append(Scale(a, sequence=head_step(a), first=first * head_step(a)))
+            else:
+                found.append(Scale(a, sequence=of_head, token=numbers, first=first * of_head))
+        return found
+
+    @property
+    def lengths(self) -> Host:
+        """`length` of each head, (B, H), or (1, 1) where it is one for all."""
+        left = self.history
+        if left is None or left.even:
+            return np.array([[self.length]])
+        return left.counts + (self.length - left.tokens)
+
+    @property
+    def most_held(self) -> int:
+        """Tokens of the head that holds the most."""
+        return self.held if self.head_lengths is None else int(self.held_rows().counts.max())
+
+    def held_rows(self) -> HeldRows:
+        """What the layer holds, and in which slots."""
+        lens = self.lengths
+        fixed = np.minimum(lens, self.sinks)
+        start = np.maximum(np.full_like(lens, self.valid_from), self.sinks)
+        if self.ring:
+            start = np.maximum(start, lens - self.ring)
+        held = fixed + np.maximum(0, lens - start)
+        j = np.arange(int(held.max(initial=0)))
+        fixed, start = fixed[..., None], start[..., None]
+        order = np.where(j < fixed, j, start + j - fixed)  # as if only what is left had ever been appended
+        gone = j >= held[..., None]
+        slots = order
+        if self.ring:
+            slots = np.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
+        numbers = positions = order
+        left = self.history
+        if left is not None:
+            shape = (*left.counts.shape, len(j))
+            every, counts = np.broadcast_to(order, shape), left.counts[..., None]
+            if left.tokens:
+                at = np.clip(every, 0, left.tokens - 1)
+                numbers = np.where(every < counts, np.take_along_axis(left.numbers, at, -1), left.end + every - counts)
+                moved = np.take_along_axis(left.positions, at, -1)
+                positions = np.where(every < counts, moved, left.next_position + every - counts)
+            else:
+                numbers, positions = left.end + every, left.next_position + every
+        return HeldRows(*(np.where(gone, -1, a) for a in (slots, numbers, positions)))
+
+    def slot_of(self, position: int) -> int:
+        """The slot of a position."""
+        return reduced_position(position, self.sinks, self.ring)
+
+    def refuse_trim(self, operation: str, n: int, length: int) -> None:
+        """The layer can go back when a store of so many tokens drops `n` of them.
+
+        Raises:
+            PositionError: tokens behind those were dropped, or their slots taken.
+        """
+        drop = self.end - (length - n)
+        if drop <= 0:
+            return
+        if self.history is not None and self.end - drop < self.history.first_whole:
+            first = self.history.first_whole
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens: a compaction dropped number {first - 1} of layer {self.index}, "
+                f"which would be among those that stay. Drop at most {length - first}, or reset()."
+            )
+        wrapped = self.head_lengths is not None and self.ring > 0 and self.length > self.slots
+        if wrapped or self.sinks < self.length - drop < self.valid_from:
+            oldest = self.end if wrapped else self.end - self.length + self.valid_from
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens after the window has wrapped (layer {self.index}: "
+                f"length={self.end}, window={self.window}, sinks={self.sinks}): positions before {oldest} are "
+                f"overwritten. Drop at most {length - oldest}, or reset()."
+            )
+
+    def require_room(self, operation: str, tokens: int) -> None:
+        """The layer takes so many tokens more.
+
+        Raises:
+            CapacityError, PositionError: it does not.
+        """
+        if self.ring == 0:
+            checks.fits_linear(self.length, tokens, self.slots, f"{operation} (layer {self.index})")
+        checks.integer(self.length + tokens, "length", operation)
+
+    def grow(self, tokens: int) -> None:
+        """Count that many more tokens, of a layer whose heads have one length."""
+        self.length += tokens
+        self.newest = tokens
+        if self.ring and self.length - self.ring > self.valid_from:
+            self.valid_from = self.length - self.ring
+
+
+class HeadLengths:
+    """The length of each head on the device, int64 (B, H), for layers whose heads have different ones.
+
+    Args:
+        live: the runtime.
+        lens: (B, H) lengths now.
+    """
+
+    def __init__(self, live: runtime.Runtime, lens: Host) -> None:
+        self.runtime = live
+        self.host = lens.astype(np.int64)
+        self.array = self.shifted(0)
+
+    def shifted(self, tokens: int) -> ArrayView:
+        """A new array of the lengths, and so many tokens more."""
+        found = to_device(self.host + tokens, self.runtime)
+        found.owner = KnownOnHost(found.owner, self.host if tokens == 0 else self.host + tokens)
+        return found
+
+    def grow(self, tokens: int) -> None:
+        """Count that many more tokens for each head, in one launch; fewer where the number is negative."""
+        self.host += tokens
+        if self.runtime.is_cpu:
+            as_numpy(self.array)[...] = self.host
+            return
+        from tikv.kernels.advance import make_advance
+
+        array, count = self.array, self.host.size
+        kernel = launch.kernel(self.runtime, make_advance, self.runtime.kernel_style)
+        flat = array.restrided((count,), (1,))
+        kernel.bind(count, flat, (array.offset // array.dtype.itemsize, count, tokens)).launch()
+
+
+def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) -> None:
+    """Slots follow from positions, as what counts them on the device takes for granted.
+
+    Raises:
+        PositionError: a layer was compacted.
+    """
+    for layer in layers:
+        if layer.history is not None:
+            raise PositionError(
+                f"{operation}: layer {layer.index} was compacted, so its slots do not follow from positions. {remedy}"
+            )
+
+
+def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int]:
+    """Check that layers, of one length, take so many tokens more; what each was trimmed to.
+
+    Raises:
+        CapacityError, PositionError: they do not.
+    """
+    length = layers[0].length
+    for layer in layers:
+        if layer.length != length:
+            raise PositionError(
+                f"{operation}: layer {layer.index} has {layer.length} tokens and layer {layers[0].index} has "
+                f"{length}. A step of several layers needs them equally long."
+            )
+    for layer in layers:
+        if layer.ring == 0:
+            checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+    return [layer.trimmed_to for layer in layers]

@@ -1,0 +1,125 @@
+"""Keeping the accepted path of drafted tokens: its rows move together in place, the others are forgotten."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv.arrays import to_device
+from tikv.errors import PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.compact import bind_in_place
+from tikv.ops.indices import index_array
+from tikv.ops.layouts import Rows
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+
+
+def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) -> None:
+    """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`.
+
+    Raises:
+        PositionError, ShapeError: as it says. Nothing is changed.
+    """
+    drafted = _drafted(operation, memory.layers, drafted)
+    chosen = _path(operation, path, memory.batch_size, drafted)
+    for layer in memory.layers:
+        left = layer.history
+        if left is not None and (layer.head_lengths is not None or layer.length - drafted < left.tokens):
+            raise PositionError(
+                f"{operation}: layer {layer.index} was compacted, and its heads differ in length or the {drafted} "
+                f"drafted tokens were not appended since. compact() with what stays does the same, and reset() "
+                f"starts anew."
+            )
+        if layer.ring and layer.length > layer.slots and chosen.shape[1] < drafted:
+            raise PositionError(
+                f"{operation}: layer {layer.index} slides (window={layer.window}), and its {drafted} drafted "
+                f"tokens took the slots of older ones, which queries after a shorter path see. Keep all of them, "
+                f"or restore a snapshot and append the path."
+            )
+    if (chosen != np.arange(chosen.shape[1])).any():
+        for together in _launches(memory):
+            _move(operation, memory, together, chosen, drafted)
+    for layer in memory.layers:
+        layer.length -= drafted - chosen.shape[1]
+        layer.newest = chosen.shape[1]
+
+
+def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:
+    """How many of the newest tokens were drafted, the same for all layers.
+
+    Raises:
+        PositionError: there are not so many, or nobody said how many.
+    """
+    first = layers[0]
+    for layer in layers:
+        if (layer.length, layer.newest) != (first.length, first.newest):
+            raise PositionError(
+                f"{operation}: layer {layer.index} has {layer.length} tokens, the last {layer.newest} of one call, and "
+                f"layer {first.index} has {first.length} and {first.newest}. Append the draft to all layers first."
+            )
+    if drafted is None:
+        if first.newest == 0:
+            raise PositionError(f"{operation}: nothing was appended since the last trim. Say how many: drafted=.")
+        return first.newest
+    return checks.integer(drafted, "drafted", operation, low=0, high=first.length)
+
+
+def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any, Any]:
+    """The path as (B, n) int32.
+
+    Raises:
+        ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
+    """
+    host = index_array(path)
+    host = np.asarray(host.tolist() if hasattr(host, "tolist") else host)
+    if host.ndim == 1 and batch == 1:
+        host = host[None]
+    if host.ndim != 2 or len(host) != batch or (host.size and host.dtype.kind not in "iu"):
+        alone = " or (n,)" if batch == 1 else ""
+        raise ShapeError(f"{operation}: path has shape {host.shape} where integers (B, n) = ({batch}, n){alone} are.")
+    for b, one in enumerate(host):
+        check_ascending(operation, one, drafted, b)
+    return host.astype(np.int32)
+
+
+def check_ascending(operation: str, path: np.ndarray[Any, Any], drafted: int, sequence: int) -> None:
+    """The path of one sequence ascends within its draft.
+
+    Raises:
+        PositionError: it does not.
+    """
+    wrong = (path < 0) | (path >= drafted) | (np.diff(path, prepend=-1) <= 0)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise PositionError(
+            f"{operation}: path[{sequence}, {i}]={int(path[i])} does not ascend within the {drafted} drafted tokens. "
+            f"Use ascending indices below {drafted}."
+        )
+
+
+def _launches(memory: LayerMemory) -> list[list[Layer]]:
+    """Neighbours in memory that one stride leads through."""
+    return [list(group) for block in memory.blocks for _, group in itertools.groupby(block, lambda x: x.slots)]
+
+
+def _move(
+    operation: str, memory: LayerMemory, layers: Sequence[Layer], path: np.ndarray[Any, Any], drafted: int
+) -> None:
+    """Move the kept rows of these layers to the front of the draft, in one launch."""
+    first = layers[0]
+    groups = len(layers) * memory.batch_size
+    start = first.length - drafted
+    rows, widths = [], []
+    for a in first.arrays:
+        width = a.shape[3] if a.ndim == 4 else 1
+        whole_block = a.restrided((groups, *a.shape[1:]), a.strides)  # the layers follow each other
+        sequence, head, token = a.strides[:3]
+        rows.append(Rows(whole_block, sequence=sequence, token=token, head=head, first=start * token))
+        widths.append(width)
+    index = to_device(np.tile(path, (len(layers), 1)), memory.runtime)
+    shape = (groups, memory.num_kv_heads, drafted)
+    bind_in_place(memory.runtime, operation, rows, widths, shape, index).bound.launch()

@@ -1,0 +1,190 @@
+"""`extend`: attend with new tokens over what a contiguous layer holds and those tokens, and append them.
+
+A ring overwrites its oldest tokens with the newest, so a prompt cannot be appended first and attended over afterwards:
+its first queries see tokens that its last ones overwrite. Attention then reads the ring as it is and the new rows,
+merges both by their log-sum-exps, and the rows are appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, Views, new_like, view, view_all
+from tikv.errors import ShapeError
+from tikv.ops.attention.merge import merge_into
+from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.request import AttendRequest, AttentionScale
+from tikv.ops.attention.terms import check_parents, tree_of
+from tikv.ops.staging import Staging
+from tikv.stores.layers.append import ROWS, Appends
+from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, layer_plan, results_of, weigh
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.queries import AXES, extend_queries, heads_first
+
+
+def extend(
+    operation: str,
+    appends: Appends,
+    layer: Layer,
+    arrays: tuple[Any, Any, Any],
+    request: AttendRequest,
+) -> Any:
+    """Attend with new queries over what a layer holds and their own tokens, then append those.
+
+    Args:
+        operation: for messages.
+        appends: of the layer's memory.
+        layer: what to attend over and append to.
+        arrays: q, k and v as the caller gave them.
+        request: what is asked of it.
+
+    Returns:
+        As `KVCacheStore.extend`.
+    """
+    memory, layout = appends.memory, request.layout
+    live, scores, return_lse = memory.runtime, request.scores(operation), request.return_lse
+    mass_queries = request.asked_mass(operation, memory.rows.k.format)
+    k_rows = view_all(arrays[1:], ROWS, operation)
+    rows, (token_axis, _) = appends.checked(operation, [layer], k_rows, layout, False)
+    tokens = rows[0].shape[1 + token_axis]
+    layer.require_room(operation, tokens)
+    like = arrays[0]
+    sizes = memory.batch_size, memory.num_kv_heads, memory.rows.k.width, tokens
+    queries = extend_queries(operation, view(like, "q", operation), layout, *sizes, live)
+    q = queries.heads_first
+    # The new rows as caches (batch, H, T, D), whatever their order in memory.
+    new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
+    added = request.terms.views(operation)
+    layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
+    if tree_of(added) and tokens > MOST_QUERIES:
+        raise ShapeError(f"{operation}: a mask or a tree of {tokens} tokens. Use at most {MOST_QUERIES} at a time.")
+    if "parents" in added:
+        check_parents(operation, added["parents"], live)
+
+    out = queries.new_out(like, memory.rows.v.width, live)
+    lse = queries.new_lse(like, live) if return_lse or mass_queries != 0 else None
+    mass = None
+    results = [view(out, "out", operation)]
+    if lse is not None:
+        results.append(view(lse, "lse", operation))
+    if tokens:
+        # K and V of the append lie where the caller has them; attention wants all on the device at once.
+        read = [*added.values(), q, *new]
+        stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
+        call = _Extension(operation, appends, layer, scores, dict(zip(added, stage.arrays, strict=False)))
+        staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
+        to = queries.as_read(staged_out)
+        to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
+        wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
+        if wraps and layer.head_lengths is not None:
+            call.token_by_token(appends, staged_q, (k, v), to, to_lse)
+        elif wraps:
+            call.attend_over_both(staged_q, (k, v), to, to_lse)
+            appends.append(operation, layer, k_rows, layout)
+        else:
+            appends.append(operation, layer, k_rows, layout)
+            call.attend_over_layer(staged_q, to, to_lse)
+        if mass_queries != 0 and to_lse is not None:
+            mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
+        stage.finish()
+    elif mass_queries != 0:
+        shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
+        mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
+    return results_of(out, lse if return_lse else None, mass)
+
+
+class _Extension:
+    """The launches of one `extend`, over arrays (batch, heads, tokens, width) that the device sees."""
+
+    def __init__(
+        self,
+        operation: str,
+        appends: Appends,
+        layer: Layer,
+        scores: AttentionScale,
+        terms: Mapping[str, ArrayView],
+    ) -> None:
+        self.operation = operation
+        self.memory = appends.memory
+        self.live = self.memory.runtime
+        self.layer = layer
+        self.scores = scores
+        self.terms = terms
+        self.but_sinks = {name: a for name, a in terms.items() if name != "sink_logits"}
+
+    def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
+        """Attention over a layer that has the new tokens, and all that their queries see."""
+        behind, tokens = self.layer.length - q.shape[2], q.shape[2]
+        for first in range(0, tokens, MOST_QUERIES):
+            end = min(tokens, first + MOST_QUERIES)
+            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
+            self._over_layer(some, self.terms, behind + end, 0, to, to_lse, lse is not None)
+
+    def token_by_token(
+        self,
+        appends: Appends,
+        q: ArrayView,
+        new: tuple[ArrayView, ArrayView],
+        out: ArrayView,
+        lse: ArrayView | None,
+    ) -> None:
+        """Append each token and attend with it, where the ring of each head overwrites another token with it."""
+        for t in range(q.shape[2]):
+            k, v, some, to = (a.part(2, t, t + 1) for a in (*new, q, out))
+            appends.append(self.operation, self.layer, Views([k, v]), "head_major")
+            to_lse = None if lse is None else lse.part(2, t, t + 1)
+            self._over_layer(some, self.terms, self.layer.length, 0, to, to_lse, lse is not None)
+
+    def attend_over_both(
+        self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
+    ) -> None:
+        """Attention over a ring as it is before the new tokens come, and over those."""
+        layer, tokens = self.layer, q.shape[2]
+        stored = self._as_stored(new)
+        for first in range(0, tokens, MOST_QUERIES):
+            end = min(tokens, first + MOST_QUERIES)
+            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
+            if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
+                of_new = self._over_new(some, self.but_sinks, stored, end, None, None, True)
+                of_layer = self._over_layer(some, self.terms, layer.length, end, None, None, True)
+                merge_into(self.operation, (*of_layer, *of_new), False, to, to_lse)
+            else:
+                self._over_new(some, self.terms, stored, end, to, to_lse, lse is not None)
+
+    def _over_layer(
+        self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, out: Any, lse: Any, return_lse: bool
+    ) -> Any:
+        """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
+        layer = self.layer
+        arrays = layer_arrays(layer, q, terms)
+        if layer.head_lengths is not None:
+            arrays["lens"], length = layer.head_lengths.shifted(length - layer.length), 0
+        plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
+        return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse=lse)
+
+    def _over_new(
+        self,
+        q: Any,
+        terms: Mapping[str, ArrayView],
+        stored: dict[str, ArrayView],
+        end: int,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+    ) -> Any:
+        """Attention of the queries before token `end` over the new rows before it."""
+        layer, arrays = self.layer, {"q": q, **stored, **terms}
+        sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
+        plan = cache_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
+        return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
+
+    def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
+        """The new rows in the layer's dtype: themselves, or what an append makes of them."""
+        memory, tokens = self.memory, new[0].shape[2]
+        if new[0].dtype is memory.rows.k.dtype and memory.rows.alike:
+            return {"k": new[0], "v": new[1]}
+        layer = Layer(0, tokens, None, 0)
+        Appends(memory.like([layer])).append(self.operation, layer, Views(new), "head_major")
+        return {name: a for name, a in layer_arrays(layer, new[0]).items() if name != "q"}

@@ -1,0 +1,360 @@
+"""One layer whose tokens always lie in temporal order, and which can grow, shrink and let go of its oldest.
+
+What a model library wants to hand to any attention function: a plain slice of memory, oldest token first. A ring would
+need its window copied for each token; this layer moves its tokens to the front once in many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, view_all
+from tikv.errors import PositionError
+from tikv.ops import checks
+from tikv.runtime import require_alive
+from tikv.stores.layers.append import ROWS, Appends, in_turn
+from tikv.stores.layers.compaction import compact_layers
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.picture import counted, size_in_words
+from tikv.stores.row_format import RowFormats, Stored
+
+# append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
+# decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
+# are not appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
+AppendAlike = Callable[[Any, Any, int], int]
+
+
+def _takes_nothing(k: Any, v: Any, room: int) -> int:
+    """An `append_alike` that knows no tokens."""
+    return 0
+
+
+class GrowingLayer(runtime.NotCopied):
+    """Keys and values of one layer without a window, head-major, with room that changes.
+
+    Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
+    less those trimmed.
+
+    Args:
+        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype, v_dtype, k_scale, v_scale:
+            as in `KVCacheStore`.
+
+    Raises:
+        As `KVCacheStore`.
+
+    Exactness: as `KVCacheStore`; making room keeps every bit.
+    Cost: `make_room` reads and writes the tokens it keeps, once into new memory or twice in place.
+
+    Examples:
+        >>> import numpy as np
+        >>> layer = GrowingLayer(num_kv_heads=1, head_dim=2, capacity=3, dtype="float32")
+        >>> rows = np.arange(6, dtype=np.float32).reshape(1, 1, 3, 2)
+        >>> layer.append(rows, rows)
+        >>> layer.make_room(capacity=8, drop=1)
+        >>> layer.origin, layer.end, layer.capacity, layer.keys.numpy()[0, 0, :2].tolist()
+        (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
+    """
+
+    instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
+
+    def __init__(
+        self,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch_size: int = 1,
+        dtype: Any = "float16",
+        head_dim_v: int | None = None,
+        scale_dtype: Any = "float16",
+        v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        operation = "GrowingLayer"
+        self.runtime = runtime_of()
+        heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
+        rows = RowFormats.checked(
+            operation, self.runtime, heads, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
+            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        batch = checks.integer(batch_size, "batch_size", operation, low=1)
+        self._memory = LayerMemory(self.runtime, [self._layer], rows, heads, batch)
+        self._appends = Appends(self._memory)
+        self.plain = rows.formats == (None, None) and rows.alike and not rows.divided  # stored as torch can write it
+        self.origin = 0
+        self.whole_from = 0  # position from which on no compaction dropped a token
+        self.append_alike: AppendAlike = _takes_nothing
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._layer.length
+
+    @property
+    def end(self) -> int:
+        """Position of the next token."""
+        return self.origin + self._layer.length
+
+    @property
+    def capacity(self) -> int:
+        """Slots there are."""
+        return self._layer.slots
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self._memory.batch_size
+
+    @property
+    def dtype(self) -> Stored:
+        """What keys are stored in."""
+        return self._memory.rows.k.dtype
+
+    @property
+    def v_dtype(self) -> Stored:
+        """What values are stored in."""
+        return self._memory.rows.v.dtype
+
+    @property
+    def rows(self) -> RowFormats:
+        """How keys and values are stored; of groups of codes `keys` or `values` are words."""
+        return self._memory.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return self._memory.nbytes
+
+    @property
+    def keys(self) -> CacheArray:
+        """(batch, num_kv_heads, capacity, head_dim): the keys where they lie, not a copy."""
+        return CacheArray(self._layer.k, self.runtime)
+
+    @property
+    def values(self) -> CacheArray:
+        """(batch, num_kv_heads, capacity, head_dim_v): the values where they lie, not a copy."""
+        return CacheArray(self._layer.v, self.runtime)
+
+    @property
+    def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V, as `KVCacheStore.scales` gives them; None for what has none."""
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in self._layer.read_scales)
+        return k, v
+
+    def append(self, k: Any, v: Any) -> None:
+        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them.
+
+        Raises:
+            As `KVCacheStore.append`.
+        """
+        operation = "TikvCache.update"
+        require_alive(self.runtime, operation)
+        rows = view_all((k, v), ROWS, operation)
+        with self._memory.lock:
+            plan = self._appends.plans.get((0, rows.key))
+            if plan is None:
+                self._appends.append_first(operation, [self._layer], rows, "head_major", (0, rows.key), False)
+            else:
+                plan.append(rows)
+        self.append_alike = self._like_the_last(operation)
+
+    def _like_the_last(self, operation: str) -> AppendAlike:
+        """An `append_alike` for tokens of the forms just appended; it keeps no reference to this layer, which has it.
+
+        `benches/integrations/bench_transformers.py` justifies it: a decoded token's `TikvCache.update` is mostly the
+        host's work, and this leaves out the views, the key and the checks that the forms decide.
+        """
+        test = last_call_test(operation)
+        if test is None:
+            return _takes_nothing
+        same, address, key, whole = test
+        plan = self._appends.plans.get((0, key))
+        if plan is None or plan.launches is None or not plan.pointers:
+            return _takes_nothing
+        layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
+        lock, put = plan.lock, in_turn([bound.setter("dst_position") for bound in plan.launches])
+        start = in_turn([bound.launcher() for bound in plan.launches])
+        program = live.program
+
+        def append_alike(k: Any, v: Any, room: int) -> int:
+            length = layer.length
+            end = length + tokens
+            if end > room or end > slots:
+                return 0
+            if live.front.prog is not program:  # `require_alive`, whose call takes its time
+                require_alive(live, operation)
+            try:
+                pointers = (address(k), address(v))
+            except (TypeError, RuntimeError):
+                return 0
+            if (pointers != plan.pointers and pointers not in whole) or not same(k, v):
+                return 0
+            with lock:
+                if pointers != plan.pointers and not plan.move_to(pointers):
+                    return 0
+                put(length)
+                start()
+                layer.length = end
+            return end
+
+        return append_alike
+
+    def make_room(self, *, capacity: int, drop: int = 0) -> None:
+        """Forget the ``drop`` oldest tokens, move the others to the front, and have ``capacity`` slots.
+
+        Raises:
+            PositionError: fewer than ``drop`` tokens are held.
+            CapacityError: the tokens kept do not fit, or the layer would be larger than a launch can address.
+
+        Cost: nothing if nothing changes; else one launch or two per array. With another capacity memory is allocated
+            anew, and arrays handed out before keep the old.
+        """
+        operation = "GrowingLayer.make_room"
+        require_alive(self.runtime, operation)
+        layer, memory = self._layer, self._memory
+        drop = checks.integer(drop, "drop", operation)
+        if drop > layer.length:
+            raise PositionError(
+                f"{operation}: cannot drop {drop} tokens of {layer.length}. Drop at most {layer.length}."
+            )
+        capacity = checks.integer(capacity, "capacity", operation, low=1)
+        keep = layer.length - drop
+        checks.fits_linear(0, keep, capacity, operation)
+        if capacity == self.capacity and drop == 0:
+            return
+        rest = [a.restrided((*a.shape[:2], keep, *a.shape[3:]), a.strides, drop * a.strides[2]) for a in layer.arrays]
+        if capacity == self.capacity:
+            taken = [new_array(a.shape, a.dtype, self.runtime) for a in rest]
+            for a, b in zip(rest, taken, strict=True):
+                memory.move_slots(a, b, keep)
+            rest = taken
+        else:
+            before, layer.slots = layer.slots, capacity
+            try:
+                self._allocate()
+            except BaseException:
+                layer.slots = before
+                raise
+        for a, b in zip(rest, layer.arrays, strict=True):
+            memory.move_slots(a, b, keep)
+        layer.length = keep
+        self.origin += drop
+
+    def _allocate(self) -> None:
+        self._memory.allocate(self.batch_size)
+        self.append_alike = _takes_nothing  # what is bound writes to the memory before
+
+    def recount(self, *, length: int, origin: int) -> None:
+        """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
+        self._layer.length = length
+        self.origin = origin
+
+    def decoded(self, first: int) -> tuple[CacheArray, CacheArray]:
+        """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v).
+
+        int8 and groups come as float32.
+
+        Cost: one launch, each row read and written once.
+        """
+        operation = "GrowingLayer.decoded"
+        require_alive(self.runtime, operation)
+        first = checks.integer(first, "first", operation, high=self.length)
+        return self._memory.tokens(operation, self._layer, first)
+
+    def compact(self, keep: Any) -> None:
+        """Keep some of the tokens held, for each head its own but of all as many, and drop the others; in place.
+
+        Slots then count from the back: the next token still stands at ``end``.
+
+        Args:
+            keep: as in `KVCacheStore.compact`.
+
+        Raises:
+            ShapeError: heads would keep different numbers; or as `KVCacheStore.compact`. Nothing is written.
+        """
+        operation = "TikvLayer.compact"
+        require_alive(self.runtime, operation)
+        layer, held = self._layer, self._layer.length
+        with self._memory.lock:
+            compact_layers(operation, self._memory, [layer], [keep], None, one_length=True)
+            left: Any = layer.history
+            self.whole_from = max(self.whole_from, self.origin + left.first_whole)
+            self.origin += held - left.tokens
+            self._memory.recount(layer, left.tokens, None)
+
+    def trim(self, n: int) -> None:
+        """Drop the ``n`` newest tokens.
+
+        Raises:
+            PositionError: more than `length`, or back behind a token that `compact` dropped.
+        """
+        operation = "GrowingLayer.trim"
+        require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self.length:
+            raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
+        if n and self.end - n < self.whole_from:
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens: a compaction dropped position {self.whole_from - 1}, which "
+                f"would be among those that stay. Drop at most {self.end - self.whole_from}, or reset()."
+            )
+        self._layer.length -= n
+
+    def reset(self) -> None:
+        """Forget all tokens; the next one is at position 0. The memory stays, with what was in it."""
+        require_alive(self.runtime, "GrowingLayer.reset")
+        self._layer.length = self._layer.valid_from = self.origin = self.whole_from = 0
+
+    def reorder(self, index: Any) -> None:
+        """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
+        require_alive(self.runtime, "TikvCache.reorder_cache")
+        self._memory.reorder("TikvCache.reorder_cache", index)
+
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; as `KVCacheStore.select`."""
+        operation = "TikvCache.batch_select_indices"
+        require_alive(self.runtime, operation)
+        self._select(self._memory.sequences_of(operation, index))
+
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
+        operation = "TikvCache.batch_repeat_interleave"
+        require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation, low=1)
+        self._select(np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
+
+    def _select(self, sequences: np.ndarray[Any, Any]) -> None:
+        self._memory.select(sequences)
+        self.append_alike = _takes_nothing
+
+    def twin(self) -> GrowingLayer:
+        """A copy of this layer in memory of its own, from which it can continue on its own."""
+        memory = self._memory
+        found = GrowingLayer(
+            num_kv_heads=memory.num_kv_heads,
+            capacity=self.capacity,
+            batch_size=memory.batch_size,
+            **memory.rows.arguments(),
+        )
+        found.recount(length=self.length, origin=self.origin)
+        found.whole_from = self.whole_from
+        found._memory.write_filled(memory.copy_filled())
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
+        return self.twin()
+
+    def __repr__(self) -> str:
+        memory = self._memory
+        return (
+            f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {memory.rows.width}, "
+            f"{memory.rows.name}, {self.length}/{counted(self.capacity, 'token')}, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
+        )

@@ -1,0 +1,300 @@
+"""The memory of contiguous layers, which lie side by side: made, copied, and read as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
+from tikv.errors import CapacityError, PositionError, ShapeError
+from tikv.ops.layouts import LINEAR, Placement, Rows
+from tikv.ops.row_copy import bind_copies, bind_copy
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.history import History
+from tikv.stores.layers.counts import HeadLengths, Layer
+from tikv.stores.limits import BLOCK_BYTES, shared_bytes
+from tikv.stores.locking import StoreLock
+from tikv.stores.row_format import Divisor, RowFormats
+
+JOINT_BYTES = 2**31 - 64  # of K and V that are one array to a launch on CPU: it can address each of their bytes
+
+
+class LayerMemory:
+    """The memory of some layers: head-major (batch, num_kv_heads, slots, width), in as few blocks as may be.
+
+    A block is what a launch can address. On CPU its K and V lie in one piece of memory up to `JOINT_BYTES`.
+
+    Args:
+        live: the runtime.
+        layers: whose arrays are set; a layer's `slots` say how many it needs.
+        rows: how those of K and of V are stored.
+        num_kv_heads: heads of K and V.
+        batch_size: sequences now.
+
+    Attributes:
+        blocks: the layers of each block, in order.
+        version: how often memory was made: what is bound to it knows by that when it is gone.
+
+    Raises:
+        CapacityError: a layer is larger than a launch on this arch can address.
+    """
+
+    def __init__(
+        self, live: runtime.Runtime, layers: Sequence[Layer], rows: RowFormats, num_kv_heads: int, batch_size: int
+    ) -> None:
+        self.runtime = live
+        self.layers = list(layers)
+        self.rows = rows
+        self.num_kv_heads = num_kv_heads
+        self.batch_size = batch_size
+        self.version = 0
+        self.lock = StoreLock()  # of the store
+        self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
+        self.blocks: list[list[Layer]] = []
+        self.allocate(batch_size)
+
+    def like(self, layers: Sequence[Layer]) -> LayerMemory:
+        """New memory for other layers of the same rows, heads and batch."""
+        return LayerMemory(self.runtime, layers, self.rows, self.num_kv_heads, self.batch_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return sum(a.nbytes for layer in self.layers for a in layer.arrays)
+
+    def allocate(self, batch_size: int) -> None:
+        """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there.
+
+        Raises:
+            CapacityError: a layer is larger than a launch on this arch can address.
+        """
+        rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
+        widest = max(row.nbytes for row in self.rows.both)
+        limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
+        blocks: list[list[Layer]] = [[]]
+        for layer in self.layers:
+            needed = rows[layer.index] * widest
+            if needed > limit:
+                raise CapacityError(
+                    f"KVCacheStore: layer {layer.index} needs {needed} bytes in one block "
+                    f"(batch_size={batch_size} x num_kv_heads={self.num_kv_heads} x {layer.slots} slots); "
+                    f"{self.runtime.arch} addresses {limit}. Use a smaller capacity, a window, or several stores."
+                )
+            if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > shared:
+                blocks.append([])
+            blocks[-1].append(layer)
+        made = [self._memory_for(sum(rows[layer.index] for layer in block)) for block in blocks]
+        divisors = [self._divisors_for(batch_size, numbers) for numbers in self.rows.divisors]
+        self.batch_size, self.blocks = batch_size, blocks
+        self.version += 1
+        for layer in self.layers:
+            layer.divisors = divisors[0], divisors[1]
+        self.plans.clear()
+        for block, memory in zip(blocks, made, strict=True):
+            self._place(block, rows, *memory)
+
+    def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
+        """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""
+        if numbers is None:
+            return None
+        heads = len(numbers)
+        found = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
+        return found.restrided((heads,), found.strides)
+
+    def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory | None]]:
+        """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
+        k_bytes, v_bytes = (rows * row.nbytes for row in self.rows.both)
+        v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
+        if self.rows.alike and self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
+            k_block = v_block = Memory(v_first + v_bytes, self.runtime)
+        else:
+            k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
+        scale_bytes = rows * self.rows.numbers * self.rows.scale_dtype.itemsize
+        scales = [Memory(scale_bytes, self.runtime) if row.numbers else None for row in self.rows.both]
+        return k_block, v_block, v_first, scales
+
+    def _place(
+        self,
+        block: list[Layer],
+        rows: dict[int, int],
+        k_block: Memory,
+        v_block: Memory,
+        v_first: int,
+        scales: list[Memory | None],
+    ) -> None:
+        first, (k, v), scale_dtype = 0, self.rows.both, self.rows.scale_dtype
+        for layer in block:
+            shape = (self.batch_size, self.num_kv_heads, layer.slots)
+            layer.formats = self.rows.formats
+            layer.k = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
+            layer.v = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
+            offset = first * self.rows.numbers * scale_dtype.itemsize
+            layer.k_scale, layer.v_scale = (
+                None if m is None else m.array((*shape, *self.rows.scale_axes), scale_dtype, offset) for m in scales
+            )
+            first += rows[layer.index]
+
+    def recount(self, layer: Layer, length: int, history: History | None, valid_from: int = 0) -> None:
+        """Let a layer be one that holds so much, whatever it held before."""
+        was_even = layer.head_lengths is None
+        layer.length, layer.valid_from, layer.history, layer.head_lengths = length, valid_from, history, None
+        layer.newest = 0
+        if history is not None and not history.even:
+            layer.head_lengths = HeadLengths(self.runtime, layer.lengths)
+        if not (was_even and layer.head_lengths is None):
+            self.plans.clear()  # appends to heads of one length and of several are launched otherwise
+
+    def trim(self, layer: Layer, target: int) -> None:
+        """Drop the newest tokens of a layer, down to so many appended ones; `Layer.refuse_trim` was asked."""
+        drop = layer.end - target
+        if drop <= 0:
+            return
+        left, length = layer.history, layer.length - drop
+        if left is None or length >= left.tokens:
+            layer.length, layer.valid_from, layer.newest = length, min(layer.valid_from, length), 0
+            if layer.head_lengths is not None:
+                layer.head_lengths.grow(-drop)
+        else:
+            self.recount(layer, length, left.trimmed(left.tokens - length), min(layer.valid_from, length))
+
+    def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds from a position on, in temporal order, as a copy, in `RowFormat.read_dtype`."""
+        fixed = max(0, min(layer.length, layer.sinks) - first)
+        start = max(layer.valid_from, layer.sinks, first)
+        held = fixed + max(0, layer.length - start)
+        shape = (self.batch_size, self.num_kv_heads, held)
+        out = [new_array((*shape, row.width), row.read_dtype, self.runtime) for row in self.rows.both]
+        self._gather(operation, layer, out, tokens=fixed, position=first, at=0)
+        self._gather(operation, layer, out, tokens=held - fixed, position=start, at=fixed)
+        return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
+
+    def _gather(
+        self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
+    ) -> None:
+        """Copy the rows of consecutive positions into `out`, from its token `at` on."""
+        if tokens <= 0:
+            return
+        params: dict[str, Any] = {
+            "src_position": layer.slot_of(position),
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+        }
+        scales = layer.scales_of_rows(self.num_kv_heads, self.rows.numbers)
+        stored = zip((layer.k, layer.v), self.rows.formats, scales, strict=True)
+        for launch in bind_copies(
+            self.runtime,
+            operation,
+            src=[rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored],
+            dst=[rows_of(a, at) for a in out],
+            widths=self.rows.widths,
+            heads=self.num_kv_heads,
+            tokens=tokens,
+            groups=self.batch_size,
+            src_place=Placement("ring") if layer.ring else LINEAR,
+            **params,
+        ):
+            launch.bound.launch()
+
+    def copy_filled(self, sequences: np.ndarray[Any, Any] | None = None) -> list[list[ArrayView]]:
+        """Copies of every layer's filled slots, of the chosen sequences; None: of all."""
+        count = self.batch_size if sequences is None else len(sequences)
+        index = None if sequences is None else to_device(sequences, self.runtime)
+        taken = []
+        for layer in self.layers:
+            found = []
+            for a in layer.arrays:
+                to = new_array((count, self.num_kv_heads, layer.filled, *a.shape[3:]), a.dtype, self.runtime)
+                self.move_slots(a, to, layer.filled, index)
+                found.append(to)
+            taken.append(found)
+        return taken
+
+    def write_filled(self, taken: Sequence[Sequence[ArrayView]]) -> None:
+        """Write what `copy_filled` copied into the slots it came from, for the batch as it is now."""
+        for layer, arrays in zip(self.layers, taken, strict=True):
+            for a, b in zip(arrays, layer.arrays, strict=True):
+                self.move_slots(a, b, layer.filled)
+
+    def move_slots(self, src: ArrayView, dst: ArrayView, slots: int, sequences: ArrayView | None = None) -> None:
+        """Copy the first slots of (batch, heads, slots[, width]) arrays, from the sequences that `sequences` names."""
+        if slots == 0:
+            return
+        params: dict[str, Any] = {"index_group": 1} if sequences is not None else {}
+        bind_copy(
+            self.runtime,
+            "KVCacheStore",
+            src=[rows_of(src)],
+            dst=[rows_of(dst)],
+            widths=[src.shape[3] if src.ndim == 4 else 1],
+            heads=self.num_kv_heads,
+            tokens=slots,
+            groups=self.batch_size if sequences is None else sequences.shape[0],
+            src_place=Placement("group") if sequences is not None else LINEAR,
+            index=sequences,
+            **params,
+        ).bound.launch()
+
+    def reorder(self, operation: str, index: Any) -> None:
+        """Let sequence b continue from what sequence index[b] holds, in place.
+
+        Raises:
+            ShapeError, PositionError: the index has another length or leaves the batch.
+        """
+        chosen = self.sequences_of(operation, index)
+        if len(chosen) != self.batch_size:
+            raise ShapeError(
+                f"{operation}: index has {len(chosen)} entries for batch_size={self.batch_size}. "
+                f"Use select() to change it."
+            )
+        if (chosen != np.arange(self.batch_size)).any():
+            self.write_filled(self.copy_filled(chosen))
+            self._follow(chosen)
+
+    def select(self, sequences: np.ndarray[Any, Any]) -> None:
+        """Keep these sequences, in this order, in new memory.
+
+        Raises:
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
+        """
+        taken = self.copy_filled(sequences)
+        self.allocate(len(sequences))
+        self.write_filled(taken)
+        self._follow(sequences)
+
+    def _follow(self, sequences: np.ndarray[Any, Any]) -> None:
+        """What compactions left of each sequence goes with it."""
+        for layer in self.layers:
+            if layer.history is not None:
+                left = layer.history.of_sequences(sequences)
+                length = layer.length - layer.history.tokens + left.tokens
+                oldest = min(layer.valid_from, length)
+                if layer.ring and layer.head_lengths is not None and left.even:  # one count again, as `grow` has it
+                    oldest = max(oldest, length - layer.ring)
+                self.recount(layer, length, left, oldest)
+
+    def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
+        """A user's list of sequences as int32.
+
+        Raises:
+            ShapeError, PositionError: it is empty, is no list of integers, or leaves the batch.
+        """
+        try:
+            host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
+        except ValueError:  # lists of different lengths
+            host = np.empty(0)
+        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu":
+            raise ShapeError(f"{operation}: index must be a list of at least one integer, not {index!r}.")
+        wrong = host[(host < 0) | (host >= self.batch_size)]
+        if wrong.size:
+            raise PositionError(
+                f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1}, the sequences of this batch."
+            )
+        return host.astype(np.int32)
+
+
+def rows_of(a: ArrayView, first_token: int = 0) -> Rows:
+    """Where the rows of a (batch, heads, slots[, width]) array lie."""
+    return Rows(a, sequence=a.strides[0], token=a.strides[2], head=a.strides[1], first=first_token * a.strides[2])

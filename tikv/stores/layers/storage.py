@@ -1,0 +1,264 @@
+"""LayerStorage: where the layers of a `KVCacheStore` lie. Each way to store them is one class in one file.
+
+A storage that is new implements the abstract methods, and of the others those that it can: what it leaves out is
+refused by name. `layers.STORAGES` says which one serves a dtype.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import numpy as np
+
+from tikv.arrays import CacheArray, Views
+from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.rotate import Rope
+from tikv.runtime import Runtime
+from tikv.stores.layers.counts import Layer
+from tikv.stores.locking import StoreLock
+from tikv.stores.picture import counted
+from tikv.stores.row_format import RowFormats
+
+Triple = tuple[Any, Any, Any]  # q, k and v as a caller gave them
+
+
+class StoreForm(NamedTuple):
+    """The arguments of a `KVCacheStore`, checked; those of `RowFormats.checked`, which a storage checks, as given."""
+
+    num_layers: int
+    num_kv_heads: int
+    capacity: int
+    batch_size: int
+    windows: tuple[int | None, ...]
+    sinks: int
+    rows: Mapping[str, Any]
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        *,
+        num_layers: Any,
+        num_kv_heads: Any,
+        capacity: Any,
+        batch_size: Any = 1,
+        window: Any = None,
+        sinks: Any = 0,
+        **rows: Any,
+    ) -> StoreForm:
+        """The form that a caller's arguments mean.
+
+        Raises:
+            CapacityError, OptionError, PositionError, ShapeError: one of them is none.
+        """
+        layers = checks.integer(num_layers, "num_layers", operation, low=1)
+        heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        capacity = checks.integer(capacity, "capacity", operation, low=1)
+        batch_size = checks.integer(batch_size, "batch_size", operation, low=1)
+        sinks = checks.integer(sinks, "sinks", operation)
+        one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
+        given = list(window) if one_each else [window] * layers
+        if len(given) != layers:
+            raise ShapeError(f"{operation}: window has {len(given)} entries for num_layers={layers}. Give one a layer.")
+        windows = tuple(checks.window_of(w, capacity, operation) for w in given)
+        if sinks and all(w is None for w in windows):
+            raise OptionError(f"{operation}: sinks={sinks} without a window. Give a window, or sinks=0.")
+        for w in windows:
+            if w is not None and sinks >= w:
+                raise CapacityError(
+                    f"{operation}: sinks={sinks} leave no slot of window={w} to slide. Use sinks < {w}."
+                )
+        return cls(layers, heads, capacity, batch_size, windows, sinks, rows)
+
+    def arguments(self, rows: RowFormats) -> dict[str, Any]:
+        """The arguments that make a store of this form with these rows, as JSON has them."""
+        found: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "capacity": self.capacity,
+        }
+        found |= {"batch_size": self.batch_size, "window": list(self.windows), "sinks": self.sinks}
+        return found | rows.arguments()
+
+    def counts(self) -> list[Layer]:
+        """New counts for these layers."""
+        return [Layer(i, self.capacity, w, self.sinks) for i, w in enumerate(self.windows)]
+
+
+class LayerStorage(abc.ABC):
+    """The memory of all layers of a store, how tokens get into it, and how attention reads it.
+
+    The store has checked which layer is meant and holds `lock` in every call. What a method cannot do it refuses before
+    it writes. ``operation`` is what messages call the caller's function.
+
+    Attributes:
+        title: what messages call a store of this kind.
+        remedy: the way out of a method that this kind does not offer.
+        file_kind: by which `KVCacheStore.load` finds it.
+        counts: of each layer how many tokens it has, by which `length`, `held`, `positions` and pictures go.
+        rows: how rows are stored, for what a store says of itself.
+    """
+
+    title: ClassVar[str]
+    remedy: ClassVar[str] = "Use another dtype."
+    file_kind: ClassVar[str]
+
+    runtime: Runtime
+    lock: StoreLock
+    counts: list[Layer]
+    rows: RowFormats
+
+    @abc.abstractmethod
+    def __init__(self, live: Runtime, form: StoreForm) -> None:
+        """Memory for a store of this form."""
+
+    @classmethod
+    @abc.abstractmethod
+    def serves(cls, dtype: Any) -> bool:
+        """Whether a store with this ``dtype=`` is one of this kind."""
+
+    # --- what it is
+
+    @property
+    @abc.abstractmethod
+    def batch_size(self) -> int:
+        """Sequences now."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all that is stored, filled or not."""
+
+    @property
+    def version(self) -> int:
+        """How often memory was made: what is bound to it knows by that when it is gone."""
+        return 0
+
+    def described(self, form: StoreForm) -> str:
+        """What is stored, for the `repr` of a store of this form."""
+        slides = sorted({str(w) for w in form.windows if w is not None})
+        kind = "linear" if not slides else f"window {'/'.join(slides)}"
+        if slides and None in form.windows:
+            kind += " and linear"
+        if form.sinks:
+            kind += f", {counted(form.sinks, 'sink')}"
+        return f"{self.rows.name}, {kind}"
+
+    @property
+    def drawn(self) -> list[Layer]:
+        """The layers that a picture shows."""
+        return self.counts
+
+    # --- what every storage does
+
+    @abc.abstractmethod
+    def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
+        """Append K and V to one layer, and count them; `KVCacheStore.append`."""
+
+    @abc.abstractmethod
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """Append K and V, stacked, to all layers or to none; `KVCacheStore.append_all`."""
+
+    @abc.abstractmethod
+    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+        """Attention over what a layer holds; `KVCacheStore.attend`."""
+
+    @abc.abstractmethod
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """Attention over what a layer holds and new tokens, which are appended; `KVCacheStore.extend`."""
+
+    @abc.abstractmethod
+    def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds, in temporal order, as a copy; `KVCacheStore.tokens`."""
+
+    @abc.abstractmethod
+    def trim(self, operation: str, n: int) -> None:
+        """Drop the `n` newest tokens, which are there, of every layer or of none; `KVCacheStore.trim`."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all tokens."""
+
+    @abc.abstractmethod
+    def capture(self) -> Any:
+        """A copy of all that is held, for `restore`."""
+
+    @abc.abstractmethod
+    def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
+        """Hold again what was captured of this storage, or of another of the same form.
+
+        Args:
+            operation: for messages.
+            captured: what `capture` gave.
+            shown: the snapshot and the store, for messages.
+
+        Raises:
+            OptionError, ShapeError, CapacityError: it is of another form, or has more tokens. Nothing is changed.
+        """
+
+    @abc.abstractmethod
+    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+        """Write all that is held and all counts to a file, which `load` reads."""
+
+    @classmethod
+    @abc.abstractmethod
+    def load(cls, path: str | os.PathLike[str], live: Runtime, operation: str) -> tuple[StoreForm, Any]:
+        """The form of a saved store and a storage that holds what it held."""
+
+    # --- what some do
+
+    def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
+        """Append K and V to a layer, or to all, at positions that the launch reads; the host's counts stay."""
+        self._refuse(operation)
+
+    def require_positions(self, operation: str, remedy: str) -> None:
+        """Slots follow from positions, as what counts them on the device takes for granted."""
+        self._refuse(operation)
+
+    def advance(self, operation: str, tokens: int) -> None:
+        """Count what `append_at` wrote; `KVCacheStore.advance`."""
+        self._refuse(operation)
+
+    def layer(self, operation: str, layer: int) -> Layer:
+        """The arrays of a layer where they lie; for `KVCacheStore.keys`, `values` and `scales`."""
+        self._refuse(operation, "Read tokens().")
+
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+        """Keep some of the tokens of these layers; `KVCacheStore.compact`."""
+        self._refuse(operation)
+
+    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+        """Keep a path of the newest tokens; `KVCacheStore.commit`."""
+        self._refuse(operation, "Trim what was not taken.")
+
+    def reorder(self, operation: str, index: Any) -> None:
+        """Let sequences continue from others; `KVCacheStore.reorder`."""
+        self._refuse(operation)
+
+    def select(self, operation: str, index: Any) -> None:
+        """Keep some of the sequences, in this order; `KVCacheStore.select`."""
+        self._refuse(operation)
+
+    def check_drawn_mass(self, operation: str) -> None:
+        """A picture may be coloured by the mass of attention, if attention gives one here."""
+        return None
+
+    def quantised(self, operation: str, layer: int) -> int:
+        """How many of a layer's tokens, the oldest, are codes; `KVCacheStore.quantised`."""
+        self._refuse(operation, "Use dtype=tikv.Quant(axis='tokens').")
+
+    def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        """Each layer's counts and host copies of its filled slots: K, V, and the scales there are."""
+        self._refuse(operation)
+
+    def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
+        """Hold what `to_host` gave: (length, oldest valid position) and filled slots of each layer."""
+        self._refuse(operation)
+
+    def _refuse(self, operation: str, remedy: str = "") -> NoReturn:
+        raise OptionError(f"{operation}: {self.title} does not offer it. {remedy or self.remedy}")

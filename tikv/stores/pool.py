@@ -1,0 +1,872 @@
+"""PagedKVCacheStore: sequences of any length over one pool of blocks, sharing what they have in common.
+
+Here are the public calls, the store's lock, and what a store says of itself. `pools` has the rest: memory and who holds
+which block of it (`Pages`), appends, attention, and what lets go of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import CacheArray, new_array, runtime_of, view
+from tikv.dtypes import DType
+from tikv.errors import DTypeError, OptionError, PositionError
+from tikv.formats import GroupFormat
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.indices import host_integers
+from tikv.ops.rope import NormRope
+from tikv.ops.rotate import Rope
+from tikv.stores import files, picture
+from tikv.stores.files import pool as pool_files
+from tikv.stores.locking import StoreLock, locked
+from tikv.stores.picture import counted, size_in_words
+from tikv.stores.pools import attend, compaction
+from tikv.stores.pools.append import PageAppends
+from tikv.stores.pools.blocks import salt_bytes
+from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.sequences import SequenceState
+from tikv.stores.row_format import Divisor
+
+
+class PagedKVCacheStore(runtime.DeepCopied):
+    """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
+
+    A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
+    blocks of ``block_size`` slots. A block may belong to several sequences; whoever writes into it first gets a copy.
+
+    Args:
+        num_layers: layers of the model.
+        num_kv_heads: heads of K and V.
+        head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
+        num_blocks: blocks of the pool, for all sequences together.
+        block_size: tokens of a block.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a scale per token and
+            head; or codes of groups along a row, a `tikv.Quant`, "q8_0" or "q4_0", which `tikv.quantize` describes.
+        v_dtype: storage of V, where that is another than that of K.
+        k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
+        layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
+            (N, H, D, bs).
+        head_dim_v: width of a head of V.
+        scale_dtype: of the scales of int8 (N, bs, H), and of those and the biases of a `tikv.Quant` (N, bs, H, n):
+            float16 or float32. "q8_0" and "q4_0" have float16.
+        per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
+            sequence has a block table, so that `compact` can drop other tokens of each. Each layer has ``num_blocks``
+            of its own. Such a store shares no blocks, by prefix or `fork`, does not swap or save, and has no
+            `write_qkv`.
+
+    Raises:
+        CapacityError: a layer is larger than a launch on this arch can address.
+        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+
+    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 and groups are as in
+        `tikv.quantize`: a token is quantised once.
+    Cost: an append is one launch for all its sequences; tables and counts are kept on the host, and reading them never
+    waits for the device.
+    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
+    several calls.
+    GPUs: the memory lies on the one that is torch's current when the store is made.
+
+    Examples:
+        >>> import numpy as np, tikv
+        >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, num_blocks=8, block_size=2)
+        >>> a = pool.add()
+        >>> k = np.arange(5 * 8, dtype=np.float16).reshape(5, 2, 4)
+        >>> pool.append(0, k, -k, [a], cu_seqlens=[0, 5])
+        >>> b = pool.fork(a)
+        >>> pool.append(0, k[:2], -k[:2], [a, b])
+        >>> pool.length(b), pool.num_free_blocks, pool.num_shared_blocks
+        (6, 4, 2)
+        >>> bool((np.asarray(pool.tokens(0, b)[0])[:5] == k).all())
+        True
+    """
+
+    instead = "Use copy.deepcopy(); fork() for another sequence; save() and load() for another process."
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: Any = "float16",
+        layout: str = "NHD",
+        head_dim_v: int | None = None,
+        scale_dtype: Any = "float16",
+        per_head: bool = False,
+        v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        operation = "PagedKVCacheStore"
+        self.runtime = runtime_of()
+        self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
+        self.form = PoolForm.checked(
+            operation,
+            self.runtime,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            scale_dtype=scale_dtype,
+            layout=layout,
+            per_head=per_head,
+            v_dtype=v_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        self._pages = Pages(self.runtime, self.form, self.num_layers)
+        self._appends = PageAppends(self._pages)
+        self.lock = StoreLock()
+
+    __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
+
+    # --- what it is
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+        return self.form.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of K."""
+        return self.form.rows.k.width
+
+    @property
+    def head_dim_v(self) -> int:
+        """Width of a head of V."""
+        return self.form.rows.v.width
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.form.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.form.block_size
+
+    @property
+    def dtype(self) -> DType | GroupFormat:
+        """What keys are stored in, and values unless `v_dtype` says otherwise."""
+        return self.form.rows.k.dtype
+
+    @property
+    def v_dtype(self) -> DType | GroupFormat:
+        """What values are stored in."""
+        return self.form.rows.v.dtype
+
+    @property
+    def divisors(self) -> tuple[Divisor, Divisor]:
+        """What rows of K and of V are divided by: (1,) or (H,) numbers each, or None."""
+        return self.form.rows.divisors
+
+    @property
+    def layout(self) -> str:
+        """The layout of a layer's pools."""
+        return self.form.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales of all layers, filled or not."""
+        return self._pages.pools.nbytes
+
+    @property
+    @locked
+    def sequences(self) -> list[int]:
+        """The sequences there are, in the order they came."""
+        return list(self._pages.sequences.states)
+
+    @property
+    @locked
+    def context_lens(self) -> np.ndarray[Any, Any]:
+        """(len(sequences),) int32: `length` of each of `sequences`, on the host."""
+        return np.array([state.length for state in self._pages.sequences.states.values()], np.int32)
+
+    @property
+    @locked
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds; with ``per_head``, in the layer that has fewest."""
+        return self._pages.sequences.num_free
+
+    @property
+    @locked
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one sequence holds."""
+        return self._pages.sequences.blocks.num_shared
+
+    @locked
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence, shared ones included; while a step is under way, those of the layers ahead."""
+        return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
+
+    @locked
+    def layer_length(self, layer: int, seq: int) -> int:
+        """Tokens that came to one layer of a sequence; `held` is what it holds of them."""
+        operation = "PagedKVCacheStore.layer_length"
+        return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
+
+    @locked
+    def next_position(self, layer: int, seq: int) -> int:
+        """Where the next token stands: at `layer_length`, unless `compact` turned keys to other positions."""
+        operation = "PagedKVCacheStore.next_position"
+        state, layer = self._state(seq, operation, swapped=True), self._layer(layer, operation)
+        return state.lengths[layer] + state.shift(layer)
+
+    @locked
+    def block_table(self, seq: int, layer: int | None = None) -> np.ndarray[Any, Any]:
+        """(blocks,) int32: the blocks of a sequence in order, a copy on the host.
+
+        With ``per_head`` (H, most blocks), those of each head in a layer, padded with -1; that needs ``layer``.
+        """
+        operation = "PagedKVCacheStore.block_table"
+        state = self._state(seq, operation)
+        if layer is None and self.form.per_head:
+            raise OptionError(f"{operation}: with per_head=True each layer has its own blocks. Say which layer.")
+        return self._pages.sequences.block_table(0 if layer is None else self._layer(layer, operation), state)
+
+    @locked
+    def held(self, layer: int, seq: int) -> Any:
+        """Tokens of a sequence that one layer can read: an int; with ``per_head`` (H,) int32, of each head."""
+        operation = "PagedKVCacheStore.held"
+        layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
+        return self._pages.sequences.held(layer, state)
+
+    @locked
+    def positions(self, layer: int, seq: int) -> np.ndarray[Any, Any]:
+        """(H, most that a head holds) int64: the true position of each token held, in order; -1 pads shorter heads."""
+        operation = "PagedKVCacheStore.positions"
+        layer, state = self._layer(layer, operation), self._state(seq, operation, swapped=True)
+        rows = self._pages.sequences.positions(layer, state)
+        found = np.full((len(rows), max(map(len, rows))), -1, np.int64)
+        for to, row in zip(found, rows, strict=True):
+            to[: len(row)] = row
+        return found if self.form.per_head else np.tile(found, (self.num_kv_heads, 1))
+
+    def keys(self, layer: int) -> CacheArray:
+        """A layer's pool of keys where it lies, in the store's layout; not a copy."""
+        return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
+
+    def values(self, layer: int) -> CacheArray:
+        """A layer's pool of values where it lies, in the store's layout; not a copy."""
+        return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
+
+    def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V where they lie, None where one of the two has none: of int8 each (N, bs, H).
+
+        Of groups each (N, bs, H, n): a row's scales, each with its bias behind it if it has one. Where K and V have
+        rows of different numbers of them, n is the larger, also of int8, and the first are in use. Of 8-bit floats (1,)
+        or (H,), what the store was given.
+
+        Raises:
+            DTypeError: the store has none.
+        """
+        operation = "PagedKVCacheStore.scales"
+        arrays = self._pages.pools.scales[self._layer(layer, operation)]
+        if not arrays:
+            raise DTypeError(
+                f"{operation}: a {self.form.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
+            )
+        found = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
+        return found.get("k_scale"), found.get("v_scale")
+
+    def _layer(self, index: int, operation: str) -> int:
+        runtime.require_alive(self.runtime, operation)
+        if type(index) is int and 0 <= index < self.num_layers:
+            return index
+        return checks.integer(index, "layer", operation, high=self.num_layers - 1)
+
+    def _state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
+        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise."""
+        runtime.require_alive(self.runtime, operation)
+        return self._pages.sequences.state(seq, operation, swapped=swapped)
+
+    # --- writes
+
+    @locked
+    def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
+        """A new sequence; with token ids, beginning with the blocks it has in common with another.
+
+        Full blocks are shared whose tokens, and all before them, some sequence has appended to every layer, even if
+        that sequence was freed and its blocks were not taken since. `length` says how many tokens are there; append
+        only the rest, which are taken to be those of ``token_ids``. Pass all but the last to keep one for the model.
+
+        Args:
+            token_ids: (n,) integers, on the host or a device; None shares nothing.
+            salt: of a tenant, say: sequences of different salts never share a block. "1", b"1" and 1 are different.
+
+        Returns:
+            The number of the sequence.
+
+        Raises:
+            DTypeError, ShapeError: not a list of integers, or no salt.
+
+        Cost: none on the device; about 1 us a block.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8, block_size=2)
+            >>> prompt = [5, 6, 7, 8, 9]
+            >>> a = pool.add(prompt)
+            >>> pool.append(0, *np.ones((2, 5, 1, 4), np.float16), [a], cu_seqlens=[0, 5])
+            >>> [pool.length(s) for s in (pool.add([5, 6, 7, 8, 1]), pool.add([1, 6, 7, 8]), pool.add(prompt, "a"))]
+            [4, 0, 0]
+        """
+        operation = "PagedKVCacheStore.add"
+        if token_ids is not None:
+            self._pages.refuse_per_head(operation, "blocks of single heads are not found by token_ids")
+        runtime.require_alive(self.runtime, operation)
+        ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
+        if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
+            raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
+        return self._pages.sequences.add(ids, salt_bytes(salt, operation))
+
+    @locked
+    def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
+        """Append new tokens of some sequences to one layer, in one launch.
+
+        A step appends to every layer; blocks are taken by the first layer that needs them.
+
+        Args:
+            layer: its index.
+            k, v: (T, H, D) and (T, H, D_v), the tokens of the first sequence before those of the second, and so on. Of
+                the store's dtype or one that `tikv.copy` converts to it; for int8 and groups float32, float16 or
+                bfloat16.
+            seqs: the sequences, each once.
+            cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
+                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. None: one token each. Rows behind the last are padding.
+
+        Raises:
+            CapacityError: the pool has too few free blocks for all of it. Every sequence is as it was.
+            PositionError: a sequence is none, is swapped out or is named twice.
+            ShapeError, DTypeError, StaleRuntimeError: arrays that do not fit.
+
+        Exactness, cost: as the class says; shared blocks that are written into are copied first, in one more launch.
+        """
+        operation = "PagedKVCacheStore.append"
+        rows = view(k, "k", operation), view(v, "v", operation)
+        self._appends.append(operation, self._layer(layer, operation), rows, seqs, cu_seqlens)
+
+    @locked
+    def write_qkv(
+        self,
+        layer: int,
+        qkv: Any,
+        seqs: Sequence[int],
+        cu_seqlens: Any = None,
+        *,
+        num_q_heads: int,
+        norm_rope: NormRope | None = None,
+        rope_positions: Any = None,
+        q_layout: str = "token_major",
+    ) -> Any:
+        """Split fused rows, norm and rotate them, and append their keys and values; `tikv.write_qkv` into the pool.
+
+        Args:
+            layer: its index.
+            qkv: (T, (Hq + 2 H) * D) rows [Q heads | K heads | V heads].
+            seqs, cu_seqlens: as in `append`.
+            num_q_heads: Hq.
+            norm_rope: a `tikv.NormRope`, or None to split only.
+            rope_positions: (T,) positions to rotate by; None for each token's place in its sequence.
+            q_layout: of the result, "token_major" (T, Hq, D) or "head_major" (Hq, T, D).
+
+        Returns:
+            q, in the dtype of ``qkv``, normed and rotated.
+
+        Raises:
+            As `append` and `tikv.write_qkv`. Nothing is written and every sequence is as it was.
+
+        Exactness: the bits of `tikv.write_qkv`.
+        Cost: one launch.
+        """
+        operation = "PagedKVCacheStore.write_qkv"
+        return self._appends.write_qkv(
+            operation, self._layer(layer, operation), qkv, seqs, cu_seqlens, num_q_heads=num_q_heads,
+            norm_rope=norm_rope, rope_positions=rope_positions, q_layout=q_layout,
+        )  # fmt: skip
+
+    # --- reads
+
+    @locked
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        seqs: Sequence[int],
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        window: int | None = None,
+        return_lse: bool = False,
+        impl: str = "auto",
+        softcap: float | None = None,
+        out: Any = None,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
+    ) -> Any:
+        """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
+
+        Args:
+            layer: its index; its new tokens have been appended.
+            q: (B, Hq, D), one query a sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
+                (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
+            seqs: the B sequences.
+            layout: of q and of what is returned, "token_major" or "head_major".
+            scale: of the scores; None for 1 / sqrt(D).
+            window: tokens that a query sees, its own included; None for all.
+            return_lse: also return the log-sum-exp of the scores.
+            out: array for the result, in its shape, of q's dtype.
+            impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
+            return_mass, mass_queries: as in `KVCacheStore.attend`.
+
+        Returns:
+            ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
+            shape without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by
+            position.
+
+        Raises:
+            PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
+            ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
+
+        Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
+        Cost: one launch; each key and value is read once for all query heads of its KV head.
+        """
+        operation = "PagedKVCacheStore.attend"
+        request = AttendRequest(
+            layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
+            sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
+            mask=mask, parents=parents,
+        ).checked(operation)  # fmt: skip
+        return attend.attend(operation, self._pages, self._layer(layer, operation), q, seqs, request)
+
+    @locked
+    def extend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        seqs: Sequence[int],
+        cu_seqlens: Any = None,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
+        mask: Any = None,
+        parents: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
+    ) -> Any:
+        """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
+
+        Args:
+            layer: its index.
+            q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
+            k, v, seqs, cu_seqlens: as in `append`.
+            scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
+            mask, parents: as in `tikv.paged_decode_attention`, where the new tokens of each sequence are a tree: as
+                many of each, at most 256, without padding.
+            return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
+            return_mass, mass_queries: as in `attend`; the last queries of each sequence.
+
+        Returns:
+            A new array of q's kind and dtype, (T, Hq, D_v); with ``return_lse`` also lse, and with ``return_mass`` the
+            mass. Padding gives 0 and -inf.
+
+        Raises:
+            As `append` and `attend`. Nothing is written, and every sequence is as it was.
+
+        Exactness: as `append` and `attend`: attention reads what is stored.
+        Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
+            of a sequence at a time.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, dtype="float32")
+            >>> seqs = [pool.add(), pool.add()]
+            >>> v = np.arange(10, dtype=np.float32).reshape(5, 1, 2)
+            >>> pool.extend(0, np.ones_like(v), np.zeros_like(v), v, seqs, cu_seqlens=[0, 2, 5])[:, 0, 0].tolist()
+            [0.0, 1.0, 4.0, 5.0, 6.0]
+        """
+        operation = "PagedKVCacheStore.extend"
+        request = AttendRequest(
+            scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
+        ).checked(operation)  # fmt: skip
+        layer = self._layer(layer, operation)
+        return attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)
+
+    @locked
+    def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:
+        """What one layer of a sequence holds, as a copy: K (length, H, D), V (length, H, D_v).
+
+        int8 and groups come as float32.
+
+        With ``per_head`` the length is what the head with most tokens holds, and zeros follow those of the others.
+
+        Raises:
+            PositionError: ``seq`` is none, or is swapped out.
+
+        Cost: each row is read once and written once; a launch for K and one for V.
+        """
+        operation = "PagedKVCacheStore.tokens"
+        layer = self._layer(layer, operation)
+        state = self._state(seq, operation)
+        held = self._pages.sequences.blocks_held(layer, state)
+        most, heads, found = max(n for _, n in held), self.num_kv_heads, []
+        for stream, row in enumerate(self.form.rows.both):
+            out = new_array((most, heads, row.width), row.read_dtype, self.runtime, zeroed=len(held) > 1)
+            for h, (blocks, n) in enumerate(held):
+                to = out if len(held) == 1 else out.part(1, h, h + 1).part(0, 0, n)
+                if n:
+                    self._pages.pools.gather(layer, stream, np.array(blocks, np.int32), n, to)
+            found.append(CacheArray(out, self.runtime))
+        return found[0], found[1]
+
+    # --- what changes sequences
+
+    @locked
+    def fork(self, seq: int) -> int:
+        """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
+
+        It may go another way: of the ``token_ids`` that `add` was given, it keeps those of the full blocks that every
+        layer holds, and what it appends later is not found by `add`.
+
+        Returns:
+            The number of the new sequence.
+
+        Raises:
+            PositionError: ``seq`` is none, or is swapped out.
+            OptionError: a ``per_head`` store.
+
+        Cost: none on the device now; later one block in all layers for each shared block that is written into.
+        """
+        operation = "PagedKVCacheStore.fork"
+        self._pages.refuse_per_head(operation, "blocks of single heads are not shared")
+        return self._pages.sequences.fork(self._state(seq, operation))
+
+    @locked
+    def truncate(self, seq: int, n: int) -> None:
+        """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
+
+        Raises:
+            PositionError: ``seq`` is none or is swapped out, or holds fewer than ``n``; or a layer was compacted when
+                it had more. Nothing is changed.
+
+        Cost: none on the device.
+        """
+        operation = "PagedKVCacheStore.truncate"
+        state = self._state(seq, operation)
+        n = checks.integer(n, "n", operation)
+        if n > state.length:
+            raise PositionError(
+                f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
+                f"Keep at most {state.length}."
+            )
+        self._pages.sequences.check_truncate(operation, seq, state, n)
+        self._pages.sequences.truncate(state, n)
+
+    @locked
+    def free(self, seq: int) -> None:
+        """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
+
+        Raises:
+            PositionError: ``seq`` is none.
+
+        Cost: none on the device.
+        """
+        self._state(seq, "PagedKVCacheStore.free", swapped=True)
+        self._pages.sequences.free(seq)
+
+    @locked
+    def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
+        """Keep some of the tokens that one layer of a sequence holds, and drop the others; in place.
+
+        Blocks that are left empty are free at once; without ``per_head`` blocks are of all layers, and are free when
+        the last layer is done with them. The next token goes behind what is kept and still stands at position
+        `length`; `positions` says where those that are kept stand.
+
+        Args:
+            layer: its index.
+            seq: the sequence.
+            keep: ascending indices into the order of `tokens`, (n,); or a bool mask (m,) with m the most that a head
+                holds. With ``per_head`` also (H, n) or (H, m), for each head its own, a mask with any number for each.
+            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
+                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
+
+        Raises:
+            OptionError: layout VLLM.
+            CapacityError: too few blocks are free for copies of those that another sequence shares.
+            PositionError: an index falls, repeats or points outside; a mask keeps what a head does not hold; ``seq`` is
+                none.
+            ShapeError, DTypeError: keep has another shape or dtype, or keeps different tokens for heads that share
+                blocks; keys that ``rope`` does not turn. Nothing is changed.
+
+        Exactness: rows, scales and codes keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
+        Cost: each row that moves is read twice and written twice; indices and masks are read by the host. Shared blocks
+            in which rows change are copied first, in all layers, and are found by no prefix any more.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 1, "num_blocks": 8, "block_size": 2}
+            >>> pool = tikv.PagedKVCacheStore(**form, dtype="float32", per_head=True)
+            >>> seq = pool.add()
+            >>> k = np.arange(8, dtype=np.float32).reshape(4, 2, 1)
+            >>> pool.append(0, k, k, [seq], cu_seqlens=[0, 4])
+            >>> pool.compact(0, seq, np.array([[True, False, True, True], [False, False, False, True]]))
+            >>> pool.held(0, seq).tolist(), pool.positions(0, seq).tolist(), pool.num_free_blocks
+            ([3, 1], [[0, 2, 3], [3, -1, -1]], 5)
+        """
+        operation = "PagedKVCacheStore.compact"
+        layer, state = self._layer(layer, operation), self._state(seq, operation)
+        compaction.compact(operation, self._pages, layer, state, keep, rope)
+
+    @locked
+    def commit(self, seqs: Sequence[int], path: Any, drafted: int | None = None) -> None:
+        """Keep a path of the newest tokens of each sequence and drop the others: those of a tree that were accepted.
+
+        It is done in every layer, which `append` or `extend` gave the draft before. Blocks that are left empty are free
+        at once. Sequences that share blocks with these keep what they hold.
+
+        Args:
+            seqs: the sequences, each once.
+            path: for each of them ascending indices among its drafted tokens, on the host, as many as it likes; an
+                array (len(seqs), n) where all keep as many; (n,) for a single sequence.
+            drafted: how many of the newest tokens of each were drafted; None for those of its last `append` or
+                `extend`.
+
+        Raises:
+            PositionError: an index falls, repeats or leaves the draft; layers of a sequence to which different numbers
+                of tokens came; a draft that is older than a `compact`; a sequence is none, is swapped out or is named
+                twice.
+            ShapeError: the path is no list of integers for each sequence.
+            CapacityError: too few blocks are free for copies of those that another sequence shares.
+            OptionError: layout VLLM. Nothing is changed.
+
+        Exactness: rows, scales and codes keep their bits: those of a sequence that had only its path appended.
+        Cost: rows that move are read and written once, in one launch for all layers that lie in one piece of memory,
+            keys, values and scales together; in layout HND scales are one more. Paths of the first drafted tokens take
+            none. Shared blocks in which rows change are copied first.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_blocks": 4, "block_size": 2}
+            >>> pool = tikv.PagedKVCacheStore(**form, dtype="float32")
+            >>> seq = pool.add()
+            >>> draft = np.arange(5, dtype=np.float32).reshape(5, 1, 1)
+            >>> pool.append(0, draft, draft, [seq], cu_seqlens=[0, 5])
+            >>> pool.commit([seq], [0, 3])
+            >>> pool.length(seq), pool.num_free_blocks, pool.tokens(0, seq)[0].numpy().ravel().tolist()
+            (2, 3, [0.0, 3.0])
+        """
+        operation = "PagedKVCacheStore.commit"
+        runtime.require_alive(self.runtime, operation)
+        compaction.commit(operation, self._pages, seqs, path, drafted)
+
+    @locked
+    def swap_out(self, seq: int) -> None:
+        """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
+
+        Until then it has a `length` and can be freed, and nothing else.
+
+        Raises:
+            PositionError: ``seq`` is none, or is swapped out already.
+            OptionError: a ``per_head`` store.
+
+        Cost: its blocks in all layers are read once; waits for the device.
+        """
+        operation = "PagedKVCacheStore.swap_out"
+        self._pages.refuse_per_head(operation, "blocks of single heads stay in their pool")
+        state = self._state(seq, operation)
+        self._pages.sequences.swap_out(state, self._pages.pools.read_blocks(state.blocks))
+
+    @locked
+    def swap_in(self, seq: int) -> None:
+        """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
+
+        Raises:
+            CapacityError: too few blocks are free.
+            PositionError: ``seq`` is none, or is not swapped out.
+            Whatever is raised, the sequence stays swapped out and the blocks taken for it are free again.
+
+        Cost: the blocks that are not shared are written once in all layers.
+        """
+        operation = "PagedKVCacheStore.swap_in"
+        state = self._state(seq, operation, swapped=True)
+        if state.swapped is None:
+            raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
+        shared, fresh = self._pages.sequences.blocks_to_swap_in(state, operation)
+        try:
+            self._pages.pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+        except BaseException:
+            self._pages.sequences.blocks.release(shared + fresh)
+            raise
+        self._pages.sequences.swap_in(state, shared, fresh)
+
+    # --- files
+
+    @locked
+    def save(self, path: str | os.PathLike[str], seqs: Sequence[int] | None = None) -> None:
+        """Save sequences to a .safetensors file: written beside it, synced, then renamed.
+
+        A block that several of them hold is saved once and shared again when it is loaded, and prefixes are found again
+        by `add`: the file carries the token ids of full blocks and the salts, for whoever can read it. Of a block only
+        the slots that they have filled are saved, the others as zeros. One that is swapped out comes back so.
+
+        Args:
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
+                link is, and the link stays. What killed saves left in its folder is removed.
+            seqs: the sequences, each once; None for all there are.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+            PositionError: a sequence is none, or is named twice.
+
+        Exactness: every bit. Cost: their blocks, once to the host and once to the disk.
+
+        Examples:
+            >>> import tempfile, numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "num_blocks": 8, "block_size": 2}
+            >>> pool, other = tikv.PagedKVCacheStore(**form), tikv.PagedKVCacheStore(**form)
+            >>> prompt = pool.add([5, 6, 7])
+            >>> pool.append(0, *np.ones((2, 3, 1, 4), np.float16), [prompt], cu_seqlens=[0, 3])
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     pool.save(f"{folder}/prompt.safetensors", [prompt])
+            ...     (again,) = other.load_sequences(f"{folder}/prompt.safetensors")
+            >>> other.length(again), other.length(other.add([5, 6, 8]))
+            (3, 2)
+        """
+        operation = "PagedKVCacheStore.save"
+        self._pages.refuse_per_head(operation, "files have a block table for a sequence")
+        runtime.require_alive(self.runtime, operation)
+        files.target_of(path, operation)
+        ids = self.sequences if seqs is None else host_integers(seqs, "seqs", operation, self.runtime)
+        states = self._pages.sequences.distinct(ids, operation, "Name it once.", swapped=True)
+        pool_files.write(path, self._pages.sequences, self._pages.pools, ids, states, operation)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, num_blocks: int | None = None, share_prefixes: bool = True
+    ) -> PagedKVCacheStore:
+        """A new store with the form and the sequences of a saved one, under their numbers, on the arch that runs now.
+
+        Args:
+            path: a file that `save` wrote.
+            num_blocks: blocks of the pool; None for as many as the saved one had.
+            share_prefixes: as in `load_sequences`.
+
+        Raises:
+            CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself; or this
+                machine has too little memory for its pool, and then it is a CapacityError too.
+            CapacityError, DTypeError: ``num_blocks`` are too few, or this arch cannot hold it.
+        """
+        operation = "PagedKVCacheStore.load"
+        contents = pool_files.read(path, operation)
+        form = pool_files.arguments(path, contents, num_blocks, operation)
+        with files.understanding(path, operation):
+            store = cls(**form)
+        pool_files.restore_all(path, contents, store._pages.sequences, store._pages.pools, operation, share_prefixes)
+        return store
+
+    @locked
+    def load_sequences(
+        self, path: str | os.PathLike[str], *, share_prefixes: bool = True, salt: str | bytes | int | None = None
+    ) -> list[int]:
+        """Add the sequences of a file to this pool: a prompt that was computed before, for example.
+
+        Blocks that they share with each other are shared here too; none is shared with sequences that are here already.
+        `add` finds their prefixes by the token ids in the file, where this pool has none of its own; old files have no
+        token ids. That the rows belong to these tokens nobody can check: load a stranger's file with a ``salt`` of its
+        own or with ``share_prefixes=False``.
+
+        Args:
+            path: a file that `save` wrote, of the same layers, heads, widths, dtype and block size; in any layout.
+            share_prefixes: False: no `add` finds them, and they find nothing here when they are swapped in.
+            salt: under which `add` finds them, whatever the file says; None for what it says of each.
+
+        Returns:
+            Their numbers here, in the order in which they were saved.
+
+        Raises:
+            CacheFileError: the file is missing, damaged or not one that `save` wrote, or contradicts itself.
+            ShapeError, DTypeError: it is of another form.
+            CapacityError: too few blocks are free. Whatever is raised, the pool is as it was.
+
+        Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
+        """
+        operation = "PagedKVCacheStore.load_sequences"
+        self._pages.refuse_per_head(operation, "files have a block table for a sequence")
+        runtime.require_alive(self.runtime, operation)
+        own = self._pages.sequences, self._pages.pools, operation, share_prefixes, salt_bytes(salt, operation)
+        return pool_files.add(path, pool_files.read(path, operation), *own)
+
+    # --- pictures and words
+
+    @locked
+    def draw(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw the page table: each sequence's blocks in order, and which blocks of the pool are shared or free.
+
+        A notebook shows a store so. With ``per_head`` it is the table of each head in the first layer.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+
+        Returns:
+            The SVG text. It follows the reader's light or dark setting; its size does not grow with the memory.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+
+        Cost: none on the device.
+
+        Examples:
+            >>> import tikv
+            >>> pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=8)
+            >>> pool.draw().startswith("<svg")
+            True
+        """
+        blocks, sequences = self._pages.sequences.drawn()
+        rows = [picture.Table(*of_sequence) for of_sequence in sequences]
+        found = picture.table(repr(self), self.block_size, self.num_blocks, self.num_free_blocks, blocks.holders, rows)
+        return picture.written(found, path, "PagedKVCacheStore.draw")
+
+    def _repr_html_(self) -> str:
+        return self.draw()
+
+    def __len__(self) -> int:
+        """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
+        return len(self._pages.sequences.states)
+
+    @locked
+    def __repr__(self) -> str:
+        used = self.num_blocks - self.num_free_blocks
+        swapped = sum(state.swapped is not None for state in self._pages.sequences.states.values())
+        gone = f" ({swapped} swapped out)" if swapped else ""
+        return (
+            f"PagedKVCacheStore({counted(self.num_layers, 'layer')} x {counted(self.num_kv_heads, 'head')} x "
+            f"{self.form.rows.width}, "
+            f"{self.form.rows.name}, {self.layout}{', per head' * self.form.per_head}, {counted(len(self), 'sequence')}"
+            f"{gone}, {used}/{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} used, "
+            f"{self.num_shared_blocks} shared, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
+        )

@@ -1,0 +1,88 @@
+"""Attention over the pages of a layer: `attend`, and `extend`, which also appends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.ops import checks
+from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.attention.terms import tree_of
+from tikv.stores.layers.attend import attend_in_order, last_queries, results_of
+from tikv.stores.layers.queries import attend_queries
+from tikv.stores.pools.append import PageAppends
+from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.ragged import RaggedAttention, even_starts
+
+
+def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+    """Attention of queries over what a layer of their sequences holds; `PagedKVCacheStore.attend`."""
+    form, live, sequences = pages.form, pages.runtime, pages.sequences
+    ids = pages.ids(seqs, operation)
+    states = [sequences.state(seq, operation) for seq in ids]
+    sizes = len(ids), form.num_kv_heads, form.rows.k.width
+    queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
+    if queries.tokens > 1 or sequences.compacted:
+        distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
+        for seq, state in zip(ids, states, strict=True):
+            remedy = queries.remedy(state.came(layer), form.num_kv_heads)
+            sequences.check_queries(operation, layer, seq, state, queries.tokens, distances, remedy)
+    tables, lens, held = pages.tables.block_tables(layer, sequences, ids, states)
+    terms, wanted = request.terms, request.asked_mass(operation, form.rows.k.format)
+    k_pool, v_pool = pages.pools.layers[layer][:2]
+    scales: dict[str, Any] = pages.pools.scales[layer]
+
+    def call(rows: ArrayView) -> AttentionCall:
+        return paged_call(
+            operation, rows, k_pool, v_pool, tables, lens, layout=form.layout, scale=request.scale,
+            window=request.window, softcap=request.softcap, impl=request.impl, terms=terms, formats=form.formats,
+            **scales,
+        )  # fmt: skip
+
+    attending, with_lse = call(queries.heads_first), request.return_lse or wanted != 0
+    result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), request.out, with_lse)
+    if wanted == 0:
+        return results_of(result, lse, None)
+    mass = new_like(q, (len(ids), form.num_kv_heads, int(np.max(held, initial=0))), dtypes.float32, live, zeroed=True)
+    to_lse = queries.as_read(view(lse, "lse", operation))
+    asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
+    call(asking).weigh(their_lse, view(mass, "mass", operation))
+    return results_of(result, lse if request.return_lse else None, mass)
+
+
+def extend(
+    operation: str,
+    appends: PageAppends,
+    layer: int,
+    arrays: tuple[Any, Any, Any],
+    seqs: Any,
+    cu_seqlens: Any,
+    request: AttendRequest,
+) -> Any:
+    """Append new tokens of some sequences and attend with their queries; `PagedKVCacheStore.extend`."""
+    pages, (q, k, v) = appends.pages, arrays
+    sequences, live = pages.sequences, pages.runtime
+    ids = pages.ids(seqs, operation)
+    terms = request.terms.views(operation)
+    call = RaggedAttention(operation, pages, layer, q, request, len(ids), terms)
+    if tree_of(terms) and cu_seqlens is not None:
+        cu_seqlens = even_starts(operation, cu_seqlens, len(ids), call.q.shape[0], live)
+    rows = view(k, "k", operation), view(v, "v", operation)
+    checks.rank(rows[0], (3,), "k", "(T, H, D)", operation)
+    detail = f"k: {describe(rows[0])}"
+    checks.extent(call.q.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
+    if sequences.compacted:
+        distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
+        for seq in ids:
+            sequences.check_queries(operation, layer, seq, sequences.state(seq, operation), 1, distances)
+    step = appends.append(operation, layer, rows, ids, cu_seqlens)
+    try:
+        return call.attend(step.cu_seqlens, *pages.tables.block_tables(layer, sequences, step.ids, step.states))
+    except BaseException:
+        sequences.revoke(layer, step)
+        raise

@@ -1,0 +1,145 @@
+"""What lets go of tokens in pages and closes the gaps: compaction, and the accepted paths of drafted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv.arrays import Host
+from tikv.errors import ShapeError
+from tikv.ops import checks
+from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
+from tikv.ops.plan import Launch
+from tikv.ops.rotate import Rope
+from tikv.stores.history import History
+from tikv.stores.layers.drafts import check_ascending
+from tikv.stores.pools.blocks import slots_of
+from tikv.stores.pools.head_sequences import HeadSequences
+from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.rows import Moves, check_turn, move_in_place, move_rows
+from tikv.stores.pools.sequences import SequenceState
+
+
+def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep: Any, rope: Rope | None) -> None:
+    """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
+    pages.refuse_pieces(operation)
+    if rope is not None:
+        check_turn(pages.form, pages.pools.layers[layer], rope, operation)
+    if isinstance(pages.sequences, HeadSequences):
+        _compact_heads(operation, pages, pages.sequences, layer, state, keep, rope)
+    else:
+        _compact_alike(operation, pages, layer, state, keep, rope)
+
+
+def _compact_heads(
+    operation: str,
+    pages: Pages,
+    sequences: HeadSequences,
+    layer: int,
+    state: SequenceState,
+    keep: Any,
+    rope: Rope | None,
+) -> None:
+    """Of each head its own tokens, whose blocks hold no other head's."""
+    heads, turned = pages.form.num_kv_heads, rope is not None
+    held = sequences.held(layer, state)
+    index = host_kept_indices(_of_one(keep), HeadRows(1, heads, int(held.max()), held[None]), pages.runtime, operation)
+    index = np.broadcast_to(index[0], (heads, index.shape[-1]))
+    by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
+    moves = sequences.moves(layer, state, by_head, turned)
+    move_rows(pages.runtime, pages.form, pages.pools.layers[layer], moves, rope, operation)
+    sequences.compact_heads(layer, state, by_head, turned)
+
+
+def _compact_alike(
+    operation: str, pages: Pages, layer: int, state: SequenceState, keep: Any, rope: Rope | None
+) -> None:
+    """Of all heads the same tokens, in blocks that other sequences may share."""
+    sequences, held = pages.sequences, state.lengths[layer]
+    index = host_kept_indices(_of_one(keep), HeadRows(1, pages.form.num_kv_heads, held, held), pages.runtime, operation)
+    chosen = _same_for_all(index[0], operation)
+    place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
+    changed = (chosen != place) | ((rope is not None) & (before != place))
+    first = int(changed.argmax()) if changed.any() else len(chosen)
+    step = sequences.begin_compaction(operation, state, first, len(chosen))
+    with pages.changing(step) as change:
+        change.copy_shared()
+        src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
+        moves = Moves(src, dst, before[changed], place[changed])
+        move_rows(pages.runtime, pages.form, pages.pools.layers[layer], moves, rope, operation)
+    next_position = held + state.shift(layer) if rope is None else len(place)
+    left = History.of_rows([before if rope is None else place], state.came(layer), next_position)
+    sequences.compact(layer, step, first, left)
+
+
+def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | None) -> None:
+    """Keep a path of the newest tokens of each sequence; `PagedKVCacheStore.commit`."""
+    pages.refuse_pieces(operation)
+    ids, sequences = pages.ids(seqs, operation), pages.sequences
+    states = sequences.distinct(ids, operation, "Give its path once.")
+    if drafted is not None:
+        drafted = checks.integer(drafted, "drafted", operation)
+    counts = sequences.check_drafted(operation, ids, states, drafted)
+    step = sequences.begin_paths(operation, states, counts, _paths(operation, path, counts))
+    with pages.changing(step) as change:
+        launches = _moves(operation, pages, sequences.moved_slots(step))
+        change.copy_shared()
+        for moves in launches:
+            moves.bound.launch()
+    sequences.commit_paths(step)
+
+
+def _of_one(keep: Any) -> Any:
+    """Indices or a mask of one sequence, with an axis of sequences; what is no array is left for others to refuse."""
+    if isinstance(keep, list | tuple):
+        return [keep]
+    return keep[None] if getattr(keep, "shape", ()) else keep
+
+
+def _same_for_all(index: Host, operation: str) -> Host:
+    """The indices (n,) or (H, n), which all heads keep.
+
+    Raises:
+        ShapeError: heads would keep different tokens.
+    """
+    if index.ndim == 2 and (index != index[0]).any():
+        raise ShapeError(
+            f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the same "
+            f"of each, or use per_head=True."
+        )
+    one = index[0] if index.ndim == 2 else index
+    return one[one >= 0].astype(np.int64)
+
+
+def _moves(operation: str, pages: Pages, slots: Sequence[tuple[Host, Host]]) -> list[Launch]:
+    """The launches that move rows from slots to slots of each layer, in the order of their places."""
+    layers, found, form = iter(slots), [], pages.form
+    for group in pages.pools.groups:
+        first = np.arange(group.layers) * form.num_blocks * form.block_size
+        pairs = [(src + n, dst + n) for n, (src, dst) in zip(first, layers, strict=False)]
+        found += move_in_place(pages.runtime, operation, form, group.arrays, pairs)
+    return found
+
+
+def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
+    """The path of each sequence, ascending int64.
+
+    Raises:
+        ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
+    """
+    given = path.tolist() if hasattr(path, "tolist") else path
+    given = list(given) if isinstance(given, list | tuple | range) else [given]
+    if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in given):
+        given = [given]
+    if len(given) != len(drafted):
+        raise ShapeError(f"{operation}: path has {len(given)} entries for {len(drafted)} sequences. Give one of each.")
+    found = []
+    for i, (one, count) in enumerate(zip(given, drafted, strict=True)):
+        numbers = one.tolist() if hasattr(one, "tolist") else one
+        if not isinstance(numbers, list | tuple | range) or not all(type(n) is int for n in numbers):
+            raise ShapeError(f"{operation}: path[{i}] is {one}. Give a list of ascending integers for each sequence.")
+        found.append(np.array(numbers, np.int64))
+        check_ascending(operation, found[-1], count, i)
+    return found

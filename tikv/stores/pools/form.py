@@ -1,0 +1,181 @@
+"""The form of a pool of pages: how many blocks of how many tokens, of which heads, dtype and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView
+from tikv.dtypes import DType
+from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS, Formats
+from tikv.stores.limits import BLOCK_BYTES, shared_bytes
+from tikv.stores.row_format import ROWS, RowFormat, RowFormats
+
+HostArray: TypeAlias = np.ndarray[Any, Any]
+
+
+def _row_axes(axes: str) -> str:
+    """The axes of a pool, a row's parts last and in order, as layout NHD has them."""
+    return "NSHCX" if "X" in axes else "NSHD"
+
+
+@dataclass(frozen=True)
+class PoolForm:
+    """What the pools of all layers have in common."""
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    rows: RowFormats
+    layout: str
+    per_head: bool = False  # a block holds tokens of one head
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        live: runtime.Runtime,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        layout: str,
+        per_head: bool = False,
+        **rows: Any,
+    ) -> PoolForm:
+        """The form that a user's arguments mean; `rows` are those of `RowFormats.checked`.
+
+        Raises:
+            CapacityError: a layer is larger than a launch on this arch addresses.
+            DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+        """
+        heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        form = cls(
+            checks.integer(num_blocks, "num_blocks", operation, low=1),
+            checks.integer(block_size, "block_size", operation, low=1),
+            heads,
+            RowFormats.checked(operation, live, heads, **rows),
+            checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
+            bool(per_head),
+        )
+        if form.per_head and any(numbers is not None and len(numbers) > 1 for numbers in form.rows.divisors):
+            raise OptionError(
+                f"{operation}: k_scale or v_scale has a number for each head, and with per_head=True a pool is of one "
+                f"head. Use one number for all."
+            )
+        if form.per_head and form.layout == "VLLM":
+            raise OptionError(
+                f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
+                f"Use NHD or HND with per_head=True."
+            )
+        groups = next((row.format for row in form.rows.both if row.format is not None), None)
+        if groups is not None and form.layout == "VLLM":
+            raise OptionError(
+                f"{operation}: layout VLLM cuts rows into pieces, and groups of {groups} lie whole. Use NHD or HND."
+            )
+        keys = form.rows.k
+        chunk = CHUNK_BYTES // keys.stored.itemsize
+        if "X" in POOL_LAYOUTS[form.layout][0] and keys.width % chunk:
+            raise ShapeError(
+                f"{operation}: head_dim={keys.width} is no multiple of the {chunk} {keys.dtype.name} elements of a "
+                f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
+            )
+        for row in form.rows.both:
+            if form.bytes_of_rows(row) > form.limit(row, live):
+                raise CapacityError(
+                    f"{operation}: a layer needs {form.bytes_of_rows(row)} bytes in one piece of memory "
+                    f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
+                    f"{live.arch} addresses {form.limit(row, live)}. Use fewer blocks, or several stores."
+                )
+        return form
+
+    @property
+    def block_heads(self) -> int:
+        """Heads that a block holds."""
+        return 1 if self.per_head else self.num_kv_heads
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of K and of V, of those that are groups of codes."""
+        return self.rows.formats
+
+    def bytes_of_rows(self, row: RowFormat) -> int:
+        """Bytes of a layer's pool of such rows."""
+        return self.num_blocks * self.block_size * self.block_heads * row.nbytes
+
+    @property
+    def bytes_of_layer(self) -> int:
+        """Bytes of the larger of a layer's two pools."""
+        return max(map(self.bytes_of_rows, self.rows.both))
+
+    def limit(self, row: RowFormat, live: runtime.Runtime) -> int:
+        """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
+        return min(BLOCK_BYTES[live.arch], 2**31 * row.stored.itemsize)
+
+    def layers_together(self, live: runtime.Runtime) -> int:
+        """How many layers share one piece of memory."""
+        shared = shared_bytes(live)
+        return max(1, min(min(self.limit(row, live), shared) // self.bytes_of_rows(row) for row in self.rows.both))
+
+    def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
+        """The shape of K's (0) or V's (1) pool of that many blocks."""
+        row = self.rows.both[stream]
+        width, chunk = row.stored_width, CHUNK_BYTES // row.stored.itemsize
+        extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
+        return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
+
+    def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """The shape of a pool's scales: one a row, or the numbers of a row's groups."""
+        return num_blocks, self.block_size, self.block_heads, *self.rows.scale_axes
+
+    def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
+        slots = (self.block_size, self.block_heads)
+        return {name: ((*slots, *row), dtype) for name, (row, dtype) in self.rows.arrays().items()}
+
+    @property
+    def scale_names(self) -> list[str]:
+        """The names of the scales there are."""
+        return [name for name in self.rows.arrays() if name not in ROWS]
+
+    def scales(self, pools: Sequence[ArrayView]) -> dict[str, ArrayView]:
+        """The scales of a layer's arrays by name."""
+        return dict(zip(self.scale_names, pools[2:], strict=True))
+
+    def to_rows(self, stream: int, array: HostArray) -> HostArray:
+        """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
+        if stream > 1:
+            return array
+        axes = POOL_LAYOUTS[self.layout][stream]
+        rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
+        found: HostArray = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
+        return found
+
+    def from_rows(self, stream: int, rows: HostArray) -> HostArray:
+        """The reverse of `to_rows`."""
+        if stream > 1:
+            return rows
+        axes = POOL_LAYOUTS[self.layout][stream]
+        order = _row_axes(axes)
+        extent = dict(zip(axes, self.shape(stream, len(rows)), strict=True))
+        split = rows.reshape([extent[axis] for axis in order])
+        return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
+
+    def facts(self) -> dict[str, Any]:
+        """The arguments that make a store of this form, as JSON has them."""
+        rows = self.rows.arguments()
+        if not self.scale_names:
+            rows["scale_dtype"] = dtypes.float16.name  # of no scales
+        sizes = {name: getattr(self, name) for name in ("num_blocks", "block_size", "num_kv_heads", "layout")}
+        return sizes | rows
+
+
+def in_full(facts: dict[str, Any]) -> dict[str, Any]:
+    """`PoolForm.facts` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
+    return facts | {"v_dtype": facts["dtype"], "k_scale": None, "v_scale": None} | facts

@@ -1,0 +1,200 @@
+"""The sequences of a per-head paged store: a block table for each layer, sequence and KV head.
+
+A block holds tokens of one head of one layer, and each layer deals out blocks of its own. To `Sequences` of one layer a
+head of a sequence is a sequence: here they are put together. As there, bookkeeping on the host alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv.arrays import Host
+from tikv.stores.history import History
+from tikv.stores.pools.blocks import BlockPool, slots_of
+from tikv.stores.pools.rows import Moves
+from tikv.stores.pools.sequences import AppendStep, PathStep, Sequences, SequenceState, padded_tables
+
+
+class HeadState(SequenceState):
+    """What is known of one sequence. `lengths` count tokens that came, whatever a head still holds of them."""
+
+    def came(self, layer: int) -> int:
+        return self.lengths[layer]
+
+    def shift(self, layer: int) -> int:
+        """By how much the position of a new token is beyond its number."""
+        left = self.left[layer]
+        return left.next_position - left.end if left else 0
+
+
+class HeadSequences(Sequences):
+    """`Sequences` whose heads hold different tokens.
+
+    Attributes:
+        layers: of each layer the `Sequences` of its heads; head h of sequence n is their number n * heads + h.
+    """
+
+    by_head = True
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, heads: int) -> None:
+        super().__init__(num_layers, num_blocks, block_size)
+        self.heads = heads
+        self.layers = [Sequences(1, num_blocks, block_size) for _ in range(num_layers)]
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks of the layer that has fewest."""
+        return min(layer.num_free for layer in self.layers)
+
+    def of_heads(self, layer: int, state: SequenceState) -> list[SequenceState]:
+        """The states of a sequence's heads in one layer."""
+        first = state.number * self.heads
+        return [self.layers[layer].states[first + h] for h in range(self.heads)]
+
+    def held(self, layer: int, state: SequenceState) -> Host:
+        """(H,) int32: tokens that each head holds."""
+        return np.array([head.lengths[0] for head in self.of_heads(layer, state)], np.int32)
+
+    def positions(self, layer: int, state: SequenceState) -> list[Host]:
+        """Of each head the true positions of what it holds, ascending, int64."""
+        left, came = state.left[layer], state.came(layer)
+        return [np.arange(came)] * self.heads if left is None else left.rows(came - left.end)
+
+    def block_table(self, layer: int, state: SequenceState) -> Host:
+        """(H, most blocks) int32: the blocks of each head in a layer, padded with -1."""
+        return padded_tables([head.blocks for head in self.of_heads(layer, state)])
+
+    def block_tables(self, layer: int, states: Sequence[SequenceState]) -> tuple[Host, Host]:
+        """(B, H, most blocks) block tables padded with -1, and (B, H) what heads hold, int32."""
+        heads = [head for state in states for head in self.of_heads(layer, state)]
+        table = padded_tables([head.blocks for head in heads])
+        lens = np.array([head.lengths[0] for head in heads], np.int32)
+        return table.reshape(len(states), self.heads, -1), lens.reshape(len(states), self.heads)
+
+    def blocks_held(self, layer: int, state: SequenceState) -> list[tuple[list[int], int]]:
+        """As `Sequences.blocks_held`, of each head."""
+        return [(head.blocks, head.lengths[0]) for head in self.of_heads(layer, state)]
+
+    def version_of(self, layer: int) -> int:
+        return self.layers[layer].version
+
+    def drawn(self) -> tuple[BlockPool, list[tuple[Any, int, list[int], bool]]]:
+        """As `Sequences.drawn`, of each head in the first layer."""
+        first = self.layers[0]
+        return first.blocks, [
+            (f"{n // self.heads}, head {n % self.heads}", head.held, head.blocks, False)
+            for n, head in first.states.items()
+        ]
+
+    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """A new sequence without tokens."""
+        for layer in self.layers:
+            for _ in range(self.heads):
+                layer.add([], b"")
+        return self._insert(HeadState([], [0] * self.num_layers, number=self.next))
+
+    def truncate(self, state: SequenceState, n: int) -> None:
+        """Keep the tokens before position `n` in every layer; `check_truncate` says whether that can be."""
+        for i, layer in enumerate(self.layers):
+            dropped = max(0, state.lengths[i] - n)
+            for head in self.of_heads(i, state):
+                layer.truncate(head, head.lengths[0] - dropped)
+            state.lengths[i] -= dropped
+        state.newest = [0] * self.num_layers
+        self._changed()
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence that is there, and give back its blocks."""
+        del self.states[seq]
+        for layer in self.layers:
+            for h in range(self.heads):
+                layer.free(seq * self.heads + h)
+        self._changed()
+
+    def begin(
+        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+    ) -> AppendStep:
+        """As `Sequences.begin`; blocks are taken for each head that needs one."""
+        states = self.distinct(ids, operation, "Append its tokens in one piece.")
+        heads, counts = self.heads, np.diff(cu_seqlens)
+        of_heads = tuple(seq * heads + h for seq in ids for h in range(heads))
+        bounds = np.concatenate([[0], np.cumsum(np.repeat(counts, heads))]).tolist()
+        inner = self.layers[layer].begin(operation, 0, of_heads, tuple(bounds), rows * heads)
+        slots = np.full(rows * heads, -1, np.int32)
+        for first, end in itertools.pairwise(cu_seqlens):  # the rows of a head there, of a token here
+            some = inner.slots[first * heads : end * heads]
+            slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
+        starts = [state.lengths[layer] for state in states]
+        return AppendStep(
+            ids, cu_seqlens, states, starts, [], np.zeros(rows, np.int32), slots, of_heads=[inner], layer=layer
+        )
+
+    def undo(self, step: AppendStep, *, refused: bool) -> None:
+        """As `Sequences.undo`; only an append takes blocks."""
+        if not isinstance(step, PathStep):
+            self.layers[step.layer].undo(step.of_heads[0], refused=refused)
+
+    def commit(self, layer: int, step: AppendStep) -> None:
+        self.layers[layer].commit(0, step.of_heads[0])
+        for state, count in zip(step.states, np.diff(step.cu_seqlens).tolist(), strict=True):
+            state.lengths[layer] += count
+            state.newest[layer] = count
+
+    def revoke(self, layer: int, step: AppendStep) -> None:
+        self.layers[layer].revoke(0, step.of_heads[0])
+        for state, start in zip(step.states, step.starts, strict=True):
+            state.lengths[layer], state.newest[layer] = start, 0
+
+    def begin_paths(
+        self, operation: str, states: Sequence[SequenceState], drafted: Sequence[int], paths: Sequence[Host]
+    ) -> PathStep:
+        """As `Sequences.begin_paths`; every head keeps the same path."""
+        none = np.empty(0, np.int32)
+        step = PathStep((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        counts = [n for n in drafted for _ in range(self.heads)]
+        whose = [path for path in paths for _ in range(self.heads)]
+        for i, layer in enumerate(self.layers):
+            of_heads = [head for state in states for head in self.of_heads(i, state)]
+            step.of_layers.append(layer.begin_paths(operation, of_heads, counts, whose))
+        return step
+
+    def moved_slots(self, step: PathStep) -> list[tuple[Host, Host]]:
+        """As `Sequences.moved_slots`, of the rows of all heads."""
+        return [layer.moved_slots(rows)[0] for layer, rows in zip(self.layers, step.of_layers, strict=True)]
+
+    def commit_paths(self, step: PathStep) -> None:
+        for layer, rows in zip(self.layers, step.of_layers, strict=True):
+            layer.commit_paths(rows)
+        for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
+            less = drafted - len(path)
+            state.lengths = [n - less for n in state.lengths]
+            state.newest = [len(path)] * self.num_layers
+        self._changed()
+
+    def moves(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> Moves:
+        """The rows that a compaction moves, or turns to a position that is its place, of all heads."""
+        found: list[tuple[Host, ...]] = []
+        heads = zip(self.of_heads(layer, state), self.positions(layer, state), keep, strict=True)
+        for head, positions, index in heads:
+            place, before = np.arange(len(index)), positions[index]
+            at = (index != place) | (turned & (before != place))
+            slots = (slots_of(head.blocks, some[at], self.block_size) for some in (index, place))
+            found.append((*slots, before[at], place[at]))
+        return Moves(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+    def compact_heads(self, layer: int, state: SequenceState, keep: Sequence[Host], turned: bool) -> None:
+        """Count what each head has kept, whose rows were moved and turned; blocks behind it are free."""
+        end, next_position = state.came(layer), state.came(layer) + state.shift(layer)
+        rows = [of_head[index] for of_head, index in zip(self.positions(layer, state), keep, strict=True)]
+        if turned:
+            rows, next_position = [np.arange(len(index)) for index in keep], max(map(len, keep))
+        state.left[layer] = History.of_rows(rows, end, next_position)
+        state.newest[layer] = 0
+        for head, index in zip(self.of_heads(layer, state), keep, strict=True):
+            self.layers[layer].truncate(head, len(index))
+        self.compacted = True
+        self._changed()

@@ -1,0 +1,140 @@
+"""The memory of a paged store: the pools of all layers, which move whole blocks of every layer together.
+
+All layers have pools of one form, so a block id names the same block of every layer. The layers lie side by side in as
+few arrays as a launch can address; copying a block copies it in all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, new_array, to_device
+from tikv.ops import blocks, paged
+from tikv.stores.pools.form import HostArray, PoolForm
+from tikv.stores.row_format import SCALES
+
+HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers: the arrays of each group
+
+
+class LayerGroup:
+    """Layers whose pools lie one after the other: an array each for K, for V and for the scales that there are."""
+
+    def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
+        self.form = form
+        self.layers = layers
+        shapes = [(form.shape(i, layers * form.num_blocks), row.stored) for i, row in enumerate(form.rows.both)]
+        scales = (form.scale_shape(layers * form.num_blocks), form.rows.scale_dtype)
+        shapes += [scales] * len(form.scale_names)
+        self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
+
+    def of_layer(self, i: int) -> list[ArrayView]:
+        """K's and V's pool of the i-th of these layers, and their scales if there are any."""
+        n = self.form.num_blocks
+        return [a.restrided((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in self.arrays]
+
+    def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> HostArray:
+        """(layers * n, 2) int32: each block to move and its destination, in each layer of pools of so many blocks."""
+        pair = np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
+        layer = np.arange(self.layers, dtype=np.int32)[:, None, None]
+        return np.ascontiguousarray((pair + layer * np.array([src_blocks, dst_blocks], np.int32)).reshape(-1, 2))
+
+
+class LayerPools:
+    """The pools of all layers of a store.
+
+    Args:
+        form: of each layer's pools.
+        num_layers: layers there are.
+        live: the runtime.
+
+    Attributes:
+        groups: the layers that lie in one piece of memory each.
+        layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
+        scales: of each layer those scales by name, as operations take them; or what all rows are divided by.
+    """
+
+    def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
+        self.form = form
+        self.runtime = live
+        most = min(num_layers, form.layers_together(live))
+        self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
+        self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
+        divisors = {
+            name: to_device(np.array(numbers, np.float32), live)
+            for name, numbers in zip(SCALES, form.rows.divisors, strict=True)
+            if numbers is not None
+        }
+        self.scales = [{**form.scales(arrays), **divisors} for arrays in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales of all layers."""
+        return sum(a.nbytes for group in self.groups for a in group.arrays)
+
+    def facts(self) -> dict[str, Any]:
+        """The arguments that make a store of this form, as JSON has them."""
+        return {"num_layers": len(self.layers), **self.form.facts()}
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks within the pools, each pair from one block to another, in all layers."""
+        src, dst = zip(*pairs, strict=True)
+        for group in self.groups:
+            found = group.pairs(src, dst, self.form.num_blocks, self.form.num_blocks)
+            k, v, *scales = group.arrays
+            blocks.copy_blocks(k, v, found)
+            if len(scales) == 2:
+                blocks.copy_blocks(scales[0], scales[1], found)
+            elif scales:
+                blocks.swap_blocks(scales[0], scales[0], found)
+
+    def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
+        """Copies of these blocks of all layers on the host, waited for."""
+        n, found = len(chosen), []
+        for group in self.groups:
+            host = [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
+            if n:
+                pairs = group.pairs(chosen, range(n), self.form.num_blocks, n)
+                for array, to in zip(group.arrays, host, strict=True):
+                    blocks.swap_blocks(array, to, pairs)
+            found.append(host)
+        self.runtime.synchronize()
+        return found
+
+    def write_blocks(self, host: HostBlocks, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Write blocks `src` of what `read_blocks` copied into blocks `dst` of the pools, in all layers, and wait."""
+        if not dst:
+            return
+        for group, arrays in zip(self.groups, host, strict=True):
+            pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.form.num_blocks)
+            for array, found in zip(group.arrays, arrays, strict=True):
+                blocks.swap_blocks(found, array, pairs)
+        self.runtime.synchronize()
+
+    def gather(self, layer: int, stream: int, table: HostArray, length: int, out: ArrayView) -> None:
+        """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
+        scale = self.scales[layer].get(SCALES[stream])
+        paged.gather(
+            "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.form.layout,
+            scale=scale, out=out, format=self.form.formats[stream],
+        )  # fmt: skip
+
+    def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
+        """What `read_blocks` copied, by layer, as layout NHD has it."""
+        found = []
+        for group, arrays in zip(self.groups, host, strict=True):
+            n = len(arrays[0]) // group.layers
+            for i in range(group.layers):
+                found.append([self.form.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
+        return found
+
+    def from_rows(self, rows: list[list[HostArray]]) -> HostBlocks:
+        """The reverse of `to_rows`."""
+        layers = iter([[self.form.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
+        return [
+            [np.concatenate(a) for a in zip(*(next(layers) for _ in range(group.layers)), strict=True)]
+            for group in self.groups
+        ]

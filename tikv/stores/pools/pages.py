@@ -1,0 +1,85 @@
+"""Pages: what a paged store is made of, and the frame in which its blocks change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from tikv.errors import OptionError, TikvError
+from tikv.ops.indices import host_integers
+from tikv.runtime import Runtime
+from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.head_sequences import HeadSequences
+from tikv.stores.pools.memory import LayerPools
+from tikv.stores.pools.sequences import AppendStep, Sequences
+from tikv.stores.pools.tables import DeviceTables
+
+
+class Pages:
+    """The memory of all layers, who holds which block of it, and what launches read beside the rows.
+
+    Attributes:
+        form: what the pools of all layers have in common.
+        pools: the memory.
+        sequences: the sequences and their blocks.
+        tables: slots, block tables and lengths on the device.
+    """
+
+    def __init__(self, live: Runtime, form: PoolForm, num_layers: int) -> None:
+        self.runtime, self.form = live, form
+        self.pools = LayerPools(form, num_layers, live)
+        sizes = num_layers, form.num_blocks, form.block_size
+        self.sequences = HeadSequences(*sizes, form.num_kv_heads) if form.per_head else Sequences(*sizes)
+        self.tables = DeviceTables(live)
+
+    def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
+        """The sequences that a caller named."""
+        return tuple(host_integers(seqs, "seqs", operation, self.runtime))
+
+    def changing(self, step: AppendStep) -> Changing:
+        """Around the writes of a step: blocks that were taken for it go back where one fails."""
+        return Changing(self, step)
+
+    def refuse_per_head(self, operation: str, why: str) -> None:
+        """What a per-head store does not do.
+
+        Raises:
+            OptionError: it is one.
+        """
+        if self.form.per_head:
+            raise OptionError(f"{operation}: this store has per_head=True, and {why}. Use a store without it.")
+
+    def refuse_pieces(self, operation: str) -> None:
+        """Rows lie whole, so that they can be moved.
+
+        Raises:
+            OptionError: they do not.
+        """
+        if self.form.layout == "VLLM":
+            raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which are not moved. Use NHD or HND.")
+
+
+class Changing:
+    """See `Pages.changing`; a class, since `contextlib` would take as long as all else of an append."""
+
+    __slots__ = ("pages", "step")
+
+    def __init__(self, pages: Pages, step: AppendStep) -> None:
+        self.pages, self.step = pages, step
+
+    def __enter__(self) -> Changing:
+        return self
+
+    def copy_shared(self, prepare: Callable[[], None] | None = None) -> None:
+        """Copy the shared blocks that a step writes into, once the write is prepared, which can be refused no more."""
+        if self.step.copies and not self.step.committed:
+            if prepare is not None:
+                prepare()
+            self.pages.pools.copy_blocks(self.step.copies)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.pages.sequences.undo(self.step, refused=isinstance(error, TikvError))

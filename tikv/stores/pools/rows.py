@@ -1,0 +1,151 @@
+"""Rows that move between the slots of a pool, of all heads that a block holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, Host, new_array, to_device
+from tikv.ops import blocks
+from tikv.ops.compact import bind_in_place
+from tikv.ops.layouts import Rows
+from tikv.ops.plan import Launch
+from tikv.ops.rotate import Rope, check_keys, rotate_rows
+from tikv.stores.pools.form import PoolForm
+
+
+class Moves(NamedTuple):
+    """Rows of a layer by slot: where they lie and where they go; and the positions of before and after."""
+
+    src: Host
+    dst: Host
+    before: Host
+    after: Host
+
+
+def move_rows(
+    live: runtime.Runtime,
+    form: PoolForm,
+    pools: Sequence[ArrayView],
+    moves: Moves,
+    rope: Rope | None = None,
+    operation: str = "move_rows",
+) -> None:
+    """Move the rows of slots to other slots, in all pools of a layer, by way of memory of their own: slots may be both.
+
+    Args:
+        live, form, pools: the runtime, and a layer's pools of this form.
+        moves: of the rows of all heads that a block holds.
+        rope: turns keys from the positions before to those after, on their way.
+        operation: for messages.
+
+    Raises:
+        CapacityError: there is no memory; PositionError: positions too far apart. Nothing is moved.
+    """
+    count, heads = len(moves.src), form.block_heads
+    if count == 0:
+        return
+    moved = _take_rows(live, form, pools, moves.src)
+    if rope is not None:
+        k = moved[0].restrided(
+            (1, heads, count, form.rows.k.width), (0, count * form.rows.k.width, form.rows.k.width, 1)
+        )
+        scale = None
+        if form.rows.k.numbers:
+            n = moved[2].shape[1]
+            scale = moved[2].restrided((1, heads, count), (0, count * n, n))
+        before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
+        rotate_rows(live, operation, k, scale, before, after, rope)
+    _put_rows(form, pools, moved, moves.dst)
+
+
+def _take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView], slots: Host) -> list[ArrayView]:
+    """Copies of the rows in these slots, of each pool (heads of a block * slots, width).
+
+    Raises:
+        CapacityError: there is no memory.
+    """
+    taken, count = [], len(slots) * form.block_heads
+    for stream, pool in enumerate(pools):
+        rows = _as_rows(pool, form)
+        to = new_array((count, *rows.shape[1:]), rows.dtype, live)
+        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, slots), np.arange(count)))
+        taken.append(to)
+    return taken
+
+
+def _put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayView], slots: Host) -> None:
+    """Write what `_take_rows` took into these slots."""
+    for stream, (pool, taken) in enumerate(zip(pools, rows, strict=True)):
+        there = _pairs(np.arange(len(slots) * form.block_heads), _numbers(form, stream, slots))
+        blocks.swap_blocks(taken, _as_rows(pool, form), there)
+
+
+def move_in_place(
+    live: runtime.Runtime,
+    operation: str,
+    form: PoolForm,
+    pools: Sequence[ArrayView],
+    slots: Sequence[tuple[Host, Host]],
+) -> list[Launch]:
+    """Bind moves of rows from slots to slots, in all pools at once; of each pair a slot is written after it was read.
+
+    Args:
+        live, operation, form: the runtime, for messages, and of the pools.
+        pools: of layers that lie in one piece of memory.
+        slots: (src, dst) of each layer, counted over the slots of all.
+    """
+    most, found = max(len(src) for src, _ in slots), []
+    for streams in _read_alike(form, len(pools)) if most else []:
+        pairs = np.full((len(slots), form.block_heads, most, 2), -1, np.int32)
+        for layer, both in zip(pairs, slots, strict=True):
+            for i, some in enumerate(both):
+                layer[:, : len(some), i] = _numbers(form, streams[0], some).reshape(form.block_heads, -1)
+        index = to_device(pairs.reshape(-1, most, 2), live)
+        rows = [_as_rows(pools[stream], form) for stream in streams]
+        places, widths = [Rows(a, token=a.shape[1]) for a in rows], [a.shape[1] for a in rows]
+        shape = len(slots) * form.block_heads, 1, rows[0].shape[0]
+        found.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
+    return found
+
+
+def _read_alike(form: PoolForm, count: int) -> list[list[int]]:
+    """The pools, by number, whose rows lie in one order: scales do not always lie as K and V do."""
+    if form.layout == "HND" and form.block_heads > 1 and count > 2:
+        return [[0, 1], [*range(2, count)]]
+    return [[*range(count)]]
+
+
+def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
+    """A layer's keys can be rotated so.
+
+    Raises:
+        ShapeError, DTypeError, OptionError: they cannot.
+    """
+    k = _as_rows(pools[0], form)
+    scale = _as_rows(pools[2], form) if form.rows.k.numbers else None
+    rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
+    scales = None if scale is None else scale.restrided(rows.shape[:3], (0, 0, scale.strides[0]))
+    check_keys(rows, scales, rope, operation)
+
+
+def _pairs(src: Host, dst: Host) -> Host:
+    return np.stack([src, dst], axis=1).astype(np.int32)
+
+
+def _numbers(form: PoolForm, stream: int, slots: Host) -> Host:
+    """The numbers of rows of `_as_rows` that lie in these slots: those of the first head, then those of the next."""
+    heads, size = form.block_heads, form.block_size
+    head = np.arange(heads)[:, None]
+    if stream < 2 and form.layout == "HND":
+        return np.ravel((slots // size * heads + head) * size + slots % size)
+    return np.ravel(slots * heads + head)  # scales lie so in any layout
+
+
+def _as_rows(pool: ArrayView, form: PoolForm) -> ArrayView:
+    """A pool, or its scales, as (rows of all slots and heads, width)."""
+    width = pool.shape[-1] if pool.ndim == 4 else 1
+    return pool.restrided((pool.shape[0] * form.block_size * form.block_heads, width), (width, 1))

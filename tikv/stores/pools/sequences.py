@@ -1,0 +1,624 @@
+"""The sequences of a paged store: their blocks, how many tokens each layer holds, and where the next tokens go.
+
+Bookkeeping on the host alone; the store moves the data. An append has three parts: `Sequences.begin` takes the blocks,
+the store copies those that are shared and writes the rows, and `commit` counts them, or `undo` gives the blocks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tikv.errors import CapacityError, OptionError, PositionError
+from tikv.ops import checks
+from tikv.stores.history import History
+from tikv.stores.pools.blocks import BlockPool, chained_digests, slots_of
+
+
+@dataclass
+class SequenceState:
+    """What is known of one sequence."""
+
+    blocks: list[int]
+    lengths: list[int]  # tokens that each layer holds
+    token_ids: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.int64), compare=False)  # known ones
+    salt: bytes = b""  # as `salt_bytes` gives it
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks of `token_ids`
+    registered: int = 0  # how many of those every layer has written
+    swapped: Any = None  # its blocks on the host, as `LayerPools.read_blocks` gives them, if it is swapped out
+    withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
+    left: list[History | None] = field(default_factory=list)  # of each layer, by its newest compaction
+    newest: list[int] = field(default_factory=list, compare=False)  # of each layer: tokens that the last append brought
+    number: int = field(default=-1, compare=False)  # of the sequence, where its heads have tables of their own
+
+    def __post_init__(self) -> None:
+        self.left = self.left or [None] * len(self.lengths)
+        self.newest = self.newest or [0] * len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        """Tokens that came to the layers ahead."""
+        return max(map(self.came, range(len(self.lengths))))
+
+    @property
+    def held(self) -> int:
+        """Tokens of the layer that holds the most."""
+        return max(self.lengths)
+
+    def came(self, layer: int) -> int:
+        """Tokens that came to a layer, less those cut off."""
+        left = self.left[layer]
+        return self.lengths[layer] + (left.dropped if left else 0)
+
+    def shift(self, layer: int) -> int:
+        """By how much the position of a new token is beyond its place among those held."""
+        left = self.left[layer]
+        return left.next_position - left.tokens if left else 0
+
+    def compacted_at(self, layer: int) -> int | None:
+        """How many tokens had come to a layer when it was compacted last; None if it never was."""
+        left = self.left[layer]
+        return left.end if left else None
+
+    def positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """Where each token stands that a layer holds, int64."""
+        left, held = self.left[layer], self.lengths[layer]
+        return np.arange(held) if left is None else left.rows(held - left.tokens)[0]
+
+
+@dataclass
+class AppendStep:
+    """Where the new tokens of some sequences go, and what changes in their block tables; the same for every layer."""
+
+    ids: tuple[int, ...]
+    cu_seqlens: tuple[int, ...]
+    states: list[SequenceState]
+    starts: list[int]  # what the layer held of each sequence before
+    shifts: list[int]  # by how much the positions of new tokens are beyond their places
+    places: np.ndarray[Any, Any]  # of each row among those that its sequence holds, int32; 0 for padding
+    slots: np.ndarray[Any, Any]  # where each row goes, int32; -1 for padding
+    tables: list[list[int]] = field(default_factory=list)  # the blocks of each sequence after
+    allocated: list[int] = field(default_factory=list)  # blocks taken for this step
+    copies: list[tuple[int, int]] = field(default_factory=list)  # a shared block that is written into, and its copy
+    overwritten: list[int] = field(default_factory=list)  # blocks whose tokens change
+    lost: dict[int, bytes] = field(default_factory=dict)  # digests of allocated blocks that are not written yet
+    committed: bool = False  # by one layer, so that tables and counts are true already
+    of_heads: list[AppendStep] = field(default_factory=list)  # the same of heads that have tables of their own
+    layer: int = 0  # where it goes, if heads have tables of their own
+
+    @property
+    def positions(self) -> np.ndarray[Any, Any]:
+        """Of each row in its sequence, int32; 0 for padding."""
+        if not any(self.shifts):
+            return self.places
+        return _places(np.add(self.starts, self.shifts).tolist(), self.cu_seqlens, len(self.places))
+
+
+@dataclass
+class PathStep(AppendStep):
+    """Which of the newest tokens of some sequences are kept, and what changes in their block tables."""
+
+    drafted: list[int] = field(default_factory=list)  # of each sequence, how many of its newest tokens are asked about
+    paths: list[np.ndarray[Any, Any]] = field(default_factory=list)  # of each, ascending indices among them
+    of_layers: list[PathStep] = field(default_factory=list)  # the same of heads that have tables of their own
+
+    def starts_in(self, layer: int) -> tuple[int, ...]:
+        """The place of the first drafted token of each sequence."""
+        return tuple(state.lengths[layer] - drafted for state, drafted in zip(self.states, self.drafted, strict=True))
+
+
+class Sequences:
+    """The sequences of a store and the blocks that they share.
+
+    Attributes:
+        states: by sequence, in the order they came.
+        next: the number that the next sequence gets.
+        blocks: which blocks are free, and who holds the others.
+        by_head: heads have block tables of their own.
+        version: changes whenever blocks of a sequence that was there change, for those who keep copies of tables.
+    """
+
+    by_head = False
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.states: dict[int, SequenceState] = {}
+        self.next = 0
+        self.blocks = BlockPool(num_blocks)
+        self.version = 0
+        self.compacted = False  # whether any sequence ever was
+        self._step: AppendStep | None = None  # the last one that was committed, which other layers repeat
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds."""
+        return self.blocks.num_free
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
+        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise.
+
+        Raises:
+            PositionError: it is not.
+        """
+        found = self.states.get(seq) if type(seq) is int else None
+        if found is None:
+            number = checks.integer(seq, "seq", operation)
+            found = self.states.get(number)
+            if found is None:
+                what = "was freed" if number < self.next else "was never added"
+                raise PositionError(
+                    f"{operation}: sequence {number} {what}. There are {len(self.states)} sequences; add() or "
+                    f"fork() makes one."
+                )
+        if found.swapped is not None and not swapped:
+            raise PositionError(f"{operation}: sequence {seq} is swapped out. Call swap_in({seq}) first.")
+        return found
+
+    def distinct(
+        self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
+    ) -> list[SequenceState]:
+        """The states of sequences that are named once each.
+
+        Raises:
+            PositionError: one is not there, or is named twice.
+        """
+        states = [self.state(seq, operation, swapped=swapped) for seq in ids]
+        if len(set(ids)) != len(ids):
+            twice = next(seq for seq in ids if ids.count(seq) > 1)
+            raise PositionError(f"{operation}: sequence {twice} is named twice in seqs. {remedy}")
+        return states
+
+    def add(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """A new sequence, which begins with the registered blocks of these tokens under this salt."""
+        ids, digests = self.known(token_ids, salt)
+        shared = self.blocks.prefix(digests)
+        self.blocks.acquire(shared)
+        count = len(shared)
+        lengths = [count * self.block_size] * self.num_layers
+        return self._insert(SequenceState(shared, lengths, ids, salt, digests, count))
+
+    def known(
+        self, token_ids: Sequence[int] | np.ndarray[Any, Any], salt: bytes
+    ) -> tuple[np.ndarray[Any, Any], list[bytes]]:
+        """Of tokens those of the full blocks, and their digests."""
+        digests = chained_digests(token_ids, self.block_size, salt)
+        return np.array(token_ids[: len(digests) * self.block_size], np.int64), digests
+
+    def fork(self, state: SequenceState) -> int:
+        """A new sequence with the same tokens, which shares all blocks."""
+        self.blocks.acquire(state.blocks)
+        self._step = None
+        full = min(state.lengths) // self.block_size
+        return self._insert(
+            SequenceState(
+                list(state.blocks),
+                list(state.lengths),
+                state.token_ids[: full * self.block_size],
+                state.salt,
+                state.digests[:full],
+                state.registered,
+                withheld=state.withheld,
+                left=list(state.left),
+                newest=list(state.newest),
+            )
+        )
+
+    def _insert(self, state: SequenceState) -> int:
+        seq = self.next
+        self.next += 1
+        self.states[seq] = state
+        return seq
+
+    def truncate(self, state: SequenceState, n: int) -> None:
+        """Keep the first `n` tokens in every layer, and give back the blocks behind them."""
+        state.lengths = [
+            min(held, n - (left.dropped if left else 0)) for held, left in zip(state.lengths, state.left, strict=True)
+        ]
+        state.newest = [0] * self.num_layers
+        self._cut(state, n)
+        self._changed()
+
+    def _cut(self, state: SequenceState, known: int) -> None:
+        """Give back the blocks behind the layer that holds the most, and know no tokens from place `known` on."""
+        keep = self.blocks_for(state.held)
+        self.blocks.release(state.blocks[keep:])
+        del state.blocks[keep:]
+        del state.digests[known // self.block_size :]
+        state.token_ids = state.token_ids[: len(state.digests) * self.block_size]
+        state.registered = min(state.registered, len(state.digests))
+
+    def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
+        """No token is given back that a compaction has dropped, and none missed.
+
+        Raises:
+            PositionError: tokens before a compaction are to go.
+        """
+        for layer in range(self.num_layers):
+            came = state.compacted_at(layer)
+            if came is not None and n < came:
+                raise PositionError(
+                    f"{operation}: sequence {seq} cannot keep {n} tokens: layer {layer} was compacted when it had "
+                    f"{came}. Keep at least so many."
+                )
+
+    def check_queries(
+        self,
+        operation: str,
+        layer: int,
+        seq: int,
+        state: SequenceState,
+        queries: int,
+        distances: Mapping[str, Any],
+        remedy: str = "",
+    ) -> None:
+        """Several queries are those of the newest tokens, which are all held; distances need all tokens.
+
+        Args:
+            operation, layer, seq, state: what is attended over, and by which call.
+            queries: of the sequence.
+            distances: options by name that count how far a key is from its query; None for those that were not given.
+            remedy: another way out, for the message about more queries than tokens.
+
+        Raises:
+            PositionError: the queries' tokens are not all held.
+            OptionError: a distance in a sequence that was compacted.
+        """
+        before, came = state.compacted_at(layer), state.came(layer)
+        for name, value in distances.items():
+            if value is not None and before is not None:
+                raise OptionError(
+                    f"{operation}: {name} for sequence {seq}, whose layer {layer} was compacted: attention counts the "
+                    f"tokens that are left, not how far they stood apart. Leave {name} out."
+                )
+        since = came - (before or 0)
+        if queries > 1 and came and queries > since:
+            known = f", {since} of them since it was compacted" if before is not None else ""
+            raise PositionError(
+                f"{operation}: {queries} queries of sequence {seq}, which has {came} tokens in layer {layer}{known}. "
+                f"The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
+            )
+
+    def begin_compaction(self, operation: str, state: SequenceState, first: int, keep: int) -> AppendStep:
+        """Take blocks for copies of the shared ones in which rows change, from place `first` to `keep`.
+
+        The store copies `copies` and moves the rows by the step's table; `compact` or `undo` ends it.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        none = np.empty(0, np.int32)
+        step = AppendStep((), (0,), [state], [], [], none, none)
+        places = range(first // self.block_size, self.blocks_for(keep)) if first < keep else range(0)
+        self._allocate(operation, step, [places])
+        return step
+
+    def compact(self, layer: int, step: AppendStep, first: int, left: History) -> None:
+        """Count what a layer of a sequence has kept, whose rows from place `first` on were moved."""
+        (state,) = step.states
+        self._take_over(step)
+        state.lengths[layer], state.left[layer], state.newest[layer] = left.tokens, left, 0
+        self._cut(state, first)
+        self.compacted = True
+        self._changed()
+
+    def check_drafted(
+        self, operation: str, ids: Sequence[int], states: Sequence[SequenceState], drafted: int | None
+    ) -> list[int]:
+        """How many of the newest tokens of each sequence were drafted, the same in all layers; None: the last append's.
+
+        Raises:
+            PositionError: a layer has not so many since it was compacted, or other ones; or nobody said how many.
+        """
+        found = []
+        for seq, state in zip(ids, states, strict=True):
+            came, newest = state.came(0), state.newest[0]
+            for layer in range(self.num_layers):
+                other, brought = state.came(layer), state.newest[layer]
+                if other != came or (brought != newest and drafted is None):
+                    raise PositionError(
+                        f"{operation}: of sequence {seq} layer {layer} has {other} tokens, the last {brought} of one "
+                        f"call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
+                    )
+            if drafted is None and newest == 0:
+                raise PositionError(
+                    f"{operation}: nothing was appended to sequence {seq} since it was cut or compacted. Say how many: "
+                    f"drafted=."
+                )
+            count = newest if drafted is None else drafted
+            for layer in range(self.num_layers):
+                before = state.compacted_at(layer)
+                if came - (before or 0) < count:
+                    known = "" if before is None else f", {came - before} of them since it was compacted"
+                    raise PositionError(
+                        f"{operation}: drafted={count}, and sequence {seq} has {came} tokens in layer {layer}{known}. "
+                        f"Say at most so many."
+                    )
+            found.append(count)
+        return found
+
+    def begin_paths(
+        self,
+        operation: str,
+        states: Sequence[SequenceState],
+        drafted: Sequence[int],
+        paths: Sequence[np.ndarray[Any, Any]],
+    ) -> PathStep:
+        """Take blocks for copies of the shared ones in which rows of a path move.
+
+        The store copies `copies` and moves the rows by `moved_slots`; `commit_paths` or `undo` ends it.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        none = np.empty(0, np.int32)
+        step = PathStep((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        changed: list[set[int]] = [set() for _ in states]
+        for starts in {step.starts_in(layer) for layer in range(self.num_layers)}:
+            for places, start, path in zip(changed, starts, paths, strict=True):
+                if (first := _first_moved(path)) < len(path):
+                    places |= set(range((start + first) // self.block_size, self.blocks_for(start + len(path))))
+        self._allocate(operation, step, [sorted(places) for places in changed])
+        return step
+
+    def moved_slots(self, step: PathStep) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Of each layer the slots of the rows that move, and those where they go."""
+        by_starts: dict[tuple[int, ...], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        for starts in map(step.starts_in, range(self.num_layers)):
+            if starts not in by_starts:
+                pairs = []
+                for table, start, path in zip(step.tables, starts, step.paths, strict=True):
+                    place = np.arange(_first_moved(path), len(path))
+                    src, dst = (slots_of(table, start + some, self.block_size) for some in (path[place], place))
+                    pairs.append((src, dst))
+                none = np.empty(0, np.int64)
+                src, dst = (np.concatenate([none, *(pair[i] for pair in pairs)]) for i in (0, 1))
+                by_starts[starts] = src, dst
+        return [by_starts[step.starts_in(layer)] for layer in range(self.num_layers)]
+
+    def commit_paths(self, step: PathStep) -> None:
+        """Count the drafted tokens that are kept, whose rows have moved, and no others."""
+        self._take_over(step)
+        for state, drafted, path in zip(step.states, step.drafted, step.paths, strict=True):
+            first = min(state.lengths) - drafted + _first_moved(path)
+            state.lengths = [held - drafted + len(path) for held in state.lengths]
+            state.newest = [len(path)] * self.num_layers
+            self._cut(state, first)
+        self._changed()
+
+    def held(self, layer: int, state: SequenceState) -> Any:
+        """Tokens that a layer of a sequence holds; of each head, (H,) int32, where heads have tables of their own."""
+        return state.lengths[layer]
+
+    def positions(self, layer: int, state: SequenceState) -> list[np.ndarray[Any, Any]]:
+        """Where each token stands that a layer holds, int64: of all heads, or of each."""
+        return [state.positions(layer)]
+
+    def block_table(self, layer: int, state: SequenceState) -> np.ndarray[Any, Any]:
+        """The blocks of a sequence in order, int32."""
+        return np.array(state.blocks, np.int32)
+
+    def block_tables(
+        self, layer: int, states: Sequence[SequenceState]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(B, most blocks) block tables padded with -1, and (B,) lengths, int32."""
+        table = padded_tables([state.blocks for state in states])
+        return table, np.array([state.lengths[layer] for state in states], np.int32)
+
+    def blocks_held(self, layer: int, state: SequenceState) -> list[tuple[list[int], int]]:
+        """The blocks of what a layer of a sequence holds and how many tokens: of all heads, or of each."""
+        return [(state.blocks[: self.blocks_for(state.lengths[layer])], state.lengths[layer])]
+
+    def version_of(self, layer: int) -> int:
+        """What changes whenever block tables of this layer do."""
+        return self.version
+
+    def drawn(self) -> tuple[BlockPool, list[tuple[Any, int, list[int], bool]]]:
+        """What a picture shows: the blocks, and of each sequence its name, tokens, blocks, and whether it is away."""
+        return self.blocks, [
+            (seq, state.held, state.blocks, state.swapped is not None) for seq, state in self.states.items()
+        ]
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence that is there, and give back its blocks."""
+        self.blocks.release(self.states.pop(seq).blocks)
+        self._changed()
+
+    def swap_out(self, state: SequenceState, host: Any) -> None:
+        """Give back the blocks of a sequence, whose data are in `host` now."""
+        self.blocks.release(state.blocks)
+        state.blocks, state.swapped = [], host
+        self._changed()
+
+    def blocks_to_swap_in(self, state: SequenceState, operation: str) -> tuple[list[int], list[int]]:
+        """Take blocks for a sequence that is swapped out: those found by its prefix, and free ones for the rest.
+
+        Raises:
+            CapacityError: too few are free. Nothing has changed.
+        """
+        shared = self.blocks.prefix(state.digests[: state.registered])
+        self.blocks.acquire(shared)
+        try:
+            return shared, self.blocks.allocate(self.blocks_for(state.held) - len(shared), operation)
+        except CapacityError:
+            self.blocks.release(shared)
+            raise
+
+    def swap_in(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
+        """Give a sequence the blocks that were taken for it, which hold its data now."""
+        state.blocks, state.swapped = shared + fresh, None
+        state.registered = len(shared)
+        self.register(state)
+        self._changed()
+
+    def restore(self, states: dict[int, SequenceState]) -> None:
+        """Add sequences under numbers of their own; they become holders of their blocks, which hold their data."""
+        for number, state in states.items():
+            self.blocks.acquire(state.blocks)
+            if state.swapped is None:
+                self.register(state)
+            self.states[number] = state
+            self.compacted = self.compacted or any(state.left)
+        self._changed()
+
+    def register(self, state: SequenceState) -> None:
+        """Let others find the full blocks that every layer has written by now."""
+        full = min(min(state.lengths) // self.block_size, len(state.digests))
+        for i in range(state.registered, full):
+            digest = state.digests[i]
+            # What comes from a file takes nobody's place, not even that of a block which made room for it.
+            if state.withheld is None or not (digest in state.withheld or self.blocks.find(digest) is not None):
+                self.blocks.register(state.blocks[i], digest)
+        state.registered = max(state.registered, full)
+
+    def _changed(self) -> None:
+        self._step = None
+        self.version += 1
+
+    def begin(
+        self, operation: str, layer: int, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], rows: int
+    ) -> AppendStep:
+        """Where new tokens of a layer go; blocks are taken for them. `commit` or `undo` ends it.
+
+        The store copies `copies` before it writes, unless the step was `committed` by another layer.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+            PositionError: a sequence is not there, is swapped out or is named twice.
+        """
+        step = self._step
+        if (
+            step is not None
+            and (step.ids, step.cu_seqlens, len(step.slots)) == (ids, cu_seqlens, rows)
+            and [state.lengths[layer] for state in step.states] == step.starts
+            and (not self.compacted or [state.shift(layer) for state in step.states] == step.shifts)
+        ):
+            return step
+        states = self.distinct(ids, operation, "Append its tokens in one piece.")
+        starts = [state.lengths[layer] for state in states]
+        shifts = [state.shift(layer) for state in states] if self.compacted else []
+        places = _places(starts, cu_seqlens, rows)
+        step = AppendStep(ids, cu_seqlens, states, starts, shifts, places, np.full(rows, -1, np.int32))
+        size = self.block_size
+        self._allocate(
+            operation,
+            step,
+            [
+                range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
+                for start, tokens in zip(starts, np.diff(cu_seqlens).tolist(), strict=True)
+            ],
+        )
+        self._fill_slots(step)
+        return step
+
+    def _allocate(self, operation: str, step: AppendStep, written: Sequence[Iterable[int]]) -> None:
+        """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none.
+
+        Args:
+            operation, step: whose.
+            written: of each sequence the places in its table whose blocks are written into, ascending.
+
+        Raises:
+            CapacityError: too few blocks are free. Nothing has changed.
+        """
+        pool = self.blocks
+        wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
+        copied: dict[int, int] = {}
+        for state, places in zip(step.states, written, strict=True):
+            have = len(state.blocks)
+            mine = []
+            for place in places:
+                if place >= have:
+                    mine.append(place)
+                    continue
+                block = state.blocks[place]
+                if pool.holders(block) - copied.get(block, 0) > 1:
+                    copied[block] = copied.get(block, 0) + 1
+                    mine.append(place)
+                else:
+                    step.overwritten.append(block)
+            wanted.append(mine)
+        step.allocated = pool.allocate(sum(map(len, wanted)), operation, step.lost)
+        fresh = iter(step.allocated)
+        for state, mine in zip(step.states, wanted, strict=True):
+            table = state.blocks
+            if mine:
+                table = table + [-1] * (mine[-1] + 1 - len(table))
+                for place in mine:
+                    block = next(fresh)
+                    if table[place] >= 0:
+                        step.copies.append((table[place], block))
+                        step.lost.pop(block, None)
+                    table[place] = block
+            step.tables.append(table)
+
+    def _fill_slots(self, step: AppendStep) -> None:
+        size = self.block_size
+        for table, first, end in zip(step.tables, step.cu_seqlens, step.cu_seqlens[1:], strict=False):
+            if end - first == 1:
+                place = int(step.places[first])
+                step.slots[first] = table[place // size] * size + place % size
+            elif end > first:
+                step.slots[first:end] = slots_of(table, step.places[first:end], size)
+
+    def undo(self, step: AppendStep, *, refused: bool) -> None:
+        """Give back the blocks of a step that failed; if it was refused before a write, with their digests."""
+        if not step.committed:
+            self.blocks.give_back(step.allocated, step.lost if refused else {})
+
+    def commit(self, layer: int, step: AppendStep) -> None:
+        """Count the tokens of a step in one layer, which has written them."""
+        if not step.committed:
+            self._take_over(step)
+            if step.allocated:
+                self.version += 1
+            step.committed = True
+            self._step = step
+        for i, (state, start) in enumerate(zip(step.states, step.starts, strict=True)):
+            state.newest[layer] = count = step.cu_seqlens[i + 1] - step.cu_seqlens[i]
+            state.lengths[layer] = start + count
+            if state.registered < len(state.digests):
+                self.register(state)
+
+    def revoke(self, layer: int, step: AppendStep) -> None:
+        """Count the tokens of a step no more in one layer; their blocks stay for those that come instead."""
+        for state, start in zip(step.states, step.starts, strict=True):
+            state.lengths[layer], state.newest[layer] = start, 0
+
+    def _take_over(self, step: AppendStep) -> None:
+        """The sequences hold the blocks of a step, which has copied and written them."""
+        for state, table in zip(step.states, step.tables, strict=True):
+            state.blocks = table
+        for block in step.overwritten:
+            self.blocks.forget(block)
+        self.blocks.release([shared for shared, _ in step.copies])
+
+
+def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+    """Block tables as one array (n, most blocks) int32, at least one wide, padded with -1."""
+    found = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
+    for row, blocks in zip(found, tables, strict=True):
+        row[: len(blocks)] = blocks
+    return found
+
+
+def _first_moved(path: np.ndarray[Any, Any]) -> int:
+    """The first index of a path whose row moves, and with it all that follow; its length if none does."""
+    moved = path != np.arange(len(path))
+    return int(moved.argmax()) if moved.any() else len(path)
+
+
+def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
+    """The place of each row behind those that its sequence has, int32; those behind are padding."""
+    counts = np.diff(cu_seqlens)
+    places = np.zeros(rows, np.int32)
+    shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(cu_seqlens[:-1], np.int64), counts)
+    places[: cu_seqlens[-1]] = np.arange(cu_seqlens[-1]) + shift
+    return places

@@ -1,0 +1,64 @@
+"""What a paged store's launches read beside the rows: slots, positions, block tables and lengths, on the device.
+
+They are uploaded when they change, into the memory that the last ones had, and serve every layer of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, Host, new_array, write_host
+from tikv.ops.staging import KnownOnHost
+from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
+
+
+class DeviceTables:
+    """Index arrays of one store, int32."""
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        self.runtime = live
+        self._memory: dict[str, ArrayView] = {}
+        self._slots: tuple[AppendStep, ArrayView] | None = None  # the last ones, and the step they belong to
+        # The last ones, after what they depend on: of all layers, or of each.
+        self._tables: dict[int, tuple[Any, ArrayView, ArrayView, np.ndarray[Any, Any]]] = {}
+
+    def upload(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
+        """A host array on the device, in the memory that the last one of this name and shape had."""
+        found = self._memory.get(name)
+        if found is None or found.shape != array.shape:
+            found = self._memory[name] = new_array(array.shape, dtypes.int32, self.runtime)
+        write_host(array, found)
+        return found
+
+    def slots(self, step: AppendStep, ordered: Callable[[Host], Host] | None = None) -> ArrayView:
+        """(T,) the slots of the rows of a step, in an order that is the same for all layers."""
+        kept = self._slots
+        if kept is None or kept[0] is not step:
+            self._slots = None  # while their memory is written
+            found = step.slots if ordered is None else ordered(step.slots)
+            kept = self._slots = (step, self.upload("slots", found))
+        return kept[1]
+
+    def block_tables(
+        self, layer: int, sequences: Sequences, ids: tuple[int, ...], states: Sequence[SequenceState]
+    ) -> tuple[ArrayView, ArrayView, np.ndarray[Any, Any]]:
+        """Block tables and lengths as `Sequences.block_tables` has them, and the lengths on the host too.
+
+        They are kept until they change; those of heads for each layer.
+        """
+        own = layer if sequences.by_head else 0
+        key = (ids, sequences.version_of(layer), tuple([state.lengths[layer] for state in states]))
+        kept = self._tables.get(own)
+        if kept is None or kept[0] != key:
+            table, lens = sequences.block_tables(layer, states)
+            self._tables.pop(own, None)  # while their memory is written
+            on_device = self.upload(f"lengths {own}", lens)
+            if sequences.by_head:  # by which attention shares out the keys
+                on_device = on_device.restrided(on_device.shape, on_device.strides)
+                on_device.owner = KnownOnHost(on_device.owner, lens)
+            kept = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens
+        return kept[1:]

@@ -1,0 +1,280 @@
+"""How rows of keys and of values are stored: in a dtype or in groups of codes, of which width, divided by which scale.
+
+A store says all of it once, as `RowFormats`: its memory is made by it, what may be appended is checked by it, and
+files, messages and attention take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from tikv import dtypes, runtime
+from tikv.dtypes import DType
+from tikv.errors import DTypeError, OptionError
+from tikv.formats import OR_FORMATS, GroupFormat, format_of, parse_format
+from tikv.ops import checks
+from tikv.ops.fixed_scales import fixed_numbers
+from tikv.ops.layouts import Formats
+
+Stored: TypeAlias = DType | GroupFormat
+Divisor: TypeAlias = tuple[float, ...] | None  # the caller's scale of 8-bit floats: one number, or one for each head
+ROWS = ("k", "v")
+SCALES = ("k_scale", "v_scale")
+
+
+class RowFormat(NamedTuple):
+    """How rows of K, or of V, are stored.
+
+    Attributes:
+        dtype: a dtype, or a format of groups of codes.
+        width: numbers of a row.
+        divisor: what all rows are divided by before they are stored, and multiplied by where they are read.
+    """
+
+    dtype: Stored
+    width: int
+    divisor: Divisor = None
+
+    @property
+    def format(self) -> GroupFormat | None:
+        """The format, if a row is groups of codes."""
+        return self.dtype if isinstance(self.dtype, GroupFormat) else None
+
+    @property
+    def stored(self) -> DType:
+        """The dtype of the array that holds the rows: words of codes have one of their own."""
+        return dtypes.uint32 if isinstance(self.dtype, GroupFormat) else self.dtype
+
+    @property
+    def stored_width(self) -> int:
+        """Elements of a row in that array."""
+        return self.dtype.words(self.width) if isinstance(self.dtype, GroupFormat) else self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row without its scales."""
+        return self.stored_width * self.stored.itemsize
+
+    @property
+    def numbers(self) -> int:
+        """Scales of a row, those of groups with their biases; 0 for none."""
+        row = format_of(self.dtype)
+        return 0 if row is None else row.numbers_of(self.width)
+
+    @property
+    def read_dtype(self) -> DType:
+        """What `tokens` gives: the stored dtype, or float32 for what has scales."""
+        return dtypes.float32 if self.numbers or self.divisor is not None else self.stored
+
+
+class RowFormats(NamedTuple):
+    """How the rows of a store are stored, and in which dtype the scales that lie beside them."""
+
+    k: RowFormat
+    v: RowFormat
+    scale_dtype: DType
+
+    @classmethod
+    def checked(
+        cls,
+        operation: str,
+        live: runtime.Runtime,
+        num_kv_heads: int,
+        *,
+        head_dim: Any,
+        dtype: Any = "float16",
+        head_dim_v: Any = None,
+        v_dtype: Any = None,
+        scale_dtype: Any = "float16",
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> RowFormats:
+        """What the arguments that make a store mean; `KVCacheStore` describes them.
+
+        Raises:
+            DTypeError, OptionError, PositionError, ShapeError: an argument that is none, or is not offered here.
+        """
+        width = checks.integer(head_dim, "head_dim", operation, low=1)
+        width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
+        given = dtype, dtype if v_dtype is None else v_dtype
+        (k, k_scales), (v, v_scales) = (_stored_as(x, scale_dtype, live, operation) for x in given)
+        of_k, of_v = _divisors((k, v), (k_scale, v_scale), num_kv_heads, operation)
+        for name, stored, columns in (("head_dim", k, width), ("head_dim_v", v, width_v)):
+            if isinstance(stored, GroupFormat):
+                stored.groups(columns, name, operation)
+        scales = k_scales or v_scales or dtypes.parse(scale_dtype, operation)
+        return cls(RowFormat(k, width, of_k), RowFormat(v, width_v, of_v), scales)
+
+    @property
+    def both(self) -> tuple[RowFormat, RowFormat]:
+        """Those of K and of V."""
+        return self.k, self.v
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a row of K and of V."""
+        return self.k.width, self.v.width
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of K and of V, of those that are groups of codes."""
+        return self.k.format, self.v.format
+
+    @property
+    def divisors(self) -> tuple[Divisor, Divisor]:
+        """What rows of K and of V are divided by."""
+        return self.k.divisor, self.v.divisor
+
+    @property
+    def divided(self) -> bool:
+        """Whether rows of K or of V are divided by a scale of the caller's."""
+        return self.divisors != (None, None)
+
+    @property
+    def alike(self) -> bool:
+        """Whether K and V are stored in one dtype or format."""
+        return self.k.dtype is self.v.dtype
+
+    @property
+    def numbers(self) -> int:
+        """From a row's scales to the next row's, of K as of V: the larger of both."""
+        return max(self.k.numbers, self.v.numbers)
+
+    @property
+    def name(self) -> str:
+        """What K and V are stored as, for messages and a `repr`."""
+        return self.k.dtype.name if self.alike else f"{self.k.dtype.name}|{self.v.dtype.name}"
+
+    @property
+    def width(self) -> str:
+        """The width of a head, or those of K and V, for a `repr`."""
+        k, v = self.widths
+        return str(k) if k == v else f"{k}|{v}"
+
+    @property
+    def appended(self) -> tuple[str, ...]:
+        """The names of what may be appended."""
+        return appended(self.k.dtype, self.v.dtype, divided=self.divided)
+
+    @property
+    def scale_axes(self) -> tuple[int, ...]:
+        """The axis of a row's scales, if a row has several: K and V have as many."""
+        return () if self.formats == (None, None) else (self.numbers,)
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """The arrays that hold rows by their names in files: the shape of a row, and the dtype."""
+        found = {name: ((row.stored_width,), row.stored) for name, row in zip(ROWS, self.both, strict=True)}
+        of_scales = {
+            name: (self.scale_axes, self.scale_dtype)
+            for name, row in zip(SCALES, self.both, strict=True)
+            if row.numbers
+        }
+        return {**found, **of_scales}
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make a store of these rows, as JSON has them."""
+        found: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": self.k.dtype.name}
+        found["scale_dtype"] = self.scale_dtype.name
+        if not self.alike:
+            found["v_dtype"] = self.v.dtype.name
+        return found | {
+            name: [*row.divisor]
+            for name, row in zip(SCALES, self.both, strict=True)
+            if row.divisor is not None
+        }  # fmt: skip
+
+
+def plain_format(
+    dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str = ""
+) -> tuple[DType, DType | None]:
+    """What a cache without groups of codes stores its rows in, and their scales; ``also`` is as in `dtypes.parse`.
+
+    Raises:
+        DTypeError: it is not offered, or not on this arch.
+    """
+    format = parse_format(dtype)
+    if format is not None:
+        raise DTypeError(
+            f"{operation}: {format} is kept by KVCacheStore and PagedKVCacheStore alone. Use one of them, or another "
+            f"dtype such as 'int8'."
+        )
+    stored = dtypes.parse(dtype, operation, also)
+    if stored.name not in dtypes.APPENDED:
+        raise DTypeError(f"{operation}: dtype {stored.name} is not stored. Use one of {', '.join(dtypes.APPENDED)}.")
+    if stored is dtypes.float64 and not live.has_float64:
+        raise DTypeError(f"{operation}: {live.arch} has no float64. Use float32, or CPU or CUDA.")
+    return stored, _scales_of(stored, scale_dtype, operation)
+
+
+def _stored_as(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str) -> tuple[Stored, DType | None]:
+    """`plain_format`, or a format of groups and the dtype of its scales."""
+    format = parse_format(dtype)
+    if format is None:
+        return plain_format(dtype, scale_dtype, live, operation, OR_FORMATS)
+    return format, _scales_of(format, scale_dtype, operation)
+
+
+def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None:
+    """The dtype of the scales that lie beside rows; None for none, whatever dtype was asked for.
+
+    Raises:
+        DTypeError: it is not offered.
+    """
+    scales, row = dtypes.parse(scale_dtype, operation), format_of(stored)
+    if scales not in dtypes.SCALES:
+        raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
+    if row is None or not row.finds_scales:
+        return None
+    return row.check_scale_dtype(scales, operation)
+
+
+def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
+    """Scales that a caller gave for K and V, or did not, are of floats of 8 bits; None is the dtype of a model.
+
+    Raises:
+        OptionError: one is of something else.
+    """
+    for name, dtype, scale in zip(SCALES, stored, given, strict=True):
+        if scale is not None and dtype not in dtypes.FLOATS8:
+            shown = "the model has it" if dtype is None else dtype.name
+            raise OptionError(
+                f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {shown}. Leave it out, "
+                f"or use float8_e4m3fn or float8_e5m2."
+            )
+
+
+def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
+    """What K and V are divided by, as a caller's `k_scale` and `v_scale` say; 1 where only the other is given.
+
+    Raises:
+        OptionError: a scale of what is not stored in floats of 8 bits, or beside scales of rows; or no such number.
+        ShapeError: it is neither one number nor one a head.
+    """
+    found: list[Divisor] = [None, None]
+    if all(scale is None for scale in given):
+        return None, None
+    check_divided(stored, given, operation)
+    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, given, strict=True)):
+        row = format_of(dtype)
+        if row is not None and row.finds_scales:
+            raise OptionError(
+                f"{operation}: {dtype.name} has scales of rows, and attention finds those of K and V by the same "
+                f"strides, so that the other one has no scale of its own. Leave k_scale and v_scale out."
+            )
+        if row is not None:
+            found[i] = (1.0,) if scale is None else fixed_numbers(scale, heads, name, operation)
+    k, v = found
+    if k is not None and v is not None and len(k) != len(v):
+        k, v = (numbers * (heads if len(numbers) == 1 else 1) for numbers in (k, v))
+    return k, v
+
+
+def appended(*stored: Stored, divided: bool = False) -> tuple[str, ...]:
+    """The names of what may be appended to a cache whose K and V are stored as this, or as these."""
+    found = []
+    for dtype in stored:
+        row = format_of(dtype)
+        scaled = row is not None and (row.finds_scales or divided)
+        found.append(tuple(row.name for row in dtypes.QUANTIZABLE) if scaled else dtypes.APPENDED[dtype.name])
+    return tuple(name for name in found[0] if all(name in names for names in found))

@@ -1,0 +1,855 @@
+"""KVCacheStore: the keys and values of all layers of a model, and how many tokens each layer holds.
+
+Here are the public calls, the store's lock, and what a store says of itself. Where tokens lie, how they get there and
+how attention reads them is a `LayerStorage`, of which `layers` has one for each way to store them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import CacheArray, as_numpy, describe, read_host, runtime_of, to_device, view, view_all
+from tikv.dtypes import DType
+from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.formats import GroupFormat
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.rotate import Rope
+from tikv.stores import files, picture
+from tikv.stores.layers import saved_as, storage_for
+from tikv.stores.layers.append import NAMES, ROWS
+from tikv.stores.layers.compaction import split_by_layer
+from tikv.stores.layers.counts import Layer, check_step
+from tikv.stores.layers.drawn import drawn_states
+from tikv.stores.layers.storage import LayerStorage, StoreForm
+from tikv.stores.locking import locked
+from tikv.stores.picture import counted, size_in_words
+from tikv.stores.row_format import Divisor
+from tikv.stores.snapshot import Snapshot, require_snapshot
+
+
+class KVCacheStore(runtime.DeepCopied):
+    """Keys and values of a model's layers, appended token by token or prompt by prompt.
+
+    Args:
+        num_layers: layers of the model.
+        num_kv_heads: heads of K and V.
+        head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
+        capacity: tokens that a layer without a window holds.
+        batch_size: sequences, all of one length.
+        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
+            and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`. With groups along
+            tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
+            ``scale_dtype``; older ones are quantised once, a group at a time, by their position: keys by channel,
+            values along their columns. `append`, `append_all`, `attend`, `extend`, `trim` as far as to the codes,
+            `reset`, `snapshot`, `save` and `draw` are what such a store has, and ``quantised(layer)``, the number of
+            tokens that are codes; it has no window.
+        v_dtype: storage of V, where that is another than that of K.
+        k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,): rows are divided by it before they are stored,
+            and multiplied where they are read. None for 1.
+        window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
+            layer.
+        sinks: first tokens that a sliding layer keeps for ever.
+        head_dim_v: width of a head of V.
+        scale_dtype: of the scales of int8 or of a `tikv.Quant`, float16 or float32.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks, scale_dtype: as given.
+        v_dtype: what values are stored in.
+        batch_size: sequences now; `select` and `repeat` change it.
+        dtype: what keys are stored in, and values unless `v_dtype` says otherwise.
+        windows: of each layer, the slots of a sliding one or None.
+        lock: a lock that each call holds, and that one thread may take again.
+
+    Raises:
+        CapacityError: a layer is larger than a launch on this arch can address.
+        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+
+    Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
+    Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
+    few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block. Of two
+        formats appends and reads are a launch each for K and for V; attention is one.
+    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
+    several calls.
+    GPUs: the memory lies on the one that is torch's current when the store is made.
+    Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
+    refused. `snapshot` copies what is held, `save` takes it to another process.
+
+    Examples:
+        >>> import numpy as np, tikv
+        >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="float32", window=4)
+        >>> k = np.arange(6 * 8, dtype=np.float32).reshape(6, 2, 4)
+        >>> store.append(0, k, k)
+        >>> store.length, store.tokens(0)[0].shape
+        (6, (1, 2, 4, 4))
+        >>> bool((np.asarray(store.tokens(0)[0])[0] == k[2:].transpose(1, 0, 2)).all())
+        True
+    """
+
+    instead = "Use copy.deepcopy(); snapshot() to return to what it holds; save() and load() for another process."
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        batch_size: int = 1,
+        dtype: Any = "float16",
+        window: int | Sequence[int | None] | None = None,
+        sinks: int = 0,
+        head_dim_v: int | None = None,
+        scale_dtype: Any = "float16",
+        v_dtype: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        live = runtime_of()
+        form = StoreForm.checked(
+            "KVCacheStore", num_layers=num_layers, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
+            window=window, sinks=sinks, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
+            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        self._hold(form, storage_for(dtype)(live, form))
+
+    def _hold(self, form: StoreForm, storage: LayerStorage) -> None:
+        self.runtime, self.lock = storage.runtime, storage.lock
+        self.num_layers, self.num_kv_heads = form.num_layers, form.num_kv_heads
+        self.capacity, self.windows, self.sinks = form.capacity, list(form.windows), form.sinks
+        rows = storage.rows
+        self.head_dim, self.head_dim_v = rows.widths
+        self.dtype: DType | GroupFormat = rows.k.dtype
+        self.v_dtype: DType | GroupFormat = rows.v.dtype
+        self.scale_dtype = rows.scale_dtype
+        self._form, self._storage = form, storage
+
+    @classmethod
+    def over(cls, form: StoreForm, storage: LayerStorage) -> KVCacheStore:
+        """A store whose layers lie in a storage that is there."""
+        store = cls.__new__(cls)
+        store._hold(form, storage)
+        return store
+
+    __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
+
+    # --- what it is
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self._storage.batch_size
+
+    @property
+    @locked
+    def length(self) -> int:
+        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
+        return max(layer.end for layer in self._storage.counts)
+
+    @property
+    @locked
+    def seq_lens(self) -> np.ndarray[Any, Any]:
+        """(batch_size,) int32: `length` for each sequence, on the host.
+
+        Raises:
+            PositionError: `length` does not fit int32, as it may not in a store whose layers all slide.
+        """
+        return self._lens("KVCacheStore.seq_lens", "Read `length`.")
+
+    def _lens(self, operation: str, remedy: str) -> np.ndarray[Any, Any]:
+        """`length` for each sequence, if it fits."""
+        if self.length >= 2**31:
+            raise PositionError(f"{operation}: length={self.length} does not fit int32. {remedy}")
+        return np.full(self.batch_size, self.length, np.int32)
+
+    @property
+    def divisors(self) -> tuple[Divisor, Divisor]:
+        """What rows of K and of V are divided by: (1,) or (num_kv_heads,) numbers each, or None."""
+        return self._storage.rows.divisors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales, filled or not."""
+        return self._storage.nbytes
+
+    @property
+    def memory_version(self) -> int:
+        """How often memory was made: what is bound to it knows by that when it is gone."""
+        return self._storage.version
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens appended to one layer since `reset`, less those trimmed."""
+        return self._counts(layer, "KVCacheStore.layer_length").end
+
+    @locked
+    def held(self, layer: int) -> int | np.ndarray[Any, Any]:
+        """Tokens that a layer holds: `length`, less what a window or `compact` let go.
+
+        Returns:
+            A number; or (batch, H) int32, where a compaction left heads of different lengths.
+        """
+        found = self._counts(layer, "KVCacheStore.held")
+        if found.head_lengths is None:
+            return found.held
+        return found.held_rows().counts.astype(np.int32)
+
+    @locked
+    def positions(self, layer: int) -> np.ndarray[Any, Any]:
+        """(batch, H, held) int64 on the host: the position of each token held, in the order of `tokens`.
+
+        -1 stands behind the last of a head that holds fewer than others.
+        """
+        found = self._counts(layer, "KVCacheStore.positions").held_rows().positions
+        return np.array(np.broadcast_to(found, (self.batch_size, self.num_kv_heads, found.shape[-1])), np.int64)
+
+    def next_position(self, layer: int) -> int:
+        """The position of the layer's next token: `layer_length`, unless keys were rotated to other positions."""
+        return self._counts(layer, "KVCacheStore.next_position").next_position
+
+    @locked
+    def quantised(self, layer: int) -> int:
+        """How many of a layer's tokens, the oldest, are codes, in a store of groups along tokens.
+
+        Raises:
+            OptionError: it is another.
+        """
+        operation = "KVCacheStore.quantised"
+        return self._storage.quantised(operation, self._index(layer, operation))
+
+    def _index(self, layer: int, operation: str) -> int:
+        live = self.runtime
+        if live.front.prog is not live.program:  # asked here too, on every append's way
+            runtime.require_alive(live, operation)
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            layer = checks.integer(layer, "layer", operation, high=self.num_layers - 1)
+        return layer
+
+    def _counts(self, layer: int, operation: str) -> Layer:
+        return self._storage.counts[self._index(layer, operation)]
+
+    def keys(self, layer: int) -> CacheArray:
+        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, not a copy."""
+        operation = "KVCacheStore.keys"
+        return CacheArray(self._storage.layer(operation, self._index(layer, operation)).k, self.runtime)
+
+    def values(self, layer: int) -> CacheArray:
+        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, not a copy."""
+        operation = "KVCacheStore.values"
+        return CacheArray(self._storage.layer(operation, self._index(layer, operation)).v, self.runtime)
+
+    def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
+        """The scales of K and of V, None where one of the two has none: of int8 each (batch_size, num_kv_heads, slots).
+
+        Of groups each (batch_size, num_kv_heads, slots, n): a row's scales, each with its bias behind it if it has one.
+        Where K and V have rows of different numbers of them, n is the larger, also of int8, and the first are in use.
+        Of 8-bit floats (1,) or (num_kv_heads,), what the store was given.
+
+        Raises:
+            DTypeError: the store has none.
+        """
+        operation = "KVCacheStore.scales"
+        found = self._storage.layer(operation, self._index(layer, operation)).read_scales
+        if found == (None, None):
+            raise DTypeError(
+                f"{operation}: a {self._storage.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
+            )
+        k, v = (None if a is None else CacheArray(a, self.runtime) for a in found)
+        return k, v
+
+    # --- writes
+
+    def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+        """Append new tokens to one layer, in one launch.
+
+        Args:
+            layer: its index.
+            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
+                V may be narrower or wider, as the store is. Of the store's dtype; float32 for a float16 or bfloat16
+                store; float32, float16 or bfloat16 for what has scales and for floats of 8 bits.
+            layout: "token_major" or "head_major".
+            positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
+                position of each sequence's first new token, instead of `length`. For launches that are captured and
+                replayed, see `positions_on_device`: counts on the host stay as they are, and a token outside a layer
+                without a window is skipped.
+
+        Raises:
+            CapacityError: a layer without a window would overflow. Nothing is written.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or options do not fit the store.
+            ArchError: a CUDA graph is being captured, without ``positions``.
+
+        Exactness, cost: as the class says.
+        """
+        operation = "KVCacheStore.append"
+        index = self._index(layer, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        if positions is not None:
+            given = view_all((k, v, positions), NAMES, operation)
+            with self.lock:
+                self._storage.append_at(operation, index, given, layout)
+            return
+        rows = view_all((k, v), ROWS, operation)
+        with self.lock:
+            self._storage.append(operation, index, rows, layout)
+
+    @locked
+    def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
+        """Append new tokens to all layers, in one launch, or one a block (see the class).
+
+        Args:
+            k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
+                may be left out when it is 1.
+            layout: "token_major" or "head_major".
+            positions: as in `append`, for all layers; one launch where the batch is 1 and all layers have one window.
+
+        Raises:
+            As `append`. Nothing is written to any layer.
+
+        Cost: as the class says; a launch a layer where the layers are of different lengths, and where one stride does
+        not lead through all sequences of all layers of k and of v, as when the batch is their outer axis.
+        """
+        operation = "KVCacheStore.append_all"
+        self._index(0, operation)
+        layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
+        if positions is not None:
+            self._storage.append_at(operation, None, view_all((k, v, positions), NAMES, operation), layout)
+        else:
+            self._storage.append_all(operation, view_all((k, v), ROWS, operation), layout)
+
+    @locked
+    def positions_on_device(self) -> CacheArray:
+        """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
+
+        Give them to `append` in a step that is captured, add the step's tokens to them there, and replay; then tell the
+        store with `advance`. Take the array's ``torch()`` once, before the capture.
+
+        Raises:
+            PositionError: `length` does not fit int32.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=8, dtype="float32")
+            >>> positions = store.positions_on_device()
+            >>> for _ in range(3):
+            ...     store.append(0, *np.ones((2, 1, 1, 2), np.float32), positions=positions)
+            ...     positions.numpy()[:] += 1
+            >>> store.advance(3)
+            >>> store.length
+            3
+        """
+        operation = "KVCacheStore.positions_on_device"
+        runtime.require_alive(self.runtime, operation)
+        self._storage.require_positions(operation, "Append without positions.")
+        lens = self._lens(operation, "Append without positions, or reset().")
+        return CacheArray(to_device(lens, self.runtime), self.runtime)
+
+    @locked
+    def advance(self, tokens: int) -> None:
+        """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
+
+        Raises:
+            CapacityError: a layer without a window has no room for them; they were skipped.
+            PositionError: a negative number.
+
+        Cost: none on the device.
+        """
+        operation = "KVCacheStore.advance"
+        runtime.require_alive(self.runtime, operation)
+        tokens = checks.integer(tokens, "tokens", operation)
+        self._storage.require_positions(operation, "Append without positions.")
+        self._storage.advance(operation, tokens)
+
+    @locked
+    def check_step(self, operation: str, layers: Sequence[int], tokens: int) -> list[int]:
+        """For a `Step`: check that these layers, of one length, take so many tokens; what each was trimmed to.
+
+        Raises:
+            CapacityError, PositionError: they do not.
+        """
+        self._storage.require_positions(operation, "Call append() and attend().")
+        return check_step([self._storage.counts[i] for i in layers], tokens, operation)
+
+    @locked
+    def count_step(self, layers: Sequence[int], tokens: int) -> None:
+        """For a `Step`: count the tokens that it launched."""
+        for i in layers:
+            self._storage.counts[i].grow(tokens)
+
+    # --- reads
+
+    @locked
+    def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
+
+        ``n`` is what the layer holds: `length`, or for a sliding layer its sinks and the newest tokens behind them, or
+        what `compact` left. Zeros stand behind the last of a head that holds fewer than others. What has scales
+        comes as float32.
+
+        Cost: one launch, each row read and written once.
+        """
+        operation = "KVCacheStore.tokens"
+        return self._storage.tokens(operation, self._index(layer, operation))
+
+    @locked
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        return_lse: bool = False,
+        impl: str = "auto",
+        softcap: float | None = None,
+        out: Any = None,
+        seq_lens: Any = None,
+        missing: str = "raise",
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
+    ) -> Any:
+        """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
+
+        Append the tokens first; of one query that is all. Several queries are those of a prompt: in a sliding layer its
+        last tokens may have overwritten what its first queries see. `extend` is for that.
+
+        Args:
+            layer: its index.
+            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or (batch, Hq, D) of one query each;
+                float32, float16 or bfloat16. num_kv_heads divides Hq. Where the batch is 1 its axis may be left out:
+                three axes are then (T, Hq, D) or head-major (Hq, T, D), two are (Hq, D). What fits the other layout
+                alone is refused.
+            layout: of q and of what is returned, "token_major", as `append` and `extend` have it, or "head_major".
+            out: array for the result, in its shape, of q's dtype.
+            scale, return_lse, impl, softcap, sink_logits, alibi_slopes, mask, parents: as in
+                `tikv.decode_attention`.
+            seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
+                sequence, instead of `length`; what goes with `append` at ``positions``.
+            missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
+                overwritten: "raise", or "ignore" to attend over what is left. One query misses nothing.
+            return_mass: also return the attention mass of the layer's tokens: how much weight the queries gave each.
+            mass_queries: the mass is that of so many of the last queries; None for all.
+
+        Returns:
+            ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
+            log-sum-exp, float32 in the shape of the result without its last axis; the mass last, float32 (batch,
+            num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a KV head.
+
+        Raises:
+            PositionError: more queries than tokens; or ``missing`` as said.
+            OptionError: mass with ``seq_lens``, by which the host does not know what is held.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="float32")
+            >>> store.append(0, np.zeros((3, 1, 2), np.float32), np.arange(6, dtype=np.float32).reshape(3, 1, 2))
+            >>> store.attend(0, np.ones((1, 2, 2), np.float32)).tolist()
+            [[[2.0, 3.0], [2.0, 3.0]]]
+        """
+        operation = "KVCacheStore.attend"
+        request = AttendRequest(
+            layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
+            missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
+            mass_queries=mass_queries, mask=mask, parents=parents,
+        ).checked(operation)  # fmt: skip
+        return self._storage.attend(operation, self._index(layer, operation), q, request)
+
+    @locked
+    def extend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "token_major",
+        scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        sink_logits: Any = None,
+        alibi_slopes: Any = None,
+        return_mass: bool = False,
+        mass_queries: int | None = None,
+        mask: Any = None,
+        parents: Any = None,
+    ) -> Any:
+        """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
+
+        Each query sees all tokens up to its own; in a sliding layer the sinks and the window of its own position, also
+        where the prompt is longer than the window. It is what a model does with a prompt and with one token alike.
+
+        Args:
+            layer: its index.
+            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or without the batch axis when it is 1;
+                float32, float16 or bfloat16. num_kv_heads divides Hq.
+            k, v: the T new tokens, as in `append`, in the same layout.
+            layout: "token_major" or "head_major".
+            scale, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.decode_attention`; a mask or a tree of
+                at most 256 tokens.
+            return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
+                axis.
+            return_mass, mass_queries: as in `attend`; the mass is of the tokens held in the end.
+
+        Returns:
+            A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
+            with ``return_mass`` the mass as `attend` gives it.
+
+        Raises:
+            As `append` and `attend`. Nothing is written.
+
+        Exactness: attention over the tokens as they are stored: rounded to the store's dtype, or int8. Float32
+            arithmetic, one rounding at the end. What is appended has the bits that `append` writes.
+        Cost: as `append` and then `attend`, 256 queries at a time. Where a prompt overwrites a sliding layer's tokens,
+            the layer and the new tokens are read by a launch each and a third one merges; new tokens that the store
+            converts are written twice. The cache is never copied.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "capacity": 4, "window": 2}
+            >>> store = tikv.KVCacheStore(**form, dtype="float32")
+            >>> v = np.arange(10, dtype=np.float32).reshape(5, 1, 2)
+            >>> store.extend(0, np.ones((5, 1, 2), np.float32), np.zeros_like(v), v)[:, 0, 0].tolist()
+            [0.0, 1.0, 3.0, 5.0, 7.0]
+            >>> store.length, store.tokens(0)[1].numpy()[0, 0, :, 0].tolist()
+            (5, [6.0, 8.0])
+        """
+        operation = "KVCacheStore.extend"
+        request = AttendRequest(
+            layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
+        ).checked(operation)  # fmt: skip
+        return self._storage.extend(operation, self._index(layer, operation), (q, k, v), request)
+
+    # --- what lets go of tokens
+
+    @locked
+    def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
+        """Keep some of the tokens that a layer holds, for each head its own, and drop the others; in place.
+
+        The next token still stands at `length`: `positions` says where those kept stand, `held` how many there are.
+        The slots that become free are taken first by new tokens; a sliding layer then overwrites its oldest again, and
+        its first tokens held are its sinks.
+
+        Args:
+            layer: its index.
+            keep: indices into the order of `tokens`, ascending: (batch, H, n), or (batch, n) for all heads; or a bool
+                mask (batch, H, held) or (batch, held), which may keep a different number for each head. On the host or
+                the device.
+            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
+                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
+
+        Raises:
+            PositionError: an index falls, repeats or is not held. Nothing is written.
+            ShapeError, DTypeError, OptionError: another shape or dtype; keys that ``rope`` does not turn.
+
+        Exactness: rows and int8 scales keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
+        Cost: the rows that move, read and written once, in one launch; of a sliding layer that has wrapped twice, in
+            two for each array. What is kept is read and checked by the host. Memory stays as it is: make the store
+            smaller, or take fewer tokens, to have less. Where heads keep different numbers, an append is a launch more.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=1, capacity=8, dtype="float32")
+            >>> k = np.arange(8, dtype=np.float32).reshape(4, 2, 1)
+            >>> store.append(0, k, k)
+            >>> store.compact(0, [[[0, 3], [1, 2]]])
+            >>> store.append(0, k[:1], k[:1])
+            >>> store.length, store.held(0), store.positions(0).tolist()
+            (5, 3, [[[0, 3, 4], [1, 2, 4]]])
+        """
+        operation = "KVCacheStore.compact"
+        self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
+
+    @locked
+    def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
+        """`compact` of every layer, in one launch where layers keep as many tokens and lie in one block.
+
+        Args:
+            keep: an entry for each layer, as `compact` takes it.
+            rope: as in `compact`; a launch more for each layer.
+
+        Raises:
+            As `compact`. Nothing is written to any layer.
+        """
+        operation = "KVCacheStore.compact_all"
+        self._index(0, operation)
+        keeps = split_by_layer(keep, self.num_layers, operation)
+        self._storage.compact(operation, dict(enumerate(keeps)), rope)
+
+    @locked
+    def trim(self, n: int) -> None:
+        """Drop the ``n`` newest tokens of every layer.
+
+        A ring that has wrapped gives back as many tokens as it still holds; the older ones are overwritten and do not
+        return, so afterwards it holds fewer than its window until it is filled again. Tokens that `compact` dropped
+        count too: a store goes back no further than to the newest of them.
+
+        Raises:
+            PositionError: more than `length`, or further back than a ring still holds or a compaction left whole.
+                Nothing is changed.
+
+        Cost: none on the device.
+        """
+        operation = "KVCacheStore.trim"
+        runtime.require_alive(self.runtime, operation)
+        n = checks.integer(n, "n", operation)
+        if n > self.length:
+            raise PositionError(
+                f"{operation}: cannot drop {n} tokens of length={self.length}. Drop at most {self.length}, or reset()."
+            )
+        self._storage.trim(operation, n)
+
+    @locked
+    def reset(self) -> None:
+        """Forget all tokens. The memory stays, with what was in it."""
+        runtime.require_alive(self.runtime, "KVCacheStore.reset")
+        self._storage.reset()
+
+    @locked
+    def commit(self, path: Any, drafted: int | None = None) -> None:
+        """Keep a path of the newest tokens of every layer and drop the others: those of a tree that were accepted.
+
+        Args:
+            path: (batch, n) ascending indices among the drafted tokens, on the host; or (n,) when batch is 1.
+            drafted: how many of the newest tokens were drafted; None for those of the last `append` or `extend`.
+
+        Raises:
+            PositionError: an index falls, repeats or leaves the draft; layers of different lengths, or a layer whose
+                heads `compact` left with different ones; a sliding layer whose drafted tokens have overwritten older
+                ones, unless all are kept. Nothing is changed.
+            ShapeError: the path is no list of integers for each sequence, all of one length.
+
+        Exactness: the bits of a store that had only the path appended.
+        Cost: one launch; on layers of different windows one for each stretch of equal ones. A path of the first
+            drafted tokens takes none.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=1, capacity=4, dtype="float32")
+            >>> draft = np.arange(4, dtype=np.float32).reshape(4, 1, 1)
+            >>> store.append(0, draft, draft)
+            >>> store.commit([0, 2])
+            >>> store.length, store.tokens(0)[0].numpy().ravel().tolist()
+            (2, [0.0, 2.0])
+        """
+        operation = "KVCacheStore.commit"
+        runtime.require_alive(self.runtime, operation)
+        self._storage.commit(operation, path, drafted)
+
+    # --- sequences
+
+    @locked
+    def reorder(self, index: Any) -> None:
+        """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
+
+        Args:
+            index: (batch_size,) integers in [0, batch_size).
+
+        Raises:
+            ShapeError, PositionError: the index has another length or leaves the batch.
+
+        Cost: the filled slots of the sequences that change, read and written twice.
+        """
+        operation = "KVCacheStore.reorder"
+        runtime.require_alive(self.runtime, operation)
+        self._storage.reorder(operation, index)
+
+    @locked
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; the batch becomes as long as the index.
+
+        Args:
+            index: integers in [0, batch_size).
+
+        Raises:
+            ShapeError, PositionError: the index is empty or leaves the batch.
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
+
+        Cost: the filled slots kept, read and written twice; memory is allocated anew, and arrays handed out before keep
+        the old.
+        """
+        operation = "KVCacheStore.select"
+        runtime.require_alive(self.runtime, operation)
+        self._storage.select(operation, index)
+
+    @locked
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
+
+        Raises:
+            PositionError: ``n`` is less than one.
+            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
+
+        Cost: as `select`.
+        """
+        operation = "KVCacheStore.repeat"
+        n = checks.integer(n, "n", operation, low=1)
+        runtime.require_alive(self.runtime, operation)
+        self._storage.select(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n))
+
+    # --- copies and files
+
+    @locked
+    def snapshot(self) -> Snapshot:
+        """Copy what the store holds, to return to it with `restore`; on the device, filled slots only."""
+        runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
+        return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
+
+    @locked
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
+
+        A snapshot of another store is taken too, if that one has the same layers, heads, widths, windows, sinks and
+        dtypes. Its capacity may be another: this store keeps its own, which has to hold the snapshot's tokens.
+
+        Raises:
+            OptionError, ShapeError: it is no snapshot, or one of a store of another form.
+            CapacityError: a layer has too little room for its tokens, or one of its batch would be larger than a launch
+                can address. Nothing is changed.
+            StaleRuntimeError: the runtime of one of them is gone.
+        """
+        operation = "KVCacheStore.restore"
+        given = require_snapshot(operation, snapshot)
+        for live in (self.runtime, given.runtime):
+            runtime.require_alive(live, operation)
+        self._storage.restore(operation, given.captured, (repr(given), repr(self)))
+
+    @locked
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the filled slots and all counts to a .safetensors file: written beside it, synced, then renamed.
+
+        Args:
+            path: ends in ``.safetensors``. A file of that name is replaced in one step and keeps its mode; one behind a
+                link is, and the link stays. What killed saves left in its folder is removed.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses. An old file stays as it was.
+
+        Exactness: every bit. Cost: the filled slots, once to the host and once to the disk.
+
+        Examples:
+            >>> import tempfile, numpy as np, tikv
+            >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=2, capacity=4, dtype="bfloat16")
+            >>> store.append(0, np.ones((3, 1, 2), np.float32), np.zeros((3, 1, 2), np.float32))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     store.save(f"{folder}/cache.safetensors")
+            ...     tikv.KVCacheStore.load(f"{folder}/cache.safetensors").length
+            3
+        """
+        operation = "KVCacheStore.save"
+        runtime.require_alive(self.runtime, operation)
+        files.target_of(path, operation)
+        self._storage.save(path, self._form, operation)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
+        """A new store with the form, counts and contents of a saved one, on the arch that runs now.
+
+        Raises:
+            CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote; its counts or shapes
+                contradict its tensors, however right its checksums are; or this machine has too little memory for its
+                capacity, and then it is a CapacityError too.
+            DTypeError: this arch cannot hold it.
+        """
+        operation = "KVCacheStore.load"
+        storage = saved_as(files.kind_of(path, operation))
+        return cls.over(*storage.load(path, runtime_of(), operation))
+
+    @locked
+    def host_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        """Each layer's counts and host copies of its filled slots: K, V, and the scales of int8."""
+        return self._storage.to_host("KVCacheStore.host_layers")
+
+    @locked
+    def take_over(
+        self, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[np.ndarray[Any, Any]]], operation: str
+    ) -> None:
+        """Take over what `host_layers` gave: (length, oldest valid position) and filled slots of each layer.
+
+        Raises:
+            ShapeError: an array is not of this store's form. Nothing is changed.
+        """
+        self._storage.take_over(operation, counts, arrays)
+
+    # --- pictures and words
+
+    def draw(self, path: str | os.PathLike[str] | None = None, *, mass: Any = None) -> str:
+        """Draw which position lies in which slot; a notebook shows a store so.
+
+        A wheel for each ring, a strip for each layer without a window, one drawing for all layers in the same state.
+        Where `compact` left holes the positions are the true ones, and heads that keep different tokens are drawn one
+        by one, those of the first sequence.
+
+        Args:
+            path: ends in ``.svg``; None writes no file.
+            mass: the attention mass (batch, H, held) of each layer by its index, or of layer 0 alone, as `attend` gives
+                it: tokens are coloured by it, the most of a head the darkest.
+
+        Returns:
+            The SVG text, as `tikv.PagedKVCacheStore.draw` gives it.
+
+        Raises:
+            OptionError, CacheFileError: another ending, or the system refuses.
+            ShapeError: the mass is of another number of tokens than the layer holds.
+
+        Cost: none on the device, but for reading the mass.
+        """
+        by_layer = mass if isinstance(mass, dict) else {} if mass is None else {0: mass}
+        with self.lock:
+            found = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
+            return picture.written(found, path, "KVCacheStore.draw")
+
+    def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
+        """The mass of a layer on the host, (batch, H, held).
+
+        Raises:
+            ShapeError: it has another shape.
+        """
+        operation = "KVCacheStore.draw"
+        found = self._counts(layer, operation)
+        self._storage.check_drawn_mass(operation)
+        array = view(mass, "mass", operation)
+        wanted = (self.batch_size, self.num_kv_heads, found.most_held)
+        if array.shape != wanted:
+            raise ShapeError(f"{operation}: mass is {describe(array)} where (batch, H, held) = {wanted} is needed.")
+        return as_numpy(array) if array.device == "cpu" else read_host(array, self.runtime)
+
+    def _repr_html_(self) -> str:
+        return self.draw()
+
+    def _drawing(self, mass: dict[int, np.ndarray[Any, Any]]) -> str:
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for layer in self._storage.drawn:
+            for state in drawn_states(layer, self.num_kv_heads, mass.get(layer.index)):
+                groups.setdefault(state, []).append(layer.index)
+        rows = [
+            picture.Slots(f"layer{'s' * (len(group) > 1)} {picture.ranges(group)}{head}", *state)
+            for (head, *state), group in groups.items()
+        ]
+        return picture.slots(repr(self), rows)
+
+    def __len__(self) -> int:
+        """`length`; so an empty store is false: ask ``store is not None`` whether there is one."""
+        return self.length
+
+    @locked
+    def __repr__(self) -> str:
+        storage, form = self._storage, self._form
+        batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
+        tokens = f"{self.length}/{counted(self.capacity, 'token')}"
+        if any(layer.history is not None for layer in storage.counts):
+            most = max(layer.most_held for layer in storage.counts)
+            tokens = f"{counted(self.length, 'token')}, up to {most}/{self.capacity} held"
+        return (
+            f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
+            f"{storage.rows.width}, {storage.described(form)}, {tokens}, {size_in_words(self.nbytes)}, "
+            f"{self.runtime.arch})"
+        )
