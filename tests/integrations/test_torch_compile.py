@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch._dynamo import exc, lookup_backend, trace_rules  # noqa: E402
-from torch._dynamo.utils import get_compilation_metrics  # noqa: E402
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv import opaque  # noqa: E402
@@ -26,6 +26,8 @@ pytestmark = [
 ]
 
 HEADS, WIDTH = 2, 8
+# Older versions of torch say only that the function is not traced.
+SAYS_WHY = "reason" in inspect.signature(torch.compiler.disable).parameters
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +42,14 @@ class Graphs:
     def __init__(self, backend="eager"):
         self.compile = lookup_backend(backend)
         self.count = 0
-        self.before = len(get_compilation_metrics())
+        clear_compilation_metrics()
 
     def __call__(self, module, inputs):
         self.count += 1
         return self.compile(module, inputs)
 
     def files(self):
-        return {each.co_filename for each in get_compilation_metrics()[self.before :]}
+        return {each.co_filename for each in get_compilation_metrics()}
 
 
 def public_functions():
@@ -222,7 +224,7 @@ def test_a_call_is_made_whole_or_not_at_all(arch, rng, make):
         return call(rows * 2) + 1
 
     before = contents(held()) if make not in (append, extend, paged, step) else None
-    with pytest.raises(exc.Unsupported, match=r"tikv\.torch_ops, which stay in a graph"):
+    with pytest.raises(exc.Unsupported, match=r"tikv\.torch_ops, which stay in a graph" if SAYS_WHY else None):
         torch.compile(compiled, fullgraph=True, backend="eager")(rows)
     if before is None:
         assert held()[-1] == 0
@@ -295,8 +297,9 @@ def test_twenty_steps_take_the_graphs_of_the_first(arch, rng, make):
             x = oracle.to_torch(oracle.numbers(rng, (tokens, 16), np.float32), arch)
             torch.testing.assert_close(compiled(x, extend), model(x, plain), rtol=0, atol=0)
             counts.append(graphs.count)
-    # Two graphs of a block, before and behind the store, of a prompt and of one token.
-    assert counts == [2, *20 * [4]]
+    # Two graphs of a block, before and behind the store, of a prompt and of one token; older torch: of each block.
+    assert counts[0] == 2 or (counts[0] == 20 and not SAYS_WHY)
+    assert counts[1:] == 20 * [2 * counts[0]]
     assert graphs.files() == {__file__}
 
 
@@ -376,7 +379,7 @@ def test_what_a_whole_graph_cannot_have_is_said_before_a_token_is_cached(llama, 
     ids = torch.tensor([[5]], device=model.device)
     compiled = torch.compile(model, backend="eager", fullgraph=True, **options)
     for _ in range(2):
-        with pytest.raises(exc.Unsupported, match=f"TikvCache.*{reason}"):
+        with pytest.raises(exc.Unsupported, match=f"TikvCache.*{reason}" if SAYS_WHY else None):
             compiled(ids, **given(made))
         assert made.get_seq_length() == 9 * prompted
     torch.testing.assert_close(model(ids, **given(made)).logits, model(ids, **given(plain)).logits, rtol=0, atol=0)
@@ -416,7 +419,7 @@ def test_the_first_call_of_a_process_is_made_in_compiled_code(arch, python, impo
     """No engine is imported, no kernel compiled; whatever comes first, this library or torch's compiler."""
     child = python(COLD.format(imports=imports))
     assert child.stderr == ""
-    assert child.stdout == "True False\nTrue 3 True 2256.0\n{'<string>'}\n"
+    assert child.stdout == f"{SAYS_WHY} False\nTrue 3 True 2256.0\n{{'<string>'}}\n"
 
 
 COLD_CACHE = """

@@ -377,6 +377,16 @@ def test_the_operators_say_what_they_do(arch, rng):
     assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tikv::")}
 
 
+@pytest.mark.archs("cpu")
+def test_old_versions_of_torch_can_read_the_signatures(arch):
+    """Torch 2.4 takes no annotation that is text, as all are behind `from __future__ import annotations`."""
+    made = [each for each in vars(torch_ops).values() if isinstance(each, torch.library.CustomOpDef)]
+    assert len(made) == 5
+    annotations = [a for each in made for a in each._init_fn.__annotations__.values()]
+    assert annotations
+    assert not any(isinstance(a, str) for a in annotations)
+
+
 def test_attention_whose_fake_result_is_of_another_form_is_found(arch, rng):
     """The checks can fail."""
     q, k, v = (tensor(oracle.numbers(rng, (1, 2, *shape), np.float32), arch) for shape in ((8,), (6, 8), (6, 8)))

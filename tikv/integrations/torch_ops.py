@@ -5,8 +5,6 @@ operator has a fake implementation, so shapes are known while tracing, and says 
 flow: to go back through attention raises `tikv.OptionError`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Optional
 
 from tikv import extras
@@ -22,7 +20,8 @@ except ImportError as error:
 from tikv.errors import OptionError
 from tikv.ops import attention, copy, paged, ragged
 
-# torch reads these signatures: Optional[...] rather than ... | None, which torch 2.4 does not parse.
+# torch reads these signatures: torch 2.4 takes no text, hence no `from __future__ import annotations` here, and no
+# `... | None`.
 
 
 @torch.library.custom_op("tikv::copy_kv", mutates_args=("k_cache", "v_cache"))  # type: ignore[untyped-decorator]
