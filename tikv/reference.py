@@ -661,6 +661,9 @@ def attention(
 ) -> tuple[Array, float]:
     """Attention of one query over the keys it sees, by a plain softmax in float64: (result, natural log-sum-exp).
 
+    A score that is NaN or infinity makes all of both NaN, as inf - inf does. One of -infinity weighs 0, and where all
+    are, the log-sum-exp is -infinity. 0 times a value that is NaN or infinite is NaN.
+
     Args:
         q: (D,).
         keys, values: (n, D) and (n, D_v); with n of 0 the result is 0 and -inf.
@@ -673,14 +676,14 @@ def attention(
         >>> attention(np.ones(1), np.zeros((2, 1)), np.array([[1.0], [3.0]]), scale=1.0)[0].tolist()
         [2.0]
     """
-    if sink_logit is not None and sink_logit > -np.inf:
-        keys, values = np.pad(keys, ((1, 0), (0, 0))), np.pad(values, ((1, 0), (0, 0)))
-        bias = np.concatenate([[sink_logit], np.broadcast_to(bias, len(keys) - 1)])
-    if len(keys) == 0:
-        return np.zeros(values.shape[1]), -np.inf
-    scores = scale * (keys.astype(np.float64) @ q.astype(np.float64))
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    scores = scores + bias
-    weights = np.exp(scores - scores.max())
-    return weights @ values.astype(np.float64) / weights.sum(), float(scores.max() + np.log(weights.sum()))
+    with np.errstate(invalid="ignore"):
+        scores = scale * (keys.astype(np.float64) @ q.astype(np.float64))
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores, values = scores + bias, values.astype(np.float64)
+        if sink_logit is not None:
+            scores, values = np.append(scores, sink_logit), np.pad(values, ((0, 1), (0, 0)))
+        if np.isneginf(scores).all():
+            return np.zeros(len(scores)) @ values, -np.inf
+        weights = np.exp(scores - scores.max())
+        return weights @ values / weights.sum(), float(scores.max() + np.log(weights.sum()))

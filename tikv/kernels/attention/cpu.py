@@ -35,7 +35,7 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.softmax import exp2, make_store_lse
+from tikv.kernels.attention.softmax import exp2, inverse_of, is_masked, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
@@ -455,7 +455,8 @@ def make_softmax(load_scales, row_loops, uid, c):
                 if (
                     ti.static(not c.of_values.groups) and n % 2 == 1
                 ):  # the last key is added twice, by half each: 0 times infinity is NaN
-                    half = work[scores + n - 1] * 0.5
+                    last = work[scores + n - 1]
+                    half = ti.select(is_masked(last), last, last * 0.5)
                     work[scores + n - 1] = half
                     work[scores + n] = half
         return masked
@@ -473,11 +474,9 @@ def make_store_rows(row_loops, uid, parts, c):
         for z in range(heads * rows):
             r = task[T.row] + z % rows
             if z % rows < c.rows and r < params[P.queries] * c.group:
-                inverse = ti.f32(0.0)
-                if work[memory[M.sums] + z] > 0.0:
-                    inverse = ti.f32(1.0) / work[memory[M.sums] + z]
+                total = work[memory[M.sums] + z]
                 at, lse_at = output_offsets(task[T.kv_head] + z // rows, r, task[T.split], strides, params)
-                row_loops.store(out, work, memory[M.acc] + z * c.width_v, at, inverse, uid)
-                store_lse(lse, lse_at, work[memory[M.maxima] + z], work[memory[M.sums] + z], scalars)
+                row_loops.store(out, work, memory[M.acc] + z * c.width_v, at, inverse_of(total), uid)
+                store_lse(lse, lse_at, work[memory[M.maxima] + z], total, scalars)
 
     return store_rows

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.attention.cpu_loops import CHUNK, ROW, before, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
+from tikv.kernels.attention.softmax import is_masked
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
 from tikv.kernels.groups import make_code, make_column, make_place, offset_of, step_of_code, unit_of
 from tikv.runtime import ti
@@ -277,7 +278,7 @@ def make_code_of_part(name):
 def make_weigh(name, width, careful):
     """(weigh(...), add_biases(...)): products of a row's weights and the scales of keys; their sums with biases.
 
-    Careful: what weighs nothing is left out, since the scales of what a query does not see may be NaN.
+    Careful: what a query does not see is left out, since its scales may be NaN.
     """
     row, (count, _), bias_of = GROUP_FORMATS[name], unit_of(name), make_bias_of(name)
     groups, units, of_group = width // row.group, width // count, row.group // count
@@ -287,7 +288,7 @@ def make_weigh(name, width, careful):
     def product(p, x):
         y = p * x
         if ti.static(careful):
-            y = ti.select(p > 0.0, y, ti.f32(0.0))
+            y = ti.select(is_masked(p), ti.f32(0.0), y)
         return y
 
     @ti.real_func

@@ -8,8 +8,8 @@ Where `n` keys are counted, they are `CHUNK` at most; the `min` says so to LLVM.
 from typing import Any, NamedTuple
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, MASKED, array_types
-from tikv.kernels.attention.softmax import exp2, make_logit
+from tikv.kernels.attention.parameters import BITS, FLOATS, MASKED, array_types
+from tikv.kernels.attention.softmax import exp2, is_masked, make_logit
 from tikv.kernels.attention.terms import make_bias
 from tikv.kernels.attention.tree import index_in_tree
 from tikv.kernels.attention.visible import make_in_bounds
@@ -197,9 +197,9 @@ def make_add_values(c):
 
 
 def make_add_visible_values(c):
-    """add_visible_values(...): `add_values` by each row alone, without what weighs nothing.
+    """add_visible_values(...): `add_values` by each row alone, without what it does not see, which may be NaN.
 
-    What a query does not see may be NaN. Few chunks have such keys: those at the newest tokens and at a window's end.
+    Few chunks have such keys: those at the newest tokens and at a window's end.
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
@@ -214,7 +214,7 @@ def make_add_visible_values(c):
                 for r in range(bands * B):
                     p = work[weights + (h * bands * B + r) * ROW + j]
                     a0 = before(to + (h * bands * B + r) * DV, DV)
-                    for d in range(ti.select(p > 0.0, DV, 0)):
+                    for d in range(ti.select(is_masked(p), 0, DV)):
                         work[a0 + d] = work[a0 + d] + p * value(v[v0 + v_word(d)])
 
     return add_visible_values
@@ -285,7 +285,7 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def largest(work: FLOATS, at: ti.i32, n: ti.i32, number: ti.i32) -> ti.f32:
-        """The largest logit of a row; a loop of its own, for LLVM to vectorise both."""
+        """The largest logit of a row, or a NaN; a loop of its own, for LLVM to vectorise both."""
         top = ti.i32(-0x7FFFFFFF)
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
@@ -294,15 +294,17 @@ def make_softmax_loops(c):
 
     @ti.real_func
     def weights(work: FLOATS, at: ti.i32, n: ti.i32, high: ti.f32, number: ti.i32) -> ti.f32:
-        """Turn the logits of a row into weights; their sum."""
+        """Turn the logits of a row into weights, which stay `MASKED` where they were; the sum of the others."""
         total = ti.f32(0.0)
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
             x = work[first + j]
             p = exp2(x - high)
             if ti.static(c.masked):
-                p = ti.select(x > ti.f32(LOWEST), p, ti.f32(0.0))
-            total += p
+                total += ti.select(is_masked(x), ti.f32(0.0), p)
+                p = ti.select(is_masked(x), x, p)
+            else:
+                total += p
             work[first + j] = p
         return total
 
@@ -312,7 +314,7 @@ def make_softmax_loops(c):
         total = 0
         first = before(at, ROW)
         for j in range(ti.min(n, CHUNK)):
-            total += ti.select(work[first + j] > ti.f32(LOWEST), 0, 1)
+            total += ti.select(is_masked(work[first + j]), 1, 0)
         return total
 
     @ti.real_func
@@ -323,7 +325,7 @@ def make_softmax_loops(c):
             p = work[first + j]
             weight = p * work[scale_first + j]
             if ti.static(c.masked):
-                weight = ti.select(p > 0.0, weight, ti.f32(0.0))
+                weight = ti.select(is_masked(p), p, weight)
             work[first + j] = weight
 
     return logits, largest, weights, count_masked, multiply

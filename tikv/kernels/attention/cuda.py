@@ -20,7 +20,7 @@ from tikv.kernels.attention.parameters import (
     X,
     make_attend_kernel,
 )
-from tikv.kernels.attention.softmax import make_logit, make_store_lse
+from tikv.kernels.attention.softmax import inverse_of, is_masked, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
@@ -214,7 +214,10 @@ def make_load_queries(x, c):
             for w in ti.static(range(x.k_rounds)):
                 column = ti.min(w * L + lane, x.k_words - 1) * UNIT
                 for e in ti.static(range(UNIT)):
-                    queries[g * x.k_elements + w * UNIT + e] = load_q(q, at + column + e)[0] * scale
+                    found = load_q(q, at + column + e)[0] * scale
+                    if ti.static((w + 1) * L > x.k_words):
+                        found = ti.select(w * L + lane < x.k_words, found, ti.f32(0.0))
+                    queries[g * x.k_elements + w * UNIT + e] = found
 
     return load_queries
 
@@ -389,7 +392,11 @@ def make_add_values(x, c):
             l = l + p
             weight = p
             if ti.static(c.scale != ""):
-                weight = ti.select(counts[o] != 0, p * v_factor[o], ti.f32(0.0))
+                weight = p * v_factor[o]
+            if ti.static(c.masked):
+                weight = ti.select(counts[o] != 0, weight, ti.f32(MASKED))
+            elif ti.static(c.scale != ""):
+                weight = ti.select(counts[o] != 0, weight, ti.f32(0.0))
             for i in ti.static(range(K)):
                 u = ti.static(o * K + i)
                 weights = [weight for _ in range(R)]
@@ -406,7 +413,7 @@ def make_add_values(x, c):
                         for e in ti.static(range(UNIT)):
                             y = values[e]
                             if ti.static(c.masked):  # what a row does not see may be infinite
-                                y = ti.select(weights[g] > ti.f32(0.0), y, ti.f32(0.0))
+                                y = ti.select(is_masked(weights[g]), ti.f32(0.0), y)
                             acc[g * EV + w * UNIT + e] += weights[g] * y
 
     return add_values
@@ -465,9 +472,7 @@ def make_store_rows(x, parts, c):
             total = ti.f32(0.0)
             for j in range(groups):
                 total = total + totals[g * groups + j]
-            inverse = ti.f32(0.0)
-            if total > ti.f32(0.0):
-                inverse = ti.f32(1.0) / total
+            inverse = inverse_of(total)
             for n in range(columns):
                 d = n * BLOCK + thread
                 if d < DV:

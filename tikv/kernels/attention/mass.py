@@ -18,7 +18,7 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.softmax import exp2, make_logit
+from tikv.kernels.attention.softmax import exp2, make_logit, not_above_zero
 from tikv.kernels.attention.visible import V, make_is_visible, make_visible_range
 from tikv.kernels.codec import SIZE, make_bits_to_f32, make_load
 from tikv.kernels.lanes import make_loop
@@ -119,7 +119,7 @@ def make_mass(style, by_slot, c):
                         sees, of_row = lse_of_row(kv_head, r, lse, strides, params, scalars)
                         if sees > 0 and is_visible(r // c.group, index, visible, params):
                             logit = logit_of(products[g] * scale, scalars[X.logit_scale], scalars[X.softcap])
-                            total = total + exp2(ti.min(logit - of_row, ti.f32(0.0)))
+                            total = total + exp2(not_above_zero(logit - of_row))
             mass[mass_offset(b, h, index, slot, visible, strides, params)] = total
 
     loop = make_loop(style, False, mass_of_key, P.tasks)

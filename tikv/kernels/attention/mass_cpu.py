@@ -7,6 +7,7 @@ from tikv.kernels.attention.cpu import M, make_worker_memory
 from tikv.kernels.attention.cpu_loops import CHUNK, ROW, make_key_loops, make_row_loops, rows_per_band
 from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, S, X, array_types
+from tikv.kernels.attention.softmax import is_masked
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.visible import make_query_bounds
 from tikv.kernels.lanes import LEAST_ITERATIONS
@@ -120,7 +121,10 @@ def make_add_block(row_loops, rows, uid, c):
     @ti.real_func
     def add_row(work: FLOATS, n: ti.i32, row: ti.i32, to: ti.i32, number: ti.i32):
         for j in range(n):
-            work[to + j] = work[to + j] + work[row + j]
+            weight = work[row + j]
+            if ti.static(c.masked):
+                weight = ti.select(is_masked(weight), ti.f32(0.0), weight)
+            work[to + j] = work[to + j] + weight
 
     @ti.func
     def add_block(first, n, visible, task, memory, lse: ti.template(), work: ti.template(), strides, params, scalars):

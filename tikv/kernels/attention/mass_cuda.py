@@ -8,7 +8,8 @@ from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_slot_offsets
 from tikv.kernels.attention.cuda import LN2, Exchange, make_dots, make_load_queries, make_logits, make_slot_of
 from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
-from tikv.kernels.attention.parameters import BITS, FLOATS, LOWEST, PARAMS, SCALARS, STRIDES, P, array_types
+from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, array_types
+from tikv.kernels.attention.softmax import not_above_zero
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.lanes import BLOCK, butterfly_sum
 from tikv.runtime import ti
@@ -124,8 +125,8 @@ def make_weigh(x, c):
         logits(here, query, my_key, zero, zero, scores, v_factor, counts, visible, task, table, k_scale, k_scale,
                (), strides, params, scalars)  # fmt: skip
         for o in ti.static(range(own_keys)):
-            if sees > 0 and scores[o * K] > ti.f32(LOWEST):
-                totals[o] += ti.exp(ti.min(scores[o * K] - of_row * ti.f32(LN2), ti.f32(0.0)))
+            if sees > 0 and counts[o] != 0:
+                totals[o] += ti.exp(not_above_zero(scores[o * K] - of_row * ti.f32(LN2)))
 
     return weigh
 

@@ -4,15 +4,15 @@ from tikv.kernels.attention.addresses import result_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
-    LOWEST,
     MASKED,
+    MASKED_BITS,
     MINUS_INFINITY,
     PARAMS,
     SCALARS,
     STRIDES,
     P,
 )
-from tikv.kernels.attention.softmax import exp2, make_store_lse
+from tikv.kernels.attention.softmax import exp2, inverse_of, make_store_lse
 from tikv.kernels.codec import SIZE, element_array, make_store
 from tikv.kernels.lanes import BLOCK, WARP_DISTANCES, butterfly_max, butterfly_sum, make_loop
 from tikv.runtime import ti
@@ -24,7 +24,13 @@ IN_FLIGHT = 4  # parts that a lane reads at a time
 @ti.func
 def part_score(bits):
     """The base-2 log-sum-exp of a part, from its bits; `MASKED`, a finite number, where it saw nothing."""
-    return ti.bit_cast(ti.select(bits == ti.u32(MINUS_INFINITY), ti.bit_cast(ti.f32(MASKED), ti.u32), bits), ti.f32)
+    return ti.bit_cast(ti.select(bits == ti.u32(MINUS_INFINITY), ti.u32(MASKED_BITS), bits), ti.f32)
+
+
+@ti.func
+def part_weight(bits, m):
+    """What a part weighs, by its log-sum-exp and the highest of all; 0 where it saw nothing."""
+    return ti.select(bits == ti.u32(MINUS_INFINITY), ti.f32(0.0), exp2(part_score(bits) - m))
 
 
 def make_merge(style, serial, c):
@@ -75,19 +81,16 @@ def make_merge_item(style, c):
         first = params[P.lse_first] + row * params[P.splits]
         for s in range(params[P.splits]):
             m = ti.max(m, part_score(part_lse[first + s]))
-        if m > ti.f32(LOWEST):
-            for s in range(params[P.splits]):
-                l = l + exp2(part_score(part_lse[first + s]) - m)
+        for s in range(params[P.splits]):
+            l = l + part_weight(part_lse[first + s], m)
         at, lse_at = row_offsets(row, strides, params)
-        inverse = ti.f32(0.0)
-        if l > ti.f32(0.0):
-            inverse = ti.f32(1.0) / l
+        inverse = inverse_of(l)
         for e in range(elements):
             d = column + e
             x = ti.f32(0.0)
             for s in range(params[P.splits]):
                 part = parts[params[P.part_first] + (row * params[P.splits] + s) * width + d]
-                x = x + exp2(part_score(part_lse[first + s]) - m) * part
+                x = x + part_weight(part_lse[first + s], m) * part
             store(out, at + d, ti.Vector([x * inverse]), ti.f32(1.0))
         if column == 0:
             store_lse(lse, lse_at, m, l, scalars)
@@ -117,9 +120,7 @@ def make_merge_row_by_block(c):
                 sums[warp * width + y * 32 + lane] = x[y]
         ti.simt.block.sync()
         at, lse_at = row_offsets(row, strides, params)
-        inverse = ti.f32(0.0)
-        if l > ti.f32(0.0):
-            inverse = ti.f32(1.0) / l
+        inverse = inverse_of(l)
         for y in ti.static(range(-(-width // BLOCK))):
             d = y * BLOCK + thread
             if d < width:
@@ -147,7 +148,7 @@ def make_weigh_parts():
         for n in range((params[P.splits] + 31) // 32):
             s = n * 32 + lane
             if s < params[P.splits]:
-                w = ti.select(m > ti.f32(LOWEST), exp2(part_score(part_lse[first + s]) - m), ti.f32(0.0))
+                w = part_weight(part_lse[first + s], m)
                 weights[s] = w  # each warp writes the same
                 l = l + w
         return m, butterfly_sum(l, WARP_DISTANCES)

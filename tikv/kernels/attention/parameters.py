@@ -9,9 +9,10 @@ from tikv.kernels.groups import UNIT
 from tikv.runtime import ti
 
 LOG2E = 1.4426950408889634
-MASKED = -1e30  # the logit of a key that is not visible; infinities and fast arithmetic do not go together
-LOWEST = -9e29  # logits above are of visible keys
-MINUS_INFINITY = 0xFF800000
+MASKED = -3.4028234663852886e38  # the logit of a key that is not visible, the least number: infinities are of scores
+MASKED_BITS = 0xFF7FFFFF
+LOWEST = -3.3e38  # all other logits are above, or -infinity, or NaN
+INFINITY, MINUS_INFINITY, NAN = 0x7F800000, 0xFF800000, 0x7FC00000
 MAX_TOKENS = 1 << 30  # more tokens than a launch can see
 
 

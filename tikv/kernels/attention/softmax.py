@@ -1,15 +1,22 @@
-"""The arithmetic of a softmax in base 2: exponentials, logits with a soft cap, log-sum-exps."""
+"""The arithmetic of a softmax in base 2: exponentials, logits with a soft cap, log-sum-exps.
 
-from tikv.kernels.attention.parameters import LOG2E, MINUS_INFINITY, X
+A NaN among the logits, or an infinity, makes the sum of the weights NaN, and by it the row's result and log-sum-exp.
+What is asked of a number that may be NaN is asked of its bits: compilers of fast arithmetic take a comparison with NaN
+for true or false as they like, and either for the greater. Sums and products of a NaN are NaN everywhere.
+"""
+
+from tikv.kernels.attention.parameters import INFINITY, LOG2E, MASKED_BITS, MINUS_INFINITY, NAN, X
 from tikv.runtime import ti
+
+LEAST_POWER = 0xC2FC0000  # the bits of -126
+BELOW_LEAST = MINUS_INFINITY - LEAST_POWER  # how many numbers are below it
 
 
 @ti.func
 def exp2(x):
-    """2 ** x for x <= 0, within 2e-7 of it relatively; 0 below -126."""
-    y = ti.max(x, ti.f32(-126.0))
-    i = ti.cast(y - ti.f32(0.5), ti.i32)
-    f = y - ti.cast(i, ti.f32)
+    """2 ** x for x <= 0, within 2e-7 of it relatively; 0 below -126, and NaN of NaN."""
+    i = ti.cast(ti.max(x, ti.f32(-126.0)) - ti.f32(0.5), ti.i32)
+    f = x - ti.cast(i, ti.f32)
     p = ti.f32(1.5403530393381609e-4)
     p = p * f + ti.f32(1.3333558146428443e-3)
     p = p * f + ti.f32(9.618129107628477e-3)
@@ -17,7 +24,45 @@ def exp2(x):
     p = p * f + ti.f32(2.402265069591007e-1)
     p = p * f + ti.f32(6.931471805599453e-1)
     p = p * f + ti.f32(1.0)
-    return ti.select(x < ti.f32(-126.0), ti.f32(0.0), p * ti.bit_cast((i + 127) << 23, ti.f32))
+    below = ti.bit_cast(x, ti.u32) - ti.u32(LEAST_POWER + 1) < ti.u32(BELOW_LEAST)
+    return ti.select(below, ti.f32(0.0), p * ti.bit_cast((i + 127) << 23, ti.f32))
+
+
+@ti.func
+def not_above_zero(x):
+    """The lesser of x and 0, NaN of NaN: what rounding left above 0."""
+    bits = ti.bit_cast(x, ti.u32)
+    return ti.bit_cast(ti.select(bits <= ti.u32(INFINITY), ti.u32(0), bits), ti.f32)
+
+
+@ti.func
+def is_masked(x):
+    """Whether a logit, or the weight that came of it, is that of a key which its row does not see."""
+    return ti.bit_cast(x, ti.u32) == ti.u32(MASKED_BITS)
+
+
+@ti.func
+def is_nan(x):
+    """Whether x is NaN."""
+    return (ti.bit_cast(x, ti.u32) & ti.u32(0x7FFFFFFF)) > ti.u32(INFINITY)
+
+
+@ti.func
+def is_finite(x):
+    """Whether x is neither infinite nor NaN."""
+    return (ti.bit_cast(x, ti.u32) & ti.u32(INFINITY)) != ti.u32(INFINITY)
+
+
+@ti.func
+def is_nothing(l):
+    """Whether a sum of weights is 0: no key was seen, or none with a score above -infinity."""
+    return (ti.bit_cast(l, ti.u32) & ti.u32(0x7FFFFFFF)) == ti.u32(0)
+
+
+@ti.func
+def inverse_of(l):
+    """1 / l of a sum of weights, by which a result is divided; 0 where nothing was seen."""
+    return ti.select(is_nothing(l), ti.f32(0.0), ti.f32(1.0) / l)
 
 
 def make_logit(c):
@@ -41,11 +86,11 @@ def make_store_lse(parts):
     @ti.func
     def store_lse(lse: ti.template(), at, m, l, scalars):
         bits = ti.u32(MINUS_INFINITY)
-        if l > ti.f32(0.0):
+        if not is_nothing(l):
             value = m + ti.log(l) * ti.f32(LOG2E)
             if ti.static(not parts):
                 value = value * scalars[X.lse_scale]
-            bits = ti.bit_cast(value, ti.u32)
+            bits = ti.select(is_nan(l), ti.u32(NAN), ti.bit_cast(value, ti.u32))
         lse[at] = bits
 
     return store_lse

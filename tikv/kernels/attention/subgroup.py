@@ -12,14 +12,13 @@ from tikv.kernels.address import make_word_offset
 from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import (
     LOG2E,
-    LOWEST,
     MASKED,
     P,
     S,
     X,
     make_attend_kernel,
 )
-from tikv.kernels.attention.softmax import exp2, make_logit, make_store_lse
+from tikv.kernels.attention.softmax import exp2, inverse_of, is_masked, is_nan, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
@@ -310,7 +309,7 @@ def make_group_logits(shape, kind, c):
             if ti.static(c.masked):
                 sees = is_visible(place, counts_as, visible, params)
                 logits[g] = ti.select(sees, logits[g], ti.f32(MASKED))
-            top[g] = group_max(ti.select(logits[g] > ti.f32(LOWEST), logits[g], ti.f32(MASKED)))
+            top[g] = group_max(ti.select(is_nan(logits[g]), ti.f32(MASKED), logits[g]))
         if position[G.rank] == 0:
             for g in ti.static(range(R)):
                 of_groups[position[G.index] * R + g] = top[g]
@@ -320,7 +319,10 @@ def make_group_logits(shape, kind, c):
 
 
 def make_to_weights(shape, c):
-    """to_weights(mine, ...): the weights of a thread's key to shared memory; sums and results fade to new maxima."""
+    """to_weights(mine, ...): the weights of a thread's key to shared memory; sums and results fade to new maxima.
+
+    Where rows see different keys the weight of one that is not seen stays `MASKED`.
+    """
     R, elements = c.rows, shape.rounds * c.unit
 
     @ti.func
@@ -332,15 +334,14 @@ def make_to_weights(shape, c):
                 high = ti.max(high, of_groups[j * R + g])
             shrink = exp2(m[g] - high)
             m[g] = high
-            p = ti.f32(0.0)
-            if logits[g] > ti.f32(LOWEST):
-                p = exp2(logits[g] - high)
+            masked = is_masked(logits[g])
+            p = ti.select(masked, ti.f32(0.0), exp2(logits[g] - high))
             l[g] = l[g] * shrink + p
             for e in ti.static(range(elements)):
                 acc[g * elements + e] *= shrink
             weight = p * v_factor
-            if ti.static(c.row_scale and c.masked):  # the scale of what a query does not see may be NaN
-                weight = ti.select(p > ti.f32(0.0), weight, ti.f32(0.0))
+            if ti.static(c.masked):
+                weight = ti.select(masked, ti.f32(MASKED), weight)
             weights[g * BLOCK + mine] = weight
 
     return to_weights
@@ -371,7 +372,7 @@ def make_add_values(shape, c):
                     for e in ti.static(range(rounds * U)):
                         y = p * x[n * rounds * U + e]
                         if ti.static(c.masked):  # what a query does not see may be NaN
-                            y = ti.select(p > ti.f32(0.0), y, ti.f32(0.0))
+                            y = ti.select(is_masked(p), ti.f32(0.0), y)
                         acc[g * rounds * U + e] += y
 
     return add_values
@@ -415,9 +416,7 @@ def make_store_rows(style, shape, parts, c):
                 total = ti.f32(0.0)
                 for j in range(position[G.groups]):
                     total = total + of_groups[j * R + g]
-                inverse = ti.f32(0.0)
-                if total > ti.f32(0.0):
-                    inverse = ti.f32(1.0) / total
+                inverse = inverse_of(total)
                 at, lse_at = output_offsets(task[T.kv_head], r, task[T.split], strides, params)
                 for z in ti.static(range(rounds)):
                     u = z * BLOCK + column

@@ -29,8 +29,8 @@ from tikv.kernels.attention.tensor_instructions import (
     make_clear,
     make_weigh,
 )
-from tikv.kernels.codec import make_bits_to_f32, scale_array, word_array
-from tikv.kernels.groups import has_halves, make_column
+from tikv.kernels.codec import WORD, make_bits_to_f32, scale_array, word_array
+from tikv.kernels.groups import has_halves, make_column, make_place
 from tikv.kernels.lanes import ALL, make_row_max
 from tikv.runtime import ti
 
@@ -264,6 +264,29 @@ def make_load_values(codes, piece, c):
                 vf[ti.static(4 * WORDS + i * piece.count + n)] = ti.cast(v_scale[at + group], ti.u32)
 
     return load_values
+
+
+def make_value_at(c):
+    """value_at(slot, column, task, v, v_scale, strides): a number of V."""
+    codes, place, to_f32 = codes_of(c.cache, c.width_v), make_place(c.cache), make_bits_to_f32(c.scale)
+    scales_at, (_, v_offset, _) = make_scales_at(codes, S.v_scale_first, c), make_slot_offsets(c)
+    mask = (1 << codes.bits) - 1
+    WORD_TYPE = WORD[c.bits]
+
+    @ti.func
+    def value_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
+        group = ti.cast(ti.cast(column, ti.u32) // ti.u32(codes.group), ti.i32)
+        numbers = ti.cast(v_scale[scales_at(slot, task, strides) + group], ti.u32)
+        bit = place(column) * codes.bits
+        word = v[task[T.v_first] + v_offset(slot, strides) + bit // c.bits]
+        code = ti.cast(word >> ti.cast(bit % c.bits, WORD_TYPE), ti.u32) & ti.u32(mask)
+        number = ti.cast(ti.cast(code ^ ti.u32(codes.flip & mask), ti.i32) - codes.zero, ti.f32)
+        found = number * to_f32(numbers & ti.u32(0xFFFF))
+        if ti.static(codes.numbers == 2):
+            found = found + to_f32(numbers >> ti.u32(16))
+        return found
+
+    return value_at
 
 
 def make_to_halves(codes):

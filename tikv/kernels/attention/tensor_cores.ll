@@ -220,3 +220,26 @@ define void @high_halves(i32* %r, i32* %px, i32* %py) alwaysinline {
   store i32 %z, i32* %r
   ret void
 }
+
+; four registers of two halves without infinities and NaNs, 0 in their place; the signs of `found` tell of any. `step`
+; carries their exponent, and no other, into the place of the sign
+define void @clear_infinite(i32* %p0, i32* %p1, i32* %p2, i32* %p3, i32* %pfound, i32* %pstep) alwaysinline {
+  %x0 = load i32, i32* %p0
+  %x1 = load i32, i32* %p1
+  %x2 = load i32, i32* %p2
+  %x3 = load i32, i32* %p3
+  %found = load i32, i32* %pfound
+  %step = load i32, i32* %pstep
+  %y = call { i32, i32, i32, i32, i32 } asm "{ .reg .b32 s; and.b32 s, $0, 0x7FFF7FFF; add.u32 s, s, $10; or.b32 $4, $4, s; prmt.b32 s, s, 0, 0xBB99; not.b32 s, s; and.b32 $0, $0, s; and.b32 s, $1, 0x7FFF7FFF; add.u32 s, s, $10; or.b32 $4, $4, s; prmt.b32 s, s, 0, 0xBB99; not.b32 s, s; and.b32 $1, $1, s; and.b32 s, $2, 0x7FFF7FFF; add.u32 s, s, $10; or.b32 $4, $4, s; prmt.b32 s, s, 0, 0xBB99; not.b32 s, s; and.b32 $2, $2, s; and.b32 s, $3, 0x7FFF7FFF; add.u32 s, s, $10; or.b32 $4, $4, s; prmt.b32 s, s, 0, 0xBB99; not.b32 s, s; and.b32 $3, $3, s; }", "=r,=r,=r,=r,=r,0,1,2,3,4,r"(i32 %x0, i32 %x1, i32 %x2, i32 %x3, i32 %found, i32 %step)
+  %y0 = extractvalue { i32, i32, i32, i32, i32 } %y, 0
+  %y1 = extractvalue { i32, i32, i32, i32, i32 } %y, 1
+  %y2 = extractvalue { i32, i32, i32, i32, i32 } %y, 2
+  %y3 = extractvalue { i32, i32, i32, i32, i32 } %y, 3
+  %y4 = extractvalue { i32, i32, i32, i32, i32 } %y, 4
+  store i32 %y0, i32* %p0
+  store i32 %y1, i32* %p1
+  store i32 %y2, i32* %p2
+  store i32 %y3, i32* %p3
+  store i32 %y4, i32* %pfound
+  ret void
+}

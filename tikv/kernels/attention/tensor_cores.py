@@ -7,19 +7,20 @@ shuffles. As in `cuda`, results are rescaled only when a maximum grows. The warp
 merge once at the end; where there are many query rows they share out these, and read the same keys, from shared memory
 (`staged`) or from the cache of their multiprocessor; and the columns of wide heads, where each adds its part of the
 logits. Which keys a tile has is in `tensor_tiles`; how K and V become fragments is in `tensor_halves`, and for what is
-kept as codes in `tensor_codes`.
+kept as codes in `tensor_codes`; what becomes of infinities and NaNs that some rows see in `tensor_infinities`.
 
 `tensor_cores.ll` has the instructions that Taichi does not know.
 """
 
 from typing import NamedTuple
 
-from tikv.kernels.attention import staged, tensor_codes, tensor_halves
+from tikv.kernels.attention import staged, tensor_codes, tensor_halves, tensor_infinities
 from tikv.kernels.attention.addresses import make_output_offsets
 from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, X, array_types
-from tikv.kernels.attention.softmax import make_logit, make_store_lse
+from tikv.kernels.attention.softmax import inverse_of, make_logit, make_store_lse
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.attention.tensor_infinities import note
 from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS, instructions
 from tikv.kernels.attention.tensor_tiles import (
     L,
@@ -126,6 +127,7 @@ def make_attend_task(x, parts, c):
     attend_columns = make_attend_columns(x, f, c) if COLUMNS else None
     attend_ahead = None if c.cache in HALVES else make_attend_ahead(x, f, c)
     finish = (make_merge_warps if x.shared_out == "keys" else make_store_rows)(x, f, parts, c)
+    restore = tensor_infinities.make_restore(x, parts, c) if c.masked else None
     G, STEP, own = x.row_tiles, step_of(x), share_of(x, c)
     EARLY = max(c.width, c.width_v) <= 128  # where there are registers for it
 
@@ -146,12 +148,18 @@ def make_attend_task(x, parts, c):
         l = [ti.f32(0.0) for _ in range(2 * G)]
         acc = [ti.f32(0.0) for _ in range(f.results)]
         sums = [ti.f32(0.0) for _ in range(4 * G)]  # of the rounded weights, by which the result is divided
+        notes = ti.simt.block.SharedArray((tensor_infinities.NOTES if c.masked else 1,), ti.i32)
+        if ti.static(c.masked):
+            tensor_infinities.begin_notes(thread, visible, task, notes)
         if ti.static(STAGED):
-            attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+            attend_staged(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
+                          scalars)  # fmt: skip
         elif ti.static(COLUMNS):
-            attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+            attend_columns(thread, row, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
+                           scalars)  # fmt: skip
         elif ti.static(c.cache not in HALVES):
-            attend_ahead(lane, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, strides, params, scalars)
+            attend_ahead(thread, row, ahead, seen, visible, task, arrays, qf, m, l, acc, sums, notes, strides, params,
+                         scalars)  # fmt: skip
         else:
             kf = [ti.u32(0) for _ in range(f.keys)]
             vf = [ti.u32(0) for _ in range(f.values)]
@@ -178,12 +186,14 @@ def make_attend_task(x, parts, c):
                     find_keys(at + STEP, coming, lane, seen, visible, task, table, k_slots, strides, params)
                     f.load_keys(lane, k_slots, task, k, k_scale, kf, strides)
                 block, coming = coming, look_up(at + 2 * STEP, seen, visible, task, table, strides, params)
-                add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+                add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
                 at = at + STEP
         f.settle(acc)
         for r in ti.static(range(2 * G)):
             l[r] = butterfly_sum(l[r], KEY_DISTANCES)
         finish(thread, row, task, m, l, acc, sums, out, lse, strides, params, scalars)
+        if ti.static(c.masked):
+            restore(thread, notes, arrays, strides, params)
 
     return attend_task
 
@@ -210,7 +220,7 @@ def is_staged(x, c) -> bool:
 
 
 def make_attend_ahead(x, f, c):
-    """attend_ahead(lane, row, ahead, seen, ...): the loop over the keys of a warp where a tile takes few registers.
+    """attend_ahead(thread, row, ahead, seen, ...): the loop over the keys of a warp where a tile takes few registers.
 
     The next tile's K and V are read while this one's are used: as many bytes are under way as of wider tiles.
     """
@@ -220,9 +230,10 @@ def make_attend_ahead(x, f, c):
     STEP = step_of(x)
 
     @ti.func
-    def attend_ahead(lane, row, ahead, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
-                     l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
-                     scalars):  # fmt: skip
+    def attend_ahead(thread, row, ahead, seen, visible, task, arrays: ti.template(), qf: ti.template(),
+                     m: ti.template(), l: ti.template(), acc: ti.template(), sums: ti.template(), notes: ti.template(),
+                     strides, params, scalars):  # fmt: skip
+        lane = thread % 32
         k, v, table, k_scale, v_scale = ti.static((arrays[1], arrays[2], arrays[4], arrays[5], arrays[6]))
         kf = [ti.u32(0) for _ in range(f.keys)]
         vf = [ti.u32(0) for _ in range(f.values)]
@@ -258,7 +269,7 @@ def make_attend_ahead(x, f, c):
             f.scores(kf, qf, p, scalars)
             if whole == 0:
                 find_values(at, block, lane, seen, visible, task, table, v_slots, counts, strides, params)
-            add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+            add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
             block, coming = coming, later
             at = at + STEP
 
@@ -280,7 +291,7 @@ def make_attend_staged(x, f, c):
 
     @ti.func
     def attend_staged(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
-                      l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
+                      l: ti.template(), acc: ti.template(), sums: ti.template(), notes: ti.template(), strides, params,
                       scalars):  # fmt: skip
         k, v, table = ti.static((arrays[1], arrays[2], arrays[4]))
         keys = ti.simt.block.SharedArray((WORDS,), ti.u64)
@@ -320,7 +331,7 @@ def make_attend_staged(x, f, c):
                     p = [ti.f32(0.0) for _ in range(4 * G)]
                     f.scores(kf, qf, p, scalars)
                     take_values(tile * KEYS, lane, values, vf)
-                    add_tile(here, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+                    add_tile(here, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
             at = at + STEP
 
     return attend_staged
@@ -342,7 +353,7 @@ def make_attend_columns(x, f, c):
 
     @ti.func
     def attend_columns(thread, row, seen, visible, task, arrays: ti.template(), qf: ti.template(), m: ti.template(),
-                       l: ti.template(), acc: ti.template(), sums: ti.template(), strides, params,
+                       l: ti.template(), acc: ti.template(), sums: ti.template(), notes: ti.template(), strides, params,
                        scalars):  # fmt: skip
         k, v, table, k_scale, v_scale = ti.static((arrays[1], arrays[2], arrays[4], arrays[5], arrays[6]))
         logits = ti.simt.block.SharedArray((2 * WARPS * SIZE_OF_PART,), ti.f32)
@@ -377,24 +388,32 @@ def make_attend_columns(x, f, c):
                     found += logits[part + w * SIZE_OF_PART + i * 32 + lane]
                 p[i] = logit_of(found, scalars[X.logit_scale], scalars[X.softcap])
             block, coming = coming, look_up(at + 2 * KEYS, seen, visible, task, table, strides, params)
-            add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, visible, params)
+            add_tile(at, row, thread, whole, counts, p, vf, m, l, acc, sums, notes, visible, params)
             at, part = at + KEYS, WARPS * SIZE_OF_PART - part
 
     return attend_columns
 
 
 def make_add_tile(x, f, c):
-    """add_tile(at, row, lane, whole, counts, p, vf, m, l, acc, sums, ...): a tile's logits and V into the results."""
+    """add_tile(at, row, thread, whole, counts, p, vf, m, ...): a tile's logits and V into the results.
+
+    What is left out of it is noted: see `tensor_infinities`.
+    """
     exp2 = instructions().exp2
     mask, rescale = make_mask(x, c), make_rescale(x, share_of(x, c))
     G = x.row_tiles
 
     @ti.func
-    def add_tile(at, row, lane, whole, counts: ti.template(), p: ti.template(), vf: ti.template(), m: ti.template(),
-                 l: ti.template(), acc: ti.template(), sums: ti.template(), visible, params):  # fmt: skip
+    def add_tile(at, row, thread, whole, counts: ti.template(), p: ti.template(), vf: ti.template(), m: ti.template(),
+                 l: ti.template(), acc: ti.template(), sums: ti.template(), notes: ti.template(), visible,
+                 params):  # fmt: skip
+        lane = thread % 32
         if whole == 0:
             mask(at, row, lane, counts, p, visible, params)
-            f.clear(counts, vf)
+            missing = f.clear(counts, vf)
+            if ti.static(c.masked):
+                if missing != 0:
+                    note(at, thread // 32, notes)
         grown = 0
         for r in ti.static(range(2 * G)):
             top = ti.max(p[ti.static(r // 2 * 4 + r % 2)], p[ti.static(r // 2 * 4 + r % 2 + 2)])
@@ -475,9 +494,7 @@ def make_store_rows(x, f, parts, c):
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
             if at_row < params[P.queries] * c.group:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
-                inverse = ti.f32(0.0)
-                if sums[i] > ti.f32(0.0):
-                    inverse = ti.f32(1.0) / sums[i]
+                inverse = inverse_of(sums[i])
                 for t in ti.static(range(NV)):
                     a = ti.static((r // 2 * NV + t) * 4 + r % 2)
                     to = at + column + f.column_of(t, lane)
@@ -540,9 +557,7 @@ def make_merge_warps(x, f, parts, c):
                     total += totals[n * WARPS + w]
                     weight += weights[n * WARPS + w]
                     top = ti.max(top, tops[n * WARPS + w])
-                inverse = ti.f32(0.0)
-                if weight > ti.f32(0.0):
-                    inverse = ti.f32(1.0) / weight
+                inverse = inverse_of(weight)
                 for u in ti.static(range(-(-DV // BLOCK))):
                     d = u * BLOCK + thread
                     if d < DV:

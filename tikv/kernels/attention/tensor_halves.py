@@ -6,6 +6,7 @@ from tikv.kernels.attention.softmax import make_logit
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
 from tikv.kernels.attention.tensor_instructions import INFINITE, ROWS, Fragments, instructions, make_clear, make_weigh
+from tikv.kernels.codec import make_bits_to_f32
 from tikv.runtime import ti
 
 WORD_BITS = 64
@@ -110,6 +111,19 @@ def make_load_values(c):
                 vf[ti.static(NV * i + 2 * n + 1)] = ti.cast(word >> ti.u64(32), ti.u32)
 
     return load_values
+
+
+def make_value_at(c):
+    """value_at(slot, column, task, v, ..., strides): a number of V."""
+    _, v_offset, _ = make_slot_offsets(c)
+    to_f32 = make_bits_to_f32(c.cache)
+
+    @ti.func
+    def value_at(slot, column, task, v: ti.template(), v_scale: ti.template(), strides):
+        word = v[task[T.v_first] + v_offset(slot, strides) + (column >> 2)]
+        return to_f32(ti.cast(word >> ti.cast((column & 3) * 16, ti.u64), ti.u32) & ti.u32(0xFFFF))
+
+    return value_at
 
 
 def make_products(x, c):

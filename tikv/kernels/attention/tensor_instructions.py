@@ -55,23 +55,26 @@ def turned(y, lane):
 
 
 def make_clear(first, each, infinite, c):
-    """clear(counts, vf): zeros for what has no weight and may be infinite: rows of V that nobody sees.
+    """clear(counts, vf) -> not 0 if rows may miss something: zeros for what has no weight and may be infinite.
 
-    Of each of a lane's four rows, `each` registers of two halves, from register `first` on. Where rows of a task see
-    different keys, the infinities and NaNs of all that lie in a tile with such keys; `infinite` is their exponent.
+    That is what nobody sees: of each of a lane's four rows of V, `each` registers of two halves, from register `first`
+    on. Where rows of a task see different keys it is the infinities and NaNs of all that lie in a tile with such keys,
+    whoever sees them; `infinite` is their exponent.
     """
+    clear_infinite = instructions().clear_infinite
+    carry = (0x8000 - infinite) * 0x10001
 
     @ti.func
     def clear(counts: ti.template(), vf: ti.template()):
-        for i in ti.static(range(4)):
-            for n in ti.static(range(each)):
-                y = vf[ti.static(first + i * each + n)]
-                if ti.static(c.masked):
-                    y = ti.select((y & ti.u32(infinite)) == ti.u32(infinite), y & ti.u32(0xFFFF0000), y)
-                    y = ti.select((y & ti.u32(infinite << 16)) == ti.u32(infinite << 16), y & ti.u32(0xFFFF), y)
-                else:
-                    y = ti.select(counts[ti.static(i + 2)] != 0, y, ti.u32(0))
-                vf[ti.static(first + i * each + n)] = y
+        found, step = ti.u32(0), ti.u32(carry)
+        if ti.static(c.masked):
+            for n in ti.static(range(first, first + 4 * each, 4)):
+                clear_infinite(vf[n], vf[ti.static(n + 1)], vf[ti.static(n + 2)], vf[ti.static(n + 3)], found, step)
+        else:
+            for i in ti.static(range(4)):
+                for n in ti.static(range(first + i * each, first + (i + 1) * each)):
+                    vf[n] = ti.select(counts[ti.static(i + 2)] != 0, vf[n], ti.u32(0))
+        return ti.select((found & ti.u32(0x80008000)) != ti.u32(0), 1, 0)
 
     return clear
 

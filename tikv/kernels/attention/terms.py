@@ -4,14 +4,16 @@
 its choices name; where they name none it does not take them, and `terms` is empty.
 """
 
-from tikv.kernels.attention.parameters import LOG2E, LOWEST, MASKED, N
+from tikv.kernels.attention.parameters import INFINITY, LOG2E, MASKED, MINUS_INFINITY, NAN, N
+from tikv.kernels.exact import ONE
 from tikv.runtime import ti
 
 
 def make_start_state(c):
     """start_state(h, r, split, terms) -> (maximum, sum) of a query row before its first key.
 
-    The maximum is in base 2. A sink logit weighs 1 there, and is counted by the first split alone.
+    The maximum is in base 2. A sink logit weighs 1 there, NaN if it is that or infinity, and is counted by the first
+    split alone.
     """
 
     @ti.func
@@ -20,8 +22,11 @@ def make_start_state(c):
         if ti.static(c.sink_logits):
             sink_logits, _slopes, _tree, numbers = ti.static(terms)
             at = numbers[N.sink_first] + (h * c.group + r % c.group) * numbers[N.sink_head]
-            m = ti.select(split == 0, ti.max(sink_logits[at] * ti.f32(LOG2E), ti.f32(MASKED)), ti.f32(MASKED))
-            l = ti.select(m > ti.f32(LOWEST), ti.f32(1.0), ti.f32(0.0))
+            bits = ti.bit_cast(sink_logits[at], ti.u32)
+            if split == 0 and bits != ti.u32(MINUS_INFINITY):
+                finite = (bits & ti.u32(0x7FFFFFFF)) < ti.u32(INFINITY)
+                m = ti.select(finite, ti.max(sink_logits[at] * ti.f32(LOG2E), ti.f32(MASKED)), ti.f32(MASKED))
+                l = ti.bit_cast(ti.select(finite, ti.u32(ONE), ti.u32(NAN)), ti.f32)
         return m, l
 
     return start_state

@@ -85,8 +85,8 @@ def decode_attention(
             have lengths of their own.
         impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto", which
             takes torch's, where it is imported, for float32 and float16 prompts of 64 queries on CPU, which widens
-            float16 caches to float32 for the call, and on CUDA for what the tensor cores do not serve. By torch's a
-            NaN in a key that only the newer of several queries see reaches all of them.
+            float16 caches to float32 for the call, and on CUDA for what the tensor cores do not serve. Torch hides no
+            NaN from a query: where its result for queries that see different keys has one, tikv's own kernels attend.
         sink_logits: (Hq,) float32: one more logit of each query head, which takes its share of the weight and has no
             value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
         alibi_slopes: (Hq,) or (B, Hq) float32: scores, after a soft cap, get ``slope * (key position - query
@@ -112,15 +112,15 @@ def decode_attention(
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 
     Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
-        a query, or in a key that it sees, need not show in the result.
+        a query, or in a key or value that it sees, shows in all that depends on it, and one that it does not see
+        never does; infinities are those of a softmax in float32.
         By CUDA's tensor cores, which serve float16 and bfloat16 where q, K and V have one of them and heads are 64 to
         256 wide in steps of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128: weights are
         rounded to that dtype before they meet V, and divided by their own sum, so the result is within 2**-10 or
-        2**-7 of its largest number; where queries of a call see different keys, an infinity in V that only some of
-        them see need not show. They serve int8 and groups of 8 or 4 bits as well, with float16 scales, q of float16
-        or bfloat16, and heads of 64, 96 or 128: there weights and the numbers of V are rounded to float16, within the
-        same bounds. ``tikv.info()["tensor_cores"]`` says whether there are any. Without them, and with sink logits,
-        slopes, masks or trees, all is float32.
+        2**-7 of its largest number. They serve int8 and groups of 8 or 4 bits as well, with float16 scales, q of
+        float16 or bfloat16, and heads of 64, 96 or 128: there weights and the numbers of V are rounded to float16,
+        within the same bounds. ``tikv.info()["tensor_cores"]`` says whether there are any. Without them, and with sink
+        logits, slopes, masks or trees, all is float32.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
         splits. Heads of different lengths take the time of as many keys in heads of one length.
         ``return_mass`` is one more launch, which reads K once more.

@@ -23,7 +23,8 @@ def merge_states(
 
     Args:
         out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
-        lse_a, lse_b: their log-sum-exps, float32 (...) of any strides; -inf where a set was empty.
+        lse_a, lse_b: their log-sum-exps, float32 (...) of any strides; -inf where a set was empty, whose result then
+            counts nothing. A NaN makes the new row and its log-sum-exp NaN.
         lse_base2: both, and the new one, are in base 2 rather than e.
         out: array for the result, whose last axis is contiguous; None for a new one of the kind and dtype of `out_a`.
 

@@ -171,8 +171,12 @@ class AttentionPlan(Plan):
                 raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
             checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
-            start = functools.partial(attend_by_torch, arrays, self, lengths.longest, first_valid)
-            return ReadyAttention((result,), start)
+
+            def by_torch() -> None:
+                if not attend_by_torch(arrays, self, lengths.longest, first_valid):
+                    self._launches(arrays, lengths, False).attend(arrays, length, first_valid, ahead, first_query)
+
+            return ReadyAttention((result,), by_torch)
         wanted = [result]
         if return_lse:
             wanted.append(new_like(like, self.lse_shape, dtypes.float32, live) if lse is None else lse)
@@ -182,14 +186,19 @@ class AttentionPlan(Plan):
             arrays["mass"] = view(wanted[-1], "mass", operation)
         if self.empty:
             return ReadyAttention(tuple(wanted), given=lse)
+        launches = self._launches(arrays, lengths, return_lse)
+        start = functools.partial(launches.attend, arrays, length, first_valid, ahead, first_query)
+        return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
+
+    def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths, return_lse: bool) -> AttentionLaunches:
+        """The launches over arrays of this form that share out so many keys."""
         shares = self._shares(lengths)
         key = (*shares, return_lse, *[a.key for a in arrays.values()])
         launches = self.by_split.get(key)
         if launches is None:
-            launches = AttentionLaunches(live, operation, arrays, self.query, cache, options, shares)
-            self.by_split.keep(key, launches)
-        start = functools.partial(launches.attend, arrays, length, first_valid, ahead, first_query)
-        return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
+            given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
+            launches = self.by_split.keep(key, AttentionLaunches(*given))
+        return launches
 
     def weigh(
         self,

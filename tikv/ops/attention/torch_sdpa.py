@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from tikv import extras, runtime
+from tikv import extras, launch, runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType, float16, float32
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
@@ -54,8 +54,12 @@ def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dty
     return cache.tile is None
 
 
-def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: int, first_valid: int) -> None:
-    """The same by torch's `scaled_dot_product_attention` over the same memory."""
+def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: int, first_valid: int) -> bool:
+    """The same by torch's `scaled_dot_product_attention` over the same memory; False where its result cannot be taken.
+
+    Torch adds minus infinity to the scores of what a query does not see and weighs its values by 0, both of which leave
+    a NaN one, and make one of infinity. So a NaN in the result of queries that see different keys proves nothing.
+    """
     options, q = plan.options, arrays["q"]
     torch = extras.need("torch", f"{plan.operation}: impl='torch'")
     queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], plan.live)) for n in ("q", "k", "v", "out"))
@@ -63,6 +67,8 @@ def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: i
         queries, to = queries[:, :, None], to[:, :, None]
     tokens = plan.query.queries
     causal, span = options.causal and tokens > 1, length if options.span is None else options.span
+    if causal:
+        launch.refuse_during_capture(plan.live, plan.operation, "a length on the host")
     oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
     if plan.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
         # Torch takes 1.2 to 2 times as long with halves, which it widens again and again.
@@ -88,6 +94,9 @@ def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: i
             enable_gqa=True,
         )
         to[:, :, first:end].copy_(found)
+        if causal and found.isnan().any():
+            return False
+    return True
 
 
 def _mask(torch: Any, plan: AttentionPlan, queries: int, keys: int, span: int, like: Any) -> Any:

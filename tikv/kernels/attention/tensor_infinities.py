@@ -1,0 +1,96 @@
+"""Infinities and NaNs of V that some query rows of a tile see and others do not.
+
+A tensor core multiplies the weights of all rows by the values of all keys, and 0 times an infinity is NaN. From a tile
+whose keys not every row sees they are left out, and the tile is noted. Once the results are stored, those of the rows
+that see them get them, by a plain loop over the tiles noted, which few tasks have.
+"""
+
+from tikv.kernels.attention import tensor_codes, tensor_halves
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets
+from tikv.kernels.attention.parameters import P
+from tikv.kernels.attention.softmax import is_finite
+from tikv.kernels.attention.staged import KEYS
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import HALVES, ROWS, WARPS
+from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
+from tikv.kernels.codec import SIZE, make_load, make_store
+from tikv.kernels.lanes import BLOCK
+from tikv.runtime import ti
+
+NONE = 1 << 30
+# In shared memory: of each warp the first key of the tiles that it noted and the one behind the last, and what it takes
+# to go over them again, so that no register keeps that meanwhile.
+VISIBLE = 2 * WARPS
+TASK = VISIBLE + len(V)
+NOTES = TASK + len(T)
+
+
+@ti.func
+def begin_notes(thread, visible, task, notes: ti.template()):
+    """Nothing is noted yet; all threads write the same."""
+    ti.simt.block.sync()  # of the task before, all is read
+    for w in ti.static(range(WARPS)):
+        notes[ti.static(2 * w)], notes[ti.static(2 * w + 1)] = NONE, 0
+    for i in ti.static(range(len(V))):
+        notes[ti.static(VISIBLE + i)] = visible[i]
+    for i in ti.static(range(len(T))):
+        notes[ti.static(TASK + i)] = task[i]
+    ti.simt.block.sync()
+
+
+@ti.func
+def note(at, warp, notes: ti.template()):
+    """Note the tile from key `at` on."""
+    ti.atomic_min(notes[2 * warp], at)
+    ti.atomic_max(notes[2 * warp + 1], at + KEYS)
+
+
+def make_restore(x, parts, c):
+    """restore(thread, notes, arrays, ...): what was left out of tiles goes to the rows of the warp, or of the block.
+
+    All threads of a block call it, when the results are stored.
+    """
+    by_warp = x.shared_out == "rows"
+    value_at = (tensor_halves if c.cache in HALVES else tensor_codes).make_value_at(c)
+    query_bounds, in_bounds, locate = make_query_bounds(c), make_in_bounds(c), make_locate(c)
+    output_offsets = make_output_offsets(parts, c)
+    load, store = make_load(c.out, 1, SIZE[c.out] * 8), make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
+    threads, most, DV = 32 if by_warp else BLOCK, ROWS * x.row_tiles, c.width_v
+
+    @ti.func
+    def left_out(t, column, begin, end, visible, task, arrays: ti.template(), strides, params):
+        """The sum of the infinities and NaNs in a column that query t sees."""
+        v, table, v_scale = ti.static((arrays[2], arrays[4], arrays[6]))
+        found, bounds = ti.f32(0.0), query_bounds(t, visible, params)
+        for index in range(ti.max(begin, task[T.begin]), ti.min(end, task[T.end])):
+            if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) > 0:
+                slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+                if slot >= 0:
+                    value = value_at(slot, column, task, v, v_scale, strides)
+                    if not is_finite(value):
+                        found += value
+        return found
+
+    @ti.func
+    def restore(thread, notes: ti.template(), arrays: ti.template(), strides, params):
+        out = ti.static(arrays[7])
+        ti.simt.block.sync()  # results were stored by other threads, and notes made by other warps
+        begin, end = NONE, 0
+        for w in ti.static(range(WARPS)):
+            if ti.static(not by_warp) or thread // 32 == w:
+                begin, end = ti.min(begin, notes[ti.static(2 * w)]), ti.max(end, notes[ti.static(2 * w + 1)])
+        if begin < end:
+            visible = ti.Vector([notes[ti.static(VISIBLE + i)] for i in range(len(V))])
+            task = ti.Vector([notes[ti.static(TASK + i)] for i in range(len(T))])
+            row = task[T.row]
+            if ti.static(by_warp):
+                row = row + thread // 32 * most
+            count = ti.min(most, params[P.queries] * c.group - row) * DV
+            for n in range((count - thread % threads + threads - 1) // threads):
+                r, column = row + (n * threads + thread % threads) // DV, (n * threads + thread % threads) % DV
+                missing = left_out(r // c.group, column, begin, end, visible, task, arrays, strides, params)
+                if not is_finite(missing):
+                    to = output_offsets(task[T.kv_head], r, task[T.split], strides, params)[0] + column
+                    store(out, to, ti.Vector([load(out, to)[0] + missing]), ti.f32(1.0))
+
+    return restore
