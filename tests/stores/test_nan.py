@@ -92,7 +92,7 @@ def test_a_pool(arch, rng):
     )
     old = pool.add()
     broken = Tokens(rng, 30, [(side, t) for side in "kv" for t in range(30)])
-    pool.extend(0, *broken.rows(arch, 0, 30), [old])
+    pool.extend(0, *broken.rows(arch, 0, 30), [old], np.array([0, 30]))
     pool.free(old)
     both = [pool.add(), pool.add()]
     texts = [Tokens(rng, 11, [("v", 5), ("k", 9)]), Tokens(rng, 14)]
