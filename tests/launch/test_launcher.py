@@ -86,6 +86,7 @@ def kernel_stub(native=None, live=CUDA):
     found = launch.Kernel.__new__(launch.Kernel)
     found.factory, found.choices, found.native = test_an_unknown_launcher_is_refused, (1,), native
     found.words, found.lengths, found.runtime = ["u64"], [0], live
+    found.shared_bytes = 0
     return found
 
 
@@ -112,6 +113,14 @@ def test_a_kernel_that_cannot_be_patched_stays_with_taichi(unpatchable):
     unpatchable.setenv("TIKV_LAUNCHER", "native")
     with pytest.raises(ptx.Unpatchable):
         kernel._bind_native(1, (on_gpu,))
+
+
+def test_a_kernel_with_shared_memory_of_its_launch_has_no_other_launcher(unpatchable):
+    kernel = kernel_stub()
+    kernel.shared_bytes = 100_000
+    kernel.compile = lambda: pytest.fail("compiled for the engine's launcher")
+    with pytest.raises(launch.NeedsNativeLauncher, match=r"only the native launcher .*a form nobody knows"):
+        kernel.bind(1, types.SimpleNamespace(device="cuda:0"))
 
 
 def test_host_arrays_stay_with_taichi(choice):

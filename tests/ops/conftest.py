@@ -2,9 +2,9 @@
 
 import pytest
 
-from tikv import arrays
+from tikv import arrays, launch
 from tikv.launch.cuda import driver
-from tikv.ops.attention import tensor_cores
+from tikv.ops.attention import hopper, tensor_cores
 
 
 @pytest.fixture
@@ -20,6 +20,7 @@ def tiles(monkeypatch, request):
         return found[-1]
 
     monkeypatch.setattr("tikv.ops.attention.plan.choose_tile", choose_and_tell)
+    monkeypatch.setattr("tikv.ops.attention.plan.choose_warpgroups", lambda *arguments: None)
     arrays.runtime_of().plans.clear()
     yield found
     assert found, "no plan was made"
@@ -32,3 +33,23 @@ def ampere(monkeypatch):
     monkeypatch.setattr(driver, "generation", lambda index: 8)
     monkeypatch.setattr(driver, "multiprocessors", lambda index: 132)
     return monkeypatch
+
+
+@pytest.fixture
+def warpgroups(monkeypatch):
+    """What plans of this test got to share out the work of warpgroups by."""
+    live = arrays.runtime_of()
+    if reason := launch.why_no_warpgroups(live):
+        pytest.skip(reason)
+    found, choose = [], hopper.choose_warpgroups
+
+    def choose_and_tell(*arguments):
+        found.append(choose(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr("tikv.ops.attention.plan.choose_warpgroups", choose_and_tell)
+    live.plans.clear()
+    yield found
+    assert found, "no plan was made"
+    assert all(found), "warpgroups were not used"
+    assert launch.launcher_report(live)["fallbacks"] == {}

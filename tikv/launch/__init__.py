@@ -15,6 +15,7 @@ for programs without Python.
 
 from tikv.launch.bound import Bound as Bound
 from tikv.launch.compiled import Kernel as Kernel
+from tikv.launch.compiled import NeedsNativeLauncher as NeedsNativeLauncher
 from tikv.launch.compiled import kernel as kernel
 from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
 from tikv.launch.cuda.driver import use_stream as use_stream
@@ -27,6 +28,7 @@ from tikv.launch.launcher import launcher_report as launcher_report
 from tikv.launch.launcher import multiprocessors as multiprocessors
 from tikv.launch.launcher import require_native as require_native
 from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
+from tikv.launch.launcher import why_no_warpgroups as why_no_warpgroups
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording
 from tikv.launch.recorder import recording as recording

@@ -25,6 +25,10 @@ from tikv.launch.recorder import bind_recorded
 Factory = Callable[..., Any]
 
 
+class NeedsNativeLauncher(ArchError):
+    """A kernel with shared memory of its launch, where the native launcher is not there or does not take it."""
+
+
 class Kernel:
     """A compiled kernel of one runtime: a factory and its compile-time choices.
 
@@ -37,6 +41,10 @@ class Kernel:
         self.factory = factory
         self.choices = choices
         self.fast_math = bool(getattr(factory, "fast_math", False))
+        shared_bytes = getattr(factory, "shared_bytes", None)
+        self.shared_bytes = (
+            int(shared_bytes(*choices)) if shared_bytes else 0
+        )  # of a block; by the native launcher alone
         with live.lock, live.compiling(self.fast_math):
             self.function = factory(*choices)
             self.primal = self.function._primal
@@ -87,6 +95,11 @@ class Kernel:
             if bound is not None:
                 return bound
             chosen = "direct"
+        if self.shared_bytes:
+            raise NeedsNativeLauncher(
+                f"{self.name}: only the native launcher gives a kernel shared memory, and it cannot take this one "
+                f"({launcher.fallbacks.get(self.name, f'the launcher is {chosen!r}')}). Unset TIKV_LAUNCHER."
+            )
         if self.runtime.index:
             raise ArchError(
                 f"{self.name}: {self.runtime.device} needs the native launcher, which cannot take this kernel "

@@ -134,3 +134,21 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
     from tikv.kernels.attention.tensor_instructions import BITCODE
 
     return "" if BITCODE.is_file() else f"{BITCODE} is missing"
+
+
+def why_no_warpgroups(live: runtime.Runtime) -> str:
+    """Why kernels of a runtime have no products of warpgroups, by which prompts attend; empty where they have."""
+    if reason := why_no_tensor_cores(live):
+        return reason
+    generation = driver.generation(live.index)
+    if generation != 9:
+        return f"the GPU is of compute capability {generation}, and they are those of 9"
+    try:
+        name, why = launcher_of(live)
+    except ArchError as error:
+        return str(error)
+    if name != "native":
+        return f"kernels get the launcher {name!r} ({why}), and they need the native one"
+    from tikv.kernels.attention.hopper import BITCODE
+
+    return "" if BITCODE.is_file() else f"{BITCODE} is missing"

@@ -48,8 +48,9 @@ def info() -> dict[str, Any]:
     The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start, and
     ``arch_why`` says why; ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says
     why.
-    ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``subgroups`` the same of Vulkan and
-    Metal, where attention's first call tries them out.
+    ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``warpgroups`` the same of the
+    products by which prompts attend on compute capability 9; ``subgroups`` the same of Vulkan and Metal, where
+    attention's first call tries them out.
 
     Examples:
         >>> import tikv
@@ -80,6 +81,7 @@ def info() -> dict[str, Any]:
         if live is not None
         else {"launcher": "none yet", "why": f"{engine['title']} has not started"},
         "tensor_cores": (launch.why_no_tensor_cores(live) or "in use") if live is not None else "not started",
+        "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }

@@ -77,7 +77,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(
         driver,
         "launch_config",
-        lambda blocks, block, starts_early: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
+        lambda blocks, block, starts_early, shared_bytes: types.SimpleNamespace(blocks=blocks, block=block, hStream=0),
     )
     monkeypatch.setattr(driver, "stream", lambda index: 0)
     monkeypatch.setattr(driver, "capturing", lambda index: False)
@@ -204,7 +204,7 @@ make_long.resident = lambda width: 2
 def test_a_kernel_that_fills_the_device_does_not_start_early(monkeypatch):
     """Blocks placed while the launch before still runs lie unevenly."""
     devices = [
-        types.SimpleNamespace(index=i, target="sm_90", overlaps=i < 2, load=lambda text, entry, i=i: (i, text, entry))
+        types.SimpleNamespace(index=i, target="sm_90", overlaps=i < 2, load=lambda *arguments, i=i: (i, *arguments))
         for i in range(3)
     ]
     patched = types.SimpleNamespace(text="text", entry="entry", block=128)
@@ -218,9 +218,11 @@ def test_a_kernel_that_fills_the_device_does_not_start_early(monkeypatch):
         for index in range(3):
             live = types.SimpleNamespace(index=index)
             kernel = types.SimpleNamespace(
-                factory=factory, choices=(8,), words=["u64"], lengths=[0], fast_math=False, runtime=live
-            )
+                factory=factory, choices=(8,), words=["u64"], lengths=[0], fast_math=False, runtime=live,
+                shared_bytes=100 * index,
+            )  # fmt: skip
             found = native.load_native(kernel)
+            assert found.shared_bytes == found.function[-1] == 100 * index
             assert found is native.load_native(kernel)
             assert (found.device, found.function[0]) == (devices[index], index), "loaded on each device"
             early[factory.__name__, index] = found.starts_early

@@ -97,6 +97,27 @@ def test_shared_arrays_get_their_room():
     assert "\n.shared .align 8 .b8 shared_array_1[512];\n" in ptx.patch(text, ARGUMENT_BYTES).text
 
 
+def test_shared_memory_of_the_launch_has_no_size():
+    line = ".extern .shared .align 1024 .b8 hopper_shared[];\n"
+    text = recorded("copy").replace(".visible", line + ".visible", 1)
+    assert line in ptx.patch(text, ARGUMENT_BYTES, shared=True).text
+    with pytest.raises(ptx.Unpatchable):
+        ptx.patch(text.replace(line, line + ".extern .func taichi_printf();\n"), ARGUMENT_BYTES, shared=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_instructions_of_one_gpu_alone_are_uncovered_for_it(overlap, tmp_path):
+    """Taichi's text has them as comments, since Taichi loads it for an older one."""
+    covered = "\t//!wgmma.fence.sync.aligned;\n\t//!wgmma.commit_group.sync.aligned;\n\tret;"
+    text = recorded("copy")
+    last = text.rindex("\tret;")
+    patched = ptx.patch(text[:last] + covered + text[last + len("\tret;") :], ARGUMENT_BYTES, overlap).text
+    assert "\twgmma.fence.sync.aligned;\n" in patched
+    assert ".target sm_90a" in patched
+    assert "//!" not in patched
+    assert ".target sm_90a" not in ptx.patch(text, ARGUMENT_BYTES, overlap).text
+
+
 def test_strict_arithmetic_rounds_each_step():
     body = """{
 \tfma.rn.ftz.f32 \t%f1, %f2, %f3, 0f3F800000;

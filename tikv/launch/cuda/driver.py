@@ -71,8 +71,10 @@ class Device:
         """Let it be this thread's current device; torch's is as before in the end."""
         return runtime.current_gpu(self.index)
 
-    def load(self, ptx: str, entry: str) -> Any:
+    def load(self, ptx: str, entry: str, shared_bytes: int = 0) -> Any:
         """The function of an entry; the driver compiles it, or has it in its own cache.
+
+        `shared_bytes` of shared memory may be given to a block at a launch.
 
         Raises:
             ArchError: the driver refuses it; or a CUDA graph is being captured, where nothing may be loaded.
@@ -85,7 +87,11 @@ class Device:
         cu = binding()
         with self.entered():
             module = checked(cu.cuModuleLoadData(ptx.encode() + b"\0"), "cuModuleLoadData")
-            return checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+            found = checked(cu.cuModuleGetFunction(module, entry.encode()), "cuModuleGetFunction")
+            if shared_bytes:
+                most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                checked(cu.cuFuncSetAttribute(found, most, shared_bytes), "cuFuncSetAttribute")
+            return found
 
 
 def multiprocessors(index: int) -> int:
@@ -155,13 +161,13 @@ def device(index: int) -> Device:
         return _devices[index]
 
 
-def launch_config(blocks: int, block: int, starts_early: bool) -> Any:
-    """How to launch: the grid, and whether blocks may be placed before the launch ahead is complete."""
+def launch_config(blocks: int, block: int, starts_early: bool, shared_bytes: int = 0) -> Any:
+    """How to launch: the grid, whether blocks may be placed before the launch ahead is complete, shared memory."""
     cu = binding()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-    config.sharedMemBytes = 0
+    config.sharedMemBytes = shared_bytes
     config.hStream = stream_object(0)
     config.numAttrs = 0
     if starts_early:

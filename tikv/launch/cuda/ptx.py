@@ -34,6 +34,8 @@ class Patched(NamedTuple):
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(\s*(\.param [^)]*)\)(.*?)\n\}", re.S)
 _STRUCT = re.compile(r"^\.param \.align 8 \.b8 (\w+)\[32\]\s*$")
 _BLOCK = re.compile(r"\.maxntid (\d+), 1, 1")
+_SIZED_BY_LAUNCH = r"^\.extern \.shared \.align \d+ \.b8 \w+\[\];$"
+_COVERED = "//!"  # before what only sm_90a knows: see `kernels.attention.hopper_ir`
 
 
 def patch(
@@ -43,11 +45,13 @@ def patch(
     strict: bool = False,
     resident: int | None = None,
     pairs: bool = False,
+    shared: bool = False,
 ) -> Patched:
     """Pass `argument_bytes` of arguments by value; with `overlap`, let a launch get ready while the last one ends.
 
     With `strict`, arithmetic is IEEE's: each product and sum is rounded by itself, subnormals stay. `resident` is how
     many blocks a multiprocessor shall hold at once, for which the assembler spares registers. `pairs`: see `peepholes`.
+    `shared`: the launch gives the kernel shared memory, whose size the text does not say.
 
     Overlap is the programmatic dependent launch of compute capability 9: every kernel allows the next one to start at
     once, and touches no memory before the one ahead of it is complete. The order of reads and writes stays as it was.
@@ -61,7 +65,8 @@ def patch(
     entries = list(_ENTRY.finditer(ptx))
     if not 1 <= len(entries) <= 2:
         raise Unpatchable(f"{len(entries)} entries where one loop has one or two")
-    if re.search(r"^\s*\.extern|\.func\b", ptx, re.M):
+    known = re.sub(_SIZED_BY_LAUNCH, "", ptx, flags=re.M) if shared else ptx
+    if re.search(r"^\s*\.extern|\.func\b", known, re.M):
         raise Unpatchable("calls into Taichi's runtime, or shared memory without a size")
     bound = _bound_of(entries[0]) if len(entries) == 2 else None
     main = entries[-1]
@@ -80,8 +85,16 @@ def patch(
     head = ptx[: entries[0].start()]
     if overlap:
         head, body = peepholes.early_start(head, body)
+    if _COVERED in body:
+        head, body = uncovered(head, body)
     text = f"{head}.visible .entry {name}(\n{parameter}){body}\n}}{ptx[main.end() :]}"
     return Patched(text, name, int(block.group(1)))
+
+
+def uncovered(head: str, body: str) -> tuple[str, str]:
+    """Let the instructions be there that Taichi's text has as comments, for the GPU that knows them; (head, body)."""
+    head = re.sub(r"\.target sm_\d+", ".target sm_90a", re.sub(r"\.version \d\.\d", ".version 8.0", head))
+    return head, body.replace(_COVERED, "")
 
 
 _APPROXIMATE = (

@@ -183,9 +183,11 @@ class AttentionLaunches(Plan):
             terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
             numbers = term_numbers(arrays, tree, self.query.queries)
             term_vector = [numbers._replace(newer=self.options.newer, others=self.options.dealt[1])]
-        factory, own_choices = self._factory(style, choices)
+        factory, own_choices = self._factory(
+            style, choices, split or _in_pairs(to, query_shape(to, "out", self.operation))
+        )
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
-        items = params.tasks * _threads_of_task(style)
+        items = params.tasks * _threads_of_task(style, cache.tile)
         used = [*cached, *written, *terms]
         found.append(Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used))
         if split:
@@ -332,17 +334,20 @@ class AttentionLaunches(Plan):
             )
         )
 
-    def _factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _factory(self, style: str, choices: Any, paired: bool) -> tuple[Any, tuple[Any, ...]]:
         """The kernel's factory, and the choices it takes before the common ones."""
         if style == "cpu":
             from tikv.kernels.attention.cpu import make_attend_cpu
 
             return make_attend_cpu, (self.shares.workers,)
         if style == "cuda":
-            from tikv.kernels.attention import cuda, tensor_cores
+            from tikv.kernels.attention import cuda, hopper, tensor_cores
 
-            if self.cache.tile is not None:
-                return tensor_cores.make_attend_tensor, (self.cache.tile,)
+            tile = self.cache.tile
+            if isinstance(tile, hopper.Warpgroups):
+                return hopper.make_attend_hopper, (tile._replace(paired=paired),)
+            if tile is not None:
+                return tensor_cores.make_attend_tensor, (tile,)
             if choices.bits == cuda.WORD_BITS:
                 width = max(self.cache.width, self.cache.width_v)
                 shape = cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices))
@@ -473,7 +478,18 @@ def _first(array: ArrayView | None) -> int:
     return 0 if array is None else array.offset // array.dtype.itemsize
 
 
-def _threads_of_task(style: str) -> int:
+def _in_pairs(out: ArrayView, shape: QueryShape) -> bool:
+    """Whether each two columns of a result begin at a multiple of the size of both."""
+    both = 2 * out.dtype.itemsize
+    return not any(n % both for n in (out.ptr or 0, out.offset, *(n * out.dtype.itemsize for n in shape.strides)))
+
+
+def _threads_of_task(style: str, tile: Any = None) -> int:
+    if style == "cuda":
+        from tikv.kernels.attention import hopper
+
+        if isinstance(tile, hopper.Warpgroups):
+            return int(hopper.THREADS)
     from tikv.kernels.lanes import BLOCK
 
     return 1 if style == "cpu" else BLOCK

@@ -86,6 +86,7 @@ def real(value: Any, name: str, operation: str) -> float | None:
 
 MOST_SPLITS = 1024
 MOST_QUERIES = 256  # of a prompt that a launch serves: it reads from what its first sees to what its last sees
+MOST_WARPGROUP_QUERIES = 1 << 14
 INTEGERS = (int, np.integer)
 
 

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.attention.hopper import choose_warpgroups
 from tikv.ops.attention.launches import AttentionLaunches, choose_most_rows, length_entries
 from tikv.ops.attention.options import (
+    MOST_QUERIES,
+    MOST_WARPGROUP_QUERIES,
     AttentionOptions,
     CacheLayout,
     check_form,
@@ -82,11 +85,14 @@ class AttentionPlan(Plan):
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
         check_terms(operation, arrays, self.query, cache, options, live)
+        self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
+        warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
+        self.warpgroups_serve = warpgroups is not None
         self.cache = cache._replace(
             k=cache.k._replace(array=cache.k.array.without_owner()),
             v=cache.v._replace(array=cache.v.array.without_owner()),
             scales=tuple(a.without_owner() for a in cache.scales),
-            tile=choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None),
+            tile=warpgroups or self.other_tile,
             most_rows=choose_most_rows(live, arrays, self.query, cache, options),
         )
         self.shape = (*q.shape[:-1], cache.width_v)
@@ -191,14 +197,34 @@ class AttentionPlan(Plan):
         return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
 
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths, return_lse: bool) -> AttentionLaunches:
-        """The launches over arrays of this form that share out so many keys."""
+        """The launches over arrays of this form and so many tokens."""
+        if self.warpgroups_serve and launch.why_no_warpgroups(self.live):  # another launcher was chosen meanwhile
+            self._leave_warpgroups()
         shares = self._shares(lengths)
         key = (*shares, return_lse, *[a.key for a in arrays.values()])
         launches = self.by_split.get(key)
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
-            launches = self.by_split.keep(key, AttentionLaunches(*given))
+            launches = AttentionLaunches(*given)
+            if self.warpgroups_serve:
+                try:
+                    launches.prepare(list(arrays.values()))
+                except launch.NeedsNativeLauncher:  # which did not take their kernel: `launcher_report` says why
+                    self._leave_warpgroups()
+                    return self._launches(arrays, lengths, return_lse)
+            self.by_split.keep(key, launches)
         return launches
+
+    @property
+    def most_queries(self) -> int:
+        """Of a prompt that a launch shall serve: warpgroups read what the queries of a block see, and no more."""
+        return MOST_WARPGROUP_QUERIES if self.warpgroups_serve else MOST_QUERIES
+
+    def _leave_warpgroups(self) -> None:
+        """From now on take the kernels that every launcher takes."""
+        self.warpgroups_serve, self.cache = False, self.cache._replace(tile=self.other_tile)
+        self.last_shares = Lengths(-1), Shares(0, 0)
+        self.by_split.clear()
 
     def weigh(
         self,

@@ -57,7 +57,7 @@ def extend(
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = request.terms.views(operation)
-    layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
+    plan = layer_plan(live, operation, layer_arrays(layer, q, added), layer, scores)  # refuses what does not fit
     if tree_of(added) and tokens > MOST_QUERIES:
         raise ShapeError(f"{operation}: a mask or a tree of {tokens} tokens. Use at most {MOST_QUERIES} at a time.")
     if "parents" in added:
@@ -73,7 +73,8 @@ def extend(
         # K and V of the append lie where the caller has them; attention wants all on the device at once.
         read = [*added.values(), q, *new]
         stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
-        call = _Extension(operation, appends, layer, scores, dict(zip(added, stage.arrays, strict=False)))
+        terms = dict(zip(added, stage.arrays, strict=False))
+        call = _Extension(operation, appends, layer, scores, terms, plan.most_queries)
         staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
         to = queries.as_read(staged_out)
         to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
@@ -105,9 +106,11 @@ class _Extension:
         layer: Layer,
         scores: AttentionScale,
         terms: Mapping[str, ArrayView],
+        most_queries: int,
     ) -> None:
         self.operation = operation
         self.memory = appends.memory
+        self.most_queries = most_queries  # of a launch
         self.live = self.memory.runtime
         self.layer = layer
         self.scores = scores
@@ -117,8 +120,8 @@ class _Extension:
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention over a layer that has the new tokens, and all that their queries see."""
         behind, tokens = self.layer.length - q.shape[2], q.shape[2]
-        for first in range(0, tokens, MOST_QUERIES):
-            end = min(tokens, first + MOST_QUERIES)
+        for first in range(0, tokens, self.most_queries):
+            end = min(tokens, first + self.most_queries)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             self._over_layer(some, self.terms, behind + end, 0, to, to_lse, lse is not None)
 
@@ -143,8 +146,8 @@ class _Extension:
         """Attention over a ring as it is before the new tokens come, and over those."""
         layer, tokens = self.layer, q.shape[2]
         stored = self._as_stored(new)
-        for first in range(0, tokens, MOST_QUERIES):
-            end = min(tokens, first + MOST_QUERIES)
+        for first in range(0, tokens, self.most_queries):
+            end = min(tokens, first + self.most_queries)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
                 of_new = self._over_new(some, self.but_sinks, stored, end, None, None, True)

@@ -144,8 +144,13 @@ class RaggedAttention:
         """Attention of sequences `first` to `end`, which have as many new tokens each."""
         count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
         table = tables.part(0, first, end)
-        for begin in range(0, tokens, MOST_QUERIES):
-            stop = min(tokens, begin + MOST_QUERIES)
+        most = MOST_QUERIES
+        if tokens > most:
+            q = _as_sequences(arrays[0], cu_seqlens[first], count, tokens)
+            length = self._lengths(lens.part(0, first, end), ends[first:end], 0)
+            most = self._call(q, table, length, self._terms_of(first, end)).plan.most_queries
+        for begin in range(0, tokens, most):
+            stop = min(tokens, begin + most)
             q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
             length = self._lengths(lens.part(0, first, end), ends[first:end], tokens - stop)
             call = self._call(q, table, length, self._terms_of(first, end))

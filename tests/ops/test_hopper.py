@@ -1,0 +1,280 @@
+"""Attention of prompts by the warpgroups of compute capability 9, against the float64 oracle; and what they leave."""
+
+import itertools
+import math
+import shutil
+import subprocess
+import types
+
+import numpy as np
+import oracle
+import pytest
+from ops.test_tensor_cores import CUDA, attend, check, given, make
+
+import tikv
+from tikv import dtypes, launch, reference
+from tikv.launch.cuda import driver
+from tikv.ops.attention import hopper
+from tikv.ops.attention.options import AttentionOptions
+from tikv.ops.attention.splits import choose_splits, rows_of_task
+
+on_cuda = pytest.mark.archs("cuda")
+LENS = (300, 0, 64, 41)
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD", "HND"])
+def test_storages(arch, rng, warpgroups, place, dtype):
+    """Where a KV head has 160 query rows, of which the second task has 32."""
+    if place == "ring":
+        ring = {"ring": 99, "sinks": 3, "capacity": 99}
+        case, _ = make(rng, dtype=dtype, queries=40, lens=(98, 99, 100, 777, 41), **ring)
+        check(case, case.run(arch), case.expected(window=99))
+        return
+    for window in (None, 37):
+        attend(rng, arch, place, {"window": window}, dtype=dtype, queries=40, lens=LENS, capacity=300)
+
+
+@on_cuda
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("group", [2, 7])
+def test_widths_and_groups(arch, rng, warpgroups, width, group):
+    attend(rng, arch, width=width, group=group, queries=100, lens=(530, 100), capacity=530)
+
+
+@on_cuda
+@pytest.mark.parametrize("page", [1, 3, 16, 48])
+def test_page_sizes(arch, rng, warpgroups, page):
+    for window in (None, 5, 170):
+        attend(rng, arch, "NHD", {"window": window}, page=page, width=64, queries=40, lens=(400, 64, 0, 41))
+
+
+@on_cuda
+@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_splits(arch, rng, warpgroups, place, splits):
+    """Of which some have no keys."""
+    asked = {"num_splits": splits}
+    attend(rng, arch, place, {"window": 500}, asked, lens=(1500, 40, 0, 1023), capacity=1500, queries=40, width=64)
+
+
+@on_cuda
+def test_options_of_the_softmax(arch, rng, warpgroups):
+    attend(rng, arch, seen={"scale": 0.4}, queries=40, lens=(140, 41), capacity=140)
+    attend(rng, arch, seen={"scale": 1.3, "softcap": 2.5}, queries=40, lens=(140, 41), capacity=140, tolerance=2)
+    case, _ = make(rng, queries=40, lens=(140, 0), capacity=140)
+    out, lse = case.run(arch, lse_base2=True)
+    check(case, (out, lse * np.log(2)), case.expected())
+
+
+@on_cuda
+def test_queries_that_see_all_keys(arch, rng, warpgroups):
+    attend(rng, arch, seen={"causal": False}, queries=40, lens=(300, 41), capacity=300)
+
+
+@on_cuda
+@pytest.mark.parametrize("sinks", [4, 130])
+def test_sinks_and_windows(arch, rng, warpgroups, sinks):
+    """Tiles of sinks come first, then those of the window of a task's rows."""
+    case, _ = make(rng, capacity=900, lens=(900, 290, 86), sinks=sinks, queries=86)
+    check(case, case.run(arch, window=sinks + 71, sinks=sinks), case.expected(window=sinks + 71))
+
+
+@on_cuda
+def test_kv_heads_of_different_lengths(arch, rng, warpgroups):
+    case, _ = make(rng, capacity=300, lens=(300, 300), queries=40)
+    lens = np.array([[300, 40], [0, 164]])
+    got = case.run(arch, lens=lens)
+    for b in range(2):
+        for h in range(2):
+            one, _ = make(rng, capacity=300, heads=1, lens=(int(lens[b, h]),), queries=40)
+            one.q = case.q[b : b + 1, h * 4 : h * 4 + 4]
+            one.k_real, one.v_real = case.k_real[b : b + 1, h : h + 1], case.v_real[b : b + 1, h : h + 1]
+            check(case, [a[b : b + 1, h * 4 : h * 4 + 4] for a in got], one.expected())
+
+
+@on_cuda
+def test_the_mass_of_what_warpgroups_attend_to(arch, rng, warpgroups):
+    case, _ = make(rng, lens=(300, 41), queries=40, capacity=300)
+    arrays = [oracle.place(a, arch) for a in (case.q, case.k, case.v)]
+    lens = oracle.place(np.array(case.lens, np.int32), arch)
+    out, lse, mass = map(oracle.to_numpy, tikv.decode_attention(*arrays, lens, return_lse=True, return_mass=True))
+    check(case, (out.astype(np.float64), lse.astype(np.float64)), case.expected())
+    np.testing.assert_allclose(mass.sum(-1), 4 * 40, rtol=1e-3)
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_what_a_query_does_not_see_may_be_nan(arch, rng, warpgroups, place):
+    """The newest key, which the last query alone sees: to it all is NaN, to the others nothing."""
+    case, cache = make(rng, place, queries=40, lens=(140, 63), capacity=140, spoiled=-1)
+    got, want = cache.run(arch, window=29), case.expected(window=29)
+    check(case, [a[:, :, :-1] for a in got], [a[:, :, :-1] for a in want])
+    assert all(np.isnan(a[:, :, -1]).all() for a in got)
+
+
+@on_cuda
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("column", [0, 3, 127])
+def test_infinities_and_nans_of_values_count_for_those_who_see_them(arch, rng, warpgroups, column, splits):
+    """Keys 275 and 280 of 300, in a tile of which each of 40 queries sees another part; key 10 in a whole one."""
+    cache = make(rng, "NHD", lens=(300,), queries=40)[1]
+    spoiled = {275: np.inf, 280: -np.inf, 290: np.nan, 10: -np.inf}
+    for at, value in spoiled.items():
+        cache.v[cache.table[0, at // 16], at % 16, :, column] = value
+    out = cache.run(arch, num_splits=splits)[0]
+    assert np.isfinite(np.delete(out, column, axis=-1)).all()
+    for t in range(40):
+        with np.errstate(invalid="ignore"):
+            want = sum(value for at, value in spoiled.items() if at <= 260 + t)
+        np.testing.assert_array_equal(out[:, :, t, column], want)
+
+
+@on_cuda
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, warpgroups, place):
+    monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
+    case, cache = make(rng, place, **({"guard": 3} if place == "linear" else {}), queries=40, lens=(40, 40, 40))
+    lens, case.lens = (2**31 - 1, -5, 41), (40, 0, 40)
+    if place == "NHD":
+        cache.table = cache.table[:, :3].copy()
+        cache.table[0, 2], cache.table[2, 2] = len(cache.k), -(2**31)
+    got = cache.run(arch, lens=lens)
+    if place == "linear":
+        check(case, got, case.expected())
+        return
+    np.testing.assert_array_equal(got[0][1], 0)
+    for b, length in ((0, 48), (2, 41)):  # the first is bounded by its table, and of both the third page is missing
+        for h, t in itertools.product(range(8), range(40)):
+            keys = min(32, length - 39 + t)
+            seen = (a[b, h // 4, :keys] for a in (case.k_real, case.v_real))
+            out, lse = reference.attention(case.q[b, h, t], *seen, scale=128**-0.5)
+            np.testing.assert_allclose(got[0][b, h, t], out, atol=4e-3)
+            np.testing.assert_allclose(got[1][b, h, t], lse, rtol=1e-4)
+
+
+@on_cuda
+@pytest.mark.parametrize("steep", [1.0, 40.0])
+def test_maxima_that_grow_along_a_sequence(arch, rng, warpgroups, steep):
+    case, _ = make(rng, width=64, lens=(700,), capacity=700, queries=40)
+    case.k[...] = case.k + (steep * np.linspace(-1, 1, 700))[:, None].astype(np.float16)
+    case.k_real, case.q = case.k.astype(np.float64), np.abs(case.q)
+    check(case, case.run(arch, num_splits=1), case.expected(), tolerance=2)
+
+
+@on_cuda
+def test_results_whose_columns_begin_at_odd_places(arch, rng, warpgroups):
+    """Columns are stored two at a time where that is possible."""
+    case, _ = make(rng, lens=(140, 41), capacity=140, queries=40)
+    q, k, v = (oracle.to_torch(a, arch) for a in (case.q, case.k, case.v))
+    lens, out = oracle.to_torch(np.array(case.lens, np.int32), arch), q.new_empty((*q.shape[:-1], 129))[..., 1:]
+    got = tikv.decode_attention(q, k, v, lens, return_lse=True, out=out)
+    check(case, [oracle.to_numpy(a).astype(np.float64) for a in got], case.expected())
+
+
+@on_cuda
+def test_another_launcher_takes_other_kernels(arch, rng, warpgroups):
+    """Only the native one gives a launch shared memory, and a plan may have been made before it was left."""
+    case, _ = make(rng, lens=(140, 41), capacity=140, queries=40)
+    first = case.run(arch)
+    try:
+        launch.choose_launcher("direct")
+        check(case, case.run(arch), case.expected())
+    finally:
+        launch.choose_launcher(None)
+    check(case, first, case.expected())
+
+
+# --- without a GPU
+
+
+OPTIONS = AttentionOptions(None, True, None, None, None, False)
+
+
+@pytest.fixture
+def hopper_gpu(ampere):
+    """A driver that tells of a GPU of compute capability 9."""
+    ampere.setattr(driver, "generation", lambda index: 9)
+    ampere.setattr("tikv.launch.launcher.launcher_of", lambda live: ("native", "it is there"))
+    return ampere
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ({}, ""),
+        ({"dtype": "bfloat16", "width": 256}, ""),
+        ({"width": 128, "width_v": 64}, "128 and 64 wide"),
+        ({"width": 160}, "160 and 160 wide"),
+        ({"dtype": "int8", "q_dtype": "float16"}, "K and V are int8"),
+        ({"queries": 1, "group": 128}, "128 query rows"),
+        ({"queries": 31}, "124 query rows"),
+        ({"terms": ["alibi_slopes"]}, "alibi_slopes are given"),
+        ({"ptr": 8}, "not every row begins"),
+        ({"scale": -1.0}, "scaled by -1.0"),
+        ({"scale": math.inf}, "scaled by inf"),
+        ({"q_ptr": 8}, "not every row of q begins"),
+        ({"q_strides": (8, 4, 128)}, "not every row of q begins"),
+    ],
+)
+def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
+    form = dict(form)
+    asked = OPTIONS._replace(scale=form.pop("scale", None))
+    strides, ptr = form.pop("q_strides", (0, 0, 0)), form.pop("q_ptr", 0)
+    arrays, query, cache = given(**{"queries": 40, **form})
+    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
+    scales = [types.SimpleNamespace(dtype=dtypes.float16, ptr=0, offset=0)] * 2
+    query, cache = query._replace(strides=strides), cache._replace(scales=scales)
+    found = hopper.why_not_warpgroups(CUDA, arrays, query, cache, asked)
+    assert why in found
+    assert bool(why) == bool(found)
+    assert (hopper.choose_warpgroups(CUDA, arrays, query, cache, asked) is None) == bool(why)
+
+
+@pytest.mark.archs("cpu")
+def test_where_there_are_none_the_report_says_why(arch, hopper_gpu):
+    assert launch.why_no_warpgroups(CUDA) == ""
+    assert "is cpu" in tikv.info()["warpgroups"]
+    hopper_gpu.setattr("tikv.launch.launcher.launcher_of", lambda live: ("direct", "asked for"))
+    assert "'direct' (asked for)" in launch.why_no_warpgroups(CUDA)
+    for generation in (8, 10):
+        hopper_gpu.setattr(driver, "generation", lambda index, found=generation: found)
+        assert f"compute capability {generation}" in launch.why_no_warpgroups(CUDA)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("queries", "rows", "splits"), [(64, 128, 8), (512, 128, 1), (8192, 128, 1)])
+def test_a_block_of_each_multiprocessor_has_128_query_rows(arch, hopper_gpu, queries, rows, splits):
+    arrays, query, cache = given(queries=queries)
+    arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=0, offset=0)
+    cache = cache._replace(heads=8)
+    query = query._replace(heads=32)
+    cache = cache._replace(tile=hopper.choose_warpgroups(CUDA, arrays, query, cache, OPTIONS))
+    assert rows_of_task(queries, 4, cache.tile) == rows
+    assert choose_splits(CUDA, query, cache, 8192) == splits
+
+
+@pytest.mark.archs("cpu")
+def test_the_bitcode_is_what_its_program_writes(arch, tmp_path):
+    from tikv.kernels.attention import hopper_ir
+    from tikv.kernels.attention.hopper import BITCODE
+
+    assembler = shutil.which("llvm-as-14")
+    if assembler is None:
+        pytest.skip("needs llvm-as-14, whose bitcode it is")
+    (tmp_path / "hopper.ll").write_text(hopper_ir.text())
+    subprocess.run([assembler, "hopper.ll", "-o", "made.bc"], check=True, cwd=tmp_path)
+    assert (tmp_path / "made.bc").read_bytes() == BITCODE.read_bytes()
+
+
+@pytest.mark.archs("cpu")
+def test_what_lies_in_shared_memory_fits_and_begins_where_products_read(arch):
+    from tikv.kernels.attention import hopper as kernels
+
+    for width in kernels.KEYS_OF:
+        memory = kernels.memory_of(width)
+        assert memory.nbytes <= 227 << 10
+        assert not memory.k % 1024
+        assert not memory.tile % 1024

@@ -1,0 +1,106 @@
+"""Attention of prompts by the warpgroups of compute capability 9.0: S = Q K^T and O += P V, both by `wgmma`.
+
+A block has one warpgroup that produces and two that consume. The producer copies tiles of K and V into shared memory,
+some of each ahead, and says by a barrier that one is there; a consumer says when it has done with one. A consumer has
+64 query rows. It starts the product that makes a tile's scores and the one that adds the values of the tile before, and
+makes weights of the scores while the values are added; the two consumers take turns at starting theirs, so that one
+computes weights while the other multiplies. Weights stay in registers: the sums of the first product lie in the order
+in which the second takes its operand. As in `tensor_cores`, results are rescaled only when a maximum grows.
+
+Which keys a tile has is told by index, as everywhere (`visible`). Rows of K and V lie in shared memory as `hopper_ir`
+says; what no row of the task sees is zero there.
+"""
+
+from tikv.kernels.attention.hopper_consumer import make_consume
+from tikv.kernels.attention.hopper_producer import make_produce
+from tikv.kernels.attention.hopper_tiles import BITCODE as BITCODE
+from tikv.kernels.attention.hopper_tiles import GROUP, KEYS_OF, B, instructions, make_range, memory_of
+from tikv.kernels.attention.hopper_tiles import PIECE as PIECE
+from tikv.kernels.attention.hopper_tiles import Warpgroups as Warpgroups
+from tikv.kernels.attention.parameters import BITS, PARAMS, SCALARS, STRIDES, P, array_types
+from tikv.kernels.attention.task import T, make_decode_task
+from tikv.kernels.lanes import ALL
+from tikv.runtime import ti
+
+THREADS = 384  # of a block
+
+
+def make_attend_hopper(tile, parts, c):
+    """attend(q, k, v, lens, table, k_scale, v_scale, out, lse, strides, params, scalars) on compute capability 9.0.
+
+    K and V in words of 64 bits, of one of `HALVES`, and q of the same; rows in one piece that begin at multiples of
+    `PIECE` bytes, those of q too. The extent of q is tasks * `THREADS`. Choices as in `cpu.make_attend_cpu`.
+    """
+    Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
+    attend_task = make_attend_task(tile, parts, c)
+
+    @ti.kernel
+    def attend(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+               strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        ti.loop_config(block_dim=THREADS)
+        for i in range(q.shape[0]):
+            arrays = ti.static((q, k, v, lens, table, out, lse))
+            attend_task(i % THREADS, i // THREADS, arrays, strides, params, scalars)
+
+    return attend
+
+
+make_attend_hopper.fast_math = True
+make_attend_hopper.resident = lambda tile, parts, c: tile.resident
+make_attend_hopper.shared_bytes = lambda tile, parts, c: memory_of(c.width).nbytes
+
+
+def make_attend_task(x, parts, c):
+    """attend_task(thread, number, ...): a thread's share of a task; all threads of a block call it."""
+    ext = instructions()
+    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    decode_task, find_range = make_decode_task("cuda", keys, c), make_range(c)
+    produce, consume = make_produce(c), make_consume(x, parts, c)
+    give_away, get_many = (getattr(ext, f"registers_{name}") for name in ("of_producer", "of_consumer"))
+    get_back, give_back = (getattr(ext, f"registers_{name}") for name in ("taken_back", "given_back"))
+    # Each thread that copies arrives, and four that note; of those that consume, one of each of 8 warps.
+    MAKE = ((B.k_there, GROUP + 4), (B.v_there, GROUP), (B.k_done, 8), (B.v_done, 8))
+
+    @ti.func
+    def attend_task(thread, number, arrays: ti.template(), strides, params, scalars):
+        lens, table = ti.static((arrays[3], arrays[4]))
+        # Of a KV head's rows the last come first: those of a prompt see most, and what comes last shall take least.
+        split, others = number % params[P.splits], number // params[P.splits]
+        block = params[P.row_blocks] - 1 - others % params[P.row_blocks]
+        others = others // params[P.row_blocks] * params[P.row_blocks] + block
+        visible, task = decode_task(others * params[P.splits] + split, lens, strides, params)
+        seen = find_range(task[T.row], visible, task, params)
+        shared = ti.u32(0)
+        ext.shared_memory(shared)
+        shared = (shared + ti.u32(1023)) & ti.u32(0xFFFFFC00)
+        barriers = shared + ti.u32(memory.barriers)
+        if thread == 0:
+            for which, count in ti.static(MAKE):
+                for stage in ti.static(range(memory.stages)):
+                    at, arrivals = barriers + ti.u32(which + 8 * stage), ti.u32(count)
+                    ext.barrier_make(at, arrivals)
+            note, no = barriers + ti.u32(B.spoiled), ti.u32(0)
+            ext.write_4(note, no)
+        ti.simt.block.sync()
+        warpgroup = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), thread // GROUP, 0)  # the same for all lanes, also to LLVM
+        all_have_theirs, threads = ti.u32(5), ti.u32(THREADS)
+        if warpgroup == 0:
+            give_away()
+            produce(thread, shared, barriers, seen, visible, task, table, strides, params)
+            ext.meet(all_have_theirs, threads)  # else this warpgroup could take back what the others still wait for
+            get_back()
+        else:
+            get_many()
+            ext.let_pass(all_have_theirs, threads)
+            consume(thread - GROUP, warpgroup - 1, shared, barriers, seen, visible, task, arrays, strides, params,
+                    scalars)  # fmt: skip
+            give_back()
+        ti.simt.block.sync()
+        if thread == 0:
+            for which, _ in ti.static(MAKE):
+                for stage in ti.static(range(memory.stages)):
+                    at = barriers + ti.u32(which + 8 * stage)
+                    ext.barrier_end(at)
+        ti.simt.block.sync()
+
+    return attend_task

@@ -1,0 +1,322 @@
+"""A consumer of `hopper`: the products of 64 query rows, and the weights between them."""
+
+from tikv.kernels.attention import hopper_ir
+from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.hopper_tiles import (
+    GROUP,
+    KEYS_OF,
+    PANEL_ROW,
+    PIECE,
+    ROWS,
+    B,
+    R,
+    instructions,
+    make_is_whole,
+    make_tile_at,
+    memory_of,
+    place_of,
+)
+from tikv.kernels.attention.parameters import LOG2E, LOWEST, MINUS_INFINITY, P, X
+from tikv.kernels.attention.softmax import inverse_of, make_store_lse
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import HALVES, INFINITE
+from tikv.kernels.attention.visible import make_in_bounds, make_query_bounds
+from tikv.kernels.codec import SIZE, WORD
+from tikv.kernels.lanes import ALL, butterfly_max, butterfly_sum
+from tikv.runtime import ti
+
+QUAD = [2, 1]  # distances of the lanes that share a row
+LAG = 8.0  # how far a maximum may be behind before the result is rescaled: weights stay below 2 ** LAG
+
+
+def make_consume(x, parts, c):
+    """consume(thread, half, shared, barriers, seen, ...): attend for one of the two halves of a task's rows."""
+    ext = instructions()
+    scores, values = (getattr(ext, f"{name}_{c.cache}_{c.width}") for name in ("scores", "values"))
+    pack = getattr(ext, f"pack_{c.cache}")
+    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    NS, NO = keys // 2, c.width // 2
+    wait_scores, wait_values = getattr(ext, f"wait_1_{NS}"), getattr(ext, f"wait_0_{NO}")
+    load_queries, weigh, store_rows = make_load_queries(c), make_weigh(c), make_store_rows(x.paired, parts, c)
+    add_spoiled, STAGES = make_add_spoiled(parts, c), memory.stages
+    # Lower halves of descriptors: the address, and above it how far 64 columns are from the next, of use for V only.
+    OF_KEYS, OF_VALUES = 1 << 16, (keys * PANEL_ROW >> 4) << 16
+
+    @ti.func
+    def consume(thread, half, shared, barriers, seen, visible, task, arrays: ti.template(), strides, params, scalars):
+        v, table, out, lse = ti.static((arrays[2], arrays[4], arrays[5], arrays[6]))
+        lane = thread % 32
+        row = task[T.row] + half * hopper_ir.ROWS  # first of the warpgroup
+        load_queries(thread % GROUP, half, row, shared, task, strides, params)
+        own = row + thread % GROUP // 32 * 16 + lane // 4  # the first of the thread's rows; the other is 8 further on
+        qd = ti.u32(OF_KEYS) + ((shared + ti.cast(half * (hopper_ir.ROWS * PANEL_ROW), ti.u32)) >> 4)
+        kd = ti.u32(OF_KEYS) + ((shared + ti.u32(memory.k)) >> 4)
+        vd = ti.u32(OF_VALUES) + ((shared + ti.u32(memory.v)) >> 4)
+        m = [ti.f32(LOWEST) for _ in range(2)]
+        l = [ti.f32(0.0) for _ in range(2)]
+        fade = [ti.f32(1.0) for _ in range(2)]
+        acc = [ti.f32(0.0) for _ in range(NO)]
+        s = [ti.f32(0.0) for _ in range(NS)]
+        p = [ti.u32(0) for _ in range(NS // 2)]
+        own_turn, other_turn, both = ti.cast(half + 3, ti.u32), ti.cast(4 - half, ti.u32), ti.u32(2 * GROUP)
+        tiles, stage, other = seen[R.tiles], 0, STAGES - 1  # of a tile, and of the one before
+        phase, other_phase = ti.u32(0), ti.u32(1)
+        exists = [ti.u32(0) for _ in range(4)]
+        if half == 1 and tiles > 0:
+            ext.let_pass(other_turn, both)
+        for n in range(tiles):
+            there, note = (
+                barriers + ti.cast(B.k_there + stage * 8, ti.u32),
+                barriers + ti.cast(B.exists + stage * 16, ti.u32),
+            )
+            ext.barrier_wait(there, phase)
+            ext.read_16(*exists, note)
+            ext.for_products()
+            ext.meet(own_turn, both)
+            of_k = kd + ti.cast(stage * (memory.tile >> 4), ti.u32)
+            of_v = vd + ti.cast(other * (memory.tile >> 4), ti.u32)
+            # The first time there are no values yet: what the product makes of no weights is not used.
+            more = ti.cast(n > 1, ti.u32)
+            scores(*s, qd, of_k)
+            if n > 0:
+                there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
+                ext.barrier_wait(there, other_phase)
+                ext.for_products()
+            values(*acc, *p, of_v, more)
+            if half == 0 or n + 1 < tiles:
+                ext.let_pass(other_turn, both)
+            wait_scores(*s)
+            grown = weigh(n, own, lane, exists, seen, visible, params, scalars, s, m, l, fade)
+            if lane == 0:
+                done, total = barriers + ti.cast(B.k_done + stage * 8, ti.u32), l[0] + l[1]
+                ext.barrier_arrive_after(done, total)
+            wait_values(*acc)
+            if lane == 0 and n > 0:
+                done = barriers + ti.cast(B.v_done + other * 8, ti.u32)
+                ext.barrier_arrive(done)
+            if grown != 0:
+                for i in ti.static(range(NO)):
+                    acc[i] *= fade[ti.static(i // 2 % 2)]
+            for i in ti.static(range(NS // 2)):
+                pack(p[i], s[ti.static(2 * i)], s[ti.static(2 * i + 1)])
+            other, other_phase = stage, phase
+            stage += 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ ti.u32(1)
+        if tiles > 0:
+            there = barriers + ti.cast(B.v_there + other * 8, ti.u32)
+            ext.barrier_wait(there, other_phase)
+            ext.for_products()
+            of_v, more = vd + ti.cast(other * (memory.tile >> 4), ti.u32), ti.cast(tiles > 1, ti.u32)
+            values(*acc, *p, of_v, more)
+            wait_values(*acc)
+        store_rows(own, lane, task, m, l, acc, lse, strides, params, scalars)
+        if ti.static(c.masked):
+            add_spoiled(own, lane, barriers, seen, visible, task, v, table, out, strides, params)
+
+    return consume
+
+
+def make_load_queries(c):
+    """load_queries(thread, half, row, shared, ...): a warpgroup's query rows into shared memory, 0 behind the last."""
+    ext = instructions()
+    query_row = make_query_row(c)
+    pieces = c.width * 2 // PIECE
+
+    @ti.func
+    def load_queries(thread, half, row, shared, task, strides, params):
+        q, threads = ti.u64(0), ti.u32(GROUP)
+        ext.address_q(q)
+        for j in range(hopper_ir.ROWS * pieces // GROUP):
+            number = j * GROUP + thread
+            behind, piece = number // pieces, number % pieces
+            r, rows = row + behind, params[P.queries] * c.group
+            at = shared + place_of(half * hopper_ir.ROWS, behind, piece, ROWS)
+            first = query_row(task[T.sequence], task[T.head], ti.min(r, rows - 1), strides, params)
+            address = q + ti.cast(first, ti.u64) * ti.u64(2) + ti.cast(piece * PIECE, ti.u64)
+            size = ti.select(r < rows, ti.u32(PIECE), ti.u32(0))
+            ext.copy_16(at, address, size)
+        ext.copies_wait()
+        ext.for_products()
+        barrier = ti.cast(half + 1, ti.u32)
+        ext.meet(barrier, threads)
+
+    return load_queries
+
+
+def make_weigh(c):
+    """weigh(n, row, lane, exists, ..., s, m, l, fade) -> not 0 if a maximum grew: scores of tile n become weights."""
+    ext = instructions()
+    exp2, inverse = ext.exp2, ext.inverse
+    keys = KEYS_OF[c.width]
+    NS = keys // 2
+    mask, tile_at, is_whole = make_mask(c), make_tile_at(c), make_is_whole(c)
+
+    @ti.func
+    def weigh(n, row, lane, exists: ti.template(), seen, visible, params, scalars, s: ti.template(), m: ti.template(),
+              l: ti.template(), fade: ti.template()):  # fmt: skip
+        at, scale = tile_at(n, seen), scalars[X.logit_scale]
+        if ti.static(c.softcap):
+            cap, steep = scalars[X.softcap], scale * ti.f32(2.0 * LOG2E)
+            for i in ti.static(range(NS)):  # cap * tanh(s * scale)
+                grows, above, part = s[i] * steep, ti.f32(0.0), ti.f32(0.0)
+                exp2(above, grows)
+                above += ti.f32(1.0)
+                inverse(part, above)
+                s[i] = cap - ti.f32(2.0) * cap * part
+            scale = ti.f32(1.0)
+        whole = ti.cast((exists[0] & exists[1] & exists[2] & exists[3]) == ti.u32((1 << keys // 4) - 1), ti.i32)
+        if ti.static(c.masked):
+            whole = whole * is_whole(at, seen)
+        if whole == 0:
+            mask(at, row, lane, exists, visible, params, s)
+        grown, higher = 0, [ti.f32(0.0) for _ in range(2)]
+        tops = [s[i] for i in range(8)]  # several of each row: shorter chains
+        for i in ti.static(range(8, NS)):
+            tops[ti.static(i % 8)] = ti.max(tops[ti.static(i % 8)], s[i])
+        for r in ti.static(range(2)):
+            o = ti.static(2 * r)
+            top = ti.max(
+                ti.max(tops[o], tops[ti.static(o + 1)]), ti.max(tops[ti.static(o + 4)], tops[ti.static(o + 5)])
+            )
+            higher[r] = ti.max(butterfly_max(top, QUAD) * scale, m[r])
+            grown = ti.select(higher[r] > m[r] + ti.f32(LAG), 1, grown)
+        grown = ti.simt.warp.any_nonzero(ti.u32(ALL), grown)
+        if grown != 0:
+            for r in ti.static(range(2)):
+                below = m[r] - higher[r]
+                exp2(fade[r], below)
+                m[r] = higher[r]
+                l[r] *= fade[r]
+        sums = [ti.f32(0.0) for _ in range(4)]
+        for i in ti.static(range(NS)):
+            below, weight = s[i] * scale - m[ti.static(i // 2 % 2)], ti.f32(0.0)
+            exp2(weight, below)
+            s[i] = weight
+            sums[ti.static(i % 4)] += weight
+        for r in ti.static(range(2)):
+            l[r] += sums[ti.static(2 * r)] + sums[ti.static(2 * r + 1)]
+        return grown
+
+    return weigh
+
+
+def make_mask(c):
+    """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
+    query_bounds, bits_from = make_query_bounds(c), instructions().bits_from
+    keys = KEYS_OF[c.width]
+    NS, PART = keys // 2, keys // 4
+
+    @ti.func
+    def mask(at, row, lane, exists: ti.template(), visible, params, s: ti.template()):
+        for r in ti.static(range(2)):
+            bounds = ti.Vector([0, 0, 0, 0])
+            if ti.static(c.masked):
+                t = ti.min(row + ti.static(8 * r), params[P.queries] * c.group - 1) // c.group
+                bounds = query_bounds(t, visible, params)
+            for part in ti.static(range(4)):
+                found, first = exists[part], at + ti.static(part * PART)
+                if ti.static(c.masked):
+                    low, high = bounds[0] + 1 - first, bounds[1] + 1 - first
+                    from_low, from_high = ti.u32(0), ti.u32(0)
+                    bits_from(from_low, low)
+                    bits_from(from_high, high)
+                    recent = from_low & ~from_high
+                    if ti.static(c.sinks):
+                        sinks, last_sink = bounds[2] - first, ti.min(bounds[2], bounds[3] + 1) - first
+                        from_sinks, from_last = ti.u32(0), ti.u32(0)
+                        bits_from(from_sinks, sinks)
+                        bits_from(from_last, last_sink)
+                        recent = (recent & from_sinks) | ~from_last
+                    found = found & recent
+                found = found >> ti.cast((lane & 3) * 2, ti.u32)
+                for i in ti.static(range(NS)):
+                    key = ti.static(i // 4 * 8 + i % 2)
+                    if ti.static(i // 2 % 2 == r and key // PART == part):
+                        sees = (found & ti.u32(1 << key % PART)) != ti.u32(0)
+                        s[i] = ti.bit_cast(ti.select(sees, ti.bit_cast(s[i], ti.u32), ti.u32(MINUS_INFINITY)), ti.f32)
+
+    return mask
+
+
+def make_store_rows(paired, parts, c):
+    """store_rows(row, lane, task, m, l, acc, ...): each lane stores its pairs of columns of two rows."""
+    ext = instructions()
+    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    halves = c.out in HALVES
+    name = f"store_{'halves' if halves else 'floats'}_{'' if paired else 'apart_'}{c.width}"
+    store, pack = getattr(ext, name), getattr(ext, f"pack_{c.out}") if halves else None
+
+    @ti.func
+    def store_rows(row, lane, task, m: ti.template(), l: ti.template(), acc: ti.template(), lse: ti.template(), strides,
+                   params, scalars):  # fmt: skip
+        for r in ti.static(range(2)):
+            total = butterfly_sum(l[r], QUAD)
+            at_row = row + ti.static(8 * r)
+            if at_row < params[P.queries] * c.group:
+                at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
+                inverse = inverse_of(total)
+                to = ti.u64(0)
+                ext.address_out(to)
+                to += ti.cast(at + (lane & 3) * 2, ti.u64) * ti.u64(SIZE[c.out])
+                y = [ti.f32(0.0) for _ in range(c.width // 4)]
+                for i in ti.static(range(c.width // 4)):
+                    y[i] = acc[ti.static(i // 2 * 4 + 2 * r + i % 2)] * inverse
+                if ti.static(halves):
+                    words = [ti.u32(0) for _ in range(c.width // 8)]
+                    for j in ti.static(range(c.width // 8)):
+                        pack(words[j], y[ti.static(2 * j)], y[ti.static(2 * j + 1)])
+                    store(to, *words)
+                else:
+                    store(to, *y)
+                if (lane & 3) == 0:
+                    store_lse(lse, lse_at, m[r], total, scalars)
+
+    return store_rows
+
+
+def make_add_spoiled(parts, c):
+    """add_spoiled(row, lane, ...): to the results, what the producer took away of V that the thread's rows see.
+
+    An infinity or NaN is one in the sum whatever its weight. Each thread adds to what it has stored itself.
+    """
+    ext = instructions()
+    query_bounds, in_bounds, locate = make_query_bounds(c), make_in_bounds(c), make_locate(c)
+    _, v_offset, _ = make_slot_offsets(c)
+    output_offsets = make_output_offsets(parts, c)
+    keys, tile_at, is_whole = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c)
+    infinite, out_infinite = INFINITE[c.cache], {**INFINITE, "f32": 0x7F800000}[c.out]
+    sign, nan = SIZE[c.out] * 8 - 16, {"f16": 0x7E00, "bf16": 0x7FC0, "f32": 0x7FC00000}[c.out]
+    word = WORD[SIZE[c.out] * 8]
+
+    @ti.func
+    def add_spoiled(row, lane, barriers, seen, visible, task, v: ti.template(), table: ti.template(),
+                    out: ti.template(), strides, params):  # fmt: skip
+        note, spoiled = barriers + ti.u32(B.spoiled), ti.u32(0)
+        ext.read_4(spoiled, note)
+        tiles = ti.select(spoiled != ti.u32(0), seen[R.tiles], 0)
+        for n in range(tiles * keys * 2):
+            key, own = n >> 1, row + (n & 1) * 8
+            at = tile_at(key // keys, seen)
+            index, slot = at + key % keys, -1
+            if is_whole(at, seen) == 0 and index < seen[R.end] and own < params[P.queries] * c.group:
+                bounds = query_bounds(own // c.group, visible, params)
+                if in_bounds(index, bounds[0], bounds[1], bounds[2], bounds[3]) != 0:
+                    slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+            if slot >= 0:
+                first = task[T.v_first] + v_offset(slot, strides)
+                to = output_offsets(task[T.kv_head], own, task[T.split], strides, params)[0]
+                for j in range(ti.static(c.width // 4)):
+                    column = (j >> 1) * 8 + (lane & 3) * 2 + (j & 1)
+                    half = ti.cast(v[first + (column >> 2)] >> ti.cast((column & 3) * 16, ti.u64), ti.u32)
+                    half = half & ti.u32(0xFFFF)
+                    if (half & ti.u32(infinite)) == ti.u32(infinite):
+                        is_nan = (half & ti.u32(0x7FFF)) != ti.u32(infinite)
+                        new = ti.select(is_nan, ti.u32(nan), ti.u32(out_infinite))
+                        new = new | ((half & ti.u32(0x8000)) << ti.u32(sign))
+                        old = ti.cast(out[to + column], ti.u32)
+                        if (old & ti.u32(out_infinite)) == ti.u32(out_infinite) and old != new:
+                            new = ti.u32(nan)
+                        out[to + column] = ti.cast(new, word)
+
+    return add_spoiled

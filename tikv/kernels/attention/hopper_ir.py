@@ -1,0 +1,279 @@
+"""Writes `hopper.ll`: what compute capability 9.0 does for kernels of attention, as functions that LLVM inlines.
+
+    python -m tikv.kernels.attention.hopper_ir > hopper.ll
+    llvm-as-14 hopper.ll -o tikv/kernels/attention/hopper.bc
+
+Arguments are pointers to local variables of a kernel, the only ones that Taichi hands out. Instructions that only
+sm_90a has stand behind `UNCOVERED`, as comments: Taichi gives its text to the driver for an older target, and
+`launch.cuda.ptx` uncovers them in the text that is launched.
+
+A product is of a warpgroup, 4 warps, and runs while they go on. Its sums are registers that nobody may touch until
+they have been waited for: so a function that waits takes them in and hands them out again.
+"""
+
+from collections.abc import Iterable
+
+UNCOVERED = "//!"  # see `launch.cuda.ptx.uncovered`
+PANEL = 128  # bytes of a row in shared memory: 64 halves, whose pieces of 16 bytes are exchanged by the row's number
+DESCRIPTOR = 1 << 30 | 8 * PANEL >> 4  # its upper half: 128 bytes are exchanged, 8 rows are so far from the next
+STEP = 16  # columns, or keys, of one product
+ROWS = 64  # of the product of a warpgroup
+QUERY_ROWS = 128  # that lie in shared memory: those of two warpgroups
+PRODUCER, CONSUMER, ALL = 72, 216, 168  # registers of a thread of each; together they have those of a multiprocessor
+SHAPES = ((64, 128), (96, 128), (128, 128), (256, 64))  # (width of the heads, keys of a tile)
+HALVES = ("f16", "bf16")
+LETTER = {"float": "f", "i32": "r", "i64": "l"}  # of a register, in the constraints of inline assembly
+
+HEAD = """; Written by hopper_ir.py, which says what it is.
+
+target triple = "nvptx64-nvidia-cuda"
+
+@hopper_shared = external addrspace(3) global [0 x i8], align 1024
+
+; where the shared memory of a block begins
+define void @shared_memory(i32* %r) alwaysinline {
+  %x = ptrtoint [0 x i8] addrspace(3)* @hopper_shared to i32
+  store i32 %x, i32* %r
+  ret void
+}
+
+declare float @llvm.nvvm.ex2.approx.ftz.f(float)
+declare float @llvm.nvvm.rcp.approx.ftz.f(float)
+declare <2 x half> @llvm.nvvm.ff2f16x2.rn(float, float)
+declare i32 @llvm.nvvm.ff2bf16x2.rn(float, float)
+
+; 2 ** x, within 2 ** -22 of it relatively; subnormals are 0
+define void @exp2(float* %r, float* %p) alwaysinline {
+  %x = load float, float* %p
+  %y = call float @llvm.nvvm.ex2.approx.ftz.f(float %x)
+  store float %y, float* %r
+  ret void
+}
+
+; 1 / x, within 2 ** -23 of it relatively
+define void @inverse(float* %r, float* %p) alwaysinline {
+  %x = load float, float* %p
+  %y = call float @llvm.nvvm.rcp.approx.ftz.f(float %x)
+  store float %y, float* %r
+  ret void
+}
+
+; two floats, rounded to the nearest, as halves of a register
+define void @pack_f16(i32* %r, float* %p0, float* %p1) alwaysinline {
+  %low = load float, float* %p0
+  %high = load float, float* %p1
+  %x = call <2 x half> @llvm.nvvm.ff2f16x2.rn(float %high, float %low)
+  %y = bitcast <2 x half> %x to i32
+  store i32 %y, i32* %r
+  ret void
+}
+
+define void @pack_bf16(i32* %r, float* %p0, float* %p1) alwaysinline {
+  %low = load float, float* %p0
+  %high = load float, float* %p1
+  %x = call i32 @llvm.nvvm.ff2bf16x2.rn(float %high, float %low)
+  store i32 %x, i32* %r
+  ret void
+}
+"""
+
+
+def function(
+    name: str, comment: str, lines: Iterable[str], given: Iterable[str] = (), made: Iterable[str] = (),
+    changed: Iterable[str] = (), pure: bool = False,
+) -> str:  # fmt: skip
+    """A function around inline assembly, whose operands are `made`, `changed` and `given`, in this order: their types.
+
+    In `lines`, $n is the operand's register. What is not `pure` stays where it is among its like.
+    """
+    made, changed, given = list(made), list(changed), list(given)
+    outputs = made + changed
+    types = outputs + given
+    parameters = ", ".join(f"{t}* %p{n}" for n, t in enumerate(types))
+    body = [f"  %x{n} = load {t}, {t}* %p{n}" for n, t in enumerate(types) if n >= len(made)]
+    result = f"{{ {', '.join(outputs)} }}" if len(outputs) > 1 else (outputs or ["void"])[0]
+    constraints = [f"={LETTER[t]}" for t in outputs]
+    tied = [str(len(made) + n) for n in range(len(changed))]
+    constraints += [LETTER[t] for t in given] + tied + ([] if pure else ["~{memory}"])
+    values = [f"{t} %x{len(outputs) + n}" for n, t in enumerate(given)]
+    values += [f"{t} %x{len(made) + n}" for n, t in enumerate(changed)]
+    text = "\\0A\\09".join(lines)
+    call = f'call {result} asm {"" if pure else "sideeffect "}"{text}", "{",".join(constraints)}"({", ".join(values)})'
+    call += "" if pure else " convergent"
+    body.append(f"  %r = {call}" if outputs else f"  {call}")
+    for n, t in enumerate(outputs):
+        value = "%r"
+        if len(outputs) > 1:
+            body.append(f"  %y{n} = extractvalue {result} %r, {n}")
+            value = f"%y{n}"
+        body.append(f"  store {t} {value}, {t}* %p{n}")
+    kind = "alwaysinline" if pure else "alwaysinline convergent"
+    return "\n".join([f"; {comment}", f"define void @{name}({parameters}) {kind} {{", *body, "  ret void", "}", ""])
+
+
+def uncovered(*lines: str) -> list[str]:
+    """Lines that only sm_90a knows."""
+    return [UNCOVERED + line for line in lines]
+
+
+def descriptor(name: str, low: str, behind: int) -> list[str]:
+    """Lines that make a descriptor of its lower half, plus bytes behind where that begins."""
+    return [f"add.s32 low, {low}, {behind >> 4};", f"mov.b64 {name}, {{low, {DESCRIPTOR}}};"]
+
+
+def scores(half: str, width: int, keys: int) -> str:
+    """S = Q K^T of a tile, of which Q and K lie in shared memory, a panel of 64 columns behind the other."""
+    count = keys // 2
+    sums = ", ".join(f"${n}" for n in range(count))
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 q, k;", ".reg .b32 low;"]
+    for n in range(width // STEP):
+        panel, inside = divmod(n * STEP * 2, PANEL)
+        of_q, of_k = (panel * rows * PANEL + inside for rows in (QUERY_ROWS, keys))
+        lines += [*descriptor("q", f"${count}", of_q), *descriptor("k", f"${count + 1}", of_k)]
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{half}.{half} {{{sums}}}, q, k, {int(n > 0)}, 1, 1, 0, 0;"
+        )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "S = Q K^T is under way, by the lower halves of the descriptors of Q and K"
+    return function(f"scores_{half}_{width}", comment, uncovered(*lines), given=["i32"] * 2, made=["float"] * count)
+
+
+def values(half: str, width: int, keys: int) -> str:
+    """O += P V of a tile: P in registers, V in shared memory, keys times columns as it lies in the cache."""
+    count, weights = width // 2, keys // 4
+    sums = ", ".join(f"${n}" for n in range(count))
+    lines = ["wgmma.fence.sync.aligned;", "{", ".reg .b64 v;", ".reg .b32 low;", ".reg .pred more;"]
+    lines.append(f"setp.ne.b32 more, ${count + weights + 1}, 0;")
+    for n in range(keys // STEP):
+        a = ", ".join(f"${count + 4 * n + i}" for i in range(4))
+        lines += descriptor("v", f"${count + weights}", n * STEP * PANEL)
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{half}.{half} {{{sums}}}, {{{a}}}, v, "
+            f"{1 if n else 'more'}, 1, 1, 1;"
+        )
+    lines += ["}", "wgmma.commit_group.sync.aligned;"]
+    comment = "O += P V is under way, by the halves of P and the lower half of V's descriptor; O = P V without `more`"
+    return function(
+        f"values_{half}_{width}", comment, uncovered(*lines), changed=["float"] * count,
+        given=[*["i32"] * weights, "i32", "i32"],
+    )  # fmt: skip
+
+
+def waits() -> list[str]:
+    """Waits for all products but the last `left`, of which these registers are sums."""
+    counts = {of // 2 for shape in SHAPES for of in shape}
+    return [
+        function(
+            f"wait_{left}_{count}", f"all products but the last {left} are done",
+            uncovered(f"wgmma.wait_group.sync.aligned {left};"), changed=["float"] * count,
+        )
+        for left in (0, 1) for count in sorted(counts)
+    ]  # fmt: skip
+
+
+def others() -> list[str]:
+    """What takes an instruction or two."""
+    wait = [
+        "{",
+        ".reg .pred p;",
+        "again:",
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;",
+        "@!p bra again;",
+        "}",
+    ]
+    found = [
+        function(f"address_{name}", f"where {name} lies", uncovered(f"ld.param.u64 $0, [arguments+{at}];"),
+                 made=["i64"], pure=True)
+        for name, at in (("q", 8), ("k", 24), ("v", 40), ("out", 120))
+    ]  # fmt: skip
+    found += [
+        function("copy_16", "16 bytes to shared memory are under way; `size` of them are read, the others are 0",
+                 ["cp.async.cg.shared.global [$0], [$1], 16, $2;"], given=["i32", "i64", "i32"]),
+        function("copies_wait", "all copies are done", ["cp.async.wait_all;"]),
+        function("copies_arrive", "an arrival, when the copies before are done",
+                 uncovered("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"), given=["i32"]),
+        function("for_products", "products see what is in shared memory for this thread",
+                 uncovered("fence.proxy.async.shared::cta;")),
+        function("barrier_make", "a barrier of so many arrivals",
+                 uncovered("mbarrier.init.shared::cta.b64 [$0], $1;"), given=["i32", "i32"]),
+        function("barrier_end", "its memory is free", uncovered("mbarrier.inval.shared::cta.b64 [$0];"), given=["i32"]),
+        function("barrier_arrive", "an arrival", uncovered("mbarrier.arrive.shared::cta.b64 _, [$0];"), given=["i32"]),
+        function("barrier_wait", "all arrivals of the phase of this parity are there", uncovered(*wait),
+                 given=["i32", "i32"]),
+        function("meet", "so many threads come to barrier n of the block", ["bar.sync $0, $1;"], given=["i32", "i32"]),
+        function("let_pass", "the same, of which this one does not wait", ["bar.arrive $0, $1;"], given=["i32", "i32"]),
+        *(function(f"registers_{name}", f"a thread of this warpgroup has {count} registers",
+                   uncovered(f"setmaxnreg.{more}.sync.aligned.u32 {count};"))
+          for name, more, count in (("of_producer", "dec", PRODUCER), ("taken_back", "inc", ALL),
+                                    ("of_consumer", "inc", CONSUMER), ("given_back", "dec", ALL))),
+        function("read_16", "16 bytes of shared memory", ["ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"],
+                 made=["i32"] * 4, given=["i32"]),
+        function("write_16", "16 bytes to shared memory", ["st.shared.v4.u32 [$0], {$1, $2, $3, $4};"],
+                 given=["i32"] * 5),
+        function("read_4", "4 bytes of shared memory", ["ld.shared.u32 $0, [$1];"], made=["i32"], given=["i32"]),
+        function("write_4", "4 bytes to shared memory", ["st.shared.u32 [$0], $1;"], given=["i32"] * 2),
+        function("barrier_arrive_after", "an arrival when this number, which is not negative, is there: the assembler "
+                 "would put off what makes it",
+                 uncovered("{", ".reg .pred p;", ".reg .b32 a;", "setp.lt.f32 p, $1, 0f00000000;",
+                           "selp.b32 a, 0, $0, p;", "mbarrier.arrive.shared::cta.b64 _, [a];", "}"),
+                 given=["i32", "float"]),
+        function("bits_from", "all bits from number n on", ["{", ".reg .s32 n;", "max.s32 n, $1, 0;",
+                 "shl.b32 $0, -1, n;", "}"], made=["i32"], given=["i32"], pure=True),
+    ]  # fmt: skip
+    return found
+
+
+def copies(width: int, keys: int) -> str:
+    """Copies of 16 rows in pieces of 16 bytes, 8 lanes a row: each lane's of the rows n, 4 + n, 8 + n and 12 + n.
+
+    By one function, since the assembler would use the registers of one address again for the next, and wait for them.
+    """
+    panels = width // 64
+    lines = [
+        f"cp.async.cg.shared.global [${row % 2}+{row // 2 * 8 * PANEL + panel * keys * PANEL}], "
+        f"[${2 + row}+{panel * PANEL}], 16;"
+        for row in range(4)
+        for panel in range(panels)
+    ]
+    comment = "pieces of 4 rows to shared memory are under way: places of the first two of them, where the rows' lie"
+    return function(f"copy_rows_{width}", comment, lines, given=[*["i32"] * 2, *["i64"] * 4])
+
+
+def stores(width: int) -> list[str]:
+    """Stores of the two columns of every eight that a lane has of a row: halves in a register, or floats.
+
+    Both by one instruction, where that begins at a multiple of their size, or each `apart`.
+    """
+    pairs = width // 8
+    halves, floats = [], []
+    for n in range(pairs):
+        halves += [
+            f"mov.b32 {{x, y}}, ${n + 1};",
+            f"st.global.b16 [$0+{16 * n}], x;",
+            f"st.global.b16 [$0+{16 * n + 2}], y;",
+        ]
+        floats += [f"st.global.f32 [$0+{32 * n + 4 * i}], ${2 * n + i + 1};" for i in range(2)]
+    at = "at an address and at every 8 columns behind it"
+    return [
+        function(f"store_halves_{width}", f"pairs of halves {at}",
+                 [f"st.global.b32 [$0+{16 * n}], ${n + 1};" for n in range(pairs)], given=["i64", *["i32"] * pairs]),
+        function(f"store_halves_apart_{width}", "the same, one half at a time",
+                 ["{", ".reg .b16 x, y;", *halves, "}"], given=["i64", *["i32"] * pairs]),
+        function(f"store_floats_{width}", f"pairs of floats {at}",
+                 [f"st.global.v2.f32 [$0+{32 * n}], {{${2 * n + 1}, ${2 * n + 2}}};" for n in range(pairs)],
+                 given=["i64", *["float"] * 2 * pairs]),
+        function(f"store_floats_apart_{width}", "the same, one float at a time", floats,
+                 given=["i64", *["float"] * 2 * pairs]),
+    ]  # fmt: skip
+
+
+def text() -> str:
+    """The whole file."""
+    products = [make(half, *shape) for half in HALVES for shape in SHAPES for make in (scores, values)]
+    results = [each for width, _ in SHAPES for each in stores(width)]
+    batches = [copies(width, keys) for width, keys in SHAPES if width % 64 == 0]
+    return "\n".join([HEAD, *others(), *waits(), *batches, *products, *results])
+
+
+if __name__ == "__main__":
+    print(text(), end="")

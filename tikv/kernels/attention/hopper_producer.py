@@ -1,0 +1,159 @@
+"""The producer of `hopper`: K and V of a task, tile by tile, into shared memory."""
+
+from tikv.kernels.attention.addresses import make_locate, make_slot_offsets
+from tikv.kernels.attention.hopper_tiles import (
+    FAR,
+    KEYS_OF,
+    PIECE,
+    B,
+    R,
+    instructions,
+    make_is_whole,
+    make_tile_at,
+    memory_of,
+    place_of,
+)
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.tensor_instructions import INFINITE
+from tikv.kernels.lanes import ALL
+from tikv.runtime import ti
+
+
+def make_produce(c):
+    """produce(thread, shared, barriers, seen, ...): copy the tiles of a task; by all threads of the first warpgroup.
+
+    A lane of a warp looks up the row of one key, and all of them copy the rows of the warp's keys, in pieces.
+    """
+    ext = instructions()
+    keys, memory = KEYS_OF[c.width], memory_of(c.width)
+    OWN = keys // 4  # keys of a warp
+    tile_at, is_whole, locate = make_tile_at(c), make_is_whole(c), make_locate(c)
+    k_offset, v_offset, _ = make_slot_offsets(c)
+    copy_rows, clean = make_copy_rows(c), make_clean(c)
+    STAGES = memory.stages
+
+    @ti.func
+    def produce(thread, shared, barriers, seen, visible, task, table: ti.template(), strides, params):
+        lane, warp = thread % 32, thread // 32
+        k, v = ti.u64(0), ti.u64(0)
+        ext.address_k(k)
+        ext.address_v(v)
+        k += ti.cast(task[T.k_first], ti.u64) * ti.u64(8)
+        v += ti.cast(task[T.v_first], ti.u64) * ti.u64(8)
+        before, slot, coming = -1, -1, -1  # slots of a lane's key of three tiles: the next is looked up ahead
+        tiles, stage, phase = seen[R.tiles], 0, 1
+        # Keys of a tile, then values of the tile before, as they are asked for; first and last of tiles there are none.
+        for n in range(ti.select(tiles > 0, 2 * tiles + 4, 0)):
+            of_v, round = n & 1, n >> 1
+            if of_v == 0:
+                before, slot = slot, coming
+            tile = round - 1 - of_v
+            if tile >= 0 and tile < tiles:
+                row, at, parity = slot, stage, phase
+                if of_v != 0:
+                    row, at, parity = before, (STAGES if stage == 0 else stage) - 1, phase ^ (1 if stage == 0 else 0)
+                offset = ti.select(of_v != 0, v_offset(row, strides), k_offset(row, strides))
+                offset = ti.select(row < 0, -1, offset)
+                barrier = barriers + ti.cast(of_v * B.v_there + at * 8, ti.u32)
+                done, of_phase = barrier + ti.u32(B.k_done), ti.cast(parity, ti.u32)
+                ext.barrier_wait(done, of_phase)
+                to = shared + ti.cast(memory.k + (of_v * STAGES + at) * memory.tile, ti.u32)
+                there = ti.cast(ti.simt.warp.ballot(ti.cast(row >= 0, ti.i32)), ti.u32)
+                copy_rows(lane, warp, to, ti.select(of_v != 0, v, k), offset, there)
+                if of_v == 0 and lane == 0:
+                    note = barriers + ti.cast(B.exists + at * 16 + warp * 4, ti.u32)
+                    ext.write_4(note, there)
+                    ext.barrier_arrive(barrier)
+                cleans = 0
+                if ti.static(c.masked):
+                    cleans = of_v * (1 - is_whole(tile_at(tile, seen), seen))
+                if cleans != 0:
+                    ext.copies_wait()
+                    clean(lane, warp, to, barriers)
+                    ext.for_products()
+                    ext.barrier_arrive(barrier)
+                else:
+                    ext.copies_arrive(barrier)
+            if of_v == 0:  # behind the copies, whose time is that of looking up
+                index, coming = tile_at(round, seen) + warp * OWN + lane, -1
+                if ti.static(OWN < 32):
+                    index = ti.select(lane < OWN, index, FAR)
+                if index < seen[R.end] and round < tiles:
+                    coming = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+            elif round > 0:
+                stage += 1
+                if stage == STAGES:
+                    stage, phase = 0, phase ^ 1
+
+    return produce
+
+
+def make_copy_rows(c):
+    """copy_rows(lane, warp, to, base, row, there): a warp's rows of a tile are under way; a lane knows one's begin."""
+    ext = instructions()
+    keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
+    OWN = keys // 4
+    QUICK = c.width % 64 == 0
+    copy = getattr(ext, f"copy_rows_{c.width}") if QUICK else None
+
+    @ti.func
+    def copy_rows(lane, warp, to, base, row, there):
+        some_missing = ti.cast(there != ti.u32((1 << OWN) - 1), ti.i32)
+        if ti.static(QUICK):
+            if some_missing == 0:
+                first, piece = lane >> 3, lane & 7
+                column = base + ti.cast(piece * PIECE, ti.u64)
+                for batch in ti.static(range(OWN // 16)):
+                    places = [to + place_of(warp * OWN + 16 * batch, first + 4 * i, piece, keys) for i in range(2)]
+                    addresses = [ti.u64(0) for _ in range(4)]
+                    for i in ti.static(range(4)):
+                        source = first + ti.static(16 * batch + 4 * i)
+                        words = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, source)
+                        addresses[i] = column + ti.cast(words, ti.u64) * ti.u64(8)
+                    copy(*places, *addresses)
+        if ti.static(not QUICK) or some_missing != 0:
+            for j in range(ti.static(OWN * pieces // 32)):
+                number = j * 32 + lane
+                key, piece = number // pieces, number % pieces
+                words = ti.simt.warp.shfl_sync_i32(ti.u32(ALL), row, key)
+                at = to + place_of(warp * OWN, key, piece, keys)
+                address = base + ti.cast(ti.max(words, 0), ti.u64) * ti.u64(8) + ti.cast(piece * PIECE, ti.u64)
+                size = ti.select(words < 0, ti.u32(0), ti.u32(PIECE))
+                ext.copy_16(at, address, size)
+
+    return copy_rows
+
+
+def make_clean(c):
+    """clean(lane, warp, v, barriers): infinities and NaNs in a thread's pieces of V become zeros, which is noted.
+
+    Where a row does not see them, its weight is nothing, and nothing times them would be NaN.
+    """
+    ext = instructions()
+    keys, pieces = KEYS_OF[c.width], c.width * 2 // PIECE
+    OWN = keys // 4
+    infinite = INFINITE[c.cache]
+
+    @ti.func
+    def clean(lane, warp, v, barriers):
+        found = ti.u32(0)
+        for j in range(OWN * pieces // 32):
+            number = j * 32 + lane
+            place = v + place_of(warp * OWN, number // pieces, number % pieces, keys)
+            y = [ti.u32(0) for _ in range(4)]
+            ext.read_16(*y, place)
+            bad = ti.u32(0)
+            for e in ti.static(range(4)):
+                low = ti.select((y[e] & ti.u32(infinite)) == ti.u32(infinite), ti.u32(0xFFFF), ti.u32(0))
+                high = ti.select((y[e] & ti.u32(infinite << 16)) == ti.u32(infinite << 16), ti.u32(0xFFFF0000),
+                                 ti.u32(0))  # fmt: skip
+                bad = bad | low | high
+                y[e] = y[e] & ~(low | high)
+            if bad != ti.u32(0):
+                ext.write_16(place, *y)
+            found = found | bad
+        if found != ti.u32(0):
+            note, yes = barriers + ti.u32(B.spoiled), ti.u32(1)
+            ext.write_4(note, yes)
+
+    return clean

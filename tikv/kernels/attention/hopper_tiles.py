@@ -1,0 +1,149 @@
+"""What producer and consumers of `hopper` share: the tiles of a task, and where they lie in shared memory."""
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+from tikv.kernels.attention import hopper_ir
+from tikv.kernels.attention.parameters import P
+from tikv.kernels.attention.task import T
+from tikv.kernels.attention.visible import V, make_query_bounds
+from tikv.runtime import engine_in_use, ti
+
+BITCODE = pathlib.Path(__file__).with_name("hopper.bc")  # see `hopper_ir`
+GROUP = 128  # threads of a warpgroup
+ROWS = hopper_ir.QUERY_ROWS  # query rows of a task
+KEYS_OF = dict(hopper_ir.SHAPES)  # of a tile, by the width of the heads
+STAGES_OF = {64: 3, 96: 3, 128: 3, 256: 2}  # tiles of K, and of V, that lie in shared memory
+PIECE = 16  # bytes that are copied at a time, at a multiple of which every row begins
+PANEL_ROW = hopper_ir.PANEL
+FAR = 1 << 30  # beyond every index of a key
+MOST_STAGES = max(STAGES_OF.values())
+
+
+class Warpgroups(NamedTuple):
+    """How the work is shared out; the same for all, so far."""
+
+    rows: int = ROWS
+    resident: int = 1  # blocks that a multiprocessor holds at once
+    filling: int = 1
+    paired: bool = True  # whether two columns of the result begin at a multiple of their size
+
+
+class Range(NamedTuple):
+    """Entries of what `make_range` returns: the tiles of a task, and the keys that all of its rows see."""
+
+    tiles: int = 0
+    end: int = 1  # behind the last key, by index
+    low: int = 2  # every row sees the task's keys above it
+    high: int = 3  # up to this one
+    fixed: int = 4  # tiles that begin at sinks; one follows the other from the task's first key on
+    first: int = 5  # key of the first of them
+    resume: int = 6  # first key of the tile behind them
+
+
+R = Range()
+
+
+@functools.cache
+def instructions():
+    """The functions of `hopper_ir`, to be called in kernels."""
+    return engine_in_use().bitcode(str(BITCODE))
+
+
+def panels(width: int) -> int:
+    """Panels of 64 columns that a row takes in shared memory."""
+    return -(-width // 64)
+
+
+class Barriers(NamedTuple):
+    """Where they lie, from the first on; of each there is one a stage. Then what the producer notes of tiles."""
+
+    k_there: int = 0
+    v_there: int = 8 * MOST_STAGES
+    k_done: int = 16 * MOST_STAGES
+    v_done: int = 24 * MOST_STAGES
+    exists: int = 32 * MOST_STAGES  # a bit a key of a tile: whether it is one of the task's, in a page that exists
+    spoiled: int = 48 * MOST_STAGES  # whether infinities or NaNs were taken out of V, of any tile
+    nbytes: int = 48 * MOST_STAGES + 16
+
+
+B = Barriers()
+
+
+class Memory(NamedTuple):
+    """Where things lie in shared memory, in bytes from a multiple of 1,024 on."""
+
+    k: int
+    v: int
+    tile: int  # bytes of a tile of K, or of V
+    stages: int  # tiles of each
+    barriers: int
+    nbytes: int
+
+
+def memory_of(width: int) -> Memory:
+    """The `Memory` of heads of this width: queries first."""
+    k = panels(width) * ROWS * PANEL_ROW
+    tile, stages = panels(width) * KEYS_OF[width] * PANEL_ROW, STAGES_OF[width]
+    barriers = k + 2 * stages * tile
+    return Memory(k, k + stages * tile, tile, stages, barriers, barriers + B.nbytes + 1024)
+
+
+def make_range(c):
+    """find_range(row, visible, task, params) -> the vector `Range` of the task's rows, of which `row` is the first."""
+    query_bounds = make_query_bounds(c)
+    keys = KEYS_OF[c.width]
+
+    @ti.func
+    def find_range(row, visible, task, params):
+        begin, end, low, high, fixed = task[T.begin], task[T.end], -FAR, FAR, 0
+        resume = begin
+        if ti.static(c.masked):
+            rows = params[P.queries] * c.group
+            first = query_bounds(ti.min(row, rows - 1) // c.group, visible, params)
+            last = query_bounds((ti.min(row + ROWS, rows) - 1) // c.group, visible, params)
+            low, high, newest = last[0], first[1], last[1]
+            if ti.static(c.sinks):
+                low, newest = ti.max(low, first[2] - 1), ti.max(newest, last[3])
+            end = ti.min(end, newest + 1)
+            if ti.static(c.sinks):
+                fixed = ti.max(ti.min(visible[V.sinks], end) - begin + (keys - 1), 0) // keys
+                resume = begin + fixed * keys
+            resume = ti.max(resume, first[0] + 1)
+        tiles = fixed + ti.max(end - resume + (keys - 1), 0) // keys
+        return ti.Vector([tiles, end, low, high, fixed, begin, resume])
+
+    return find_range
+
+
+def make_tile_at(c):
+    """tile_at(n, seen) -> the index of the first key of a task's tile n."""
+    keys = KEYS_OF[c.width]
+
+    @ti.func
+    def tile_at(n, seen):
+        at = seen[R.resume] + (n - seen[R.fixed]) * keys
+        if ti.static(c.sinks and c.masked):
+            at = ti.select(n < seen[R.fixed], seen[R.first] + n * keys, at)
+        return at
+
+    return tile_at
+
+
+def make_is_whole(c):
+    """is_whole(at, seen) -> 1 if every row of a task sees all keys, of the task's, of the tile from index `at` on."""
+    keys = KEYS_OF[c.width]
+
+    @ti.func
+    def is_whole(at, seen):
+        return ti.cast(at > seen[R.low], ti.i32) * ti.cast(at + (keys - 1) <= seen[R.high], ti.i32)
+
+    return is_whole
+
+
+@ti.func
+def place_of(eights, row, piece, rows):
+    """Where a piece of a row lies in panels of so many rows; the row is this one of those from a multiple of 8 on."""
+    place = (piece >> 3) * (rows * PANEL_ROW) + (eights + row) * PANEL_ROW + (((piece & 7) ^ (row & 7)) << 4)
+    return ti.cast(place, ti.u32)

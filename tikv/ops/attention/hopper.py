@@ -1,0 +1,56 @@
+"""Whether the warpgroups of compute capability 9.0 attend: prompts, by kernels that the native launcher alone takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView
+from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
+from tikv.ops.attention.tensor_cores import why_not_tensor_cores
+
+LEAST_ROWS = 128  # query rows of a KV head: fewer would leave part of a block with nothing to do
+
+
+def why_not_warpgroups(
+    live: runtime.Runtime,
+    arrays: dict[str, ArrayView],
+    query: QueryShape,
+    cache: CacheLayout,
+    options: AttentionOptions,
+) -> str:
+    """Why they cannot attend over arrays of this form; empty where they serve."""
+    if reason := launch.why_no_warpgroups(live) or why_not_tensor_cores(live, arrays, cache):
+        return reason
+    from tikv.kernels.attention import hopper
+    from tikv.kernels.attention.tensor_instructions import HALVES
+
+    if cache.k.kept not in HALVES:
+        return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
+    if cache.width != cache.width_v or cache.width not in hopper.KEYS_OF:
+        return f"heads are {cache.width} and {cache.width_v} wide"
+    rows = query.queries * (query.heads // cache.heads)
+    if query.queries == 1 or rows < LEAST_ROWS:
+        return f"a KV head has {rows} query rows"
+    q = arrays["q"]
+    if any(n % hopper.PIECE for n in (q.ptr or 0, q.offset, *(n * q.dtype.itemsize for n in query.strides))):
+        return f"not every row of q begins at a multiple of {hopper.PIECE} bytes"
+    if options.scale is not None and not 0 < options.scale < math.inf:
+        return f"scores are scaled by {options.scale}"
+    return ""
+
+
+def choose_warpgroups(
+    live: runtime.Runtime,
+    arrays: dict[str, ArrayView],
+    query: QueryShape,
+    cache: CacheLayout,
+    options: AttentionOptions,
+) -> Any:
+    """How their work is shared out, `Warpgroups`; None where other kernels serve."""
+    if why_not_warpgroups(live, arrays, query, cache, options):
+        return None
+    from tikv.kernels.attention import hopper
+
+    return hopper.Warpgroups()
