@@ -38,8 +38,8 @@ def test_torch_serves_where_it_is_faster(device, dtype, queries, tile, faster):
 )
 def test_a_prompt_on_cpu_is_the_same_by_either(arch, rng, monkeypatch, queries, dtype, served):
     calls = []
-    attend = plan.attend_by_torch
-    monkeypatch.setattr(plan, "attend_by_torch", lambda *arguments: (calls.append(1), attend(*arguments)))
+    attend = plan.TorchAttention.attend
+    monkeypatch.setattr(plan.TorchAttention, "attend", lambda *arguments: (calls.append(1), attend(*arguments)))
     q = rng.standard_normal((1, 4, queries, 16)).astype(dtype)
     length = max(80, queries)
     k, v = (rng.standard_normal((1, 2, length + 10, 16)).astype(dtype) for _ in "kv")

@@ -255,7 +255,7 @@ class GraphPlan(Plan):
 
     def _bind_each(self, recorded: list[_CallLaunch], given: dict[str, ArrayView]) -> _FindSetter:
         """Bind the launches one by one; returns how a setter is found."""
-        self.launches = bounds = [x.launch.kernel.bind(x.launch.iterations, *x.launch.arguments) for x in recorded]
+        self.launches = bounds = [launch.bind_again(x.launch) for x in recorded]
         uses: dict[str, list[Use]] = {name: [] for name in given}
         for bound, x in zip(bounds, recorded, strict=True):
             for i, (name, jump) in x.uses.items():

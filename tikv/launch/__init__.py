@@ -8,14 +8,16 @@ it, so each launch fills a fresh one. **public**: the engine's public call, at t
 The first that works is taken; `TIKV_LAUNCHER` or `choose_launcher` names one. Native and direct use what is inside
 Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 
-`launcher` chooses and reports; `compiled` holds kernels; `bound`, `cuda.native` and `cuda.legacy_stream` launch them;
-`vectors` names the entries of their arguments; `recorder` and `graph` are for `tikv.graphs`; `ahead` compiles kernels
-for programs without Python.
+`launcher` chooses and reports; `compilation` compiles kernels, `compiled` keeps and binds them; `bound`, `cuda.native`
+and `cuda.legacy_stream` launch them; `vectors` names the entries of their arguments; `recorder` and `graph` are for
+`tikv.graphs`; `ahead` compiles kernels for programs without Python.
 """
 
 from tikv.launch.bound import Bound as Bound
+from tikv.launch.compilation import CompiledKernel as CompiledKernel
 from tikv.launch.compiled import Kernel as Kernel
 from tikv.launch.compiled import NeedsNativeLauncher as NeedsNativeLauncher
+from tikv.launch.compiled import bind_again as bind_again
 from tikv.launch.compiled import kernel as kernel
 from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
 from tikv.launch.cuda.driver import use_stream as use_stream

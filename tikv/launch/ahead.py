@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tikv import runtime
 from tikv.errors import ArchError
-from tikv.launch.compiled import Kernel
+from tikv.launch.compilation import CompiledKernel
 
 # What Taichi 1.7.4 reports for a Mac's GPU: no float64, no float atomics.
 CAPABILITIES = (
@@ -47,7 +47,7 @@ class Ahead(NamedTuple):
     arguments: dict[str, Any]  # where the arguments lie in the first buffer, which arrays are read and written
 
 
-def save(kernels: Sequence[Kernel], folder: Path) -> None:
+def save(kernels: Sequence[CompiledKernel], folder: Path) -> None:
     """Compile kernels of the live runtime, which is on Vulkan, to SPIR-V in files of a folder: see `saved_in`.
 
     Raises:

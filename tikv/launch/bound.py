@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tikv import dtypes, extras, runtime
 from tikv.arrays import ArrayView, CudaBytes, host_bytes
 from tikv.dtypes import NUMPY_WORDS
+from tikv.launch.compilation import CompiledKernel
 from tikv.launch.vectors import fields_of, place_in, places_of
-
-if TYPE_CHECKING:
-    from tikv.launch.compiled import Kernel
 
 
 class Bound:
@@ -25,7 +23,7 @@ class Bound:
     an address is not kept alive here: the caller keeps it, for as long as launches use it.
     """
 
-    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...]) -> None:
         self.kernel = kernel
         self.iterations = iterations
         self.arguments: list[Any] = list(arguments)
@@ -89,7 +87,7 @@ class Bound:
 class KeptBound(Bound):
     """CPU: one launch context, relaunched. Arrays are given by pointer; one that holds an ndarray cannot be kept."""
 
-    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...]) -> None:
         super().__init__(kernel, iterations, arguments)
         self.context = _filled_context(self)
         self._set_array = self.context.set_arg_external_array_with_shape

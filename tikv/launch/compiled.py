@@ -6,79 +6,27 @@ program uses, bound launches and graphs hold them anyway, and one that went woul
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tikv import runtime
-from tikv.dtypes import NUMPY_WORDS
 from tikv.errors import ArchError
 from tikv.launch import launcher
 from tikv.launch.bound import Bound, FreshBound, KeptBound, PublicBound
+from tikv.launch.compilation import CompiledKernel, Factory
 from tikv.launch.cuda import driver
 from tikv.launch.cuda.legacy_stream import DirectOnCuda, PublicOnCuda
 from tikv.launch.cuda.native import Native, NativeBound, load_native
-from tikv.launch.recorder import bind_recorded
-
-Factory = Callable[..., Any]
+from tikv.launch.recorder import Recorded, bind_recorded
 
 
 class NeedsNativeLauncher(ArchError):
     """A kernel with shared memory of its launch, where the native launcher is not there or does not take it."""
 
 
-class Kernel:
-    """A compiled kernel of one runtime: a factory and its compile-time choices.
+class Kernel(CompiledKernel):
+    """A compiled kernel of one runtime, bound to arguments by the launcher of its arch."""
 
-    Arrays are flat: a kernel sees words from a view's first element on. On CPU and CUDA the first array's extent is
-    the number of iterations, which the kernel's one loop runs over; on Vulkan and Metal a vector carries it.
-    """
-
-    def __init__(self, live: runtime.Runtime, factory: Factory, choices: tuple[Any, ...]) -> None:
-        self.runtime = live
-        self.factory = factory
-        self.choices = choices
-        self.fast_math = bool(getattr(factory, "fast_math", False))
-        shared_bytes = getattr(factory, "shared_bytes", None)
-        self.shared_bytes = (
-            int(shared_bytes(*choices)) if shared_bytes else 0
-        )  # of a block; by the native launcher alone
-        with live.lock, live.compiling(self.fast_math):
-            self.function = factory(*choices)
-            self.primal = self.function._primal
-            live.own_kernels()
-            annotations = live.engine.annotations(self.primal)
-            self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
-            self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]
-            self.is_float = ["f" in str(getattr(a, "dtype", a)) for a in annotations]
-        self.traced: Any = None
-        self.compiled: Any = None
-        self.native: Native | None = None
-
-    def compile(self) -> None:
-        """Compile for the engine's launcher, in this process, unless that is done."""
-        if self.compiled is not None:
-            return
-        live = self.runtime
-        with live.lock, live.compiling(self.fast_math):
-            if self.compiled is None:
-                placeholders = [self._placeholder(i) for i in range(len(self.words))]
-                self.traced = live.engine.traced(self.primal, placeholders)
-                self.compiled = live.engine.compiled(live.program, self.traced)
-
-    def _placeholder(self, i: int) -> Any:
-        if word := self.words[i]:
-            return np.zeros(1, NUMPY_WORDS[word])
-        if self.lengths[i]:
-            return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
-        return 0.0 if self.is_float[i] else 0
-
-    @functools.cached_property
-    def name(self) -> str:
-        """A readable identity: the factory and its choices."""
-        return f"{self.factory.__name__.removeprefix('make_')}({', '.join(map(str, self.choices))})"
+    native: Native | None = None  # as the driver launches it, once it was bound so
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
         """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number.
@@ -141,3 +89,9 @@ def kernel(live: runtime.Runtime, factory: Factory, *choices: Any) -> Kernel:
                 runtime.log.info("compiling %s, once", factory.__name__)
                 found = live.kernels[key] = Kernel(live, factory, choices)
     return found
+
+
+def bind_again(recorded: Recorded) -> Bound:
+    """The launch that was recorded, bound to be done."""
+    assert isinstance(recorded.kernel, Kernel)
+    return recorded.kernel.bind(recorded.iterations, *recorded.arguments)

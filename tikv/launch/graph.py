@@ -9,7 +9,7 @@ from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView
-from tikv.launch.compiled import Kernel
+from tikv.launch.compilation import CompiledKernel
 from tikv.launch.vectors import fields_of, place_in, places_of
 
 
@@ -24,7 +24,7 @@ class TaichiGraph:
         ndarrays: one for each name, of the element type of those that runs will bring.
     """
 
-    def __init__(self, launches: Sequence[tuple[Kernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
+    def __init__(self, launches: Sequence[tuple[CompiledKernel, Sequence[Any]]], ndarrays: dict[str, Any]) -> None:
         graph, kinds = runtime.ti.graph, runtime.ti.graph.ArgKind
         arrays = {name: graph.Arg(kinds.NDARRAY, name, a.dtype, ndim=1) for name, a in ndarrays.items()}
         self._values: dict[str, Any] = dict(ndarrays)  # what the next run takes: ndarrays, numbers and vectors by name

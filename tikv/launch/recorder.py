@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tikv import runtime
 from tikv.arrays import ArrayView
 from tikv.launch.bound import Bound
+from tikv.launch.compilation import CompiledKernel
 from tikv.launch.vectors import fields_of, places_of
 from tikv.runtime.cache import BoundedCache
-
-if TYPE_CHECKING:
-    from tikv.launch.compiled import Kernel
 
 
 class Recorded(NamedTuple):
     """A launch that was recorded instead of done; it keeps the memory of its arrays alive."""
 
-    kernel: Kernel
+    kernel: CompiledKernel
     iterations: int
     arguments: tuple[Any, ...]  # vectors keep the names of their entries
 
@@ -61,7 +59,7 @@ def is_recording() -> bool:
     return _recording.launches is not None
 
 
-def bind_recorded(kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
+def bind_recorded(kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...]) -> Bound | None:
     """A bound kernel that notes its launches, if this thread records."""
     launches = _recording.launches
     return None if launches is None else RecordedBound(kernel, iterations, arguments, launches)
@@ -70,7 +68,9 @@ def bind_recorded(kernel: Kernel, iterations: int, arguments: tuple[Any, ...]) -
 class RecordedBound(Bound):
     """Under `recording`: keeps arrays and all, and notes its launches."""
 
-    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]) -> None:
+    def __init__(
+        self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...], launches: list[Recorded]
+    ) -> None:
         super().__init__(kernel, iterations, arguments)
         self.arguments = [list(v) if isinstance(v, tuple) else v for v in arguments]
         self._make: dict[int, Callable[[list[Any]], tuple[Any, ...]]] = {

@@ -315,7 +315,7 @@ def export(
             f"needs no GPU (Debian: mesa-vulkan-drivers libvulkan1)."
         ) from error
     recorded: list[tuple[dict[str, Any], launch.Recorded]] = []
-    kernels: dict[str, launch.Kernel] = {}
+    kernels: dict[str, launch.CompiledKernel] = {}
     asked = pairs(operations, names)
     for number, (name, dtype) in enumerate(asked):
         step(f"{name} {dtype}", number)
@@ -329,7 +329,7 @@ def export(
     with tempfile.TemporaryDirectory() as temporary:
         ahead.save(list(kernels.values()), Path(temporary))
         saved = dict(zip(kernels, ahead.saved_in(Path(temporary)), strict=True))
-        return _write(folder, archs, sizes, recorded, kernels, saved)
+        return _write(folder, archs, sizes, recorded, saved)
 
 
 def _write(
@@ -337,7 +337,6 @@ def _write(
     archs: Sequence[str],
     sizes: Sizes,
     recorded: Sequence[tuple[dict[str, Any], launch.Recorded]],
-    kernels: dict[str, launch.Kernel],
     saved: dict[str, ahead.Ahead],
 ) -> dict[str, Any]:
     """The files of kernels, each once, and the one that lists them."""

@@ -405,7 +405,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
     Where a maximum grows, the row's sum and accumulators fade to it.
     """
-    query_bounds, place_of, slope_of, origin = make_query_bounds(c), make_place_of(c), make_slope_of(c), make_origin(c)
+    query_bounds, place_of, slope_of, origin = make_query_bounds(), make_place_of(c), make_slope_of(c), make_origin(c)
     DV = c.width_v
 
     @ti.func

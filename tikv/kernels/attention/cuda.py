@@ -316,7 +316,7 @@ def make_logits(x, c):
     slot_of, (_, _, scale_offset) = make_slot_of(x, c), make_slot_offsets(c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
     scale_value = make_bits_to_f32(c.scale) if c.scale else None
-    query_bounds, bias, origin = make_query_bounds(c), make_bias(c), make_origin(c)
+    query_bounds, bias, origin = make_query_bounds(), make_bias(c), make_origin(c)
     place_of, index_of = make_place_of(c), make_index_of(c)
     K = x.shared_keys
     own_keys = x.keys // K

@@ -203,7 +203,7 @@ def make_weigh(c):
 
 def make_mask(c):
     """mask(at, row, lane, exists, ..., s): -infinity in the place of the scores of what a row does not see."""
-    query_bounds, bits_from = make_query_bounds(c), instructions().bits_from
+    query_bounds, bits_from = make_query_bounds(), instructions().bits_from
     keys = KEYS_OF[c.width]
     NS, PART = keys // 2, keys // 4
 
@@ -281,7 +281,7 @@ def make_add_spoiled(parts, c):
     An infinity or NaN is one in the sum whatever its weight. Each thread adds to what it has stored itself.
     """
     ext = instructions()
-    query_bounds, in_bounds, locate = make_query_bounds(c), make_in_bounds(c), make_locate(c)
+    query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
     _, v_offset, _ = make_slot_offsets(c)
     output_offsets = make_output_offsets(parts, c)
     keys, tile_at, is_whole = KEYS_OF[c.width], make_tile_at(c), make_is_whole(c)

@@ -92,7 +92,7 @@ def memory_of(width: int) -> Memory:
 
 def make_range(c):
     """find_range(row, visible, task, params) -> the vector `Range` of the task's rows, of which `row` is the first."""
-    query_bounds = make_query_bounds(c)
+    query_bounds = make_query_bounds()
     keys = KEYS_OF[c.width]
 
     @ti.func

@@ -52,7 +52,7 @@ def make_mass_task(rows, uid, by_slot, c):
     Of the lists of a chunk, that of V has the keys' places in `mass`, and that of V's scales their sums.
     """
     keys, row_loops, decode_task = make_key_loops(c), make_row_loops(c), make_decode_task("cpu", CHUNK, c)
-    list_chunk, add_block = make_list_chunk(keys, uid, by_slot, c), make_add_block(row_loops, rows, uid, c)
+    list_chunk, add_block = make_list_chunk(keys, uid, by_slot, c), make_add_block(row_loops, uid, c)
     query_row, bands = make_query_row(c), rows // rows_per_band(rows)
 
     @ti.func
@@ -113,9 +113,9 @@ def make_list_chunk(keys, uid, by_slot, c):
     return list_chunk
 
 
-def make_add_block(row_loops, rows, uid, c):
+def make_add_block(row_loops, uid, c):
     """add_block(first, n, ...): the weights that the query rows from `first` on give a chunk's keys, to their sums."""
-    query_bounds, lse_of_row = make_query_bounds(c), make_lse_of_row(c)
+    query_bounds, lse_of_row = make_query_bounds(), make_lse_of_row(c)
 
     # Made here: a real function belongs to the program of the kernel that calls it, and ends with it.
     @ti.real_func

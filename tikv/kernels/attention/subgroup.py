@@ -284,7 +284,7 @@ def make_group_logits(shape, kind, c):
     operations = make_group_operations(kind)
     group_max, group_dots = operations.max, make_group_dots(shape, operations.sum, c)
     logit_of, is_visible = make_logit(c), make_is_visible(c)
-    query_bounds, slope_of, bias, origin = make_query_bounds(c), make_slope_of(c), make_bias(c), make_origin(c)
+    query_bounds, slope_of, bias, origin = make_query_bounds(), make_slope_of(c), make_bias(c), make_origin(c)
     place_of, index_of = make_place_of(c), make_index_of(c)
     R = c.rows
 

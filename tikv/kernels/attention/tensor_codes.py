@@ -116,7 +116,7 @@ def make_fragments(x, c):
         clear=make_clear(4 * of_v.count * of_v.words, of_v.count, INFINITE["f16"], c),
         add_values=make_add_values(x, value, of_v, c),
         settle=make_settle(x, c),
-        column_of=make_column_of(value, of_v, c),
+        column_of=make_column_of(of_v, c),
         apart=16 if has_halves(c.cache) else 1,
     )
 
@@ -463,7 +463,7 @@ def make_settle(x, c):
     return settle
 
 
-def make_column_of(codes, piece, c):
+def make_column_of(piece, c):
     """column_of(t, lane) -> the first of the two columns of the result that a lane has in fragment t of O^T."""
     column = make_column(c.cache)
 

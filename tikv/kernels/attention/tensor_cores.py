@@ -433,7 +433,7 @@ def make_add_tile(x, f, c):
 
 def make_mask(x, c):
     """mask(at, row, lane, counts, p, ...): `MASKED` in the place of the logits of what a row does not see."""
-    query_bounds, in_bounds = make_query_bounds(c), make_in_bounds(c)
+    query_bounds, in_bounds = make_query_bounds(), make_in_bounds(c)
 
     @ti.func
     def mask(at, row, lane, counts: ti.template(), p: ti.template(), visible, params):

@@ -52,7 +52,7 @@ def make_restore(x, parts, c):
     """
     by_warp = x.shared_out == "rows"
     value_at = (tensor_halves if c.cache in HALVES else tensor_codes).make_value_at(c)
-    query_bounds, in_bounds, locate = make_query_bounds(c), make_in_bounds(c), make_locate(c)
+    query_bounds, in_bounds, locate = make_query_bounds(), make_in_bounds(c), make_locate(c)
     output_offsets = make_output_offsets(parts, c)
     load, store = make_load(c.out, 1, SIZE[c.out] * 8), make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
     threads, most, DV = 32 if by_warp else BLOCK, ROWS * x.row_tiles, c.width_v

@@ -34,7 +34,7 @@ def has_whole_tiles(c) -> bool:
 
 def make_limits(count, c):
     """limits(row, visible, task, params) -> the vector `Limits` of `count` rows, of which `row` is the first."""
-    query_bounds = make_query_bounds(c)
+    query_bounds = make_query_bounds()
 
     @ti.func
     def limits(row, visible, task, params):

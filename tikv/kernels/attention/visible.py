@@ -54,7 +54,7 @@ def make_visible_range(c):
     return visible_range
 
 
-def make_query_bounds(c):
+def make_query_bounds():
     """query_bounds(t, visible, params) -> what query t of a sequence sees, by the keys' indices, for `make_in_bounds`.
 
     (low, high, sinks, last_sink): behind the `sinks` above `low` up to `high`, and of the sinks up to `last_sink`.
@@ -71,7 +71,7 @@ def make_query_bounds(c):
 
 def make_rows_range(c):
     """rows_range(row, visible, params) -> (begin, end): the keys that a task's rows from `row` on see, by index."""
-    query_bounds = make_query_bounds(c)
+    query_bounds = make_query_bounds()
 
     @ti.func
     def rows_range(row, visible, params):
@@ -101,7 +101,7 @@ def make_in_bounds(c):
 
 def make_is_visible(c):
     """is_visible(t, index, visible, params): whether query t of a sequence sees the key at this index."""
-    query_bounds, in_bounds = make_query_bounds(c), make_in_bounds(c)
+    query_bounds, in_bounds = make_query_bounds(), make_in_bounds(c)
 
     @ti.func
     def is_visible(t, index, visible, params):

@@ -18,7 +18,7 @@ from tikv.arrays import Memory
 from tikv.dtypes import int8
 from tikv.errors import ArchError
 from tikv.launch.bound import FreshBound
-from tikv.launch.compiled import Factory, Kernel
+from tikv.launch.compilation import CompiledKernel, Factory
 from tikv.launch.cuda.compiler import receive, send
 
 IDLE_SECONDS = 60  # a child holds a CUDA context, some hundreds of megabytes of the GPU
@@ -35,7 +35,7 @@ def _launch_over_nothing(factory: Factory, choices: tuple[Any, ...]) -> None:
     A loop of constant bounds runs all the same, so arrays are memory that may be written.
     """
     live = runtime.current()
-    kernel = Kernel(live, factory, choices)
+    kernel = CompiledKernel(live, factory, choices)
     kernel.compile()
     memory = Memory(1 << 20, live)
     memory.clear()

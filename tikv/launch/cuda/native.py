@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView
 from tikv.errors import ArchError, CapacityError
 from tikv.launch.bound import Bound
+from tikv.launch.compilation import CompiledKernel
 from tikv.launch.cuda import compiler, driver, ptx
-
-if TYPE_CHECKING:
-    from tikv.launch.compiled import Kernel
 
 
 def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
@@ -64,7 +62,7 @@ class Native:
 _natives: dict[tuple[int, str], Native] = {}
 
 
-def load_native(kernel: Kernel) -> Native:
+def load_native(kernel: CompiledKernel) -> Native:
     """Compile and patch a kernel for the driver, and load it on the runtime's device; once a process.
 
     Raises:
@@ -133,7 +131,7 @@ def blocks_of(iterations: int, block: int, most: int, operation: str) -> int:
 class NativeBound(Bound):
     """CUDA by the driver: the arguments lie in a buffer here, which the driver copies when it launches."""
 
-    def __init__(self, kernel: Kernel, iterations: int, arguments: tuple[Any, ...], native: Native) -> None:
+    def __init__(self, kernel: CompiledKernel, iterations: int, arguments: tuple[Any, ...], native: Native) -> None:
         self._bytes = bytearray(native.size)
         self._anchor = (ctypes.c_char * native.size).from_buffer(self._bytes)
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._anchor))

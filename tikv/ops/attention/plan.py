@@ -30,7 +30,7 @@ from tikv.ops.attention.options import (
 from tikv.ops.attention.splits import Lengths, Shares, choose_mass_splits, choose_shares, choose_workers, most_keys
 from tikv.ops.attention.tensor_cores import choose_tile
 from tikv.ops.attention.terms import check_parents, check_terms
-from tikv.ops.attention.torch_sdpa import attend_by_torch, torch_is_faster, why_not_torch
+from tikv.ops.attention.torch_sdpa import TorchAttention, torch_is_faster, why_not_torch
 from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
@@ -102,7 +102,7 @@ class AttentionPlan(Plan):
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
         self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype)
-        self.torch_mask: Any = None  # the last one, which later calls take a part of
+        self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
         self.by_head = lens_by_head(arrays)
@@ -179,7 +179,7 @@ class AttentionPlan(Plan):
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
 
             def by_torch() -> None:
-                if not attend_by_torch(arrays, self, lengths.longest, first_valid):
+                if not self.by_torch.attend(operation, arrays, lengths.longest, first_valid):
                     self._launches(arrays, lengths, False).attend(arrays, length, first_valid, ahead, first_query)
 
             return ReadyAttention((result,), by_torch)

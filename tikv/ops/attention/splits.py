@@ -94,7 +94,7 @@ def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
 
 
 @functools.cache
-def whole_waves(tasks: int, least: int, most: int, multiprocessors: int, resident: tuple[int, ...] = RESIDENT) -> int:
+def whole_waves(tasks: int, least: int, most: int, multiprocessors: int) -> int:
     """Parts, `least` or some more, for which the last wave of blocks leaves few multiprocessors idle.
 
     It does so for any number of blocks that a multiprocessor may hold. 256 tasks in 5 parts keep 132 multiprocessors of

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tikv import extras, launch, runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType, float16, float32
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 from tikv.ops.attention.terms import NAMES
-
-if TYPE_CHECKING:
-    from tikv.ops.attention.plan import AttentionPlan
 
 BLOCK_QUERIES = 512  # of a prompt on CPU that torch attends with at once
 MOST_KEPT_BYTES = 1 << 24  # of the mask of a plan
@@ -54,68 +51,77 @@ def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dty
     return cache.tile is None
 
 
-def attend_by_torch(arrays: dict[str, ArrayView], plan: AttentionPlan, length: int, first_valid: int) -> bool:
-    """The same by torch's `scaled_dot_product_attention` over the same memory; False where its result cannot be taken.
+class TorchAttention:
+    """Attention over arrays of one form by torch's `scaled_dot_product_attention`, over the same memory."""
 
-    Torch adds minus infinity to the scores of what a query does not see and weighs its values by 0, both of which leave
-    a NaN one, and make one of infinity. So a NaN in the result of queries that see different keys proves nothing.
-    """
-    options, q = plan.options, arrays["q"]
-    torch = extras.need("torch", f"{plan.operation}: impl='torch'")
-    queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], plan.live)) for n in ("q", "k", "v", "out"))
-    if q.ndim == 3:
-        queries, to = queries[:, :, None], to[:, :, None]
-    tokens = plan.query.queries
-    causal, span = options.causal and tokens > 1, length if options.span is None else options.span
-    if causal:
-        launch.refuse_during_capture(plan.live, plan.operation, "a length on the host")
-    oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
-    if plan.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
-        # Torch takes 1.2 to 2 times as long with halves, which it widens again and again.
-        queries, k, v = queries.float(), k[:, :, oldest:length].float(), v[:, :, oldest:length].float()
-    else:
-        k, v = k[:, :, oldest:length], v[:, :, oldest:length]
-    # Keys that no query of a block sees are not read, and its mask ends at its last query.
-    block = BLOCK_QUERIES if causal and plan.live.is_cpu else tokens
-    for first in range(0, tokens, block):
-        end = min(tokens, first + block)
-        high = length - tokens + end if causal else length
-        low = max(0, first_valid, high - span - (end - first - 1 if causal else 0))
-        if low >= high:
-            to[:, :, first:end].zero_()
-            continue
-        mask = _mask(torch, plan, end - first, high - low, span, queries) if causal else None
-        found = torch.nn.functional.scaled_dot_product_attention(
-            queries[:, :, first:end],
-            k[:, :, low - oldest : high - oldest],
-            v[:, :, low - oldest : high - oldest],
-            attn_mask=mask,
-            scale=options.scale,
-            enable_gqa=True,
-        )
-        to[:, :, first:end].copy_(found)
-        if causal and found.isnan().any():
-            return False
-    return True
+    def __init__(self, live: runtime.Runtime, queries: int, options: AttentionOptions) -> None:
+        self.live = live
+        self.queries = queries  # of a sequence
+        self.options = options
+        self._kept_mask: Any = None  # the last one, which later calls take a part of
 
+    def attend(self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int) -> bool:
+        """Attend over `length` tokens, those before `first_valid` left out; False where the result cannot be taken.
 
-def _mask(torch: Any, plan: AttentionPlan, queries: int, keys: int, span: int, like: Any) -> Any:
-    """What the newest `queries` of so many keys see, each `span` tokens: 0, and minus infinity elsewhere.
+        Torch adds minus infinity to the scores of what a query does not see and weighs its values by 0, both of which
+        leave a NaN one, and make one of infinity. So a NaN in the result of queries that see different keys proves
+        nothing.
+        """
+        options, q = self.options, arrays["q"]
+        torch = extras.need("torch", f"{operation}: impl='torch'")
+        queries, k, v, to = (torch.from_dlpack(CacheArray(arrays[n], self.live)) for n in ("q", "k", "v", "out"))
+        if q.ndim == 3:
+            queries, to = queries[:, :, None], to[:, :, None]
+        tokens = self.queries
+        causal, span = options.causal and tokens > 1, length if options.span is None else options.span
+        if causal:
+            launch.refuse_during_capture(self.live, operation, "a length on the host")
+        oldest = max(0, first_valid, length - span - (tokens - 1 if causal else 0))
+        if self.live.is_cpu and tokens >= LEAST_QUERIES.get(q.dtype, tokens + 1):
+            # Torch takes 1.2 to 2 times as long with halves, which it widens again and again.
+            queries, k, v = queries.float(), k[:, :, oldest:length].float(), v[:, :, oldest:length].float()
+        else:
+            k, v = k[:, :, oldest:length], v[:, :, oldest:length]
+        # Keys that no query of a block sees are not read, and its mask ends at its last query.
+        block = BLOCK_QUERIES if causal and self.live.is_cpu else tokens
+        for first in range(0, tokens, block):
+            end = min(tokens, first + block)
+            high = length - tokens + end if causal else length
+            low = max(0, first_valid, high - span - (end - first - 1 if causal else 0))
+            if low >= high:
+                to[:, :, first:end].zero_()
+                continue
+            mask = self._mask(torch, end - first, high - low, span, queries) if causal else None
+            found = torch.nn.functional.scaled_dot_product_attention(
+                queries[:, :, first:end],
+                k[:, :, low - oldest : high - oldest],
+                v[:, :, low - oldest : high - oldest],
+                attn_mask=mask,
+                scale=options.scale,
+                enable_gqa=True,
+            )
+            to[:, :, first:end].copy_(found)
+            if causal and found.isnan().any():
+                return False
+        return True
 
-    On CPU numbers, which torch would make of a mask of bools in each call; one is kept, of whose lower right corner
-    those of fewer keys are, where no query sees the end of its span.
-    """
-    kept = plan.torch_mask
-    slides = span < keys
-    if kept is not None and not slides and kept.shape[0] >= queries and kept.shape[1] >= keys:
-        return kept[-queries:, -keys:]
-    width = keys if slides or not plan.live.is_cpu else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
-    at = torch.arange(width - queries, width, device=like.device)[:, None]
-    key = torch.arange(width, device=like.device)[None]
-    sees = (key <= at) & (key > at - span) if slides else key <= at
-    if not plan.live.is_cpu:
-        return sees
-    found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
-    if not slides and found.nbytes <= MOST_KEPT_BYTES:
-        plan.torch_mask = found
-    return found[:, -keys:]
+    def _mask(self, torch: Any, queries: int, keys: int, span: int, like: Any) -> Any:
+        """What the newest `queries` of so many keys see, each `span` tokens: 0, and minus infinity elsewhere.
+
+        On CPU numbers, which torch would make of a mask of bools in each call; one is kept, of whose lower right corner
+        those of fewer keys are, where no query sees the end of its span.
+        """
+        kept = self._kept_mask
+        slides = span < keys
+        if kept is not None and not slides and kept.shape[0] >= queries and kept.shape[1] >= keys:
+            return kept[-queries:, -keys:]
+        width = keys if slides or not self.live.is_cpu else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
+        at = torch.arange(width - queries, width, device=like.device)[:, None]
+        key = torch.arange(width, device=like.device)[None]
+        sees = (key <= at) & (key > at - span) if slides else key <= at
+        if not self.live.is_cpu:
+            return sees
+        found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
+        if not slides and found.nbytes <= MOST_KEPT_BYTES:
+            self._kept_mask = found
+        return found[:, -keys:]

@@ -1,0 +1,63 @@
+"""A kernel's source, compiled for one runtime, and what its arguments are; how it is launched is no concern of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.dtypes import NUMPY_WORDS
+
+Factory = Callable[..., Any]
+
+
+class CompiledKernel:
+    """A compiled kernel of one runtime: a factory and its compile-time choices.
+
+    Arrays are flat: a kernel sees words from a view's first element on. On CPU and CUDA the first array's extent is
+    the number of iterations, which the kernel's one loop runs over; on Vulkan and Metal a vector carries it.
+    """
+
+    def __init__(self, live: runtime.Runtime, factory: Factory, choices: tuple[Any, ...]) -> None:
+        self.runtime = live
+        self.factory = factory
+        self.choices = choices
+        self.fast_math = bool(getattr(factory, "fast_math", False))
+        shared_bytes = getattr(factory, "shared_bytes", None)  # of a block; by the native launcher alone
+        self.shared_bytes = int(shared_bytes(*choices)) if shared_bytes else 0
+        with live.lock, live.compiling(self.fast_math):
+            self.function = factory(*choices)
+            self.primal = self.function._primal
+            live.own_kernels()
+            annotations = live.engine.annotations(self.primal)
+            self.words = [str(a.dtype) if hasattr(a, "ndim") and not hasattr(a, "n") else None for a in annotations]
+            self.lengths = [int(a.n) if hasattr(a, "n") else 0 for a in annotations]
+            self.is_float = ["f" in str(getattr(a, "dtype", a)) for a in annotations]
+        self.traced: Any = None
+        self.compiled: Any = None
+
+    def compile(self) -> None:
+        """Compile for the engine's launcher, in this process, unless that is done."""
+        if self.compiled is not None:
+            return
+        live = self.runtime
+        with live.lock, live.compiling(self.fast_math):
+            if self.compiled is None:
+                placeholders = [self._placeholder(i) for i in range(len(self.words))]
+                self.traced = live.engine.traced(self.primal, placeholders)
+                self.compiled = live.engine.compiled(live.program, self.traced)
+
+    def _placeholder(self, i: int) -> Any:
+        if word := self.words[i]:
+            return np.zeros(1, NUMPY_WORDS[word])
+        if self.lengths[i]:
+            return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
+        return 0.0 if self.is_float[i] else 0
+
+    @functools.cached_property
+    def name(self) -> str:
+        """A readable identity: the factory and its choices."""
+        return f"{self.factory.__name__.removeprefix('make_')}({', '.join(map(str, self.choices))})"
