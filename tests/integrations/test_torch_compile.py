@@ -347,7 +347,10 @@ def llama(arch, one_thread):
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("options", "graphs"), [({"fullgraph": True}, [1, *19 * [2]]), ({"dynamic": False}, None)])
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [({"fullgraph": True}, [1, *19 * [2]]), pytest.param({"dynamic": False}, None, marks=pytest.mark.full)],
+)
 def test_twenty_steps_of_a_model_of_transformers(llama, options, graphs):
     """A graph of the whole model for the first length and one for all others; without dynamic shapes, of its parts."""
     model, cache, given = llama
