@@ -141,6 +141,13 @@ def test_a_wrong_argument_changes_nothing(arch, alone, make, shard):
 
 
 @pytest.mark.archs("cpu")
+def test_an_empty_cache_is_true(arch, alone):
+    store = ShardedKVCacheStore(None, shard="tokens", num_layers=1, num_kv_heads=1, head_dim=4, capacity=4)
+    assert len(store) == 0
+    assert store
+
+
+@pytest.mark.archs("cpu")
 def test_what_cannot_be_sent_is_refused(arch, alone):
     """Before the other process hears of it."""
     form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "num_blocks": 4, "block_size": 2}

@@ -665,6 +665,35 @@ def test_a_helpful_repr(arch):
     assert ", 9 tokens, up to 5/16 held, " in repr(compacted)
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("dtype", ["float32", tikv.Quant(4, 32, "tokens", 32)])
+def test_layers_of_different_lengths_are_said(arch, dtype):
+    """In the middle of a step, or where an append was left out: attention answers from what the layer holds."""
+    store = tikv.KVCacheStore(num_layers=3, num_kv_heads=1, head_dim=32, capacity=96, dtype=dtype)
+    assert ", 0/96 tokens, " in repr(store)
+    rows = np.ones((2, 5, 1, 32), np.float32)
+    for layer in (0, 1):
+        store.append(layer, *rows)
+    assert ", 0 to 5/96 tokens, by layer, " in repr(store)
+    assert [store.layer_length(i) for i in range(3)] == [5, 5, 0]
+    assert store.length == 5
+    store.append(2, *rows[:, :4])
+    assert ", 4 to 5/96 tokens, by layer, " in repr(store)
+    store.append(2, *rows[:, :1])
+    assert ", 5/96 tokens, " in repr(store)
+
+
+@pytest.mark.archs("cpu")
+def test_an_empty_store_is_true(arch):
+    """`store or make()` and `if store:` ask whether there is one, not what it holds."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4)
+    layers = tikv.ContiguousKVLayer(4, 1, 4), tikv.PagedKVLayer(2, 2, 1, 4)
+    for each in (store, *layers):
+        assert len(each) == 0
+        assert each
+    assert (store or None) is store
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -182,3 +182,112 @@ def test_a_store_of_groups_along_tokens_has_the_same_order(arch, rng):
         tikv.PositionError, match=r"64 queries, and the newest 38 .* q would fit: with layout='head_major'"
     ):
         store.attend(0, np.ones((2, 64, 2, 32), np.float32))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_pool_takes_head_major_rows(arch, rng, per_head):
+    """The same bits and the same attention, of sequences of several lengths and a row of padding."""
+    pools = [tikv.PagedKVCacheStore(**FORM, num_blocks=16, block_size=4, per_head=per_head) for _ in range(2)]
+    q, k, v = (rng.standard_normal((8, heads, WIDTH)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    seqs, starts = [pool.add() for pool in pools for _ in "ab"][:2], [0, 3, 7]
+    place = lambda *arrays: [oracle.place(np.ascontiguousarray(a), arch) for a in arrays]  # noqa: E731
+    pools[0].append(0, *place(k[:2], v[:2]), seqs)
+    pools[1].append(0, *place(k[:2].swapaxes(0, 1), v[:2].swapaxes(0, 1)), seqs, layout="head_major")
+    options = {"return_lse": True, "return_mass": True}
+    want = pools[0].extend(0, *place(q, k, v), seqs, starts, **options)
+    got = pools[1].extend(
+        0, *place(*(a.swapaxes(0, 1) for a in (q, k, v))), seqs, starts, layout="head_major", **options
+    )
+    for a, b in zip(got[:2], want[:2], strict=True):
+        oracle.assert_same_bits(a, np.ascontiguousarray(oracle.to_numpy(b).swapaxes(0, 1)))
+    oracle.assert_same_bits(got[2], oracle.to_numpy(want[2]))
+    for seq in seqs:
+        for a, b in zip(pools[1].tokens(0, seq), pools[0].tokens(0, seq), strict=True):
+            oracle.assert_same_bits(a, oracle.to_numpy(b))
+
+
+def rows_of(*shape):
+    return np.ones((*shape, WIDTH), np.float32)
+
+
+@pytest.mark.archs("cpu")
+def test_rows_in_the_other_order_name_it(arch):
+    store, of_two = (tikv.KVCacheStore(**FORM, capacity=32, batch_size=batch) for batch in (1, 2))
+    pools = [
+        tikv.PagedKVCacheStore(**FORM, num_blocks=4, block_size=4, per_head=per_head) for per_head in (False, True)
+    ]
+    seqs = [pool.add() for pool in pools]
+    other = "In the other order of axes it fits: use layout="
+    head_major, token_major = rf"{other}'head_major'\.$", rf"{other}'token_major'\.$"
+    k, q = rows_of(1, 2, 5), rows_of(1, 4, 5)
+    for call, says in (
+        (lambda: store.append(0, k, k), rf"\(k: f32\[1,2,5,16\], token_major\)\. {head_major}"),
+        (lambda: store.append(0, k[0], k[0]), rf"\(k: f32\[2,5,16\], token_major\)\. {head_major}"),
+        (lambda: store.append(0, rows_of(5, 2), k[0]), rf"\(v: f32\[2,5,16\], token_major\)\. {head_major}"),
+        (lambda: store.append(0, rows_of(5, 2), rows_of(5, 2), layout="head_major"), token_major),
+        (lambda: of_two.append(0, *[rows_of(2, 2, 5)] * 2), head_major),
+        (lambda: store.append_all(k[None], k[None]), rf"\(k: f32\[1,1,2,5,16\], token_major\)\. {head_major}"),
+        (lambda: store.extend(0, q, k, k), head_major),
+        (
+            lambda: store.append(0, *[rows_of(1, 3, 5)] * 2),
+            r"is 5 where 2 is needed \(k: f32\[1,3,5,16\], token_major\)\.$",
+        ),
+        *(
+            (lambda p=p, s=s: p.append(0, k[0], k[0], [s], [0, 5]), head_major)
+            for p, s in zip(pools, seqs, strict=True)
+        ),
+        (lambda: pools[0].append(0, *[rows_of(5, 2)] * 2, seqs[:1], [0, 5], layout="head_major"), token_major),
+        (
+            lambda: pools[0].extend(0, q[0], k[0], k[0], seqs[:1], [0, 5]),
+            r"As \(Hq, T, D\) it fits: use layout='head_major'",
+        ),
+    ):
+        with pytest.raises(tikv.ShapeError, match=says):
+            call()
+
+
+@pytest.mark.archs("cpu")
+def test_shapes_in_messages_are_as_they_were_given(arch):
+    store, pool = tikv.KVCacheStore(**FORM, capacity=32), tikv.PagedKVCacheStore(**FORM, num_blocks=4, block_size=4)
+    seq = [pool.add()]
+    for call, says in (
+        (
+            lambda q: store.extend(0, q, *[rows_of(5, 2)] * 2),
+            r"\(q: f32\[5,3,16\], \(T, Hq, D\)\)\. Use a multiple of 2\.$",
+        ),
+        (lambda q: store.attend(0, q), r"\(q: f32\[5,3,16\], \(T, Hq, D\)\)\. Use a multiple of 2\.$"),
+        (
+            lambda q: pool.extend(0, q, *[rows_of(5, 2)] * 2, seq, [0, 5]),
+            r"\(q: f32\[5,3,16\], \(T, Hq, D\)\)\. Use a mult",
+        ),
+        (
+            lambda q: store.extend(0, q[:, :2].astype(np.float64), *[rows_of(5, 2)] * 2),
+            r"q is f64\[5,2,16\]; queries are",
+        ),
+        (lambda q: store.extend(0, q[:, :2, :8], *[rows_of(5, 2)] * 2), r"head width of q is 8 .*\(q: f32\[5,2,8\]"),
+        (
+            lambda q: store.extend(0, q[:4, :2], *[rows_of(5, 2)] * 2),
+            r"tokens of q is 4 where 5 .*\(q: f32\[4,2,16\], \(T, Hq",
+        ),
+    ):
+        with pytest.raises(tikv.TikvError, match=says):
+            call(rows_of(5, 3))
+
+
+@pytest.mark.archs("cpu")
+def test_rows_of_another_dtype_say_how_to_make_the_store(arch):
+    import ml_dtypes
+
+    rows = rows_of(5, 2).astype(ml_dtypes.bfloat16)
+    form = FORM | {"dtype": "float16"}
+    stores = [
+        tikv.KVCacheStore(**form, capacity=32),
+        *(tikv.PagedKVCacheStore(**form, num_blocks=4, block_size=4, per_head=p) for p in (False, True)),
+    ]
+    calls = [lambda: stores[0].append(0, rows, rows)]
+    calls += [lambda pool=pool: pool.append(0, rows, rows, [pool.add()], [0, 5]) for pool in stores[1:]]
+    for call in calls:
+        with pytest.raises(tikv.DTypeError, match=r"[Oo]r make the store with dtype='bfloat16'\.$"):
+            call()
+    with pytest.raises(tikv.DTypeError, match=r"Append float32 or float16\.$"):
+        stores[0].append(0, *[rows_of(5, 2).astype(np.int8)] * 2)

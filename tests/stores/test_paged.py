@@ -746,7 +746,7 @@ def test_a_pool_that_is_too_small_leaves_every_sequence_as_it_was(arch, rng):
         (lambda s, k: s.append(0, k, k, [0, 2], [1, 1, 2]), tikv.ShapeError, r"cu_seqlens=\[1, 1, 2\]"),
         (lambda s, k: s.append(0, k, k, [0, 2], [0, 1, 3]), tikv.ShapeError, "at the 2 rows given"),
         (lambda s, k: s.append(0, k, k[:1], [0, 2]), tikv.ShapeError, "number of tokens of v"),
-        (lambda s, k: s.append(0, k[:, :1], k[:, :1], [0, 2]), tikv.ShapeError, "number of heads of k_pool"),
+        (lambda s, k: s.append(0, k[:, :1], k[:, :1], [0, 2]), tikv.ShapeError, "number of heads of k is 1"),
         (lambda s, k: s.append(0, k[..., :4], k, [0, 2]), tikv.ShapeError, "head width of k_pool"),
         (lambda s, k: s.append(0, k[0], k[0], [0, 2]), tikv.ShapeError, "k is f32"),
         (lambda s, k: s.append(0, k.view("float16")[..., :16], k, [0, 2]), tikv.DTypeError, "must have one dtype"),
@@ -902,12 +902,18 @@ def test_the_repr_says_what_there_is(arch, rng):
     store.append(0, k, v, [a], [0, 6])
     store.fork(a)
     assert repr(store) == (
-        "PagedKVCacheStore(2 layers x 2 heads x 16|8, float16, NHD, 2 sequences, "
+        "PagedKVCacheStore(2 layers x 2 heads x 16|8, float16, NHD, 2 sequences (2 with layers of different lengths), "
         f"2/12 blocks of 4 tokens used, 2 shared, 9.2 kB, {arch})"
     )
+    store.append(1, k, v, [a], [0, 6])
+    assert ", 2 sequences (1 with layers of different lengths), 4/12 " in repr(store)
+    store.swap_out(a)
+    assert ", 2 sequences (1 swapped out, 1 with layers of different lengths), " in repr(store)
     assert store.nbytes == 2 * 12 * 4 * HEADS * (16 + 8) * 2
     assert len(store) == 2
     small = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=16, num_blocks=1, block_size=1)
+    assert len(small) == 0
+    assert small
     assert small.add() == 0
     assert repr(small) == (
         "PagedKVCacheStore(1 layer x 1 head x 16, float16, NHD, 1 sequence, 0/1 block of 1 token used, 0 shared, "

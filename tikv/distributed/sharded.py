@@ -418,6 +418,9 @@ class ShardedKVCacheStore:
     def __len__(self) -> int:
         return self.length
 
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         return f"ShardedKVCacheStore({self._share()}: {self.local!r})"
 

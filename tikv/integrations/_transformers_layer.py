@@ -449,13 +449,18 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens, in the meaning that the installed transformers gives the argument.
 
+        What a window has let go of does not come back. A model's result must not depend on that, so where the next
+        query would see fewer tokens than its window, `crop` refuses; `activate_past_recording` keeps them from then on.
+        `KVCacheStore.trim` goes back as far as its ring holds tokens, and its queries see those that are left.
+
         Args:
             tokens_to_remove: negative: drop so many. Positive, before transformers 5.16: keep so many. 0: drop nothing
                 since 5.14, everything before.
 
         Raises:
             OptionError: a positive number, since transformers 5.16.
-            PositionError: the tokens before are no longer held, since the window has moved on. Nothing is changed.
+            PositionError: tokens that the next query sees are no longer held, since the window has moved on. Nothing is
+                changed.
         """
         target = self._cropped_to(tokens_to_remove)
         if self.store is not None:

@@ -245,7 +245,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     get_max_length = get_max_cache_shape
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`TikvLayer.crop` of all layers, or of none where one of them raises."""
+        """Drop the newest tokens of all layers, or of none where one of them raises; see `TikvLayer.crop`.
+
+        What a window has let go of does not come back: where the next query would see fewer tokens than its window,
+        that is refused, unless `activate_past_recording` kept them.
+        """
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
                 layer._cropped_to(tokens_to_remove)

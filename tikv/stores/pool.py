@@ -334,7 +334,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return self._pages.sequences.add(ids, salt_bytes(salt, operation))
 
     @locked
-    def append(self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None) -> None:
+    def append(
+        self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None, *, layout: str = "token_major"
+    ) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
 
         A step appends to every layer; blocks are taken by the first layer that needs them.
@@ -347,17 +349,18 @@ class PagedKVCacheStore(runtime.DeepCopied):
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
                 rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. None: one token each. Rows behind the last are padding.
+            layout: of k and v, "token_major", or "head_major" for (H, T, D).
 
         Raises:
             CapacityError: the pool has too few free blocks for all of it. Every sequence is as it was.
             PositionError: a sequence is none, is swapped out or is named twice.
-            ShapeError, DTypeError, StaleRuntimeError: arrays that do not fit.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: arrays or a layout that do not fit.
 
         Exactness, cost: as the class says; shared blocks that are written into are copied first, in one more launch.
         """
         operation = "PagedKVCacheStore.append"
         rows = view(k, "k", operation), view(v, "v", operation)
-        self._appends.append(operation, self._layer(layer, operation), rows, seqs, cu_seqlens)
+        self._appends.append(operation, self._layer(layer, operation), rows, seqs, cu_seqlens, layout)
 
     @locked
     def write_qkv(
@@ -466,6 +469,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         seqs: Sequence[int],
         cu_seqlens: Any = None,
         *,
+        layout: str = "token_major",
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -483,15 +487,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
             layer: its index.
             q: (T, Hq, D) the queries of the new tokens, float32, float16 or bfloat16; num_kv_heads divides Hq.
             k, v, seqs, cu_seqlens: as in `append`.
+            layout: of q, k, v and what is returned, "token_major", or "head_major" for (Hq, T, D) and (H, T, D).
             scale, window, softcap, sink_logits, alibi_slopes: as in `attend`; slopes of each of ``seqs``, or of all.
             mask, parents: as in `tikv.paged_decode_attention`, where the new tokens of each sequence are a tree: as
                 many of each, at most 256, without padding.
-            return_lse: also return the log-sum-exp of the scores, float32 (T, Hq).
+            return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
             return_mass, mass_queries: as in `attend`; the last queries of each sequence.
 
         Returns:
-            A new array of q's kind and dtype, (T, Hq, D_v); with ``return_lse`` also lse, and with ``return_mass`` the
-            mass. Padding gives 0 and -inf.
+            A new array of q's kind and dtype, (T, Hq, D_v) or in the layout given; with ``return_lse`` also lse, and
+            with ``return_mass`` the mass. Padding gives 0 and -inf.
 
         Raises:
             As `append` and `attend`. Nothing is written, and every sequence is as it was.
@@ -510,7 +515,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.extend"
         request = AttendRequest(
-            scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
+            layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
         layer = self._layer(layer, operation)
@@ -854,19 +859,27 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return self.draw()
 
     def __len__(self) -> int:
-        """How many sequences there are; so an empty store is false: ask ``store is not None`` whether there is one."""
+        """How many sequences there are."""
         return len(self._pages.sequences.states)
+
+    def __bool__(self) -> bool:
+        """True, also of a store without sequences: ``store or make()`` keeps it."""
+        return True
 
     @locked
     def __repr__(self) -> str:
         used = self.num_blocks - self.num_free_blocks
-        swapped = sum(state.swapped is not None for state in self._pages.sequences.states.values())
-        gone = f" ({swapped} swapped out)" if swapped else ""
+        states = self._pages.sequences.states.values()
+        swapped = sum(state.swapped is not None for state in states)
+        uneven = sum(len({state.came(layer) for layer in range(self.num_layers)}) > 1 for state in states)
+        said = ((swapped, "swapped out"), (uneven, "with layers of different lengths"))
+        notes = ", ".join(f"{number} {what}" for number, what in said if number)
+        notes = f" ({notes})" if notes else ""
         return (
             f"PagedKVCacheStore({counted(self.num_layers, 'layer')} x {counted(self.num_kv_heads, 'head')} x "
             f"{self.form.rows.width}, "
             f"{self.form.rows.name}, {self.layout}{', per head' * self.form.per_head}, {counted(len(self), 'sequence')}"
-            f"{gone}, {used}/{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} used, "
+            f"{notes}, {used}/{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} used, "
             f"{self.num_shared_blocks} shared, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

@@ -148,7 +148,10 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead."""
+        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead.
+
+        `layer_length` is that of one layer; where they differ the repr says so.
+        """
         return max(layer.end for layer in self._storage.counts)
 
     @property
@@ -417,8 +420,9 @@ class KVCacheStore(runtime.DeepCopied):
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
-        Append the tokens first; of one query that is all. Several queries are those of a prompt: in a sliding layer its
-        last tokens may have overwritten what its first queries see. `extend` is for that.
+        Append the tokens first; of one query that is all. It is this layer's own tokens that count, `layer_length`: one
+        that an append left out has fewer than others, which the repr of the store shows. Several queries are those of a
+        prompt: in a sliding layer its last tokens may have overwritten what its first see. `extend` is for that.
 
         Args:
             layer: its index.
@@ -588,9 +592,10 @@ class KVCacheStore(runtime.DeepCopied):
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer.
 
-        A ring that has wrapped gives back as many tokens as it still holds; the older ones are overwritten and do not
-        return, so afterwards it holds fewer than its window until it is filled again. Tokens that `compact` dropped
-        count too: a store goes back no further than to the newest of them.
+        What a window has let go of does not come back. A ring that has wrapped gives back as many tokens as it still
+        holds, and until it is full again queries see fewer tokens than their window: those that are left. A model that
+        must not see fewer restores a `snapshot` instead, or uses `TikvCache`, whose ``crop`` refuses to go back so far.
+        Tokens that `compact` dropped count too: a store goes back no further than to the newest of them.
 
         Raises:
             PositionError: more than `length`, or further back than a ring still holds or a compaction left whole.
@@ -837,19 +842,31 @@ class KVCacheStore(runtime.DeepCopied):
         return picture.slots(repr(self), rows)
 
     def __len__(self) -> int:
-        """`length`; so an empty store is false: ask ``store is not None`` whether there is one."""
+        """`length`."""
         return self.length
+
+    def __bool__(self) -> bool:
+        """True, also of an empty store: ``store or make()`` keeps it."""
+        return True
+
+    def _tokens_in_words(self) -> str:
+        """How many tokens there are, for a `repr`: by layer, where layers differ."""
+        counts = self._storage.counts
+        lengths = sorted({layer.end for layer in counts})
+        found = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+        if any(layer.history is not None for layer in counts):
+            most = max(layer.most_held for layer in counts)
+            words = f"{found} token{'s' * (found != '1')}, up to {most}/{self.capacity} held"
+        else:
+            words = f"{found}/{counted(self.capacity, 'token')}"
+        return words + ", by layer" * (len(lengths) > 1)
 
     @locked
     def __repr__(self) -> str:
         storage, form = self._storage, self._form
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
-        tokens = f"{self.length}/{counted(self.capacity, 'token')}"
-        if any(layer.history is not None for layer in storage.counts):
-            most = max(layer.most_held for layer in storage.counts)
-            tokens = f"{counted(self.length, 'token')}, up to {most}/{self.capacity} held"
         return (
             f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
-            f"{storage.rows.width}, {storage.described(form)}, {tokens}, {size_in_words(self.nbytes)}, "
-            f"{self.runtime.arch})"
+            f"{storage.rows.width}, {storage.described(form)}, {self._tokens_in_words()}, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

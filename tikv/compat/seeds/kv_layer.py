@@ -71,6 +71,10 @@ class KVLayer(runtime.DeepCopied):
         """Tokens there are, as `set_len` said last; no write changes it."""
         return self._len
 
+    def __bool__(self) -> bool:
+        """True, also of an empty layer."""
+        return True
+
     @locked
     def set_len(self, n: int) -> None:
         """Say how many tokens there are: after a write, or to drop the newest.

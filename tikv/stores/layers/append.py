@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tikv import launch
+from tikv import dtypes, launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
 from tikv.errors import DTypeError
 from tikv.ops import checks
@@ -21,6 +21,7 @@ from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.layers.queries import check_heads
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -466,9 +467,10 @@ class Appends:
         checks.same_dtype(k, v, "k", "v", operation)
         allowed = memory.rows.appended
         if k.dtype.name not in allowed:
+            store = f", or make the store with dtype={k.dtype.name!r}" if k.dtype in dtypes.FLOATS else ""
             raise DTypeError(
                 f"{operation}: cannot append {k.dtype.name} to a {memory.rows.name} store (k: {describe(k)}). Append "
-                f"{' or '.join(allowed)}."
+                f"{' or '.join(allowed)}{store}."
             )
         rows = []
         for name, a in named:
@@ -477,13 +479,11 @@ class Appends:
         tokens = rows[0].shape[1 + token_axis]
         for (name, whole), a, width in zip(named, rows, memory.rows.widths, strict=True):
             detail = f"{name}: {describe(whole)}, {layout}"
-            for axis, wanted, what in (
-                (0, len(layers), "number of layers"),
-                (1, memory.batch_size, "batch"),
-                (1 + head_axis, memory.num_kv_heads, "number of heads"),
-                (4, width, "head width"),
-            ):
+            for axis, wanted, what in ((0, len(layers), "number of layers"), (1, memory.batch_size, "batch")):
                 checks.extent(a.shape[axis], wanted, f"the {what} of {name}", operation, detail)
+            heads, count = a.shape[1 + head_axis], a.shape[1 + token_axis]
+            check_heads(operation, name, heads, count, memory.num_kv_heads, detail, layout)
+            checks.extent(a.shape[4], width, f"the head width of {name}", operation, detail)
             of_k = f"k: {describe(k)}"
             checks.extent(a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, of_k)
         refuse_shared(operation, layers, (k, v))

@@ -105,6 +105,11 @@ def heads_first(a: ArrayView, axes: str) -> ArrayView:
     return a.restrided(shape + given[rest:], strides + a.strides[rest:])
 
 
+def rows_first(a: ArrayView, layout: str) -> ArrayView:
+    """An array (T, heads, ...) of either layout as (T, heads, ...)."""
+    return a if layout == "token_major" else a.transposed(1, 0, *range(2, a.ndim))
+
+
 def with_tokens(a: ArrayView, ndim: int) -> ArrayView:
     """An array of so many axes, (batch, heads, tokens, ...), which a single query may have come without."""
     if a.ndim == ndim:
@@ -115,6 +120,19 @@ def with_tokens(a: ArrayView, ndim: int) -> ArrayView:
 def named(axes: str) -> str:
     """Axes in a message: `(batch, T, Hq, D)`."""
     return f"({', '.join(WORDS[axis] for axis in axes)}, D)"
+
+
+def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int, detail: str, layout: str) -> None:
+    """New rows have so many heads.
+
+    Raises:
+        ShapeError: they have others; it names the other layout, if they have so many tokens.
+    """
+    if heads != wanted:
+        remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}." if tokens == wanted else ""
+        raise ShapeError(
+            f"{operation}: the number of heads of {name} is {heads} where {wanted} is needed ({detail}).{remedy}"
+        )
 
 
 def attend_queries(
@@ -187,6 +205,19 @@ def extend_queries(
     detail = f"q: {describe(q)}, {named(axes)}"
     checks.extent(found.tokens, tokens, "the number of tokens of q", operation, detail)
     return found
+
+
+def rows_of_queries(
+    operation: str, q: ArrayView, layout: str, num_kv_heads: int, width: int, live: runtime.Runtime
+) -> ArrayView:
+    """Queries (T, Hq, D) of several sequences, or head-major (Hq, T, D), as (T, Hq, D).
+
+    Raises:
+        ShapeError, DTypeError, ArchError, OptionError: they are others.
+    """
+    axes = AXES[checks.option(layout, "layout", operation, checks.LAYOUTS)][1:]
+    _check(operation, q, axes, layout, (0, num_kv_heads, width), live, named(axes))
+    return rows_first(q, layout)
 
 
 def _check(

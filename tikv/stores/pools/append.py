@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, new_array, view
+from tikv.arrays import ArrayView, describe, new_array, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.indices import host_integers
@@ -17,6 +17,7 @@ from tikv.ops.plan import Call
 from tikv.ops.write_qkv import fused_call
 from tikv.runtime import Runtime
 from tikv.runtime.cache import BoundedCache
+from tikv.stores.layers.queries import check_heads, rows_first
 from tikv.stores.pools.form import PoolForm
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import AppendStep
@@ -32,17 +33,18 @@ class PageAppends:
         self.pages = pages
         self._writes: BoundedCache[Any, RowWrite] = BoundedCache()
 
-    def append(self, operation: str, layer: int, rows: Arrays, seqs: Any, cu_seqlens: Any) -> AppendStep:
-        """Append views of K and V (T, H, D) to one layer; where the tokens went. `PagedKVCacheStore.append`."""
-        pages, (k, v) = self.pages, rows
+    def append(self, operation: str, layer: int, given: Arrays, seqs: Any, cu_seqlens: Any, layout: str) -> AppendStep:
+        """Append views of K and V to one layer; where the tokens went. `PagedKVCacheStore.append`."""
+        pages = self.pages
         pools, scales = pages.pools.layers[layer], pages.pools.scales[layer]
-        key = (layer, k.key, v.key)
+        key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in given])
         write = self._writes.get(key)
         if write is None:
-            checks.rank(k, (3,), "k", "(T, H, D)", operation)
-            kind = HeadWrite if pages.form.per_head else RowWrite
-            write = self._writes.keep(key, kind(pages.runtime, operation, pages.form, rows, pools, scales))
-        step = self._begin(operation, layer, seqs, cu_seqlens, k.shape[0])
+            _check_rows(operation, pages.form, given, layout)
+        rows = [rows_first(a, layout) for a in given]
+        if write is None:
+            write = self._writes.keep(key, self._write(operation, rows, pools, scales))
+        step = self._begin(operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with pages.changing(step) as change:
             calls = write.calls(rows, pools, scales, pages.tables.slots(step, write.ordered))
             change.copy_shared(calls[0].prepare)
@@ -50,6 +52,22 @@ class PageAppends:
                 call.run()
         pages.sequences.commit(layer, step)
         return step
+
+    def _write(self, operation: str, rows: Arrays, pools: Arrays, scales: Scales) -> RowWrite:
+        """The write of new rows of one form.
+
+        Raises:
+            ShapeError, DTypeError: they do not fit the pools; of a dtype that another store takes it says so.
+        """
+        pages, own = self.pages, rows[0].dtype
+        try:
+            return (HeadWrite if pages.form.per_head else RowWrite)(
+                pages.runtime, operation, pages.form, rows, pools, scales
+            )
+        except DTypeError as error:
+            if own is not rows[1].dtype or own not in dtypes.FLOATS:
+                raise
+            raise DTypeError(f"{error} Or make the store with dtype={own.name!r}.") from None
 
     def write_qkv(self, operation: str, layer: int, qkv: Any, seqs: Any, cu_seqlens: Any, **options: Any) -> Any:
         """Split, norm, rotate and append fused rows; the queries. `PagedKVCacheStore.write_qkv`."""
@@ -78,6 +96,28 @@ class PageAppends:
         ids = pages.ids(seqs, operation)
         bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
         return pages.sequences.begin(operation, layer, ids, bounds, rows)
+
+
+def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
+    """New rows have the axes of the layout, without one of sequences.
+
+    Raises:
+        ShapeError: they have others.
+    """
+    checks.rank(rows, (3,), name, "(T, H, D)" if layout == "token_major" else "(H, T, D)", operation)
+
+
+def _check_rows(operation: str, form: PoolForm, given: Arrays, layout: str) -> None:
+    """New K and V have the axes of the layout, and the heads of the store.
+
+    Raises:
+        ShapeError, OptionError: they have not; or there is no such layout.
+    """
+    checks.option(layout, "layout", operation, checks.LAYOUTS)
+    for name, a in zip("kv", given, strict=True):
+        check_rank(operation, name, a, layout)
+        tokens, heads = rows_first(a, layout).shape[:2]
+        check_heads(operation, name, heads, tokens, form.num_kv_heads, f"{name}: {describe(a)}, {layout}", layout)
 
 
 class RowWrite:
@@ -118,8 +158,6 @@ class HeadWrite(RowWrite):
         self, live: Runtime, operation: str, form: PoolForm, rows: Arrays, pools: Arrays, scales: Scales
     ) -> None:
         tokens, heads = paged.rows_shape(rows[0], rows[1], operation)
-        detail = f"rows of {heads} heads, a store of {form.num_kv_heads}"
-        checks.extent(heads, form.num_kv_heads, "the number of heads", operation, detail)
         self.heads = heads
         self.together = all(a.strides[0] == heads * a.strides[1] for a in rows)
         index = new_array((tokens * heads,), dtypes.int32, live)

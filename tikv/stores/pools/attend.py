@@ -14,8 +14,8 @@ from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.stores.layers.attend import attend_in_order, last_queries, results_of
-from tikv.stores.layers.queries import attend_queries
-from tikv.stores.pools.append import PageAppends
+from tikv.stores.layers.queries import AXES, attend_queries
+from tikv.stores.pools.append import PageAppends, check_rank
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.ragged import RaggedAttention, even_starts
 
@@ -73,14 +73,14 @@ def extend(
     if tree_of(terms) and cu_seqlens is not None:
         cu_seqlens = even_starts(operation, cu_seqlens, len(ids), call.q.shape[0], live)
     rows = view(k, "k", operation), view(v, "v", operation)
-    checks.rank(rows[0], (3,), "k", "(T, H, D)", operation)
-    detail = f"k: {describe(rows[0])}"
-    checks.extent(call.q.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
+    check_rank(operation, "k", rows[0], request.layout)
+    detail, tokens = f"k: {describe(rows[0])}", rows[0].shape[AXES[request.layout].index("T") - 1]
+    checks.extent(call.q.shape[0], tokens, "the number of rows of q", operation, detail)
     if sequences.compacted:
         distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
         for seq in ids:
             sequences.check_queries(operation, layer, seq, sequences.state(seq, operation), 1, distances)
-    step = appends.append(operation, layer, rows, ids, cu_seqlens)
+    step = appends.append(operation, layer, rows, ids, cu_seqlens, request.layout)
     try:
         return call.attend(step.cu_seqlens, *pages.tables.block_tables(layer, sequences, step.ids, step.states))
     except BaseException:

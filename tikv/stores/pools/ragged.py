@@ -15,7 +15,6 @@ import numpy as np
 from tikv import dtypes
 from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view, write_host
 from tikv.errors import ShapeError
-from tikv.ops import checks
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries, paged_call
 from tikv.ops.attention.plan import AttentionCall
@@ -24,17 +23,18 @@ from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
+from tikv.stores.layers.queries import rows_first, rows_of_queries
 from tikv.stores.pools.pages import Pages
 
 
 class RaggedAttention:
-    """Queries (T, Hq, D) of several sequences' new tokens, checked against a layer's pools before anything is written.
+    """Queries of several sequences' new tokens, checked against a layer's pools before anything is written.
 
     Args:
         operation: for messages.
         pages: of the store.
         layer: its index.
-        q: the queries.
+        q: the queries, (T, Hq, D) or head-major (Hq, T, D).
         request: what is asked of attention.
         sequences: how many there are.
         terms: views of what is added to the scores, and of which of the new tokens queries see.
@@ -55,14 +55,14 @@ class RaggedAttention:
     ) -> None:
         form = self._form = pages.form
         self.operation, self.live, self.given = operation, pages.runtime, q
-        self.q = view(q, "q", operation)
+        self.layout = request.layout
+        of_pools = form.num_kv_heads, form.rows.k.width
+        self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
         self.mass_queries = request.asked_mass(operation, form.rows.k.format)
         self._pools = pages.pools.layers[layer]
         self._options: dict[str, Any] = {"layout": form.layout, "formats": form.formats, "scale": request.scale}
         self._options |= {"window": request.window, "softcap": request.softcap, **pages.pools.scales[layer]}
-        checks.rank(self.q, (3,), "q", "(T, Hq, D)", operation)
-        checks.on_device([("q", self.q)], self.live, operation)
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
         self._check_tree(terms, sequences)
@@ -104,22 +104,22 @@ class RaggedAttention:
             ends: the same lengths, on the host.
 
         Returns:
-            (T, Hq, D_v), and with `return_lse` (T, Hq); 0 and -inf behind the last of `cu_seqlens`. With mass
-            (B, H, longest).
+            (T, Hq, D_v), and with `return_lse` (T, Hq), or in the layout of the queries; 0 and -inf behind the last of
+            `cu_seqlens`. With mass (B, H, longest).
         """
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         padded = cu_seqlens[-1] < rows
-        shape = (rows, heads, self._form.rows.v.width)
-        out = new_like(self.given, shape, self.q.dtype, live, zeroed=padded)
-        results = [out]
+        lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
+        results = [new_like(self.given, (*lead, self._form.rows.v.width), self.q.dtype, live, zeroed=padded)]
         if self.return_lse or self.mass_queries != 0:
-            results.append(new_like(self.given, shape[:2], dtypes.float32, live))
+            results.append(new_like(self.given, lead, dtypes.float32, live))
             if padded:
                 _fill(results[1], -np.inf)
         if self.mass_queries != 0:
             shape = (len(ends), self._form.num_kv_heads, int(np.max(ends, initial=0)))
             results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
+        views[:2] = [rows_first(a, self.layout) for a in views[:2]]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
         for first, end in _runs(cu_seqlens):
             self._attend_run(stage.arrays[:3], first, end, cu_seqlens, tables, lens, ends)
