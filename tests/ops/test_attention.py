@@ -240,7 +240,7 @@ def test_heads_have_lengths_of_their_own(arch, rng, dtype, queries, options, cho
 def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch, arch):
     """On CUDA a task has as many keys as those of heads that all have the mean, on CPU each worker a part of each."""
     k = oracle.place(np.zeros((32, 8, 1, 128), np.float16), "cpu")
-    cache = contiguous_cache(view(k, "k", "t"), view(k, "v", "t"), ())._replace(capacity=8192)
+    cache = contiguous_cache({name: view(k, name, "t") for name in "kv"})._replace(capacity=8192)
     query = QueryShape(32, 32, 1, 128, (0, 0, 0))
     options = AttentionOptions(None, True, None, None, None, False)
     monkeypatch.setattr("tikv.ops.attention.splits.launch.multiprocessors", lambda live: 132)

@@ -12,6 +12,7 @@ import tikv
 from tikv import arrays, dtypes, launch
 from tikv.formats import FORMATS
 from tikv.ops.attention import tensor_cores
+from tikv.ops.layouts import Scale
 
 GROUPS = ["quant8_64", "quant4_64", "q8_0", "q4_0", "quant8_32", "quant4_32", "quant8_128", "quant4_128"]
 LENS = (300, 1, 0, 64, 17)
@@ -163,10 +164,12 @@ def codes_given(name, q_dtype="float16", scale="float16", width=128, width_v=Non
     kind = dtypes.int8 if name == "int8" else dtypes.uint32
     arrays["k"].dtype = arrays["v"].dtype = kind
     scales = [type(arrays["k"])(dtype=dtypes.parse(scale, "test"), ptr=at, offset=0) for _ in "kv"]
-    if name != "int8":
-        cache = cache._replace(k=cache.k._replace(format=FORMATS[name]), v=cache.v._replace(format=FORMATS[name]))
     arrays |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
-    return arrays, query, cache._replace(scales=tuple(scales), scale_strides=(0, 0, 4, 8))
+    k, v = (
+        rows._replace(format=None if name == "int8" else FORMATS[name], scale=Scale(scale, token=4, head=8))
+        for rows, scale in zip((cache.k, cache.v), scales, strict=True)
+    )
+    return arrays, query, cache._replace(k=k, v=v)
 
 
 @pytest.mark.archs("cpu")

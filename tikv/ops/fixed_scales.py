@@ -113,5 +113,6 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
 
 
 def fixed_scale(scale: ArrayView) -> Scale:
-    """Of all rows, or of a head's; one that was checked."""
-    return Scale(scale, head=head_step(scale))
+    """Of all rows, of a head's, or of a sequence's and head's; one that was checked."""
+    sequence, head = fixed_strides(scale)
+    return Scale(scale, sequence=sequence, head=head)

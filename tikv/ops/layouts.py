@@ -24,6 +24,7 @@ class Scale(NamedTuple):
         array: what holds them.
         sequence, token, head: entries from a sequence, a token (or slot), a head to the next; 0 where they share one.
         first: the entry of the first row.
+        block: from a block of a pool to the next, as many slots further on.
     """
 
     array: ArrayView
@@ -31,6 +32,7 @@ class Scale(NamedTuple):
     token: int = 0
     head: int = 0
     first: int = 0
+    block: int = 0
 
 
 class Rows(NamedTuple):
@@ -55,6 +57,11 @@ class Rows(NamedTuple):
     inner: tuple[int, int] = (0, 0)
     format: GroupFormat | None = None
     scale: Scale | None = None
+
+    def without_owner(self) -> Rows:
+        """The same without a hold on the memory of rows and scales."""
+        scale = self.scale and self.scale._replace(array=self.scale.array.without_owner())
+        return self._replace(array=self.array.without_owner(), scale=scale)
 
     @property
     def kept(self) -> str:
@@ -168,7 +175,7 @@ def pool_scale(
 
 def scale_of_slots(scale: ArrayView) -> Scale:
     """The scales of a pool, (N, bs, H), checked by `pool_scale`."""
-    return Scale(scale, token=scale_step(scale), head=scale.strides[2])
+    return Scale(scale, token=scale_step(scale), head=scale.strides[2], block=scale.strides[0])
 
 
 def scale_step(scale: ArrayView) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, runtime_of
 from tikv.errors import CapacityError, ShapeError
+from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
@@ -22,9 +24,9 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_strides
+from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
 from tikv.ops.indices import index_array
-from tikv.ops.layouts import Formats, Rows
+from tikv.ops.layouts import Formats, Rows, Scale
 from tikv.ops.quantize import Quantized, codes_of_pair
 
 
@@ -249,34 +251,21 @@ def _contiguous(
             raise ShapeError(f"{operation}: {name} is {describe(a)} where (B, H, capacity) = {k.shape[:3]} is needed.")
     ringed = ring or window is not None
     ring_slots = slots - sinks if ring else 0
-    return contiguous_cache(k, v, scales, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
+    return contiguous_cache(arrays, sinks=sinks if ringed else 0, ring=ring_slots, formats=formats)
 
 
 def contiguous_cache(
-    k: ArrayView,
-    v: ArrayView,
-    scales: tuple[ArrayView, ...],
-    *,
-    sinks: int = 0,
-    ring: int = 0,
-    formats: Formats = (None, None),
+    arrays: Mapping[str, ArrayView], *, sinks: int = 0, ring: int = 0, formats: Formats = (None, None)
 ) -> CacheLayout:
-    """What attention reads of (B, H, capacity, D) arrays; `ring` slots go round behind the sinks, 0 for none.
+    """What attention reads of (B, H, capacity, D) arrays k and v, and their scales among `arrays`.
 
-    Of a format of groups an array holds words of codes, and its scales the numbers of the groups, side by side.
+    `ring` slots go round behind the sinks, 0 for none. Of a format of groups an array holds words of codes, and its
+    scales the numbers of the groups, side by side.
     """
-    of_k, of_v = formats
-    scale_strides = (0, 0, 0, 0)
-    if scales:
-        step = scales[0].strides
-        if scales[0].ndim < 3:  # of all, of a head, or of a sequence and head
-            sequence, head = fixed_strides(scales[0])
-            scale_strides = (sequence, 0, 0, head)
-        else:
-            scale_strides = (step[0], 0, step[2], step[1])
+    (k, v), (of_k, of_v) = (arrays["k"], arrays["v"]), formats
     return CacheLayout(
-        k=Rows(k, sequence=k.strides[0], head=k.strides[1], token=k.strides[2], format=of_k),
-        v=Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2], format=of_v),
+        k=_rows(k, arrays.get("k_scale"), of_k),
+        v=_rows(v, arrays.get("v_scale"), of_v),
         heads=k.shape[1],
         width=of_k.columns(k.shape[3]) if of_k else k.shape[3],
         width_v=of_v.columns(v.shape[3]) if of_v else v.shape[3],
@@ -284,6 +273,13 @@ def contiguous_cache(
         capacity=k.shape[2],
         sinks=sinks,
         ring=ring,
-        scales=scales,
-        scale_strides=scale_strides,
     )
+
+
+def _rows(a: ArrayView, scale: ArrayView | None, format: GroupFormat | None) -> Rows:
+    """The rows of a (B, H, capacity, D) array, and scales of each, or of fewer axes."""
+    where = None
+    if scale is not None:
+        step = scale.strides
+        where = fixed_scale(scale) if scale.ndim < 3 else Scale(scale, sequence=step[0], head=step[1], token=step[2])
+    return Rows(a, sequence=a.strides[0], head=a.strides[1], token=a.strides[2], format=format, scale=where)

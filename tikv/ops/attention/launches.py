@@ -233,7 +233,7 @@ class AttentionLaunches(Plan):
 
         cache, query, options = self.cache, self.query, self.options
         unit, unit_v = (of // (arrays[name].dtype.itemsize * 8) for name, of in zip("kv", bits, strict=True))
-        scales = [cache.scales[0].dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
+        scales = [cache.scales[0].array.dtype.short if f"{name}_scale" in arrays else "" for name in "kv"]
         group = query.heads // cache.heads
         return Choices(
             place=cache.place,

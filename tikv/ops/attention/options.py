@@ -13,7 +13,7 @@ from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, S
 from tikv.formats import format_of
 from tikv.ops import checks
 from tikv.ops.fixed_scales import scale_given
-from tikv.ops.layouts import Rows
+from tikv.ops.layouts import Rows, Scale
 
 QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
@@ -36,8 +36,6 @@ class CacheLayout(NamedTuple):
     blocks: int = 0
     sinks: int = 0
     ring: int = 0
-    scales: tuple[ArrayView, ...] = ()
-    scale_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # sequence, block, token, head
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
     most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
 
@@ -45,6 +43,17 @@ class CacheLayout(NamedTuple):
     def alike(self) -> bool:
         """Whether K and V are kept in one format."""
         return self.k.format is self.v.format and self.k.array.dtype is self.v.array.dtype
+
+    @property
+    def scales(self) -> list[Scale]:
+        """Those of K and of V that there are; they lie alike."""
+        return [rows.scale for rows in (self.k, self.v) if rows.scale is not None]
+
+    @property
+    def scale_strides(self) -> tuple[int, int, int, int]:
+        """Entries from the scales of a sequence, a block, a token and a head to the next's."""
+        found = self.scales
+        return (found[0].sequence, found[0].block, found[0].token, found[0].head) if found else (0, 0, 0, 0)
 
 
 class AttentionOptions(NamedTuple):
@@ -130,10 +139,10 @@ def check_form(
             raise DTypeError(f"{operation}: {name} is {describe(a)}; only int8 and floats of 8 bits have scales.")
     if options.mass and cache.k.format is not None:
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
-    for scale in cache.scales:
+    for scale in [found.array for found in cache.scales]:
         if scale.dtype not in (dtypes.float16, dtypes.float32):
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales are float16 or float32.")
-        checks.same_dtype(cache.scales[0], scale, "k_scale", "v_scale", operation)
+        checks.same_dtype(cache.scales[0].array, scale, "k_scale", "v_scale", operation)
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     if cache.heads == 0 or query.heads % cache.heads:

@@ -26,9 +26,9 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan
 from tikv.ops.attention.terms import NO_TERMS, Terms, check_terms
-from tikv.ops.fixed_scales import check_fixed_scales, fixed_strides
+from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
 from tikv.ops.indices import index_array
-from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape
+from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape, scale_of_slots
 from tikv.ops.quantize import Quantized, codes_of_pair, require_slots_first
 
 
@@ -260,19 +260,18 @@ def _pool_layout(
     rows = [pool_rows(a, POOL_LAYOUTS[layout][stream], formats[stream]) for stream, a in enumerate((k, v))]
     if by_head:
         rows = [r._replace(head=0) for r in rows]
-    scale_strides = (0, 0, 0, 0)
     of_scales = [name for name in ("k_scale", "v_scale") if name in arrays]
-    if scales and all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales):
+    fixed = all(arrays[name[0]].dtype in dtypes.FLOATS8 for name in of_scales)
+    if scales and fixed:
         check_fixed_scales(scales, heads, operation, batch)
-        sequence, head = fixed_strides(scales[0])
-        scale_strides = (sequence, 0, 0, head)
-    elif scales:
-        for name, of, format in zip(("k_scale", "v_scale"), shapes, formats, strict=True):
-            if name in arrays:
-                checks.readable(arrays[name], name, operation)
-                pool_scale(arrays[name], of, name, operation, format)
-        block, token, head = scales[0].strides[:3]
-        scale_strides = (0, block, token, 0 if by_head else head)
+    for i, name in enumerate(("k_scale", "v_scale")):
+        if name in arrays and fixed:
+            rows[i] = rows[i]._replace(scale=fixed_scale(arrays[name]))
+        elif name in arrays:
+            checks.readable(arrays[name], name, operation)
+            pool_scale(arrays[name], shapes[i], name, operation, formats[i])
+            scale = scale_of_slots(arrays[name])
+            rows[i] = rows[i]._replace(scale=scale._replace(head=0) if by_head else scale)
     return CacheLayout(
         k=rows[0],
         v=rows[1],
@@ -283,6 +282,4 @@ def _pool_layout(
         capacity=table_blocks * shape.page,
         page=shape.page,
         blocks=shape.blocks,
-        scales=scales,
-        scale_strides=scale_strides,
     )

@@ -89,9 +89,8 @@ class AttentionPlan(Plan):
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
         self.cache = cache._replace(
-            k=cache.k._replace(array=cache.k.array.without_owner()),
-            v=cache.v._replace(array=cache.v.array.without_owner()),
-            scales=tuple(a.without_owner() for a in cache.scales),
+            k=cache.k.without_owner(),
+            v=cache.v.without_owner(),
             tile=warpgroups or self.other_tile,
             most_rows=choose_most_rows(live, arrays, self.query, cache, options),
         )

@@ -48,11 +48,11 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
         return f"heads are {cache.width} and {cache.width_v} wide"
     if not tensor_codes.word_bits(kept, cache.width, cache.width_v):
         return f"lanes share no whole words of {kept} in heads {cache.width} and {cache.width_v} wide"
-    scales = [a.dtype.short for a in cache.scales]
-    if scales != ["f16", "f16"]:
-        return f"scales are {cache.scales[0].dtype.name}"
-    both = 2 * cache.scales[0].dtype.itemsize
-    places = (*(a.ptr or 0 for a in cache.scales), *(a.offset for a in cache.scales))
+    scales = [scale.array for scale in cache.scales]
+    if [a.dtype.short for a in scales] != ["f16", "f16"]:
+        return f"scales are {scales[0].dtype.name}"
+    both = 2 * scales[0].dtype.itemsize
+    places = (*(a.ptr or 0 for a in scales), *(a.offset for a in scales))
     if (
         cache.k.format
         and cache.k.format.numbers == 2

@@ -60,10 +60,9 @@ def cache_plan(
     plan = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
-        k, v, scales = arrays["k"], arrays["v"], tuple(arrays[n] for n in ("k_scale", "v_scale") if n in arrays)
         options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, dealt=dealt)
-        cache = contiguous_cache(k, v, scales, sinks=sinks, ring=ring, formats=formats)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], options))
+        cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], options))
     found: AttentionPlan = plan
     return found
 
