@@ -130,6 +130,11 @@ def test_every_module_lies_on_a_floor():
     assert sorted(FLOOR) == sorted({name.split(".")[1] for name in inside()})
 
 
+def test_every_folder_is_a_package():
+    """Python imports from one that is none as well; tools that read sources, and the manual's, do not."""
+    assert [path.parent for path in PACKAGE.rglob("*.py") if not (path.parent / "__init__.py").exists()] == []
+
+
 @pytest.mark.parametrize("module", inside())
 def test_imports_go_downwards(module):
     assert upward(list(imports_of(module)), module) == []
@@ -298,3 +303,49 @@ def test_types_are_not_asserted_in_stores():
         if module.startswith("tikv.stores"):
             asserts = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Assert)]
             assert not [node for node in asserts if "isinstance" in ast.unparse(node)], module
+
+
+ROOT = PACKAGE.parent
+FOLDERS = (".ci", ".github", "benches", "docs", "examples", "tests", "tikv")
+KINDS = {".cfg", ".cpp", ".ll", ".md", ".py", ".pyi", ".sh", ".toml", ".yaml", ".yml"}
+# From the root of the repository; not what a command is told to write, nor what a reader is to name.
+NAMED = re.compile(rf"(?<![\w/.:-])(?<!--write )((?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w)")
+
+
+def own_files() -> list[pathlib.Path]:
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.suffix in KINDS]
+    for folder in FOLDERS:
+        found += [p for p in (ROOT / folder).rglob("*") if p.is_file() and (p.suffix in KINDS or folder == ".ci")]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def missing_paths(text: str) -> list[str]:
+    """The paths that a text names and that are not there; of several files the start of their names will do."""
+    named = [name for name in NAMED.findall(text) if "NAME" not in name]
+    return [name for name in named if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}*"))]
+
+
+def test_a_path_that_is_not_there_is_found():
+    assert missing_paths("see benches/bench_attention.py, and docs/performance, docs/performance.md") == [
+        "benches/bench_attention.py"
+    ]
+    assert missing_paths("tikv/ops/NAME.py of https://example.org/docs/no.md: --write docs/none.md") == []
+
+
+def test_every_path_that_is_named_is_there():
+    """In comments, docstrings, pages and scripts: files move, and what names them is not run."""
+    files = own_files()
+    assert len(files) > 300
+    wrong = {path.relative_to(ROOT).as_posix(): missing_paths(path.read_text(encoding="utf-8")) for path in files}
+    del wrong["tests/test_architecture.py"]
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+MOST_CHANGELOG_LINES = 3
+
+
+def test_an_entry_of_the_changelog_is_short():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^- .*(?:\n  .*)*", text, re.MULTILINE)
+    assert len(entries) > 150
+    assert [entry for entry in entries if entry.count("\n") >= MOST_CHANGELOG_LINES] == []

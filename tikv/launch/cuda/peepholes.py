@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r"^\t[a-z@]", re.M)
 def resident_blocks(body: str, count: int) -> str:
     """Have the assembler spare registers, so that a multiprocessor holds this many blocks at once.
 
-    Taichi asks for two. What the count of a kernel is worth: benches/bench_attention.py.
+    Taichi asks for two. What the count of a kernel is worth: benches/ops/bench_attention.py.
     """
     return re.sub(r"\.minnctapersm \d+", f".minnctapersm {count}", body)
 
@@ -26,7 +26,7 @@ def early_start(head: str, body: str) -> tuple[str, str]:
     """Start while the launch before ends, and wait for its end before the first instruction; (head, body).
 
     The head asks for the version and the GPU that have the two instructions. What that is worth for launches in a row:
-    benches/bench_cuda.py, the captured step.
+    benches/launch/bench_cuda.py, the captured step.
     """
     head = re.sub(r"\.target sm_\d+", ".target sm_90", re.sub(r"\.version \d\.\d", ".version 7.8", head))
     body = _INSTRUCTION.sub(r"\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n\g<0>", body, count=1)
@@ -46,7 +46,8 @@ _ORDERED_OR_LOAD = re.compile(r"^\s*(ld\.(?!param)|st|bar|bra|atom|red|membar|fe
 def whole_words(body: str) -> str:
     """Join the halves of 64-bit words that are moved 32 bits at a time, where the address is known to be a word's.
 
-    Taichi generates the halves. What joining them is worth: benches/bench_copy.py and benches/bench_slots.py.
+    Taichi generates the halves. What joining them is worth: benches/ops/bench_copy.py and
+    benches/ops/bench_paged.py.
     """
     lines = body.split("\n")
     words = _word_addresses(body)
@@ -144,7 +145,7 @@ _NARROW = re.compile(r"\tcvt\.u16\.u64 \t(%rs\d+), (%rd\d+);")
 def quarters(body: str) -> str:
     """Take 16-bit elements out of 64-bit words as parts of registers, which conversions read without a shift.
 
-    Taichi shifts each element out. What that is worth: benches/bench_attention.py, float16 and bfloat16.
+    Taichi shifts each element out. What that is worth: benches/ops/bench_attention.py, float16 and bfloat16.
     """
     lines, shifted = body.split("\n"), dict[str, tuple[str, int]]()
     changed = False
