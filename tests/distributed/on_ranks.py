@@ -345,3 +345,26 @@ def count_bytes(rank, world, group):
     finally:
         ranks.Ranks.gather = gather
     return found
+
+
+def compiled_calls(rank, world, group):
+    """Inside of what torch compiles, and refused there where a graph may not break: (tokens held, why)."""
+    import torch
+    from torch._dynamo.exc import Unsupported
+
+    compiled, plain = (ShardedKVCacheStore(group, shard="tokens", interleave=4, **FORM) for _ in range(2))
+    torch.manual_seed(0)  # all ranks have the same rows
+
+    def call(store, x):
+        return store.extend(0, x * 2, x, x + 1) + 1
+
+    function = torch.compile(call, backend="eager")
+    for tokens in (5, 1, 1):
+        x = torch.randn(tokens, 6, 8)
+        assert torch.equal(function(compiled, x), call(plain, x))
+    torch.compiler.reset()
+    try:
+        torch.compile(call, backend="eager", fullgraph=True)(compiled, x)
+    except Unsupported as error:
+        return compiled.length, str(error)
+    return compiled.length, "not refused"

@@ -117,3 +117,10 @@ def test_ranks_that_disagree_and_one_that_dies():
     assert survivor[0], survivor
     assert survivor[1].startswith("GroupError: ShardedKVCacheStore.attend: rank 0 of 2 lost the others ("), survivor
     processes.end()
+
+
+@pytest.mark.full
+def test_calls_inside_of_what_torch_compiles(two):
+    for held, why in two.run(on_ranks.compiled_calls):
+        assert held == 7
+        assert "extend" in why

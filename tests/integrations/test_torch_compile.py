@@ -303,6 +303,25 @@ def test_twenty_steps_take_the_graphs_of_the_first(arch, rng, make):
     assert graphs.files() == {__file__}
 
 
+@pytest.mark.parametrize("copy_kv", [tikv.copy_kv, torch_ops.copy_kv], ids=["call", "operator"])
+def test_a_position_that_counts_up_takes_two_graphs(arch, rng, copy_kv):
+    """For the first and for all others."""
+    graphs, counts = Graphs("aot_eager"), []
+    got, want = ([oracle.to_torch(np.zeros((HEADS, 30, WIDTH), np.float32), arch) for _ in "kv"] for _ in range(2))
+
+    def step(rows, position):
+        copy_kv(rows * 2, rows, *got, position=position)
+
+    compiled = torch.compile(step, backend=graphs)
+    for position in range(20):
+        rows = oracle.to_torch(oracle.numbers(rng, (1, HEADS, WIDTH), np.float32), arch)
+        compiled(rows, position)
+        tikv.copy_kv(rows * 2, rows, *want, position=position)
+        counts.append(graphs.count)
+    same(contents(got), contents(want))
+    assert counts == [1, *19 * [2]]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_decode_step_by_operators_is_one_graph_for_all_positions(arch, rng, backend):
     """They are in a tensor, so that ``dynamic=False`` compiles no step again."""
