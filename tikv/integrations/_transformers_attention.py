@@ -14,6 +14,7 @@ from tikv.errors import DTypeError
 from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
+from tikv.integrations._transformers_stored import decoded, stored_pair
 from tikv.ops.attention.contiguous import contiguous_call
 from tikv.ops.attention.terms import Terms
 
@@ -61,36 +62,34 @@ def attend(
     """
     kind: Any = type(module)
     keywords.check_declared(kind)
-    said = [name for name, given in kwargs.items() if given is not None and name not in HEARD]
-    if said and not kwargs.get("output_attentions", True):
-        said.remove("output_attentions")
+    said = () if HEARD.issuperset(kwargs) else keywords.said(kwargs)
     sinks = kwargs.get("s_aux")
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    stored = getattr(key, "tikv_stored", None)
     graded = (query, key, value) if sinks is None else (query, key, value, sinks)
     trained = torch.is_grad_enabled() and any(a.requires_grad for a in graded)
     # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
-    masked_outside = getattr(module, "masked_key_indices", None) is not None
-    ours = (query.shape[2] == 1 or sinks is not None) and query.dtype in _READ and len(query) == len(key)
+    masked_outside = module.__dict__.get("masked_key_indices") is not None
+    (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
+    ours = (tokens == 1 or sinks is not None) and query.dtype in _READ and batch == k_batch
     if ours and attention_mask is None and not (said or masked_outside or trained or dropout) and not _is_traced():
-        lengths = torch.full((query.shape[0],), key.shape[2], dtype=torch.int32, device=query.device)
-        k_scale, v_scale = (None, None) if stored is None else stored[3:]
+        lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
+        stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
+        keys, values, k_scale, v_scale, formats = stored
+        query = _in_rows(query)
         call = contiguous_call(
-            "decode_attention", query, key, value, lengths, scale=scaling, softcap=softcap, k_scale=k_scale,
+            "decode_attention", query, keys, values, lengths, scale=scaling, softcap=softcap, k_scale=k_scale,
             v_scale=v_scale, causal=causal, terms=Terms(None if sinks is None else sinks.detach().float()),
-            formats=None if stored is None else stored[0].store.rows.formats,
+            formats=formats,
         )  # fmt: skip
         return call.attend(query, impl="auto").transpose(1, 2), None
-    if stored is not None:
-        layer, first, end, *_ = stored
-        key, value = layer._read(first, end)
+    key, value = decoded(key), decoded(value)
     mask, plain = attention_mask, softcap is not None or sinks is not None
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
         raise DTypeError(f"{OPERATION}: the mask is {mask.dtype}. Use bools, or numbers to add to the scores.")
-    if query.shape[2] == 1:
+    if tokens == 1:
         causal = False  # the newest query sees all keys
-    if mask is None and causal and (said or plain or query.shape[2] != key.shape[2]):
+    if mask is None and causal and (said or plain or tokens != held):
         mask = keywords.causal_mask(query, key)
     if said:
         mask = keywords.joined(module, query, key, mask, said, kwargs)
@@ -108,6 +107,11 @@ def attend(
     causal = causal and mask is None
     out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
     return out, None
+
+
+def _in_rows(a: Any) -> Any:
+    """An array whose numbers of a row follow each other, as the kernel reads them."""
+    return a if a.stride(3) == 1 else a.contiguous()
 
 
 def _plain(

@@ -52,6 +52,14 @@ KEYWORDS: dict[str, str] = {
 HEARD = frozenset(name for name, by in KEYWORDS.items() if by in (ATTEND, NOTHING))
 
 
+def said(keywords: Mapping[str, Any]) -> list[str]:
+    """The keywords that are given and change scores, or are not known."""
+    found = [name for name, given in keywords.items() if given is not None and name not in HEARD]
+    if "output_attentions" in found and not keywords["output_attentions"]:
+        found.remove("output_attentions")
+    return found
+
+
 _declared: set[Any] = set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
+from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
 from tikv.stores.layers.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with
@@ -62,6 +64,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
         self.store: GrowingLayer | None = None
         self._staged: dict[str, Any] = {}
+        self._lent: weakref.ref[Pair] | None = None  # what `update` returned that is not decoded yet
         super().__init__()
         self.index = index
         self.is_sliding = window is not None
@@ -72,7 +75,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.config = config
         self.record_past = False
         self.is_initialized = False
-        self._compressed = shim.expands_what_is_cached(config)
         self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
         self._settled = 0  # no rollback goes behind this position
         if max_cache_len is not None:
@@ -140,6 +142,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.max_batch_size = self.batch_size
         self.head_dim, self._v_width = store.rows.widths
         self._k_strides, self._v_strides = self._k.stride(), self._v.stride()
+        self._of_rows = [None if a is None or a.ndim < 3 else (a.shape[3:], a.stride()) for a in self._scales]
         self._as_stored = self._k.dtype is self.dtype is self._v.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
         self._bound = self._bound_of(store)
@@ -157,7 +160,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
         Returns:
             (keys, values), (batch, num_kv_heads, n, head_dim): views of the cache where the storage dtype is the
-            model's and gradients are off, else a copy. `get_mask_sizes` says n beforehand.
+            model's and gradients are off, else a copy; of one token, where attention is "tikv", tensors that are a copy
+            as soon as something else uses them. `get_mask_sizes` says n beforehand.
 
         Raises:
             ShapeError, DTypeError, ArchError: the tokens are of another model, batch, dtype or device than the cache.
@@ -170,6 +174,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if self.store is None:
             key_states, value_states = _alike(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
+        if self._lent is not None:
+            self._recall()
         store: Any = self.store
         end = store.append_alike(key_states, value_states, self._bound)
         if end:
@@ -201,21 +207,34 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def _ungraded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` of tokens with a gradient, which ends here."""
         keys, values = self.update(key_states.detach(), value_states.detach())
-        if hasattr(keys, "tikv_stored"):
-            keys, values = self._read(*keys.tikv_stored[1:3])
         return Ungraded.apply(keys, key_states), Ungraded.apply(values, value_states)
 
     def _seen(self, key_states: Any, end: int) -> tuple[Any, Any]:
         """What new tokens see, when their keys are in the slots before `end`."""
         tokens = key_states.shape[2]
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
-        in_place = tokens == 1 and not self._as_stored and not self._compressed
-        if in_place and self.config._attn_implementation == ATTENTION:
-            return self._stored(first, end)
+        graded = torch.is_grad_enabled()
+        if tokens == 1 and not (self._as_stored or graded) and self.config._attn_implementation == ATTENTION:
+            return self._lend(first, end)
         keys, values = self._read(first, end)
-        if self._as_stored and torch.is_grad_enabled():  # autograd may save them, and is not told of what is rewritten
+        if self._as_stored and graded:  # autograd may save them, and is not told of what is rewritten
             return keys.clone(), values.clone()
         return keys, values
+
+    def _lend(self, first: int, end: int) -> tuple[Any, Any]:
+        """Slots first..end, decoded only if something else than `attend` uses them."""
+        pair = Pair(self, first, end)
+        self._lent = weakref.ref(pair)
+        batch, heads, held = self.batch_size, self.num_heads, end - first
+        k_shape, v_shape = (batch, heads, held, self.head_dim), (batch, heads, held, self._v_width)
+        return stored_tensors(pair, k_shape, v_shape, self.dtype, self.device)  # type: ignore[no-any-return]
+
+    def _recall(self) -> None:
+        """Decode what somebody still has of the last `update`, before the memory changes."""
+        pair = None if self._lent is None else self._lent()
+        self._lent = None
+        if pair is not None:
+            pair.numbers()
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
@@ -224,6 +243,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if (
             store is None
             or self._staged
+            or self._lent is not None
             or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
             or not store.plain
@@ -340,12 +360,15 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             _part(self._v, v_shape, self._v_strides, first * v_width),
         )
 
-    def _stored(self, first: int, end: int) -> tuple[Any, Any]:
-        """Slots first..end as they are stored, marked for `attend`, the only function that can read them."""
-        k, v = self._slices(first, end)
-        scales = [a if a is None or a.ndim < 3 else a.narrow(2, first, end - first) for a in self._scales]
-        k.tikv_stored = (self, first, end, *scales)  # a tensor of codes is as wide as their words
-        return k, v
+    def _stored(self, first: int, end: int) -> Any:
+        """Slots first..end as they lie there: keys, values, their scales, and the store's formats."""
+        assert self.store is not None
+        shape = self.batch_size, self.num_heads, end - first
+        k_scale, v_scale = (
+            a if form is None else _part(a, (*shape, *form[0]), form[1], first * form[1][2])
+            for a, form in zip(self._scales, self._of_rows, strict=True)
+        )
+        return *self._slices(first, end), k_scale, v_scale, self.store.rows.formats
 
     def _visible(self) -> tuple[Any, Any]:
         """What the next token will see beside itself."""
@@ -374,6 +397,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _set(self, which: str, tensor: Any) -> None:
         """Replace keys or values; those of another length than the present wait for their partner."""
+        self._recall()
         if tensor is None:
             self.store = None
             self.is_initialized = False
@@ -432,6 +456,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
+        self._recall()
         self._staged.clear()
         self._settled = 0
         if self.store is not None:
@@ -442,6 +467,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """`GrowingLayer.compact` of a full layer, which then has the memory that its tokens need."""
         if self.store is None or self.is_sliding:
             raise OptionError(f"{self._name}: compact() is of full layers with tokens. Set keys and values instead.")
+        self._recall()
         self.store.compact(keep)
         self.store.make_room(capacity=min(self._room_for(self.store.length + 1), self.store.capacity))
         self._attach()
@@ -464,6 +490,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """
         target = self._cropped_to(tokens_to_remove)
         if self.store is not None:
+            self._recall()
             self.store.trim(self.get_seq_length() - target)
             self._settled = target
 
@@ -493,12 +520,14 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Let sequence b go on from what sequence ``beam_idx[b]`` holds."""
         if self.get_seq_length():
             assert self.store is not None
+            self._recall()
             self.store.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence: 0, 0, 1, 1 for 2."""
         if self.get_seq_length():
             assert self.store is not None
+            self._recall()
             self.store.repeat(repeats)
             self._attach()
 
@@ -506,6 +535,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Keep these sequences, in this order; -1 is the last one. A mask of booleans is taken too."""
         if self.get_seq_length():
             assert self.store is not None
+            self._recall()
             chosen = torch.as_tensor(indices)
             chosen = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen
             self.store.select(torch.where(chosen < 0, chosen + self.batch_size, chosen))
@@ -565,7 +595,9 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
     """`TikvLayer.update` outside of what torch compiles; the reason is what torch says where ``fullgraph=True``."""
 
     def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        return layer.update(key_states, value_states)
+        keys, values = layer.update(key_states, value_states)
+        layer._recall()  # torch compiles no tensors of ours
+        return decoded(keys), decoded(values)
 
     found: Any = torch.compiler.disable(update)
     found._torchdynamo_disable_msg = reason

@@ -140,11 +140,6 @@ def _foreign_state(config: Any) -> str | None:
     return next((f"state ({name})" for name in vars(config) if name.startswith(_STATE_PREFIXES)), None)
 
 
-def expands_what_is_cached(config: Any) -> bool:
-    """Whether the model may compute keys and values from what `update` returns: from latent vectors, as 5.x caches."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
 def layer_without_keys() -> Any:
     """What stands for a layer that caches nothing."""
     return cache_utils.DummyLayer()

@@ -80,6 +80,7 @@ class StreamingLayer(TikvLayer):
             return self._overwrite(*layers._alike(key_states, value_states))
         if has_gradient(key_states, value_states):
             return self._ungraded(key_states, value_states)
+        self._recall()
         store: Any = self.store
         slot, end = self._oldest, store.end
         store.recount(length=slot, origin=end - slot)
@@ -102,6 +103,7 @@ class StreamingLayer(TikvLayer):
         store = self.store
         if store is None or store.length <= self.window:
             return
+        self._recall()
         kept = np.r_[: self.sinks, store.length - (self.window - self.sinks) : store.length]
         store.compact(np.tile(kept, (self.batch_size, 1)))
         store.make_room(capacity=self.window)
@@ -111,6 +113,7 @@ class StreamingLayer(TikvLayer):
         """Have the tokens in temporal order, as those are that one token after another did not overwrite."""
         if self.store is None or self._oldest == self.sinks:
             return
+        self._recall()
         behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
         order = torch.as_tensor(np.r_[: self.sinks, behind], device=self.device)
         for a in self._memory():

@@ -1,0 +1,121 @@
+"""Keys and values in a storage format of the cache's own: tensors that are decoded when they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class Pair:
+    """The keys and values that one `update` returned: where they lie or, once they were used, their numbers.
+
+    Args:
+        layer: the `TikvLayer`, which decodes them; it calls `numbers` before its memory changes.
+        first, end: their slots.
+    """
+
+    __slots__ = ("__weakref__", "_layer", "_numbers", "end", "first")
+
+    def __init__(self, layer: Any, first: int, end: int) -> None:
+        self._layer, self.first, self.end = layer, first, end
+        self._numbers: tuple[Any, Any] = ()  # type: ignore[assignment]
+
+    def numbers(self) -> tuple[Any, Any]:
+        """Both, decoded, in memory of their own."""
+        if self._layer is not None:
+            memory = [a.untyped_storage().data_ptr() for a in (self._layer._k, self._layer._v)]
+            with torch.no_grad():
+                both = [
+                    a.clone() if a.untyped_storage().data_ptr() in memory else a
+                    for a in self._layer._read(self.first, self.end)
+                ]
+            self._numbers = both[0].contiguous(), both[1].contiguous()
+            self._layer = None
+        return self._numbers
+
+    def stored(self) -> Any:
+        """(keys, values, scales of keys, scales of values, formats) as they lie there.
+
+        None once they were decoded, since the model may have changed what it got.
+        """
+        return None if self._layer is None else self._layer._stored(self.first, self.end)
+
+
+class StoredTensor(torch.Tensor):  # type: ignore[misc]
+    """Keys or values with the shape and dtype of a model's, which torch decodes before it does anything with them.
+
+    So a model may cut, repeat, scale or gate what `update` returned; where it did not, `attend` reads it in place.
+    """
+
+    pair: Pair
+    which: int  # 0: keys; 1: values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Any operation of torch, on the numbers."""
+        args, kwargs = pytree.tree_map_only(StoredTensor, StoredTensor.numbers, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def numbers(self) -> Any:
+        """The decoded tensor."""
+        return self.pair.numbers()[self.which]
+
+    # What torch does without an operation would find no memory here.
+
+    def data_ptr(self) -> int:
+        """Of the decoded tensor, as all that follows."""
+        return self.numbers().data_ptr()  # type: ignore[no-any-return]
+
+    def untyped_storage(self) -> Any:
+        """Its memory."""
+        return self.numbers().untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A NumPy array."""
+        return self.numbers().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """A list."""
+        return self.numbers().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numbers().__array__(dtype)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numbers().__dlpack__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.numbers().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numbers().__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(self.numbers())
+
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def stored_tensors(pair: Pair, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """The keys and the values of a pair, with these shapes."""
+    keys, values = (_make(StoredTensor, shape, dtype=dtype, device=device) for shape in (k_shape, v_shape))
+    keys.pair, keys.which = pair, 0
+    values.pair, values.which = pair, 1
+    return keys, values
+
+
+def decoded(tensor: Any) -> Any:
+    """A tensor that torch has the numbers of."""
+    return tensor.numbers() if type(tensor) is StoredTensor else tensor
+
+
+def stored_pair(keys: Any, values: Any) -> Any:
+    """`Pair.stored`, if these are what one `update` returned and nothing has used or followed it; else None."""
+    if type(keys) is not StoredTensor or type(values) is not StoredTensor:
+        return None
+    return keys.pair.stored() if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
