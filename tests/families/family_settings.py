@@ -77,6 +77,13 @@ def _rows(value: Any, rows: int) -> Any:
     return value
 
 
+def forget(model: Any) -> None:
+    """Have a model forget what it keeps from one call to the next, which would not fit another batch."""
+    for module in model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
 def call_of(model: Any) -> Call:
     """How this model is called for one more token.
 
@@ -212,6 +219,32 @@ def reordered(call: Call, cache: Any) -> Iterator[Row]:
         yield Row(call, call.logits(tokens[:, :end], None, cache, end - 1), tokens[:, :end])
 
 
+def generated(call: Call, cache: Any) -> Iterator[Row]:
+    """What `generate` makes of a prompt, greedily: it prepares positions, masks and inputs in its own way."""
+    if call.first or type(call.model).__name__ in table.CHANNELS or type(call.model).__name__ in table.WHOLE:
+        raise NotOffered
+    tokens = tokens_of(call.model, 2)[:, :PROMPT]
+    given = {name: _rows(value, 2) for name, value in call.always.items()}
+    with torch.no_grad():
+        found = call.model.generate(
+            **given,
+            **{call.ids: tokens, call.cache: cache},
+            do_sample=False,
+            min_new_tokens=STEPS,
+            max_new_tokens=STEPS,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    start = found.sequences.shape[1] - STEPS
+    for step, logits in enumerate(found.logits):
+        yield Row(call, logits.reshape(2, -1).float(), found.sequences[:, : start + step])
+
+
+class NotOffered(Exception):
+    """A setting that a model is not made for."""
+
+
 class NotCroppable(Exception):
     """The cache says that it cannot be taken back."""
 
@@ -231,6 +264,7 @@ SETTINGS = {
     "chunks": chunked,
     "crop": cropped,
     "reorder": reordered,
+    "generate": generated,
 }
 
 

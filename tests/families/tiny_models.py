@@ -18,10 +18,11 @@ import family_table as table
 import torch
 import transformers
 
+Configuration = getattr(transformers, "PreTrainedConfig", None) or transformers.PretrainedConfig  # as before 5.0
 MODELS = pathlib.Path(transformers.__file__).parent / "models"
 VOCABULARY = 99
 ORDINARY = range(12, 70)  # tokens that no configuration gives a meaning
-MOST_PARAMETERS = 12_000_000
+MOST_PARAMETERS = 40_000_000
 MOST_LAYERS = 12
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, EXPERTS, WINDOW, RANK = 32, 4, 2, 8, 48, 4, 6, 16
@@ -46,6 +47,7 @@ RULES: list[tuple[int, list[str]]] = [
     (INNER, [r"intermediate\w*$", r"ffn_\w*(dim|hidden_size)\w*$", r"_inner$", r"^d_ff$", r"mlp_\w*dim$"]),
     (128, [r"max_\w*position\w*$", r"^n_positions$", r"^n_ctx$", r"max_seq_len\w*$", r"max_sequence_length$"]),
     (HIDDEN, [r"(hidden|embed|embd|emb|model|channel|proj|bottleneck|lru)\w*$", r"(^|_)dim$", r"(^|_)width$"]),
+    (HIDDEN, [r"^adapter_in"]),
 ]  # fmt: skip
 _RULES = [(most, re.compile("|".join(patterns))) for most, patterns in RULES]
 _TOKEN = re.compile(r"token_ids?$|token_index$|token_id_\w+$|_token$|_start_id$|_end_id$|_token_idx$")
@@ -58,19 +60,21 @@ class TooLarge(Exception):
     """A model that the rules leave with too many parameters."""
 
 
+def _files(folder: str = "*") -> list[pathlib.Path]:
+    """The files with a family's models for torch."""
+    found = sorted(MODELS.glob(f"{folder}/modeling_*.py"))
+    return [path for path in found if not path.stem.startswith(("modeling_flax_", "modeling_tf_"))]
+
+
 def folders() -> list[str]:
     """The families with a class that generates."""
-    found = []
-    for path in sorted(MODELS.glob("*/modeling_*.py")):
-        if "GenerationMixin" in path.read_text(encoding="utf-8"):
-            found.append(path.parent.name)
-    return sorted(set(found))
+    return sorted({path.parent.name for path in _files() if "GenerationMixin" in path.read_text(encoding="utf-8")})
 
 
 def generators(folder: str) -> list[type]:
     """The classes of a family that generate, in the order of its files."""
     found = {}
-    for path in sorted((MODELS / folder).glob("modeling_*.py")):
+    for path in _files(folder):
         module = importlib.import_module(f"transformers.models.{folder}.{path.stem}")
         for cls in vars(module).values():
             if not isinstance(cls, type) or cls.__module__ != module.__name__:
@@ -155,13 +159,13 @@ def _plain(config: Any) -> dict[str, Any]:
     """What to make this configuration of: what its class declares, what is set otherwise, and its parts in dicts."""
     config_class = type(config)
     usual = config_class()
-    common = _declared(transformers.PreTrainedConfig)
+    inherited = _declared(Configuration) if dataclasses.is_dataclass(config_class) else {}
     found: dict[str, Any] = {}
     for name, value in _declared(config_class).items():
-        if name in _DERIVED or (name in common and name not in vars(config_class)):
+        if name in _DERIVED or (name in inherited and name not in vars(config_class)):
             continue
         part = _field(config, name)
-        if isinstance(part, transformers.PreTrainedConfig):
+        if isinstance(part, Configuration):
             found[name] = _plain(part)
             if part.model_type:
                 found[name]["model_type"] = part.model_type
@@ -171,7 +175,7 @@ def _plain(config: Any) -> dict[str, Any]:
             found[name] = value
     for name in getattr(config_class, "sub_configs", {}):
         part = getattr(config, name, None)
-        if name not in found and isinstance(part, transformers.PreTrainedConfig):
+        if name not in found and isinstance(part, Configuration):
             found[name] = {**_plain(part), "model_type": part.model_type}
     return found
 

@@ -9,6 +9,7 @@ import family_settings as settings  # noqa: E402
 import family_verdicts as verdicts  # noqa: E402
 import tiny_models  # noqa: E402
 
+from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
 pytestmark = [
@@ -43,8 +44,13 @@ def class_of(family: str) -> type:
 
 @pytest.mark.parametrize("family", DOZEN)
 def test_a_dozen_of_families(family, arch):
+    if family == "gemma3n" and shim.VERSION < (5, 0):
+        pytest.skip("without a cache it is another model: layers share keys through the cache alone")
     found = verdicts.survey(class_of(family))
     word, notes = verdicts.outcome(found)
+    if family == "qwen3_next" and shim.VERSION < (5, 19):
+        assert word == "refused"
+        return
     assert word == "yes", notes
     assert found["sensitivity"] > verdicts.SENSITIVE
     assert {"eager", "tikv"} <= set(found)
