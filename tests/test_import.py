@@ -1,6 +1,8 @@
 """`import tikv` is quiet, light and quick; each claim is tried in a process of its own."""
 
+import ast
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -63,6 +65,22 @@ def test_a_module_whose_library_is_missing_says_so():
     assert child.stdout.startswith(
         "False False\ntikv.torch_ops needs torch, which is not installed. Install taichi-kv["
     )
+
+
+def test_type_checkers_and_python_are_told_the_same_names():
+    import tikv
+
+    source = pathlib.Path(tikv.__file__).read_text(encoding="utf-8")
+    (block,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    )
+    told = [(node.module, alias.name) for node in block.body for alias in node.names]
+    assert all(alias.name == alias.asname for node in block.body for alias in node.names), "as a name of tikv's own"
+    assert sorted(told) == sorted((home, name) for home, names in tikv._NAMES.items() for name in names)
+    assert len(dict(told)) > 20
+    assert set(dir(tikv)) == {"__version__", *(name for _, name in told)}
 
 
 def test_import_starts_no_thread_and_opens_no_socket():
