@@ -1,6 +1,7 @@
 """The wheel a user installs holds what it should, and nothing else."""
 
 import email
+import json
 import os
 import pathlib
 import platform
@@ -147,6 +148,25 @@ def test_a_strict_type_checker_knows_every_name_and_no_other(tmp_path):
     (told,) = (child.stdout + child.stderr).splitlines()
     assert told.startswith(f"user.py:{len(lines)}: error:")
     assert '"KVCacheStor"' in told
+
+
+def test_commits_are_checked_by_the_versions_that_developers_have():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    asked = re.findall(r'"(\w+>=[\w.]+)"', "".join(re.findall(r"additional_dependencies: (.*)", hooks)))
+    assert {name.partition(">=")[0] for name in asked} == {"ruff", "mypy", "numpy", "ml_dtypes"}
+    assert [name for name in asked if f'"{name}"' not in project] == []
+
+
+def test_who_reports_a_fault_is_asked_for_what_the_command_line_tells():
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
+    found = subprocess.run(
+        [sys.executable, "-m", *re.search(r"`(tikv info --json)`", form)[1].split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {"version", "engine", "arch", "launcher", "packages"} <= json.loads(found.stdout).keys()
 
 
 @pytest.fixture
