@@ -139,6 +139,9 @@ class Graph(runtime.NotCopied):
             if not live.is_cpu and any(a.is_staged for a in views.values()):
                 written = [w for w, n in zip(self._written, (*self.arrays, *self.lengths), strict=True) if n in views]
                 checks.on_device(list(views.items()), live, operation)
+                for (name, a), is_written in zip(views.items(), written, strict=True):
+                    if is_written:  # a copy on the device can be written, whatever it is a copy of
+                        checks.writable(a, name, operation)
                 stage = Staging(live, list(views.values()), written)
                 given = dict(zip(views, stage.arrays, strict=True))
             plan, entries = self._plan(operation, views, given, numbers)

@@ -73,5 +73,5 @@ def choose_tile(
 
     rows = query.heads // cache.heads * query.queries
     codes = cache.k.kept not in HALVES
-    long = query.queries > 1 and (softcap or cache.sinks > 0)
+    long = query.queries > 1 and (softcap or cache.sinks > 0 or cache.place == "table")
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)

@@ -80,7 +80,7 @@ class PageAppends:
         step = self._begin(operation, layer, seqs, cu_seqlens, rows.shape[0])
         with pages.changing(step) as change:
             if options["norm_rope"] is not None and options["rope_positions"] is None:
-                options["rope_positions"] = pages.tables.upload("positions", step.positions)
+                options["rope_positions"] = pages.tables.known("positions", step.positions)
             slots = pages.tables.slots(step)
             call = fused_call(
                 operation, qkv, k_pool, v_pool, slot_mapping=slots, layout=pages.form.layout, **scales, **options

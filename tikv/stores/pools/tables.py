@@ -34,6 +34,13 @@ class DeviceTables:
         write_host(array, found)
         return found
 
+    def known(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
+        """The same, and the host goes on knowing what is in it."""
+        found = self.upload(name, array)
+        found = found.restrided(found.shape, found.strides)
+        found.owner = KnownOnHost(found.owner, array)
+        return found
+
     def slots(self, step: AppendStep, ordered: Callable[[Host], Host] | None = None) -> ArrayView:
         """(T,) the slots of the rows of a step, in an order that is the same for all layers."""
         kept = self._slots
@@ -56,9 +63,7 @@ class DeviceTables:
         if kept is None or kept[0] != key:
             table, lens = sequences.block_tables(layer, states)
             self._tables.pop(own, None)  # while their memory is written
-            on_device = self.upload(f"lengths {own}", lens)
-            if sequences.by_head:  # by which attention shares out the keys
-                on_device = on_device.restrided(on_device.shape, on_device.strides)
-                on_device.owner = KnownOnHost(on_device.owner, lens)
+            # Attention shares out the keys of heads of different lengths by what the host knows of them.
+            on_device = (self.known if sequences.by_head else self.upload)(f"lengths {own}", lens)
             kept = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens
         return kept[1:]
