@@ -62,8 +62,8 @@ class Tile(NamedTuple):
 def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> Tile:
     """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as.
 
-    A `long` kernel, of queries that see different keys behind sinks, in pages or with a soft cap, has fewer rows of wide
-    heads: else LLVM makes two functions of it, which the native launcher does not take.
+    A `long` kernel, of queries that see different keys behind sinks, in pages or with a soft cap, has fewer rows of
+    wide heads: else LLVM makes two functions of it, which the native launcher does not take.
     """
     if codes:
         return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3)
