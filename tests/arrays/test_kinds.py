@@ -76,11 +76,15 @@ def calls(make, rng):
         one = tikv.decode_attention(new(q[:1]), cache[:1], -cache[:1], 5, return_lse=True)
         two = tikv.decode_attention(new(q[:1]), -cache[:1], cache[:1], 3, return_lse=True)
         k, v = np.zeros((2, 2, 8, 16), np.float32)
+        rope = tikv.NormRope(mode="half", cos=np.zeros((8, 8), np.float32), sin=np.ones((8, 8), np.float32))
+        layer = tikv.ContiguousKVLayer(8, 2, 16, dtype="float32")
         return {
             "decode_attention": one,
             "paged_decode_attention": tikv.paged_decode_attention(new(q[:1]), *pools, table, [5], return_lse=True),
             "merge_states": tikv.merge_states(*one, *two),
             "write_qkv": tikv.write_qkv(new(qkv), k, v, num_q_heads=4, norm_rope=None, position=0),
+            "norm_rope": tikv.norm_rope(new(q), rope, position=0),
+            "layer.extend": layer.extend(*(new(a) for a in (q, rows, -rows)), return_lse=True, return_mass=True),
         }
 
     return stores(lambda a: make(a.copy())) | one_shot(lambda a: make(a.copy()))

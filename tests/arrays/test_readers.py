@@ -500,6 +500,19 @@ def test_an_export_has_the_form_that_is_asked_for(arch, version):
         assert (store.keys(0).numpy()[0, 1, 2] == 7).all()
 
 
+@pytest.mark.archs("cpu", "cuda")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_a_copy_where_one_is_asked_for(arch, rng, dtype):
+    torch = pytest.importorskip("torch")
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=5, dtype=dtype)
+    rows = oracle.random_bits(rng, (5, 2, 8), np.dtype(dtype))
+    store.append(0, oracle.place(rows, arch), oracle.place(rows, arch))
+    for copy in (None, False, True):
+        seen = torch.utils.dlpack.from_dlpack(store.keys(0).__dlpack__(copy=copy))
+        assert (seen.data_ptr() == arrays.view(store.keys(0), "keys", "test").ptr) == (not copy)
+        oracle.assert_same_bits(oracle.to_numpy(seen)[0].swapaxes(0, 1), rows)
+
+
 class Elsewhere:
     """A DLPack tensor that claims to lie on another device, or to be of another dtype."""
 

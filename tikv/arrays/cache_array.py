@@ -121,8 +121,12 @@ class CacheArray(runtime.NotCopied):
             )
         return dlpack.device_of(array)
 
-    def __dlpack__(self, *, max_version: tuple[int, int] | None = None, **_requests: Any) -> Any:
+    def __dlpack__(
+        self, *, max_version: tuple[int, int] | None = None, copy: bool | None = None, **_requests: Any
+    ) -> Any:
         self.__dlpack_device__()
+        if copy:
+            return self.__copy__().__dlpack__(max_version=max_version)
         array = self._array
         if array.device != "cpu":
             self._runtime.synchronize()
