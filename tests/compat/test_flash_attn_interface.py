@@ -227,7 +227,7 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
         ({"qv": np.ones((2, 1, 2, 16), np.float32)}, tikv.OptionError, "neighbouring columns of one array"),
         ({"qv": np.ones((2, 1, 2, 8), np.float32)}, tikv.ShapeError, r"qv is f32\[2,1,2,8\]"),
         ({"k_descale": np.ones((2, 1), np.float32)}, tikv.OptionError, "k_cache is float32, of no 8-bit floats"),
-        ({"rotary_seqlens": np.zeros(2, np.int32)}, tikv.OptionError, "rotary_seqlens"),
+        ({"rotary_seqlens": np.zeros(3, np.int32)}, tikv.ShapeError, "rotary_seqlens"),
         ({"cu_seqlens_q": np.array([0, 2], np.int32)}, tikv.ShapeError, "q is .* it must be .total, Hq, D"),
         ({"cu_seqlens_k_new": np.array([0, 1, 2], np.int32)}, tikv.ShapeError, "without k and v"),
         ({"attention_chunk": -1}, tikv.PositionError, "attention_chunk=-1"),

@@ -60,7 +60,8 @@ def flash_attn_with_kvcache(
         page_table: (B, pages) int32.
         cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32 where each sequence's queries, or new tokens, start.
         max_seqlen_q: with ``cu_seqlens_q``, the most queries of a sequence.
-        rotary_seqlens: (B,) int32: the position of each sequence's first new token; None for ``cache_seqlens``.
+        rotary_seqlens: (B,) int32: the position that rotates each sequence's first new token and query; None for
+            ``cache_seqlens``. Without rotation it says nothing.
         q_descale, k_descale, v_descale: (B, H) float32, of q and of caches of 8-bit floats: what is read is multiplied.
         softmax_scale: None for ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + D_v)``.
         causal, window_size, softcap, rotary_interleaved, num_splits: as in `tikv.compat.flash_attn`.

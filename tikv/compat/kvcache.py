@@ -104,6 +104,9 @@ class Call:
         self.sight = _sight(given)
         added = self._new_rows()
         self.layout = self._layout(added)
+        self.rotated_from = self.layout.before
+        if self.index.has("rotary_seqlens"):
+            self.rotated_from = self.index.array("rotary_seqlens", (self.batch,), "(B,)")
         self._check_options()
         queries = self._queries()
         self.write = None
@@ -266,8 +269,6 @@ class Call:
             ragged_rows.require_library(operation, own | {"k": given.k} | tables, "Rotation")
             cos, sin = (view(a, name, operation) for name, a in tables.items())
             ragged_rows.check_rotation(cos, sin, self.layout.capacity, views["q"].shape[-1], operation)
-        elif given.rotary_seqlens is not None:
-            refuse_option(operation, rotary_seqlens=("given", "rotary_cos and rotary_sin with it"))
         for name, of in (("q_descale", "q"), ("k_descale", "k_cache"), ("v_descale", "v_cache")):
             descale = getattr(given, name)
             if descale is None:
@@ -303,10 +304,8 @@ class Call:
             x = ragged_rows.flat(x, name, self.operation) if not rotate else x.reshape(-1, *x.shape[2:])
         if not rotate or given.rotary_cos is None:
             return x
-        first, held = self.layout.before, given.rotary_cos.shape[0]
-        if index.has("rotary_seqlens"):
-            first = index.array("rotary_seqlens", (self.batch,), "(B,)")
-        position = first[rows.sequence] + (rows.number if by_number else 0)
+        held = given.rotary_cos.shape[0]
+        position = self.rotated_from[rows.sequence] + (rows.number if by_number else 0)
         index.refuse_where(
             rows.inside & ((position < 0) | (position >= held)),
             lambda t: f"row {t[0]} of {name} is rotated by position {int(position[t])}, and rotary_cos has {held}.",
