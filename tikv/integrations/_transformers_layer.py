@@ -543,7 +543,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _blank(self) -> TikvLayer:
         """A layer like this one, without tokens."""
-        return TikvLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
+        return type(self)(self.index, self.sliding_window, self.limit, self.storage, self.config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         found = self._blank()

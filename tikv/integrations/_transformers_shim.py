@@ -81,6 +81,20 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     return kinds
 
 
+def decoder_of(config: Any) -> Any:
+    """The configuration of the decoder of this model, with as many layers as the decoder has.
+
+    That of a T5 says how many its encoder has, and transformers takes that number for both.
+    """
+    text = config.get_text_config(decoder=True)
+    depth = getattr(config, "num_decoder_layers", None)
+    if text is config or depth is None or not getattr(config, "is_encoder_decoder", False):
+        return text
+    if text.num_hidden_layers != depth:
+        text.num_hidden_layers = depth  # of a copy, as `get_text_config` makes it of these
+    return text
+
+
 def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
     """The layers of a cache for `limit` tokens, and the limit that stays: none where all of them slide.
 

@@ -177,7 +177,7 @@ class StreamingLayer(TikvLayer):
         raise OptionError(f"{self._name}: compact() is of layers without a window. Leave window out.")
 
     def _blank(self) -> TikvLayer:
-        found = StreamingLayer(self.index, self.window, self.sinks, self.storage, self.config)
+        found = type(self)(self.index, self.window, self.sinks, self.storage, self.config)
         found._oldest = self._oldest
         return found
 

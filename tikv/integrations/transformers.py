@@ -24,6 +24,7 @@ except ImportError as error:
 from tikv.errors import OptionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
+from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import OPERATION, Storage, storage_of
@@ -109,12 +110,13 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
     return kinds
 
 
-def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage, text: Any) -> Any:
-    """The layer of a cache for what a layer of the model caches."""
+def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage, text: Any, crossed: bool) -> Any:
+    """The layer of a cache for what a layer of the model caches; `crossed`: its decoder may have an encoder."""
     if kind.kind == "none":
         return shim.layer_without_keys()
     if kind.state is None:
-        return TikvLayer(index, kind.window, limit, storage, text)
+        made = SlidingOrCross if crossed and kind.window is not None else TikvLayer
+        return made(index, kind.window, limit, storage, text)
     from tikv.integrations import _transformers_states as states  # of classes that old versions have not
 
     if kind.kind == "state":
@@ -122,10 +124,12 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
     return states.KeysAndState(index, kind.window, limit, storage, text, **kind.state)
 
 
-def _streaming_layer(index: int, kind: shim.LayerKind, window: int, sinks: int, storage: Storage, text: Any) -> Any:
-    """The layer of a cache with a window, for one that attends in full."""
+def _streaming_layer(
+    index: int, kind: shim.LayerKind, window: int, sinks: int, storage: Storage, text: Any, crossed: bool
+) -> Any:
+    """The layer of a cache with a window, for one that attends in full; `crossed` as in `_layer`."""
     if kind.state is None:
-        return StreamingLayer(index, window, sinks, storage, text)
+        return (StreamingOrCross if crossed else StreamingLayer)(index, window, sinks, storage, text)
     from tikv.integrations import _transformers_states as states
 
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
@@ -148,6 +152,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             for ever in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
         sinks: first tokens that stay visible in spite of the window; 4 do for most models.
+        offloading, offload_only_non_sliding: as transformers' caches take them; the first has to be False.
 
     Raises:
         OptionError: a layer holds something else than keys, values and a state, or none attends, or the model has a
@@ -165,9 +170,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph, and
     so do groups of codes, a layer that is streamed by ``window``, and a decoded token with ``dynamic=False``.
 
-    States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so. An
-    encoder-decoder takes two in an `EncoderDecoderCache`: one for its
-    own tokens, and one for those of the encoder, written once.
+    States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so.
+
+    Of the configuration of an encoder-decoder it is an `EncoderDecoderCache` as well, whose second cache grows with the
+    encoder's tokens, which all queries see; two of them in an `EncoderDecoderCache` of transformers' do the same.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -182,6 +188,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         (6, (1, 1, 6, 8))
     """
 
+    def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
+        """Transformers asks by class whether a cache is one of an encoder-decoder."""
+        both = cls is TikvCache and getattr(config, "is_encoder_decoder", False)
+        return object.__new__(_OfEncoderDecoder if both else cls)
+
     def __init__(
         self,
         config: Any,
@@ -192,11 +203,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         v_dtype: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
-        text = config.get_text_config(decoder=True)
+        if offloading:
+            raise OptionError(f"{OPERATION}: offloading={offloading!r}: memory stays where the model is. Leave it out.")
+        text = shim.decoder_of(config)
         # Of an encoder-decoder, what tells the layers may be a copy, which no change of the attention reaches.
         named = config if type(text) is type(config) else text
         if named._attn_implementation == ATTENTION:
@@ -206,13 +221,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._limit = limit
         kinds, limit = shim.bounded(_served(config, text), limit)
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
+        flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
+        crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
         layers = [
-            _streaming_layer(i, kind, streamed, sinks, storage, named)
+            _streaming_layer(i, kind, streamed, sinks, storage, named, crossed)
             if streamed is not None and kind.kind == "full"
-            else _layer(i, kind, limit, storage, named)
+            else _layer(i, kind, limit, storage, named, crossed)
             for i, kind in enumerate(kinds)
         ]
-        super().__init__(layers=layers)
+        cache_utils.Cache.__init__(self, layers=layers)
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
@@ -225,8 +242,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             layer = self.layers[layer_idx]
         except IndexError:
             raise ShapeError(
-                f"{OPERATION}: the cache has {len(self.layers)} layers, the model asks for layer {layer_idx}. Make the "
-                f"cache from this model's config."
+                f"{OPERATION}: the cache has {len(self.layers)} layers, as the configuration says that it was made "
+                f"from; the model asks for layer {layer_idx}. Use the configuration of this model's decoder."
             ) from None
         return layer.update(key_states, value_states)  # type: ignore[no-any-return]
 
@@ -266,3 +283,56 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """Bytes of keys, values and scales, filled or not."""
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         return sum(store.nbytes for store in stores if store is not None)
+
+
+class _OfEncoderDecoder(TikvCache, cache_utils.EncoderDecoderCache):  # type: ignore[misc]
+    """A `TikvCache` of an encoder-decoder: what its decoder caches, and beside it what the encoder gave.
+
+    In an `EncoderDecoderCache` of transformers' it stands for one of the two.
+    """
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        own = TikvCache.__new__(TikvCache)
+        cache_utils.Cache.__init__(own, layers=self.layers)
+        own._limit = self._limit
+        self.self_attention_cache = own
+        cross = TikvCache.__new__(TikvCache)
+        like = next(layer for layer in self.layers if isinstance(layer, TikvLayer))
+        full = [TikvLayer(i, None, None, like.storage, like.config) for i in range(len(self.layers))]
+        cache_utils.Cache.__init__(cross, layers=full)
+        cross._limit = None
+        self._cross: Any = cross
+        self.is_updated = dict.fromkeys(range(len(self.layers)), False)
+
+    @property
+    def cross_attention_cache(self) -> Any:
+        """The cache of the encoder's tokens."""
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: Any) -> None:
+        # T5Gemma sets one of this class anew, without its options and with layers that attend in full, as ours do.
+        if isinstance(cache, TikvCache) and not any(layer.get_seq_length() for layer in cache.layers):
+            self._cross.reset()
+        else:
+            self._cross = cache
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `TikvCache.crop`, of the decoder's tokens."""
+        self.self_attention_cache.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence: 0, 0, 1, 1 for 2."""
+        for cache in (self.self_attention_cache, self._cross):
+            cache.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences, in this order."""
+        for cache in (self.self_attention_cache, self._cross):
+            cache.batch_select_indices(indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return int(self.self_attention_cache.nbytes + self._cross.nbytes)

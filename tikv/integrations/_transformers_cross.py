@@ -1,0 +1,43 @@
+"""Layers with a window that may turn out to hold the tokens of an encoder, all of which every query sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_streaming import StreamingLayer
+
+
+class _EncoderToo(TikvLayer):
+    """A layer whose role is told from what a model does with it.
+
+    What cross-attention sees is written once, and read by `keys` and `values`: all of it, whatever the window. A
+    decoder's own tokens are written again and again, and read from what `update` returns.
+    """
+
+    _written_once = False
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As without an encoder."""
+        first = self.get_seq_length() == 0
+        found = super().update(key_states, value_states, *args, **kwargs)
+        self._written_once = first
+        return found
+
+    def _visible(self) -> tuple[Any, Any]:
+        if self._written_once and self.store is not None:
+            return self._read(0, self.store.length)
+        return super()._visible()
+
+    def _blank(self) -> TikvLayer:
+        found: Any = super()._blank()
+        found._written_once = self._written_once
+        return found  # type: ignore[no-any-return]
+
+
+class SlidingOrCross(_EncoderToo):
+    """A sliding layer of a decoder, or its cross-attention."""
+
+
+class StreamingOrCross(_EncoderToo, StreamingLayer):
+    """A streaming layer of a decoder, or its cross-attention."""
