@@ -195,7 +195,21 @@ def test_what_t5gemma_makes_anew_keeps_the_storage(arch):
     assert {str(store.dtype) for store in stores} == {"int8"}
 
 
-def test_more_layers_than_the_configuration_says(arch):
-    cache = TikvCache(transformers.LlamaConfig(num_hidden_layers=2))
-    with pytest.raises(tikv.ShapeError, match=r"has 2 layers, as the configuration says .* asks for layer 2"):
-        cache.update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 2)
+class Counting(TikvCache):
+    """A user's own kind of cache."""
+
+    calls = 0
+
+    def update(self, *args, **options):
+        type(self).calls += 1
+        return super().update(*args, **options)
+
+
+def test_a_subclass_serves_an_encoder_decoder_too(arch):
+    model = build("Bart")
+    cache = Counting(model.config)
+    assert isinstance(cache, Counting)
+    assert type(cache.cross_attention_cache) is Counting
+    want = logits(model, None, use_cache=False)
+    torch.testing.assert_close(logits(model, cache), want, rtol=0, atol=1e-5)
+    assert Counting.calls == 2 * 9 + 2

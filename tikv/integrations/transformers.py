@@ -6,6 +6,7 @@ model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= befo
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -190,8 +191,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> TikvCache:
         """Transformers asks by class whether a cache is one of an encoder-decoder."""
-        both = cls is TikvCache and getattr(config, "is_encoder_decoder", False)
-        return object.__new__(_OfEncoderDecoder if both else cls)
+        both = getattr(config, "is_encoder_decoder", False) and not issubclass(cls, _OfEncoderDecoder)
+        kind: Any = cls
+        return object.__new__(_of_encoder_decoder(kind) if both else kind)  # type: ignore[no-any-return]
 
     def __init__(
         self,
@@ -242,8 +244,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             layer = self.layers[layer_idx]
         except IndexError:
             raise ShapeError(
-                f"{OPERATION}: the cache has {len(self.layers)} layers, as the configuration says that it was made "
-                f"from; the model asks for layer {layer_idx}. Use the configuration of this model's decoder."
+                f"{OPERATION}: the cache has {len(self.layers)} layers, as many as its configuration says; the model "
+                f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
         return layer.update(key_states, value_states)  # type: ignore[no-any-return]
 
@@ -285,25 +287,30 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         return sum(store.nbytes for store in stores if store is not None)
 
 
-class _OfEncoderDecoder(TikvCache, cache_utils.EncoderDecoderCache):  # type: ignore[misc]
+class _OfEncoderDecoder:
     """A `TikvCache` of an encoder-decoder: what its decoder caches, and beside it what the encoder gave.
 
     In an `EncoderDecoderCache` of transformers' it stands for one of the two.
     """
 
+    _alone: type[TikvCache]  # the class that a user called
+    layers: list[Any]
+    _limit: int | None
+
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
-        own = TikvCache.__new__(TikvCache)
-        cache_utils.Cache.__init__(own, layers=self.layers)
-        own._limit = self._limit
-        self.self_attention_cache = own
-        cross = TikvCache.__new__(TikvCache)
+        super().__init__(config, *args, **options)  # type: ignore[call-arg]
         like = next(layer for layer in self.layers if isinstance(layer, TikvLayer))
         full = [TikvLayer(i, None, None, like.storage, like.config) for i in range(len(self.layers))]
-        cache_utils.Cache.__init__(cross, layers=full)
-        cross._limit = None
-        self._cross: Any = cross
+        self.self_attention_cache = self._holding(self.layers, self._limit)
+        self._cross: Any = self._holding(full, None)
         self.is_updated = dict.fromkeys(range(len(self.layers)), False)
+
+    def _holding(self, layers: list[Any], limit: int | None) -> TikvCache:
+        """A cache of an ordinary kind with these layers."""
+        found = object.__new__(self._alone)
+        cache_utils.Cache.__init__(found, layers=layers)
+        found._limit = limit
+        return found
 
     @property
     def cross_attention_cache(self) -> Any:
@@ -336,3 +343,10 @@ class _OfEncoderDecoder(TikvCache, cache_utils.EncoderDecoderCache):  # type: ig
     def nbytes(self) -> int:
         """Bytes of both."""
         return int(self.self_attention_cache.nbytes + self._cross.nbytes)
+
+
+@functools.cache
+def _of_encoder_decoder(kind: Any) -> Any:
+    """The class of caches of encoder-decoders that are a `kind`, and one of transformers' own for such models."""
+    bases = (_OfEncoderDecoder, kind, cache_utils.EncoderDecoderCache)
+    return type(kind.__name__, bases, {"_alone": kind, "__doc__": kind.__doc__})
