@@ -560,7 +560,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OptionError(
             f"{self._name}: a cache is not pickled, nor copied by copy.copy(), which would share its memory. Use "
-            f"copy.deepcopy(); to keep tokens in a file, append keys and values to a tikv.KVCacheStore and save() it."
+            f"copy.deepcopy(); to keep tokens in a file, save() of the TikvCache."
         )
 
     def __repr__(self) -> str:

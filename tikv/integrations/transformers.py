@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from typing import Any
+
+import numpy as np
 
 from tikv import extras
 
@@ -23,6 +26,7 @@ except ImportError as error:
     raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
 
 from tikv.errors import OptionError, ShapeError
+from tikv.integrations import _transformers_files as cache_files
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
@@ -221,6 +225,16 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         limit = None if max_cache_len is None else _integer(max_cache_len, "max_cache_len", 1, "None to let it grow")
         storage = storage_of(dtype, v_dtype, k_scale, v_scale)
         self._limit = limit
+        self._made = {
+            "max_cache_len": limit,
+            "dtype": None if storage.k is None else storage.k.name,
+            "v_dtype": None if v_dtype is None or storage.v is None else storage.v.name,
+            "k_scale": None if k_scale is None else np.asarray(k_scale, np.float64).tolist(),
+            "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
+            "window": window,
+            "sinks": sinks,
+        }
+        self._fields = cache_files.fields_of(text)
         kinds, limit = shim.bounded(_served(config, text), limit)
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
@@ -280,6 +294,53 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the conversation: keys, values and scales as they are stored, and where each layer is.
+
+        Args:
+            path: ends in ``.safetensors``. A file of that name is replaced in one step, or stays as it was.
+
+        Raises:
+            CacheFileError: another ending, or the system refuses.
+            OptionError: a layer keeps a state beside keys and values, which is not saved.
+
+        Exactness: every bit. Of the text itself nothing is saved: keep its tokens.
+
+        Examples:
+            >>> import tempfile, torch
+            >>> from transformers import LlamaConfig
+            >>> cache = TikvCache(LlamaConfig(num_hidden_layers=1))
+            >>> states = torch.ones(1, 2, 3, 8)
+            >>> _ = cache.update(states, states, 0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     cache.save(f"{folder}/text.safetensors")
+            ...     TikvCache.load(f"{folder}/text.safetensors", LlamaConfig(num_hidden_layers=1)).get_seq_length()
+            3
+        """
+        updated = getattr(self, "is_updated", None)
+        flags = None if updated is None else [bool(updated.get(i)) for i in range(len(self.layers))]
+        made = {"made": self._made, "fields": self._fields, "updated": flags}
+        cache_files.write(path, made, cache_files.parts_of(self), f"{OPERATION}.save")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], config: Any, device: Any = None) -> TikvCache:
+        """A new cache with what a saved one held, from which the model goes on as if it had never been saved.
+
+        Args:
+            path: of a file that `save` wrote.
+            config: of the model that it was saved of.
+            device: where the model is; None: on a device of the kind that it was on.
+
+        Raises:
+            CacheFileError: the file is missing, damaged, no `TikvCache`, or of a model of another configuration.
+            ArchError: the engine runs elsewhere than on the device.
+        """
+        operation = f"{OPERATION}.load"
+        if not hasattr(config, "get_text_config"):
+            raise OptionError(f"{operation}: {type(config).__name__} is no configuration of a model.")
+        fields = cache_files.fields_of(shim.decoder_of(config))
+        return cache_files.Loaded(cls, config, fields, path, operation).read(device)  # type: ignore[no-any-return]
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales, filled or not."""
@@ -296,6 +357,8 @@ class _OfEncoderDecoder:
     _alone: type[TikvCache]  # the class that a user called
     layers: list[Any]
     _limit: int | None
+    _made: dict[str, Any]
+    _fields: dict[str, Any]
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
@@ -309,7 +372,7 @@ class _OfEncoderDecoder:
         """A cache of an ordinary kind with these layers."""
         found = object.__new__(self._alone)
         cache_utils.Cache.__init__(found, layers=layers)
-        found._limit = limit
+        found._limit, found._made, found._fields = limit, self._made, self._fields
         return found
 
     @property

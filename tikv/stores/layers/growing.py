@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, view_all
+from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, to_device, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
@@ -333,6 +333,18 @@ class GrowingLayer(runtime.NotCopied):
     def _select(self, sequences: np.ndarray[Any, Any]) -> None:
         self._memory.select(sequences)
         self.append_alike = _takes_nothing
+
+    def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the filled slots, (batch, heads, length[, width]), by the names that files have."""
+        require_alive(self.runtime, "TikvCache.save")
+        taken = self._memory.copy_filled()[0]
+        return {name: CacheArray(a, self.runtime).numpy() for name, a in zip(self._layer.named, taken, strict=True)}
+
+    def from_host(self, arrays: dict[str, np.ndarray[Any, Any]], *, length: int, origin: int, whole_from: int) -> None:
+        """Take over what `to_host` copied, and its counts, into a layer of the same form."""
+        self.recount(length=length, origin=origin)
+        self.whole_from = whole_from
+        self._memory.write_filled([[to_device(arrays[name], self.runtime) for name in self._layer.named]])
 
     def twin(self) -> GrowingLayer:
         """A copy of this layer in memory of its own, from which it can continue on its own."""

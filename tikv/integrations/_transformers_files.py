@@ -1,0 +1,201 @@
+"""A `TikvCache` in a file: what each layer holds and how far it is, for the model of the same configuration.
+
+The file says what the cache was made with, which fields of the configuration it depends on, and of each layer its form
+and counts. All of it is compared with the configuration given and with the tensors that are there before one is read.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from tikv import dtypes
+from tikv.errors import CacheFileError, OptionError, TikvError
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_storage import share_memory_with
+from tikv.stores import files
+from tikv.stores.files.tensor_file import Entry
+from tikv.stores.layers.growing import GrowingLayer
+
+KIND = "TikvCache"
+# Fields of a configuration that decide what is cached.
+FIELDS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "kv_lora_rank",
+    "sliding_window",
+    "layer_types",
+)
+COUNTS = ("length", "origin", "whole_from", "settled", "oldest")
+
+
+def fields_of(text: Any) -> dict[str, Any]:
+    """The fields of a decoder's configuration that decide what is cached, as JSON has them."""
+    found = {name: getattr(text, name, None) for name in FIELDS}
+    return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in found.items()}
+
+
+def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, list[Any]], operation: str) -> None:
+    """Save layers, in parts such as those of a decoder and of its encoder.
+
+    Raises:
+        OptionError: a layer keeps a state beside keys and values, which is not saved.
+        CacheFileError: as `files.write`.
+    """
+    files.target_of(path, operation)
+    facts: dict[str, Any] = {**made, "parts": {}}
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for part, layers in parts.items():
+        facts["parts"][part] = [_facts_of(layer, i, operation) for i, layer in enumerate(layers)]
+        for i, layer in enumerate(layers):
+            if getattr(layer, "store", None) is not None:
+                tensors |= {f"{part}.{i}.{name}": a for name, a in layer.store.to_host().items()}
+    files.write(path, KIND, tensors, facts, operation)
+
+
+def _facts_of(layer: Any, index: int, operation: str) -> dict[str, Any] | None:
+    """What a file says of a layer; None of one that caches nothing."""
+    if isinstance(layer, TikvLayer) and layer._staged:
+        layer._refuse_half_set()
+    if type(layer).__name__ == "DummyLayer":
+        return None
+    if not isinstance(layer, TikvLayer) or hasattr(layer, "conv_states"):
+        raise OptionError(
+            f"{operation}: layer {index} keeps a state, which is not saved. Keep the cache by copy.deepcopy(), or read "
+            f"the prompt again."
+        )
+    store = layer.store
+    if store is None:
+        return {"kind": type(layer).__name__}
+    return {
+        "kind": type(layer).__name__,
+        "form": {**store.rows.arguments(), "num_kv_heads": layer.num_heads, "batch_size": layer.batch_size},
+        "capacity": store.capacity,
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        "device": layer.device.type,
+        "length": store.length,
+        "origin": store.origin,
+        "whole_from": store.whole_from,
+        "settled": layer._settled,
+        "oldest": getattr(layer, "_oldest", 0),
+        "written_once": getattr(layer, "_written_once", False),
+        "record_past": layer.record_past,
+    }
+
+
+class Loaded:
+    """A file that is being read, and the empty cache that its tokens are for."""
+
+    def __init__(self, make: Any, config: Any, fields: dict[str, Any], path: Any, operation: str) -> None:
+        self._make, self._config, self._fields = make, config, fields
+        self._path, self._operation = path, operation
+        self.cache: Any = None
+        self.updated: dict[int, bool] = {}
+
+    def read(self, device: Any) -> Any:
+        """The cache.
+
+        Raises:
+            CacheFileError: the file is missing, damaged, another, or of another configuration.
+        """
+        tensors, facts = files.read(self._path, KIND, self._operation, self._check)
+        with files.understanding(self._path, self._operation):
+            for part, layers in parts_of(self.cache).items():
+                for i, (layer, said) in enumerate(zip(layers, facts["parts"][part], strict=True)):
+                    if said is not None and "form" in said:
+                        names = [name for name, _, _ in files.storage(said["form"])]
+                        _restore(layer, said, {name: tensors[f"{part}.{i}.{name}"] for name in names}, device)
+            if facts["updated"] is not None:
+                self.cache.is_updated = {i: bool(x) for i, x in enumerate(facts["updated"])}
+        return self.cache
+
+    def _check(self, facts: dict[str, Any], entries: dict[str, Entry]) -> None:
+        """Raise CacheFileError, KeyError, TypeError or ValueError where the file is not of this configuration."""
+        saved = facts["fields"]
+        for name in FIELDS:
+            if saved[name] != self._fields[name]:
+                raise CacheFileError(
+                    f"{self._operation}: {str(self._path)!r} was saved of a model with {name}="
+                    f"{files.words(saved[name])}, and config says {self._fields[name]!r}. Give the configuration of "
+                    f"the model that it was saved of."
+                )
+        try:
+            self.cache = self._make(self._config, **facts["made"])
+        except TikvError as error:
+            raise ValueError(f"no cache is made so: {error}") from error
+        parts = parts_of(self.cache)
+        if set(facts["parts"]) != set(parts):
+            raise ValueError(f"it has the parts {sorted(facts['parts'])}, not {sorted(parts)}")
+        expected, nbytes = set(), 0
+        for part, layers in parts.items():
+            told = files.listed(facts["parts"][part], "layers", len(layers))
+            for i, (layer, said) in enumerate(zip(layers, told, strict=True)):
+                kind = None if said is None else said["kind"]
+                if kind != (type(layer).__name__ if isinstance(layer, TikvLayer) else None):
+                    raise ValueError(f"layer {i} is {kind!r}, and of this configuration {type(layer).__name__}")
+                if said is not None and "form" in said:
+                    names, size = _check_layer(layer, said, f"{part}.{i}", entries)
+                    expected |= names
+                    nbytes += size
+        if expected != set(entries):
+            raise ValueError(f"it has other tensors than its layers: {sorted(set(entries) ^ expected)}")
+        if facts["updated"] is not None:
+            files.listed(facts["updated"], "updated", len(self.cache.layers))
+        files.require_memory(self._path, nbytes, self._operation)
+
+
+def parts_of(cache: Any) -> dict[str, list[Any]]:
+    """The layers of a cache, and of an encoder-decoder's those of the encoder's tokens beside them."""
+    cross = getattr(cache, "cross_attention_cache", None)
+    return {"layers": cache.layers} if cross is None else {"layers": cache.layers, "cross": cross.layers}
+
+
+def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str, Entry]) -> tuple[set[str], int]:
+    """The names of a layer's tensors and the bytes of its memory; raises where they, or its counts, cannot be."""
+    form = said["form"]
+    batch, heads = (files.integer(form[key], key, low=1) for key in ("batch_size", "num_kv_heads"))
+    capacity = files.integer(said["capacity"], "capacity", low=1)
+    counts = {key: files.integer(said[key], key) for key in COUNTS}
+    if counts["length"] > capacity or counts["settled"] > counts["origin"] + counts["length"]:
+        raise ValueError(f"{name} has {counts['length']} tokens in {capacity} slots, {counts}")
+    if hasattr(layer, "_oldest") and not layer.sinks <= counts["oldest"] < layer.window:
+        raise ValueError(f"{name} has its oldest token in slot {counts['oldest']}")
+    if said["dtype"] not in ("float32", "float16", "bfloat16", "float64"):
+        raise ValueError(f"{name} is of a model of {files.words(said['dtype'])}")
+    for key in ("written_once", "record_past"):
+        if type(said[key]) is not bool:
+            raise ValueError(f"{key} is {said[key]!r}")
+    names, nbytes = set(), 0
+    for part, width, dtype in files.storage(form):
+        files.require_entry(entries, f"{name}.{part}", (batch, heads, counts["length"], *width), dtype)
+        names.add(f"{name}.{part}")
+        nbytes += batch * heads * capacity * (width[0] if width else 1) * dtype.itemsize
+    for mine, key in ((layer.storage.k, "dtype"), (layer.storage.v, "v_dtype")):
+        wanted = said["dtype"] if mine is None else mine.name
+        if form.get(key, form["dtype"]) != wanted:
+            raise ValueError(f"{name} is stored as {files.words(form.get(key, form['dtype']))}, not {wanted}")
+    return names, nbytes
+
+
+def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: Any) -> None:
+    """Let an empty layer be as the one that was saved."""
+    place = torch.device(said["device"] if device is None else device)
+    with share_memory_with(place):
+        layer.store = GrowingLayer(capacity=said["capacity"], **said["form"])
+    layer.store.from_host(arrays, **{key: said[key] for key in ("length", "origin", "whole_from")})
+    layer.dtype = dtypes.to_torch(said["dtype"])
+    layer.device = layer.store.keys.torch().device
+    layer.is_initialized = True
+    layer._attach()
+    layer.record_past, layer._settled = said["record_past"], said["settled"]
+    if hasattr(layer, "_oldest"):
+        layer._oldest = said["oldest"]
+    if hasattr(layer, "_written_once"):
+        layer._written_once = said["written_once"]
