@@ -101,7 +101,7 @@ def to_numpy(array) -> np.ndarray:
         if name != "bfloat16" and not name.startswith("float8"):
             return host.numpy()
         return host.view(torch.int16 if name == "bfloat16" else torch.int8).numpy().view(getattr(ml_dtypes, name))
-    for method in ("copy_to_host", "to_numpy"):
+    for method in ("copy_to_host", "to_numpy", "get"):
         if hasattr(array, method):
             return getattr(array, method)()
     if hasattr(array, "__array__"):

@@ -49,7 +49,8 @@ def warpgroups(monkeypatch):
 
     monkeypatch.setattr("tikv.ops.attention.plan.choose_warpgroups", choose_and_tell)
     live.plans.clear()
+    before = launch.launcher_report(live)["fallbacks"].keys() | set()  # of other tests of this process
     yield found
     assert found, "no plan was made"
     assert all(found), "warpgroups were not used"
-    assert launch.launcher_report(live)["fallbacks"] == {}
+    assert launch.launcher_report(live)["fallbacks"].keys() <= before

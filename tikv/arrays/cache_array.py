@@ -197,9 +197,12 @@ class CacheArray(runtime.NotCopied):
         if isinstance(native, np.ndarray):
             options = {} if as_it_is else {"dtype": wide.numpy}
             return getattr(native, name)(axis=axis, keepdims=keepdims, **options)
-        axes = tuple(range(self.ndim)) if axis is None else axis
-        found = getattr(native.to(dtypes.to_torch(wide.name)), f"a{name}" if as_it_is else name)(axes, keepdim=keepdims)
-        return found.to(native.dtype) if as_it_is else found
+        axes, wider = tuple(range(self.ndim)) if axis is None else axis, native.to(dtypes.to_torch(wide.name))
+        if as_it_is:
+            return getattr(wider, f"a{name}")(axes, keepdim=keepdims).to(native.dtype)
+        found = wider.sum(axes, keepdim=keepdims)
+        # Divided, as NumPy does: torch multiplies by an inverse on a GPU, which is another number.
+        return found if name == "sum" else found / (native.numel() // max(found.numel(), 1))
 
     def item(self) -> Any:
         """The only element, as a number of Python's."""
