@@ -60,6 +60,8 @@ def without(tmp_path):
 
 @pytest.mark.parametrize(("package", "script", "what", "extra"), NEEDS)
 def test_one_error_names_the_extra_and_how_to_install_it(without, package, script, what, extra):
+    if package == "transformers":
+        pytest.importorskip("torch", reason="torch, which is asked for first, is not installed")
     child = without(package, "-c", script)
     *_, last = child.stderr.splitlines()
     assert last == (

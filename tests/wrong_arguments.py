@@ -4,12 +4,13 @@ The files `test_wrong_arguments.py` give each function that writes every argumen
 and leaves memory, lengths, block tables and free lists as they were.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
-import torch
 
 import tikv
 from tikv import runtime
@@ -20,6 +21,8 @@ from tikv.stores.locking import StoreLock
 from tikv.stores.pools.tables import DeviceTables
 
 HEADS, Q_HEADS, WIDTH, HUGE = 2, 4, 16, 10**30
+TORCH = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+ARRAYS = (CacheArray, np.ndarray, *([TORCH.Tensor] if TORCH else []))
 Wrong = dict[str, Any]  # values of one argument, by what is wrong with them
 
 NO_ARRAY: Wrong = {"None": None, "a number": 3, "a string": "rows", "a list": [[1.0]], "an object": object()}
@@ -90,8 +93,9 @@ def rows(array: np.ndarray, arch: str, heads: int | None = None, tokens: int | N
         "objects": array.astype(object),
         "columns apart": np.repeat(array, 2, axis=-1)[..., ::2],
         "masked": np.ma.masked_array(array),
-        "without memory": oracle.to_torch(array.copy(), "cpu").to("meta"),
     }
+    if TORCH:
+        found["without memory"] = oracle.to_torch(array.copy(), "cpu").to("meta")
     for name, axis in (("heads", heads), ("tokens", tokens)):
         if axis is not None:
             found[f"{name} missing"] = place(np.take(array, range(array.shape[axis] - 1), axis))
@@ -194,7 +198,7 @@ def _read(thing: Any, found: list[Any], seen: set[int]) -> None:
     seen.add(id(thing))
     if isinstance(thing, ArrayView):
         found.append(CacheArray(thing, runtime.current()).copy_to_host().tobytes())
-    elif isinstance(thing, CacheArray | np.ndarray | torch.Tensor):
+    elif isinstance(thing, ARRAYS):
         found.append(oracle.to_numpy(thing).tobytes())
     elif isinstance(thing, dict):
         for key, value in thing.items():
@@ -219,8 +223,8 @@ def filled(store: Any, rng: np.random.Generator) -> Any:
                 held = array.numpy().view(np.uint8)
                 held[...] = rng.integers(1, 100, held.shape)
             else:
-                bits = array.torch().view(torch.uint8)
-                bits.copy_(torch.from_numpy(rng.integers(1, 100, tuple(bits.shape)).astype(np.uint8)))
+                bits = array.torch().view(TORCH.uint8)
+                bits.copy_(TORCH.from_numpy(rng.integers(1, 100, tuple(bits.shape)).astype(np.uint8)))
     return store
 
 

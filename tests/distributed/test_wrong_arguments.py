@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from wrong_arguments import (
     FLAG,
     NO_ARRAY,
@@ -20,6 +19,8 @@ from wrong_arguments import (
 
 import tikv
 from tikv.distributed import ShardedKVCacheStore, recv_sequence, send_sequence
+
+dist = pytest.importorskip("torch.distributed")
 
 HEADS, Q_HEADS, WIDTH, BATCH = 2, 4, 8, 2
 LAYER = integers(0, 1)

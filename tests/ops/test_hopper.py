@@ -17,6 +17,7 @@ from tikv.launch.cuda import driver
 from tikv.ops.attention import hopper
 from tikv.ops.attention.options import AttentionOptions
 from tikv.ops.attention.splits import choose_splits, rows_of_task
+from tikv.ops.layouts import Scale
 
 on_cuda = pytest.mark.archs("cuda")
 LENS = (300, 0, 64, 41)
@@ -225,8 +226,9 @@ def test_what_warpgroups_leave_to_other_kernels(arch, hopper_gpu, form, why):
     strides, ptr = form.pop("q_strides", (0, 0, 0)), form.pop("q_ptr", 0)
     arrays, query, cache = given(**{"queries": 40, **form})
     arrays["q"] = types.SimpleNamespace(dtype=arrays["q"].dtype, ptr=ptr, offset=0)
-    scales = [types.SimpleNamespace(dtype=dtypes.float16, ptr=0, offset=0)] * 2
-    query, cache = query._replace(strides=strides), cache._replace(scales=scales)
+    scale = Scale(types.SimpleNamespace(dtype=dtypes.float16, ptr=0, offset=0))
+    query = query._replace(strides=strides)
+    cache = cache._replace(k=cache.k._replace(scale=scale), v=cache.v._replace(scale=scale))
     found = hopper.why_not_warpgroups(CUDA, arrays, query, cache, asked)
     assert why in found
     assert bool(why) == bool(found)
