@@ -19,12 +19,13 @@ python tests/families/survey.py --write docs/families.md
 
 It makes a tiny random model of every class with `generate` (few layers of each kind, narrow, with weights so large
 that attention counts) and compares the logits of each step with those of the same model without any cache, which is
-given the whole text each time. Six settings: a prompt of {prompt} tokens and {steps} single ones; a batch of
+given the whole text each time. Seven settings: a prompt of {prompt} tokens and {steps} single ones; a batch of
 {lengths} tokens padded on the left; the prompt in pieces of {chunks}; three tokens that are taken back by `crop`;
-beams that are reordered; and `generate`. Each with attention "eager", "sdpa" and "tikv", where the model has them;
-and with a cache of int8 under "tikv", whose logits are compared with those of the same cache under the model's own
-attention. Right is what is within {tolerance} of the logits' standard deviation, for int8 {codes}. Transformers' own
-cache is run beside it: where that is itself not as no cache, the table says so.
+beams that are reordered; `generate`; and, of an encoder-decoder, a cache for each of the two. Each with attention
+"eager", "sdpa" and "tikv", where the model has them; and with a cache of int8 under "tikv", whose logits are compared
+with those of the same cache under the model's own attention. Right is what is within {tolerance} of the logits'
+standard deviation, for int8 {codes}. Transformers' own cache is run beside it: where that is itself not as no cache,
+the table says so.
 
 `TikvCache` is in the table:
 

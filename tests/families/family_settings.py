@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -55,9 +56,9 @@ class Call(NamedTuple):
         """(batch, vocabulary): those of the last token; with a cache, which holds `past` tokens, given the rest."""
         rows = tokens.shape[0]
         given = self.always if past else {**self.always, **self.first}
-        arguments = {name: _rows(value, rows) for name, value in given.items()}
         whole = cache is None or type(self.model).__name__ in table.WHOLE
-        arguments[self.ids] = tokens if whole else tokens[:, past:]
+        new = tokens if whole else tokens[:, past:]
+        arguments = {self.ids: new, **{name: _rows(value, new) for name, value in given.items()}}
         if mask is not None and self.mask:
             arguments[self.mask] = mask
         if cache is not None:
@@ -69,12 +70,13 @@ class Call(NamedTuple):
         return found[:, -1].reshape(rows, -1).float()
 
 
-def _rows(value: Any, rows: int) -> Any:
+def _rows(value: Any, tokens: Any) -> Any:
+    """What is given with these tokens."""
     if isinstance(value, torch.Tensor):
-        return value[:rows].clone()  # some models write into what they are given
+        return value[: tokens.shape[0]].clone()  # some models write into what they are given
     if isinstance(value, Encoded):
-        return Encoded(last_hidden_state=value.last_hidden_state[:rows].clone())
-    return value
+        return Encoded(last_hidden_state=value.last_hidden_state[: tokens.shape[0]].clone())
+    return value(tokens)
 
 
 def forget(model: Any) -> None:
@@ -93,7 +95,8 @@ def call_of(model: Any) -> Call:
     parameters = inspect.signature(model.forward).parameters
     if NAME not in parameters and "input_ids" not in parameters:
         raise NoCache("its forward takes neither tokens nor a cache")
-    if NAME not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    inner = inspect.signature(model.base_model.forward).parameters  # to which some pass on what they do not name
+    if NAME not in parameters and NAME not in inner and model.config.get_text_config(decoder=True) is model.config:
         raise NoCache(f"its forward takes no {NAME}")
     name, config = type(model).__name__, model.config
     always = table.ALWAYS[name](config) if name in table.ALWAYS else {}
@@ -124,12 +127,13 @@ def padded(model: Any) -> tuple[Any, Any]:
 
 
 class Row(NamedTuple):
-    """What one call gave, and of what."""
+    """What one call gave, and of what; or what it should have given."""
 
     call: Call
     logits: Any
     tokens: Any
     mask: Any = None
+    wanted: Any = None
 
 
 class Reference:
@@ -140,6 +144,8 @@ class Reference:
 
     def of(self, row: Row) -> Any:
         """Those that the row should have."""
+        if row.wanted is not None:
+            return row.wanted
         key = (
             id(row.call.always),
             tuple(row.tokens.shape),
@@ -219,16 +225,32 @@ def reordered(call: Call, cache: Any) -> Iterator[Row]:
         yield Row(call, call.logits(tokens[:, :end], None, cache, end - 1), tokens[:, :end])
 
 
+_generated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # without a cache, by the model
+
+
 def generated(call: Call, cache: Any) -> Iterator[Row]:
     """What `generate` makes of a prompt, greedily: it prepares positions, masks and inputs in its own way."""
     if call.first or type(call.model).__name__ in table.CHANNELS or type(call.model).__name__ in table.WHOLE:
         raise NotOffered
+    if call.model not in _generated:  # first asked for under the model's own attention
+        _generated[call.model] = _greedy(call, use_cache=False)
+    want = _generated[call.model]
+    found = _greedy(call, **{call.cache: cache})
+    for step, (got, wanted) in enumerate(zip(found.logits, want.logits, strict=True)):
+        tokens = found.sequences[:, : found.sequences.shape[1] - STEPS + step]
+        yield Row(call, got.reshape(2, -1).float(), tokens, wanted=wanted.reshape(2, -1).float())
+
+
+def _greedy(call: Call, **options: Any) -> Any:
+    """The greedy text of a prompt of two sequences."""
     tokens = tokens_of(call.model, 2)[:, :PROMPT]
-    given = {name: _rows(value, 2) for name, value in call.always.items()}
+    given = {name: _rows(value, tokens) for name, value in call.always.items()}
+    forget(call.model)
     with torch.no_grad():
-        found = call.model.generate(
+        return call.model.generate(
             **given,
-            **{call.ids: tokens, call.cache: cache},
+            **{call.ids: tokens},
+            **options,
             do_sample=False,
             min_new_tokens=STEPS,
             max_new_tokens=STEPS,
@@ -236,9 +258,6 @@ def generated(call: Call, cache: Any) -> Iterator[Row]:
             return_dict_in_generate=True,
             output_logits=True,
         )
-    start = found.sequences.shape[1] - STEPS
-    for step, logits in enumerate(found.logits):
-        yield Row(call, logits.reshape(2, -1).float(), found.sequences[:, : start + step])
 
 
 class NotOffered(Exception):
@@ -265,6 +284,7 @@ SETTINGS = {
     "crop": cropped,
     "reorder": reordered,
     "generate": generated,
+    "two caches": steps,
 }
 
 
@@ -275,11 +295,17 @@ def transformers_cache(model: Any) -> Any:
 
 
 def tikv_cache(model: Any, **options: Any) -> Any:
-    """The same of this library: of an encoder-decoder two."""
+    """The same of this library."""
     from tikv.integrations.transformers import TikvCache
 
-    cache = TikvCache(model.config, **options)
-    return EncoderDecoderCache(cache, TikvCache(model.config, **options)) if model.config.is_encoder_decoder else cache
+    return TikvCache(model.config, **options)
+
+
+def tikv_caches(model: Any) -> Any:
+    """The same as two: one for the decoder's tokens, one for those of the encoder."""
+    if not model.config.is_encoder_decoder:
+        raise NotOffered
+    return EncoderDecoderCache(tikv_cache(model), tikv_cache(model))
 
 
 @contextlib.contextmanager

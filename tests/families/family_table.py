@@ -103,6 +103,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Lfm2VlConfig": {"text_config": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "MiniMaxM3VLConfig": {"text_config": {"layer_types": ["full_attention", "minimax_m3_sparse"]}},
+    "MiniMaxM3VLTextConfig": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "MinistralConfig": {"head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
@@ -113,6 +115,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MusicgenMelodyConfig": {"decoder": {"num_codebooks": 1}},
     "NemotronConfig": {"num_key_value_heads": 2},
     "PaddleOCRVLConfig": {"text_config": {"rope_parameters": _SECTIONS}},
+    "Qwen2Config": {"use_sliding_window": True, "max_window_layers": 1},
+    "Qwen3Config": {"use_sliding_window": True, "max_window_layers": 1},
     "Qwen2VLConfig": {"text_config": {"rope_parameters": _SECTIONS}},
     "Qwen2_5_VLConfig": {"text_config": {"rope_parameters": _SECTIONS}},
     "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 90, "text_config": {"rope_parameters": _SECTIONS}},
@@ -181,9 +185,14 @@ NOT_RUN = {
 # Models whose forward takes all tokens each time, and leaves out those that the cache holds.
 WHOLE = {"CpmAntForCausalLM", "FlaubertWithLMHeadModel", "XLMWithLMHeadModel"}
 
-# What is given beside tokens: with each call, or with the first one alone, by the class of the model.
+# What is given beside tokens: with each call, or with the first one alone, by the class of the model. A function makes
+# it of the tokens.
 _BATCH = 3
 ALWAYS: dict[str, Any] = {
+    "IdeficsForVisionText2Text": lambda config: {
+        "image_encoder_embeddings": random(_BATCH, 1, 5, 32),
+        "image_attention_mask": lambda tokens: torch.ones(*tokens.shape, 1),
+    },
     "MllamaForCausalLM": lambda config: {"cross_attention_states": random(_BATCH, 5, 32)},
 }
 FIRST: dict[str, Any] = {}

@@ -37,12 +37,12 @@ def survey(cls: type) -> dict[str, Any]:
     """All that is found of a class: words and numbers, as they are kept in a file; `outcome` reads them."""
     begun = time.time()
     found: dict[str, Any] = {"class": cls.__name__}
+    if cls.__name__ in table.NOT_RUN:
+        return {**found, "not run": table.NOT_RUN[cls.__name__]}
     try:
         model = tiny_model(cls)
     except Exception as error:
         return {**found, "not built": told(error)}
-    if cls.__name__ in table.NOT_RUN:
-        return {**found, "not run": table.NOT_RUN[cls.__name__]}
     try:
         call = settings.call_of(model)
     except settings.NoCache as error:
@@ -129,7 +129,8 @@ def run(call: Call, setting: str, make: Callable[[], Any], want: Reference) -> t
 
 def against(call: Call, setting: str, want: Reference, control: Control) -> list[Any]:
     """[ours from no cache, transformers' own from no cache, ours from transformers' own]; if right, the first."""
-    ours, logits = run(call, setting, lambda: settings.tikv_cache(call.model), want)
+    make = settings.tikv_caches if setting == "two caches" else settings.tikv_cache
+    ours, logits = run(call, setting, lambda: make(call.model), want)
     if isinstance(ours, float) and ours < TOLERANCE:
         return [ours]
     theirs, others = control.difference(setting), control.logits(setting)

@@ -23,13 +23,14 @@ pytestmark = [
 with_states = pytest.mark.skipif(shim.VERSION < (5, 19), reason="layers with a state came with transformers 5.19")
 
 BESIDE = {"falcon_h1": "FalconH1ForCausalLM", "zaya": "ZayaForCausalLM", "inkling": "InklingForCausalLM"}
+INDEXED = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm5_next": "Glm5NextForConditionalGeneration"}
 ALONE = {"qwen3_next": "Qwen3NextForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM", "zamba2": "Zamba2ForCausalLM"}
 
 
 def model_of(family):
     if family not in tiny_models.folders():
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    name = {**BESIDE, **ALONE}[family]
+    name = {**BESIDE, **ALONE, **INDEXED}[family]
     return tiny_models.tiny_model(next(cls for cls in tiny_models.generators(family) if cls.__name__ == name))
 
 
@@ -44,7 +45,7 @@ def last_logits(model, tokens, cache):
 
 
 @with_states
-@pytest.mark.parametrize("family", [*BESIDE, *ALONE])
+@pytest.mark.parametrize("family", [*BESIDE, *ALONE, *INDEXED])
 def test_text_and_logits_are_those_of_transformers_own_cache(family, arch):
     model = model_of(family)
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
@@ -72,8 +73,9 @@ def test_keys_beside_a_state_lie_in_memory_of_ours(family, arch):
 
 
 @with_states
-def test_a_copy_of_keys_and_states_goes_on_alone(arch):
-    model = model_of("falcon_h1")
+@pytest.mark.parametrize("family", ["falcon_h1", "deepseek_v32"])
+def test_a_copy_of_keys_and_states_goes_on_alone(family, arch):
+    model = model_of(family)
     cache, want = TikvCache(model.config), DynamicCache(config=model.config)
     tokens = ids(2, 12)
     for one in (cache, want):
@@ -87,7 +89,7 @@ def test_a_copy_of_keys_and_states_goes_on_alone(arch):
 
 
 @with_states
-@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", *INDEXED])
 def test_sequences_are_repeated_and_chosen_with_their_states(family, arch):
     model = model_of(family)
     tokens = ids(2, 9)
@@ -114,6 +116,29 @@ def test_streamed_layers_have_their_states_too(arch):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
     assert [layer.window for layer in caches[0].layers] == [32] * len(caches[0].layers)
     assert caches[0].get_seq_length() == 9
+
+
+@with_states
+def test_a_window_is_not_for_layers_with_an_indexer(arch):
+    with pytest.raises(tikv.OptionError, match="window=8: layer 0 chooses what it sees by an indexer"):
+        TikvCache(model_of("deepseek_v32").config, window=8)
+
+
+@with_states
+def test_keys_of_an_indexer_are_taken_back_and_reordered_with_the_others(arch):
+    model = model_of("deepseek_v32")
+    tokens = ids(2, 12)
+    cache, want = TikvCache(model.config), DynamicCache(config=model.config)
+    last_logits(model, tokens[:, :9], cache)
+    last_logits(model, tokens[:, :3], cache)
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.layers[0].indexer_keys.shape[:2] == (2, 9)
+    last_logits(model, tokens[[1, 1], :9], want)
+    a, b = (last_logits(model, tokens[:, 9:], one) for one in (cache, want))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
+    cache.reset()
+    assert cache.layers[0].indexer_keys is None
 
 
 def lengths(cache):
@@ -177,11 +202,10 @@ def test_a_state_of_all_tokens_is_not_taken_back(family, arch):
 
 REFUSED = {
     "MambaConfig": "no layer of MambaConfig attends, all of them keep a state",
-    "RwkvConfig": "RwkvForCausalLM, the model of RwkvConfig, has a cache of its own kind|'state .rescale_every.'",
-    "XLNetConfig": "XLNet\\w*, the model of XLNetConfig, has a cache of its own kind",
-    "MiniMaxConfig": "MiniMax\\w*, the model of MiniMaxConfig, has a cache of its own kind",
-    "DeepseekV32Config": "layer 0 of DeepseekV32Config is of type 'indexed_attention', which keeps the keys of an",
-    "GlmMoeDsaConfig": "layer 0 of GlmMoeDsaConfig is of type 'indexed_attention', which keeps the keys of an indexer",
+    "RwkvConfig": "RwkvForCausalLM has a cache of its own kind: it is the model of RwkvConfig",
+    "XLNetConfig": "XLNetLMHeadModel has a cache of its own kind",
+    "MiniMaxConfig": "MiniMaxForCausalLM has a cache of its own kind",
+    "OpenAIGPTConfig": "OpenAIGPTLMHeadModel takes no cache: it is the model of OpenAIGPTConfig. Use it without cache=",
     "DeepseekV4Config": "layer 0 of DeepseekV4Config is of type 'heavily_compressed_attention', which keeps keys",
     "BltConfig": "BltConfig does not say what its layers are: .*num_hidden_layers",
 }

@@ -49,11 +49,13 @@ class LayerKind(NamedTuple):
         kind: "full" or "sliding" keys and values, a "state" alone, "none", or transformers' name for something else.
         window: of a sliding layer, the current token included.
         state: options of the state that a layer has, alone or beside keys and values; None for no state.
+        indexed: the keys of an indexer lie beside those of attention.
     """
 
     kind: str
     window: int | None = None
     state: dict[str, Any] | None = None
+    indexed: bool = False
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
@@ -76,6 +78,8 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         elif layer_type in _ATTENTION_BESIDE_STATE:
             beside = _kind(_ATTENTION_BESIDE_STATE[layer_type], given.get("sliding_window"), None)
             kinds.append(beside._replace(state=state))
+        elif layer_type == "indexed_attention" and hasattr(cache_utils, "DynamicIndexedLayer"):
+            kinds.append(LayerKind("full", indexed=True))
         else:
             kinds.append(_kind(layer_type, given.get("sliding_window"), foreign))
     return kinds
@@ -106,8 +110,12 @@ def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind],
     return [layer._replace(window=layer.window and min(layer.window, limit)) for layer in kinds], None
 
 
-def with_a_cache_of_its_own(config: Any) -> str | None:
-    """The model of this configuration to which transformers gives no cache by itself, since it has its own; or None."""
+def without_a_cache(config: Any) -> str | None:
+    """Why no model of this configuration takes a cache of transformers; None where one does, or none is known.
+
+    Args:
+        config: that of a model with tokens of its own, or of the decoder within one.
+    """
     name = type(config).__module__
     if not name.startswith("transformers.models."):
         return None
@@ -115,11 +123,17 @@ def with_a_cache_of_its_own(config: Any) -> str | None:
         module = importlib.import_module(name.replace(".configuration_", ".modeling_"))
     except ImportError:
         return None
-    for cls in vars(module).values():
-        if isinstance(cls, type) and getattr(cls, "config_class", None) is type(config):
-            supports = getattr(cls, "_supports_default_dynamic_cache", None)
-            if inspect.ismethod(supports) and not supports():  # of the class in new versions alone
-                return cls.__name__
+    models = [cls for cls in vars(module).values() if getattr(cls, "config_class", None) is type(config)]
+    generate = [cls for cls in models if issubclass(cls, transformers.GenerationMixin)]
+    for cls in generate:
+        supports = getattr(cls, "_supports_default_dynamic_cache", None)
+        if inspect.ismethod(supports) and not supports():  # of the class in new versions alone
+            return f"{cls.__name__} has a cache of its own kind"
+    # Some pass on to the model in them what they do not name.
+    if generate and not any(
+        {"cache", "past_key_values"} & set(inspect.signature(cls.forward).parameters) for cls in models
+    ):
+        return f"{generate[0].__name__} takes no cache"
     return None
 
 

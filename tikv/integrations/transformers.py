@@ -64,13 +64,17 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
         raise OptionError(f"{OPERATION}: sinks={sinks} leave nothing of window={window}. Use sinks < window.")
     if max_cache_len is not None:
         raise OptionError(f"{OPERATION}: window={window} bounds the memory already. Leave max_cache_len out.")
+    if indexed := [i for i, layer in enumerate(kinds) if layer.indexed]:
+        raise OptionError(
+            f"{OPERATION}: window={window}: layer {indexed[0]} chooses what it sees by an indexer, whose keys are all "
+            f"kept. Leave window out."
+        )
     if all(layer.kind != "full" for layer in kinds):
         raise OptionError(f"{OPERATION}: window={window}: no layer of this model attends in full. Leave window out.")
     return window, sinks
 
 
 _OTHER_LAYERS = {
-    "indexed_attention": "keeps the keys of an indexer beside those of attention",
     "minimax_m3_sparse": "keeps the keys of an indexer beside those of attention",
     "heavily_compressed_attention": "keeps keys of several tokens together",
     "compressed_sparse_attention": "keeps keys of several tokens together",
@@ -85,18 +89,14 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         OptionError: one cannot, or none of them attends.
     """
     name = type(config).__name__
-    for part in (config, text):
-        if model := shim.with_a_cache_of_its_own(part):
-            raise OptionError(
-                f"{OPERATION}: {model}, the model of {type(part).__name__}, has a cache of its own kind and takes no "
-                f"other. Use it without cache=."
-            )
+    if why := shim.without_a_cache(text):
+        raise OptionError(f"{OPERATION}: {why}: it is the model of {type(text).__name__}. Use it without cache=.")
     try:
         kinds = shim.layer_kinds(text)
     except AttributeError as error:
         raise OptionError(
             f"{OPERATION}: {name} does not say what its layers are: {error}. Use the configuration of the model's "
-            f"decoder."
+            f"decoder, or no cache."
         ) from error
     for i, layer in enumerate(kinds):
         if layer.kind not in ("full", "sliding", "state", "none"):
@@ -119,11 +119,13 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
     """The layer of a cache for what a layer of the model caches; `crossed`: its decoder may have an encoder."""
     if kind.kind == "none":
         return shim.layer_without_keys()
-    if kind.state is None:
+    if kind.state is None and not kind.indexed:
         made = SlidingOrCross if crossed and kind.window is not None else TikvLayer
         return made(index, kind.window, limit, storage, text)
     from tikv.integrations import _transformers_states as states  # of classes that old versions have not
 
+    if kind.state is None:
+        return states.IndexedLayer(index, kind.window, limit, storage, text)
     if kind.kind == "state":
         return states.StateLayer(index, **kind.state)
     return states.KeysAndState(index, kind.window, limit, storage, text, **kind.state)
