@@ -125,7 +125,7 @@ def test_a_window_is_not_for_layers_with_an_indexer(arch):
 
 
 @with_states
-def test_keys_of_an_indexer_are_taken_back_and_reordered_with_the_others(arch):
+def test_keys_of_an_indexer_are_taken_back_and_reordered_with_the_others(arch, tmp_path):
     model = model_of("deepseek_v32")
     tokens = ids(2, 12)
     cache, want = TikvCache(model.config), DynamicCache(config=model.config)
@@ -137,6 +137,8 @@ def test_keys_of_an_indexer_are_taken_back_and_reordered_with_the_others(arch):
     last_logits(model, tokens[[1, 1], :9], want)
     a, b = (last_logits(model, tokens[:, 9:], one) for one in (cache, want))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
+    with pytest.raises(tikv.OptionError, match="layer 0 keeps keys of an indexer, not saved"):
+        cache.save(tmp_path / "cache.safetensors")
     cache.reset()
     assert cache.layers[0].indexer_keys is None
 

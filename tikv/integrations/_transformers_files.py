@@ -46,7 +46,7 @@ def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, l
     """Save layers, in parts such as those of a decoder and of its encoder.
 
     Raises:
-        OptionError: a layer keeps a state beside keys and values, which is not saved.
+        OptionError: a layer keeps a state, or keys of an indexer, which are not saved.
         CacheFileError: as `files.write`.
     """
     files.target_of(path, operation)
@@ -66,10 +66,11 @@ def _facts_of(layer: Any, index: int, operation: str) -> dict[str, Any] | None:
         layer._refuse_half_set()
     if type(layer).__name__ == "DummyLayer":
         return None
-    if not isinstance(layer, TikvLayer) or hasattr(layer, "conv_states"):
+    beside = "keys of an indexer" if hasattr(layer, "indexer_keys") else "a state"
+    if not isinstance(layer, TikvLayer) or hasattr(layer, "conv_states") or hasattr(layer, "indexer_keys"):
         raise OptionError(
-            f"{operation}: layer {index} keeps a state, which is not saved. Keep the cache by copy.deepcopy(), or read "
-            f"the prompt again."
+            f"{operation}: layer {index} keeps {beside}, not saved. Keep the cache by copy.deepcopy(), or read the "
+            f"prompt again."
         )
     store = layer.store
     if store is None:
