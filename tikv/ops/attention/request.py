@@ -80,6 +80,8 @@ class AttendRequest(NamedTuple):
             OptionError: one is not.
         """
         checks.name(self.layout, "layout", operation, checks.LAYOUTS)
+        if isinstance(self.parents, list | tuple | range):  # views of it do not keep the array: these options do
+            return self._replace(parents=index_array(self.parents)).checked(operation)
         if type(self.return_lse) is bool and type(self.return_mass) is bool:
             return self
         flags: dict[str, Any] = {
