@@ -21,6 +21,7 @@ from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.deal import deal
 from tikv.ops.staging import Staging
 from tikv.runtime.cache import BoundedCache
+from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attend import NO_VIEWS, cache_plan, layer_arrays, layer_plan, refuse_missing
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
@@ -106,6 +107,7 @@ class DealtLayers(LayerStorage):
 
     # --- what is written
 
+    @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append` of the whole's new tokens, of which this rank keeps its own."""
         to, counts = self.own.counts[layer], self.counts[layer]
@@ -117,6 +119,7 @@ class DealtLayers(LayerStorage):
         self._require_room(operation, [to], form.tokens)
         self._append_own(operation, [to], rows, layout, form, False)
 
+    @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """As `LayerStorage.append_all` of the whole's new tokens, of which this rank keeps its own."""
         layers = self.own.counts
@@ -191,6 +194,7 @@ class DealtLayers(LayerStorage):
         if self.runtime.is_cuda:
             launch.refuse_during_capture(self.runtime, operation)
 
+    @uninterrupted
     def _append_own(
         self, operation: str, layers: list[Layer], rows: Views, layout: str, form: _Form, stacked: bool
     ) -> None:

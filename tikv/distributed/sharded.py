@@ -22,6 +22,7 @@ from tikv.ops.attention.terms import Terms, check_scores
 from tikv.runtime.cache import BoundedCache
 from tikv.stores import files
 from tikv.stores.files import replacing
+from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import Queries, attend_queries, with_tokens
@@ -277,7 +278,8 @@ class ShardedKVCacheStore:
             As `KVCacheStore.extend`.
 
         Raises:
-            As `append` and `attend`. Nothing is written, but where a process is lost on the way.
+            As `append` and `attend`. Nothing is counted then, also where a process is lost on the way, but for new
+            tokens of a sliding layer that took the place of older ones before.
 
         Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
         """
@@ -302,11 +304,12 @@ class ShardedKVCacheStore:
                 result, out = self._result(operation, q, queries, None)
                 lse = queries.new_lse(q, store.runtime)
                 to, to_lse = queries.as_read(out), queries.as_read(view(lse, "lse", operation))
-                if query.shape[2]:
-                    parts = self._parts.of(query.shape[:3], self._device_of(q))
-                    store.extend_own(operation, layer, rows, layout, query, parts.own_view, scores, slopes)
-                    self._merge(operation, parts, to, to_lse, sinks)
-                mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
+                with attempt(operation, [store.counts[layer], store.own.counts[layer]]):
+                    if query.shape[2]:
+                        parts = self._parts.of(query.shape[:3], self._device_of(q))
+                        store.extend_own(operation, layer, rows, layout, query, parts.own_view, scores, slopes)
+                        self._merge(operation, parts, to, to_lse, sinks)
+                    mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
         return results_of(result, lse if return_lse else None, mass)

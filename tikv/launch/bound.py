@@ -103,15 +103,17 @@ class KeptBound(Bound):
 
     def set_pointer(self, i: int, pointer: int) -> None:
         if pointer != self._pointers[i]:
-            self._pointers[i] = pointer
+            self._pointers[i] = -1  # Ctrl-C may come at any line
             self._set_array(self._places[i], pointer, self._spans[i], (self.iterations if i == 0 else 1,), 0)
+            self._pointers[i] = pointer
 
     def set_entry(self, i: int, j: int, value: int) -> None:
         entries = self.arguments[i]
         if entries[j] != value:
-            entries[j] = value
             if not self.kernel.words[i]:
+                entries[j] = None
                 self._set_entry((i, j), value)
+            entries[j] = value
 
     def launch(self) -> None:
         self._launch(self._compiled, self.context)

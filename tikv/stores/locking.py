@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tikv.runtime.interrupts import uninterrupted
+
 F = TypeVar("F", bound=Callable[..., Any])
 _RLock: Any = type(threading.RLock())
 
@@ -27,3 +29,8 @@ def locked(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def changing(method: F) -> F:
+    """`locked`, for what changes a store: Ctrl-C waits until it is done, so that it is never half done."""
+    return locked(uninterrupted(method))

@@ -24,7 +24,7 @@ from tikv.ops.rope import NormRope
 from tikv.ops.rotate import Rope
 from tikv.stores import files, picture
 from tikv.stores.files import pool as pool_files
-from tikv.stores.locking import StoreLock, locked
+from tikv.stores.locking import StoreLock, changing, locked
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.pools import attend, compaction
 from tikv.stores.pools.append import PageAppends
@@ -295,7 +295,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     # --- writes
 
-    @locked
+    @changing
     def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
         """A new sequence; with token ids, beginning with the blocks it has in common with another.
 
@@ -333,7 +333,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
         return self._pages.sequences.add(ids, salt_bytes(salt, operation))
 
-    @locked
+    @changing
     def append(
         self, layer: int, k: Any, v: Any, seqs: Sequence[int], cu_seqlens: Any = None, *, layout: str = "token_major"
     ) -> None:
@@ -362,7 +362,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         rows = view(k, "k", operation), view(v, "v", operation)
         self._appends.append(operation, self._layer(layer, operation), rows, seqs, cu_seqlens, layout)
 
-    @locked
+    @changing
     def write_qkv(
         self,
         layer: int,
@@ -499,7 +499,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             with ``return_mass`` the mass. Padding gives 0 and -inf.
 
         Raises:
-            As `append` and `attend`. Nothing is written, and every sequence is as it was.
+            As `append` and `attend`. Nothing is written, and every sequence is as it was; as it is after Ctrl-C.
 
         Exactness: as `append` and `attend`: attention reads what is stored.
         Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
@@ -550,7 +550,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     # --- what changes sequences
 
-    @locked
+    @changing
     def fork(self, seq: int) -> int:
         """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
 
@@ -570,7 +570,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.refuse_per_head(operation, "blocks of single heads are not shared")
         return self._pages.sequences.fork(self._state(seq, operation))
 
-    @locked
+    @changing
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
 
@@ -591,7 +591,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._pages.sequences.check_truncate(operation, seq, state, n)
         self._pages.sequences.truncate(state, n)
 
-    @locked
+    @changing
     def free(self, seq: int) -> None:
         """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
 
@@ -603,7 +603,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self._state(seq, "PagedKVCacheStore.free", swapped=True)
         self._pages.sequences.free(seq)
 
-    @locked
+    @changing
     def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that one layer of a sequence holds, and drop the others; in place.
 
@@ -646,7 +646,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         layer, state = self._layer(layer, operation), self._state(seq, operation)
         compaction.compact(operation, self._pages, layer, state, keep, rope)
 
-    @locked
+    @changing
     def commit(self, seqs: Sequence[int], path: Any, drafted: int | None = None) -> None:
         """Keep a path of the newest tokens of each sequence and drop the others: those of a tree that were accepted.
 
@@ -688,7 +688,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         compaction.commit(operation, self._pages, seqs, path, drafted)
 
-    @locked
+    @changing
     def swap_out(self, seq: int) -> None:
         """Move a sequence's keys and values to host memory and give back its blocks; `swap_in` brings them back.
 
@@ -705,7 +705,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         state = self._state(seq, operation)
         self._pages.sequences.swap_out(state, self._pages.pools.read_blocks(state.blocks))
 
-    @locked
+    @changing
     def swap_in(self, seq: int) -> None:
         """Bring a swapped-out sequence back into the pool. What is found there by its prefix is shared, not copied.
 
@@ -793,7 +793,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         pool_files.restore_all(path, contents, store._pages.sequences, store._pages.pools, operation, share_prefixes)
         return store
 
-    @locked
+    @changing
     def load_sequences(
         self, path: str | os.PathLike[str], *, share_prefixes: bool = True, salt: str | bytes | int | None = None
     ) -> list[int]:

@@ -15,6 +15,7 @@ from tikv.graphs.graph import Graph, choose_backend
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.staging import KnownOnHost
+from tikv.runtime.interrupts import Held
 from tikv.stores.store import KVCacheStore
 
 
@@ -212,10 +213,11 @@ class Step(runtime.NotCopied):
         if prepare_only:
             self.graph.prepare(values)
             return None
-        results = self.graph.run(values)
-        if not capturing:
-            store.count_step(self._layers, tokens)
-            self._length = length + tokens
+        with Held():
+            results = self.graph.run(values)
+            if not capturing:
+                store.count_step(self._layers, tokens)
+                self._length = length + tokens
         if self._options is None:
             return None
         found = [results[f"out{i}"] for i in range(len(self._layers))]

@@ -27,7 +27,7 @@ from tikv.stores.layers.compaction import split_by_layer
 from tikv.stores.layers.counts import Layer, check_step
 from tikv.stores.layers.drawn import drawn_states
 from tikv.stores.layers.storage import LayerStorage, StoreForm
-from tikv.stores.locking import locked
+from tikv.stores.locking import changing, locked
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import Divisor
 from tikv.stores.snapshot import Snapshot, require_snapshot
@@ -350,7 +350,7 @@ class KVCacheStore(runtime.DeepCopied):
         lens = self._lens(operation, "Append without positions, or reset().")
         return CacheArray(to_device(lens, self.runtime), self.runtime)
 
-    @locked
+    @changing
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
 
@@ -376,7 +376,7 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.require_positions(operation, "Call append() and attend().")
         return check_step([self._storage.counts[i] for i in layers], tokens, operation)
 
-    @locked
+    @changing
     def count_step(self, layers: Sequence[int], tokens: int) -> None:
         """For a `Step`: count the tokens that it launched."""
         for i in layers:
@@ -507,7 +507,8 @@ class KVCacheStore(runtime.DeepCopied):
             with ``return_mass`` the mass as `attend` gives it.
 
         Raises:
-            As `append` and `attend`. Nothing is written.
+            As `append` and `attend`. Nothing is written. Broken off behind its checks, by Ctrl-C or for want of memory,
+            it leaves the layer as before; or the error says how many new tokens came, which overwrote older ones.
 
         Exactness: attention over the tokens as they are stored: rounded to the store's dtype, or int8. Float32
             arithmetic, one rounding at the end. What is appended has the bits that `append` writes.
@@ -534,7 +535,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- what lets go of tokens
 
-    @locked
+    @changing
     def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
         """Keep some of the tokens that a layer holds, for each head its own, and drop the others; in place.
 
@@ -572,7 +573,7 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.compact"
         self._storage.compact(operation, {self._index(layer, operation): keep}, rope)
 
-    @locked
+    @changing
     def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
         """`compact` of every layer, in one launch where layers keep as many tokens and lie in one block.
 
@@ -588,7 +589,7 @@ class KVCacheStore(runtime.DeepCopied):
         keeps = split_by_layer(keep, self.num_layers, operation)
         self._storage.compact(operation, dict(enumerate(keeps)), rope)
 
-    @locked
+    @changing
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer.
 
@@ -612,13 +613,13 @@ class KVCacheStore(runtime.DeepCopied):
             )
         self._storage.trim(operation, n)
 
-    @locked
+    @changing
     def reset(self) -> None:
         """Forget all tokens. The memory stays, with what was in it."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         self._storage.reset()
 
-    @locked
+    @changing
     def commit(self, path: Any, drafted: int | None = None) -> None:
         """Keep a path of the newest tokens of every layer and drop the others: those of a tree that were accepted.
 
@@ -651,7 +652,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     # --- sequences
 
-    @locked
+    @changing
     def reorder(self, index: Any) -> None:
         """Let sequence ``b`` continue from what sequence ``index[b]`` holds, for every ``b`` (beam search). In place.
 
@@ -667,7 +668,7 @@ class KVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         self._storage.reorder(operation, index)
 
-    @locked
+    @changing
     def select(self, index: Any) -> None:
         """Keep these sequences, in this order; the batch becomes as long as the index.
 
@@ -685,7 +686,7 @@ class KVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, operation)
         self._storage.select(operation, index)
 
-    @locked
+    @changing
     def repeat(self, n: int) -> None:
         """Repeat every sequence ``n`` times: 0, 0, 1, 1 for ``n=2``. The batch grows ``n`` times.
 
@@ -708,7 +709,7 @@ class KVCacheStore(runtime.DeepCopied):
         runtime.require_alive(self.runtime, "KVCacheStore.snapshot")
         return Snapshot(self.runtime, self._storage.capture(), self.num_layers, self.length)
 
-    @locked
+    @changing
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this store: lengths and contents, whatever was appended or trimmed since.
 
@@ -773,7 +774,7 @@ class KVCacheStore(runtime.DeepCopied):
         """Each layer's counts and host copies of its filled slots: K, V, and the scales of int8."""
         return self._storage.to_host("KVCacheStore.host_layers")
 
-    @locked
+    @changing
     def take_over(
         self, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[np.ndarray[Any, Any]]], operation: str
     ) -> None:

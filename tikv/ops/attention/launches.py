@@ -127,8 +127,9 @@ class AttentionLaunches(Plan):
             # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
             oldest = entries["first_valid"]
             on_host = "lens" not in arrays or oldest > 0 or oldest != self.first_valid
-            self.first_valid = oldest
+            self.first_valid = max(oldest, self.first_valid)  # where the run is broken off, it is not said to be 0
             self.run(list(arrays.values()), entries if on_host else NO_ENTRIES)
+            self.first_valid = oldest
 
     def prepare(self, arrays: Sequence[ArrayView]) -> None:
         """As there, over the scratch memory of now."""

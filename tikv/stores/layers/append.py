@@ -19,6 +19,7 @@ from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
+from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
@@ -87,24 +88,42 @@ class AppendPlan(Plan):
         first = layers[0]
         length = first.length
         start = self._start
-        if start is None:
-            self.run(rows, self.entries_at(length))
-        else:
-            if length + self.tokens > self.room:
-                checks.fits_linear(length, self.tokens, self.room, self.operation)
-            position = length
-            if first.ring and not self.absolute:
-                position = reduced_position(length, first.sinks, first.ring)
-            if rows.pointers != self.pointers:
-                self._move_to(rows.pointers)
-            self._put_position(position)
-            start()
-        after = length + self.tokens
-        for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
-            layer.length = after
-            layer.newest = self.tokens
-            if layer.ring and after - layer.ring > layer.valid_from:
-                layer.valid_from = after - layer.ring
+        try:
+            if start is None:
+                self.run(rows, self.entries_at(length))
+            else:
+                if length + self.tokens > self.room:
+                    checks.fits_linear(length, self.tokens, self.room, self.operation)
+                position = length
+                if first.ring and not self.absolute:
+                    position = reduced_position(length, first.sinks, first.ring)
+                if rows.pointers != self.pointers:
+                    self._move_to(rows.pointers)
+                self._put_position(position)
+                start()
+            after = length + self.tokens
+            for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
+                layer.length = after
+                layer.newest = self.tokens
+                if layer.ring and after - layer.ring > layer.valid_from:
+                    layer.valid_from = after - layer.ring
+        except KeyboardInterrupt:
+            self._finish(rows, length)
+            raise
+
+    @uninterrupted
+    def _finish(self, rows: Views, length: int) -> None:
+        """Do again, as a whole, what Ctrl-C broke off, unless nothing was launched: a ring has lost older tokens by it.
+
+        The same rows go to the same slots, and counts become the same, however much of it was done.
+        """
+        staged = not self.live.is_cpu and any(a.is_staged for a in rows)  # which bind anew in each run
+        if self.launches is None and not staged:
+            return  # it was broken off while kernels were made
+        self.run(rows, self.entries_at(length))
+        for layer in self.layers:
+            layer.length = length
+            layer.grow(self.tokens)
 
     def entries_at(self, length: int) -> Entries:
         """The entries of a launch that writes behind so many tokens, which is checked."""
@@ -258,6 +277,7 @@ class UnevenAppendPlan(AppendPlan):
         super().__init__(memory, operation, [layer], rows, axes, None, False)
         self.counted = False  # by a number that the host puts in: the launch reads the lengths of heads
 
+    @uninterrupted
     def append(self, rows: Views) -> None:
         """Write rows behind the tokens of each head, and count them.
 
@@ -406,7 +426,8 @@ class Appends:
         key = (operation, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None or not plan.in_step():
-            self.append_first(operation, self.memory.layers, rows, layout, key, True)
+            with Held():  # layers of different lengths, or several blocks of memory, take a launch each
+                self.append_first(operation, self.memory.layers, rows, layout, key, True)
         else:
             plan.append(rows)
 

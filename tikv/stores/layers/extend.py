@@ -19,6 +19,7 @@ from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.attention.terms import check_parents, tree_of
 from tikv.ops.staging import Staging
 from tikv.stores.layers.append import ROWS, Appends
+from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import cache_plan, last_queries, layer_arrays, layer_plan, results_of, weigh
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
@@ -69,31 +70,32 @@ def extend(
     results = [view(out, "out", operation)]
     if lse is not None:
         results.append(view(lse, "lse", operation))
-    if tokens:
-        # K and V of the append lie where the caller has them; attention wants all on the device at once.
-        read = [*added.values(), q, *new]
-        stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
-        terms = dict(zip(added, stage.arrays, strict=False))
-        call = _Extension(operation, appends, layer, scores, terms, plan.most_queries)
-        staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
-        to = queries.as_read(staged_out)
-        to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
-        wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
-        if wraps and layer.head_lengths is not None:
-            call.token_by_token(appends, staged_q, (k, v), to, to_lse)
-        elif wraps:
-            call.attend_over_both(staged_q, (k, v), to, to_lse)
-            appends.append(operation, layer, k_rows, layout)
-        else:
-            appends.append(operation, layer, k_rows, layout)
-            call.attend_over_layer(staged_q, to, to_lse)
-        if mass_queries != 0 and to_lse is not None:
-            mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
-        stage.finish()
-    elif mass_queries != 0:
-        shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
-        mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
-    return results_of(out, lse if return_lse else None, mass)
+    with attempt(operation, [layer]):
+        if tokens:
+            # K and V of the append lie where the caller has them; attention wants all on the device at once.
+            read = [*added.values(), q, *new]
+            stage = Staging(live, [*read, *results], [False] * len(read) + [True] * len(results))
+            terms = dict(zip(added, stage.arrays, strict=False))
+            call = _Extension(operation, appends, layer, scores, terms, plan.most_queries)
+            staged_q, k, v, staged_out, *staged_lse = stage.arrays[len(added) :]
+            to = queries.as_read(staged_out)
+            to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
+            wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
+            if wraps and layer.head_lengths is not None:
+                call.token_by_token(appends, staged_q, (k, v), to, to_lse)
+            elif wraps:
+                call.attend_over_both(staged_q, (k, v), to, to_lse)
+                appends.append(operation, layer, k_rows, layout)
+            else:
+                appends.append(operation, layer, k_rows, layout)
+                call.attend_over_layer(staged_q, to, to_lse)
+            if mass_queries != 0 and to_lse is not None:
+                mass = weigh(operation, memory, layer, *last_queries(staged_q, to_lse, mass_queries), scores, like)
+            stage.finish()
+        elif mass_queries != 0:
+            shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
+            mass = new_like(like, shape, dtypes.float32, live, zeroed=True)
+        return results_of(out, lse if return_lse else None, mass)
 
 
 class _Extension:

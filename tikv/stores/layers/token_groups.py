@@ -23,9 +23,11 @@ from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.layouts import Placement
 from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
+from tikv.runtime.interrupts import uninterrupted
 from tikv.stores import files
 from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.layers.append import ROWS
+from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import layer_arrays, layer_plan, results_of
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
@@ -110,12 +112,14 @@ class TokenGroupLayers(LayerStorage):
 
     # --- writes
 
+    @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append`: a launch for those that fit, and three for each group that becomes codes."""
         found, axes = self._checked(operation, layer, rows, layout)
         for part in self._parts(operation, layer, found, axes[0]):
             self._append(operation, layer, part, layout)
 
+    @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """As `LayerStorage.append_all`: as `append` for each layer."""
         stacked, axes = self.newest.appends.checked(operation, self.newest.counts, rows, layout, True)
@@ -147,6 +151,7 @@ class TokenGroupLayers(LayerStorage):
             yield _Part(first, end, Views([a.part(token_axis, first, end) for a in rows]))
             first = end
 
+    @uninterrupted
     def _append(self, operation: str, layer: int, part: _Part, layout: str) -> None:
         self.newest.append(operation, layer, part.rows, layout)
         self.counts[layer].grow(part.end - part.first)
@@ -243,11 +248,13 @@ class TokenGroupLayers(LayerStorage):
         layer_plan(live, operation, layer_arrays(ring, queries.heads_first, terms), ring, scores)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
-        for part in self._parts(operation, layer, rows, axes[0]):
-            self._append(operation, layer, part, request.layout)
-            some = [a.part(2, part.first, part.end) for a in (queries.heads_first, to, to_lse)]
-            self._attend(operation, layer, some[0], scores, terms, *some[1:])
-        return results_of(out, lse if request.return_lse else None, None)
+        codes, coded = self.codes[layer], self.codes[layer].tokens
+        with attempt(operation, [self.counts[layer], ring], lambda: codes.tokens != coded):
+            for part in self._parts(operation, layer, rows, axes[0]):
+                self._append(operation, layer, part, request.layout)
+                some = [a.part(2, part.first, part.end) for a in (queries.heads_first, to, to_lse)]
+                self._attend(operation, layer, some[0], scores, terms, *some[1:])
+            return results_of(out, lse if request.return_lse else None, None)
 
     # --- what lets go
 

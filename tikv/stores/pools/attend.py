@@ -13,6 +13,7 @@ from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
+from tikv.runtime.interrupts import Held
 from tikv.stores.layers.attend import attend_in_order, last_queries, results_of
 from tikv.stores.layers.queries import AXES, attend_queries
 from tikv.stores.pools.append import PageAppends, check_rank
@@ -80,9 +81,13 @@ def extend(
         distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
         for seq in ids:
             sequences.check_queries(operation, layer, seq, sequences.state(seq, operation), 1, distances)
-    step = appends.append(operation, layer, rows, ids, cu_seqlens, request.layout)
+    step = None
     try:
+        with Held():
+            step = appends.append(operation, layer, rows, ids, cu_seqlens, request.layout)
         return call.attend(step.cu_seqlens, *pages.tables.block_tables(layer, sequences, step.ids, step.states))
     except BaseException:
-        sequences.revoke(layer, step)
+        if step is not None:
+            with Held():
+                sequences.revoke(layer, step)
         raise

@@ -1,0 +1,273 @@
+"""Ctrl-C at every line of a call: a store is as before it, or as after it, and says which where it is `extend`."""
+
+import signal
+import sys
+import traceback
+
+import numpy as np
+import pytest
+from wrong_arguments import contents
+
+import tikv
+
+HEADS, Q_HEADS, WIDTH = 2, 4, 16
+FILES = "/tikv/stores/", "/tikv/ops/plan.py", "/tikv/ops/attention/plan.py", "/tikv/launch/bound.py"
+
+
+def interrupted(call, at):
+    """Make a call, Ctrl-C at the `at`-th line of ours that it comes to; how many lines it came to."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if not any(part in name for part in FILES) or name.endswith("interrupts.py"):
+            return None
+        if function == "__del__" or (function == "<lambda>" and name.endswith("readers.py")):
+            return None  # called as memory goes: Python drops what is raised there
+        if event == "line":
+            count += 1
+            if count == at:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.fixture
+def every(request):
+    """How many lines lie between two that are tried."""
+    return 1 if request.config.getoption("--thorough") else 7
+
+
+def new(rng, tokens, heads=HEADS, width=WIDTH):
+    return rng.standard_normal((1, tokens, heads, width)).astype(np.float32)
+
+
+def store_of(rng, tokens=9, **form):
+    sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "capacity": 40, "dtype": "float32"} | form
+    store = tikv.KVCacheStore(**sizes)
+    for layer in range(2):
+        store.append(layer, *(new(rng, tokens, width=sizes["head_dim"]) for _ in "kv"))
+    return store
+
+
+def uneven(rng, **form):
+    store = store_of(rng, **form)
+    mask = np.ones((1, HEADS, store.held(1)), bool)
+    mask[0, 1, :3] = False
+    store.compact(1, mask)
+    return store
+
+
+def pool_of(rng, **form):
+    sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 24, "block_size": 4}
+    pool = tikv.PagedKVCacheStore(**sizes, dtype="float32", **form)
+    seqs = [pool.add(), pool.add()]
+    for layer in range(2):
+        pool.append(layer, new(rng, 9)[0], new(rng, 9)[0], seqs, [0, 6, 9])
+    if not pool.form.per_head:
+        pool.fork(0)
+    return pool
+
+
+def rows_of(pool, layer, seq):
+    try:
+        return [np.asarray(rows) for rows in pool.tokens(layer, seq)]
+    except tikv.PositionError:
+        return "swapped out"
+
+
+def held(store):
+    """What anybody can see of a store: counts, and the tokens that it holds."""
+    if isinstance(store, tikv.PagedKVCacheStore):
+        return contents(
+            [(seq, store.layer_length(i, seq), rows_of(store, i, seq)) for i in range(2) for seq in store.sequences]
+        )
+    counts = [(store.layer_length(i), store.held(i), store.positions(i)) for i in range(2)]
+    return contents(counts, [[*map(np.asarray, store.tokens(i))] for i in range(2)], store.length)
+
+
+def free(store):
+    """Blocks that a pool may still give."""
+    return getattr(store, "num_free_blocks", None)
+
+
+def each_break(fresh, call, every):
+    """Make a call on a fresh store again and again, each time with Ctrl-C a few lines later, until it comes too late.
+
+    Gives the store, what Ctrl-C says and whether it came as the call was on its way out, with all done.
+    """
+    call(fresh())  # compiles
+    for at in range(1, 100_000, every):
+        store = fresh()
+        try:
+            interrupted(lambda store=store: call(store), at)
+        except KeyboardInterrupt as error:
+            inside = [
+                frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tikv/" in frame.f_code.co_filename
+            ]
+            yield store, str(error), not str(error) and inside[-1].f_code.co_name in LEAVING
+        else:
+            assert at > 10
+            return
+
+
+def check(make, call, every, says=None, keeps_blocks=False):
+    """Ctrl-C at lines in turn: the store is as before the call or as after it, and goes on as that one does.
+
+    Where it is as after it, Ctrl-C must say something. A pool's sequences may keep blocks that were taken for them.
+    Returns whether it was as after it.
+    """
+    fresh = lambda: make(np.random.default_rng(0))  # noqa: E731
+    store, done = fresh(), False
+    before, free_before = held(store), free(store)
+    call(store)
+    after, free_after = held(store), free(store)
+    for store, said, leaving in each_break(fresh, call, every):
+        found = held(store)
+        assert found in (before, after)
+        if found == before:
+            assert keeps_blocks or free(store) == free_before
+            call(store)
+        elif not leaving:
+            done = True
+            assert says is None or says in said
+        assert (held(store), free(store)) == (after, free_after)
+    return done
+
+
+def extend(tokens, width=WIDTH):
+    def call(store):
+        rng = np.random.default_rng(1)
+        q, k, v = (new(rng, tokens, heads, width) for heads in (Q_HEADS, HEADS, HEADS))
+        store.extend(1, q, k, v, return_lse=True)
+
+    return call
+
+
+def append(tokens, layer=1):
+    def call(store):
+        rng = np.random.default_rng(1)
+        store.append(layer, new(rng, tokens), new(rng, tokens))
+
+    return call
+
+
+def append_all(store):
+    store.append_all(*(np.stack([new(np.random.default_rng(1), 3)] * 2) for _ in "kv"))
+
+
+LEAVING = "extend", "call", "__exit__"  # what is left line by line when all is done
+RING = {"capacity": 8, "window": 8, "sinks": 2}
+LOST = "KVCacheStore.extend was broken off. Layer 1 holds "
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("make", "tokens", "wraps"),
+    [
+        (store_of, 3, False),
+        (lambda rng: store_of(rng, capacity=20, window=20), 3, False),
+        (lambda rng: store_of(rng, **RING), 5, True),
+        (lambda rng: store_of(rng, **RING), 1, True),
+        (uneven, 3, False),
+    ],
+    ids=["linear", "a ring with room", "a ring that wraps", "a token into a ring", "uneven heads"],
+)
+def test_extend_leaves_a_store_as_before_or_says_what_it_holds(arch, every, make, tokens, wraps):
+    done = check(make, extend(tokens), every, LOST)
+    assert done == wraps
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(("make", "lost"), [(store_of, False), (lambda rng: store_of(rng, **RING), True)])
+def test_an_error_of_attention_behind_the_append_does_as_ctrl_c(arch, monkeypatch, make, lost):
+    store = make(np.random.default_rng(0))
+    before = held(store)
+
+    def no_memory(*given):
+        raise tikv.CapacityError("no memory for parts.")
+
+    monkeypatch.setattr("tikv.ops.attention.launches.AttentionLaunches.attend", no_memory)
+    with pytest.raises(tikv.CapacityError) as error:
+        extend(1)(store)
+    told = " Layer 1 holds 1 of the new tokens, which took the place of older ones: its length is 10."
+    assert str(error.value) == "no memory for parts." + told * lost
+    assert (held(store) == before) is not lost
+    assert store.layer_length(1) == 9 + lost
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("kind", ["uneven rings", "groups along tokens"])
+def test_what_goes_in_by_parts_says_how_much(arch, every, kind):
+    """A token at a time, or as many as become codes: those that came are counted, and the message has their number."""
+    if kind == "groups along tokens":
+        quant = tikv.Quant(4, 32, "tokens", 32)
+        make, call, each = lambda rng: store_of(rng, 60, capacity=160, head_dim=32, dtype=quant), extend(40, 32), 4
+    else:
+        make, call, each = lambda rng: uneven(rng, **RING), extend(9), 1
+    fresh = lambda: make(np.random.default_rng(0))  # noqa: E731
+    start, before, partly = fresh().layer_length(1), held(fresh()), set()
+    for store, said, leaving in each_break(fresh, call, each * every):
+        came = store.layer_length(1) - start
+        assert store.layer_length(0) == start
+        if came:
+            partly.add(came)
+            says = f"{LOST}{came} of the new tokens, which took the place of older ones: its length is {start + came}."
+            assert leaving or says == said
+        else:
+            assert held(store) == before
+    assert len(partly) > 1
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (store_of, append(3)),
+        (lambda rng: store_of(rng, **RING), append(3)),
+        (lambda rng: store_of(rng, **RING), append(1)),
+        (uneven, append(2)),
+        (store_of, append_all),
+        (lambda rng: store_of(rng, window=[None, 8], capacity=20), append_all),
+        (store_of, lambda store: store.compact(0, [[[0, 4, 5]] * HEADS])),
+        (store_of, lambda store: store.trim(2)),
+        (store_of, lambda store: store.commit([0, 2])),
+        (store_of, lambda store: store.repeat(2)),
+        (lambda rng: store_of(rng, batch_size=1), lambda store: store.reset()),
+    ],
+)
+def test_a_change_is_made_whole_or_not_at_all(arch, every, make, call):
+    check(make, call, every)
+
+
+def rows(tokens):
+    return [new(np.random.default_rng(1), tokens, heads)[0] for heads in (Q_HEADS, HEADS, HEADS)]
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ({}, lambda pool: pool.append(1, *rows(5)[1:], [0, 1], [0, 3, 5])),
+        ({}, lambda pool: pool.extend(1, *rows(5), [0, 1], [0, 3, 5])),
+        ({"per_head": True}, lambda pool: pool.extend(1, *rows(5), [0, 1], [0, 3, 5])),
+        ({}, lambda pool: pool.compact(1, 0, [0, 2, 5])),
+        ({}, lambda pool: pool.truncate(0, 3)),
+        ({}, lambda pool: pool.free(0)),
+        ({}, lambda pool: pool.commit([0, 1], [[0, 2], [1]])),
+        ({}, lambda pool: pool.fork(1)),
+        ({}, lambda pool: pool.swap_out(0)),
+    ],
+)  # fmt: skip
+def test_a_pool_is_as_before_or_as_after(arch, every, form, call):
+    keeps_blocks = "extend" in call.__code__.co_names
+    done = check(lambda rng: pool_of(rng, **form), call, every, keeps_blocks=keeps_blocks)
+    assert not (done and keeps_blocks)

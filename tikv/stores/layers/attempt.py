@@ -1,0 +1,41 @@
+"""`attempt`: a call that appends and then attends, broken off in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tikv.runtime.interrupts import Held
+from tikv.stores.layers.counts import Layer
+
+
+@contextmanager
+def attempt(operation: str, layers: Sequence[Layer], lost: Callable[[], bool] | None = None) -> Iterator[None]:
+    """Around an `extend`: where it is broken off, layers count as before, and new tokens are as if never written.
+
+    Where they took the slots of older ones that cannot be: then a layer holds them, and the error says how many.
+
+    Args:
+        operation: for messages.
+        layers: what the call appends to, that which a caller sees first.
+        lost: whether what was written took the place of tokens that the layers held before; None to tell by counts.
+    """
+    before = [(layer.held, layer.length, layer.valid_from, layer.newest) for layer in layers]
+    try:
+        yield
+    except BaseException as error:
+        with Held():
+            came = [layer.length - length for layer, (_, length, _, _) in zip(layers, before, strict=True)]
+            full = any(n and was[0] + n > to.slots for to, was, n in zip(layers, before, came, strict=True))
+            if not (lost() if lost else full):
+                for layer, (_, *counts), n in zip(layers, before, came, strict=True):
+                    layer.length, layer.valid_from, layer.newest = counts
+                    if n and layer.head_lengths is not None:
+                        layer.head_lengths.grow(-n)
+            elif came[0]:
+                said = str(error) or f"{operation} was broken off."
+                error.args = (
+                    f"{said} Layer {layers[0].index} holds {came[0]} of the new tokens, which took the place of older "
+                    f"ones: its length is {layers[0].end}.",
+                )
+        raise
