@@ -20,6 +20,7 @@ from tikv.distributed.deal import Deal
 from tikv.errors import CacheFileError
 from tikv.stores import files
 from tikv.stores.files import replacing, tensor_file
+from tikv.stores.files.contiguous import layers_of
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.layers.counts import Layer
 
@@ -63,18 +64,12 @@ def write_share(
     own: Sequence[tuple[Layer, Arrays]],
     save: str,
 ) -> None:
-    """Write a rank's file.
+    """Write a rank's file, or raise CacheFileError.
 
     Args:
-        path: of the file.
-        share: what this rank has.
-        form: the arguments of the whole.
-        whole: its counts.
+        path, share, save: of the file, what this rank has, the word of this save.
+        form, whole: the arguments of the whole store, and its counts.
         own: this rank's layers and host copies of their filled slots.
-        save: the word of this save.
-
-    Raises:
-        CacheFileError: the system refuses.
     """
     tensors = {}
     for counts, (layer, arrays) in zip(whole, own, strict=True):
@@ -92,11 +87,7 @@ def write_share(
 
 
 def write_index(path: Path, names: Sequence[str], save: str) -> None:
-    """Write the index, in one step, and remove the files of the one that was there.
-
-    Raises:
-        CacheFileError: the system refuses.
-    """
+    """Write the index, in one step, and remove the files of the one that was there; or CacheFileError."""
     operation = "ShardedKVCacheStore.save"
     before: list[str] = []
     with contextlib.suppress(CacheFileError):
@@ -109,11 +100,7 @@ def write_index(path: Path, names: Sequence[str], save: str) -> None:
 
 
 def read_index(path: Path, operation: str) -> tuple[list[str], str]:
-    """The names of the files of a save, and its word.
-
-    Raises:
-        CacheFileError: there is no such index, or it is damaged or another's.
-    """
+    """The names of the files of a save, and its word; CacheFileError of no such index, or a damaged or another's."""
     try:
         with open(path, "rb") as file:
             found = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
@@ -154,16 +141,12 @@ class Saved:
         return facts
 
     def slots_for(self, share: Share, whole: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
-        """The filled slots of a rank's layers, from whichever files have their rows.
+        """The filled slots of a rank's layers, from whichever files have their rows; or CacheFileError.
 
         Args:
-            share: what the rank has.
+            share, own: what the rank has, and its layers, with their counts.
             whole: the counts of the saved cache.
-            own: the rank's layers, with their counts.
             batch: sequences.
-
-        Raises:
-            CacheFileError: a file cannot be read, or a row is in none of them.
         """
         kinds = files.storage(self.form)
         heads = share.end_head - share.first_head
@@ -199,28 +182,14 @@ class Saved:
 def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
     """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
     form = facts["form"]
-    count = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
+    files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
-    capacity, sinks = files.integer(form["capacity"], "capacity", low=1), files.integer(form["sinks"], "sinks")
-    rank, world, interleave = (files.integer(n, "deal") for n in files.listed(facts["deal"], "deal", 3))
-    first, end = (files.integer(n, "a head", high=heads) for n in files.listed(facts["heads"], "heads", 2))
+    rank, world, interleave = files.integers(facts["deal"], "deal", "deal", 3)
+    first, end = files.integers(facts["heads"], "heads", "a head", 2, high=heads)
     if rank >= world or interleave < 1 or first >= end:
         raise ValueError(f"rank {rank} of {world} with heads {first} to {end} has nothing")
     share = Share(first, end, Deal(rank, world, interleave))
-    windows = files.listed(form["window"], "window", count)
-    for i, (window, numbers) in enumerate(zip(windows, files.listed(facts["counts"], "counts", count), strict=True)):
-        if window is not None:
-            files.integer(window, "window", low=sinks + 1, high=capacity)
-        layer = Layer(i, capacity, window, sinks)
-        layer.length, layer.valid_from = (
-            files.integer(n, "a count") for n in files.listed(numbers, "counts of a layer", 2)
-        )
-        if (
-            layer.valid_from > layer.length
-            or layer.held > layer.slots
-            or (not layer.ring and layer.length > layer.slots)
-        ):
-            raise ValueError(f"layer {i} has {layer.length} tokens in {layer.slots} slots")
+    for layer in layers_of(form, facts["counts"]):
         for name, width, dtype in files.storage(form):
             shape = (batch, end - first, len(share.positions(layer)), *width)
-            files.require_entry(entries, f"layers.{i}.{name}", shape, dtype)
+            files.require_entry(entries, f"layers.{layer.index}.{name}", shape, dtype)

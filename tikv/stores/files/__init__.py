@@ -146,12 +146,14 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
         ) from error
     except (CacheFileError, DTypeError):
         raise
-    except MemoryError as error:
-        raise _no_memory(path, operation, error) from error
-    except RuntimeError as error:
-        if isinstance(error, TikvError) or "memory" not in str(error).lower():
+    except (MemoryError, RuntimeError) as error:
+        of_memory = "memory" in str(error).lower() and not isinstance(error, TikvError)  # as Taichi and torch say it
+        if not of_memory and not isinstance(error, MemoryError):
             raise
-        raise _no_memory(path, operation, error) from error  # as Taichi and torch say it
+        raise CacheFileCapacityError(
+            f"{operation}: there is no memory for the store that {str(path)!r} describes ({words(str(error))}). Free "
+            f"some, or save a smaller store."
+        ) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise CacheFileError(
             f"{operation}: {str(path)!r} does not describe a store: {words(str(error) or repr(error))}. Save it again."
@@ -159,11 +161,7 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
 
 
 def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) -> None:
-    """The store that a file describes is not larger than all memory of the machine it would lie in.
-
-    Raises:
-        CacheFileCapacityError: it is.
-    """
+    """Raise CacheFileCapacityError where a file describes a store larger than all memory of this machine."""
     arch = runtime.current().arch
     limit = runtime.memory_bytes(arch)
     if limit is not None and nbytes > limit:
@@ -173,45 +171,31 @@ def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) ->
         )
 
 
-def _no_memory(path: str | os.PathLike[str], operation: str, error: BaseException) -> CacheFileCapacityError:
-    return CacheFileCapacityError(
-        f"{operation}: there is no memory for the store that {str(path)!r} describes ({words(str(error))}). Free some, "
-        f"or save a smaller store."
-    )
-
-
 # --- facts, which are of any type and size until they are looked at
 
 
 def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
-    """A fact that is an integer of [low, high]; true and 1.0 are none.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """A fact, which is an integer of [low, high], or ValueError; true and 1.0 are none."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {reprlib.repr(value)} and must be an integer from {low} to {high}")
     return value
 
 
 def listed(value: Any, name: str, count: int | None = None) -> list[Any]:
-    """A fact that is a list, of so many entries.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """A fact, which is a list of so many entries, or ValueError."""
     if type(value) is not list or (count is not None and len(value) != count):
         wanted = "a list" if count is None else f"a list of {count}"
         raise ValueError(f"{name} is {reprlib.repr(value)} and must be {wanted}")
     return value
 
 
-def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """A layer's arrays by the form of its store: the name of each, the width of its rows, and its dtype.
+def integers(value: Any, name: str, each: str, count: int | None = None, *, high: int = NUMBERS) -> list[int]:
+    """A fact, which is a list of so many integers of [0, high], or ValueError."""
+    return [integer(n, each, high=high) for n in listed(value, name, count)]
 
-    Raises:
-        ValueError: the form's dtypes or widths are none.
-    """
+
+def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+    """A layer's arrays by the form of its store: the name of each, the width of its rows, its dtype; or ValueError."""
     names, scale_name = (form["dtype"], form.get("v_dtype", form["dtype"])), form.get("scale_dtype", "float16")
     stored: list[DType | GroupFormat] = []
     for name in names:
@@ -232,11 +216,7 @@ def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
 
 
 def require_entry(entries: dict[str, Entry], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """The file has a tensor of that name, shape and dtype.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError where the file has no tensor of that name, shape and dtype."""
     entry = entries.get(name)
     if entry is None:
         raise ValueError(f"there is no tensor {name}")

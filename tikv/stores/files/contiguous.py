@@ -32,11 +32,9 @@ def write(
         for name, a in zip(layer.named, arrays, strict=True)
     }
     histories = [layer.history for layer, _ in layers]
-    if any(history is not None for history in histories):
+    if any(histories):
         facts["kept"] = [h and [h.tokens, h.end, h.next_position] for h in histories]
-        for i, history in enumerate(histories):
-            if history is not None:
-                tensors |= {f"layers.{i}.{name}": getattr(history, name) for name in HISTORY}
+        tensors |= {f"layers.{i}.{name}": getattr(h, name) for i, h in enumerate(histories) if h for name in HISTORY}
     files.write(path, KIND, tensors, facts, operation)
 
 
@@ -50,29 +48,24 @@ def read(
         CacheFileCapacityError: its store is larger than this machine's memory.
     """
     tensors, facts = files.read(path, KIND, operation, _check)
-    form = facts["form"]
-    names = [name for name, _, _ in files.storage(form)]
-    files.require_memory(path, _nbytes(form), operation)
-    histories = [_history(i, numbers, tensors) for i, numbers in enumerate(_histories(facts, form))]
-    return (
-        form,
-        facts["counts"],
-        histories,
-        [[tensors[f"layers.{i}.{name}"] for name in names] for i in range(form["num_layers"])],
-    )
+    form, arrays = facts["form"], files.storage(facts["form"])
+    told = _histories(facts)
+    slots = sum(layer.slots for layer in layers_of(form, facts["counts"], told))
+    row = sum(dtype.itemsize * (width[0] if width else 1) for _, width, dtype in arrays)
+    files.require_memory(path, row * form["batch_size"] * form["num_kv_heads"] * slots, operation)
+    histories = [_history(i, numbers, tensors) for i, numbers in enumerate(told)]
+    filled = [[tensors[f"layers.{i}.{name}"] for name, _, _ in arrays] for i in range(form["num_layers"])]
+    return form, facts["counts"], histories, filled
 
 
-def _histories(facts: dict[str, Any], form: dict[str, Any]) -> list[Any]:
+def _histories(facts: dict[str, Any]) -> list[Any]:
     """Of each layer None, or [tokens left, tokens appended until then, the position that came next]."""
-    return files.listed(facts.get("kept", [None] * form["num_layers"]), "kept", form["num_layers"])
+    count = facts["form"]["num_layers"]
+    return files.listed(facts.get("kept", [None] * count), "kept", count)
 
 
 def _history(index: int, numbers: list[int] | None, tensors: dict[str, np.ndarray[Any, Any]]) -> History | None:
-    """What a compaction left of a layer.
-
-    Raises:
-        ValueError: it could not have.
-    """
+    """What a compaction left of a layer; ValueError where it could not have."""
     if numbers is None:
         return None
     found, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in HISTORY)
@@ -84,44 +77,40 @@ def _history(index: int, numbers: list[int] | None, tensors: dict[str, np.ndarra
 def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
     """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
     form = facts["form"]
-    count = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
+    files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
-    files.integer(form["capacity"], "capacity", low=1)
-    arrays = files.storage(form)
-    layers = _layers(form)
-    left = _histories(facts, form)
-    for layer, numbers, history in zip(layers, files.listed(facts["counts"], "counts", count), left, strict=True):
-        length, valid_from = (files.integer(n, "a count") for n in files.listed(numbers, "counts of a layer", 2))
-        layer.length, layer.valid_from = length, valid_from
-        fits = layer.held <= layer.slots or history is not None  # whose heads may have wrapped each by itself
-        if valid_from > length or not fits or (not layer.ring and length > layer.slots):
-            raise ValueError(
-                f"layer {layer.index} has {length} tokens in {layer.slots} slots, the oldest is {valid_from}"
-            )
+    arrays, left = files.storage(form), _histories(facts)
+    for layer, history in zip(layers_of(form, facts["counts"], left), left, strict=True):
         for name, width, dtype in arrays:
             files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, layer.filled, *width), dtype)
         if history is not None:
-            tokens, _, _ = (files.integer(n, "a count") for n in files.listed(history, "what a layer kept", 3))
-            if tokens > length:
-                raise ValueError(f"layer {layer.index} kept {tokens} tokens, and has {length}")
+            tokens, _, _ = files.integers(history, "what a layer kept", "a count", 3)
+            if tokens > layer.length:
+                raise ValueError(f"layer {layer.index} kept {tokens} tokens, and has {layer.length}")
             for name in HISTORY:
-                entry = np.dtype(np.int64)
-                files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, tokens), entry)
+                shape = (batch, heads, tokens)
+                files.require_entry(entries, f"layers.{layer.index}.{name}", shape, np.dtype(np.int64))
 
 
-def _layers(form: dict[str, Any]) -> list[Layer]:
-    """The layers of a form, which have no memory yet."""
-    capacity, sinks, window = form["capacity"], files.integer(form.get("sinks", 0), "sinks"), form.get("window")
-    windows = window if type(window) is list else [window] * form["num_layers"]
+def layers_of(form: dict[str, Any], counts: Any, histories: Sequence[Any] = ()) -> list[Layer]:
+    """The layers of a file's form with its counts (length, oldest valid position), and without memory.
+
+    KeyError, TypeError or ValueError where they cannot be. Heads of a layer that has a history may have wrapped each
+    by itself.
+    """
+    capacity, sinks = files.integer(form["capacity"], "capacity", low=1), files.integer(form.get("sinks", 0), "sinks")
+    number, window = form["num_layers"], form.get("window")
+    windows = files.listed(window if type(window) is list else [window] * number, "window", number)
     found = []
-    for i, slots in enumerate(files.listed(windows, "window", form["num_layers"])):
+    for i, (slots, numbers) in enumerate(zip(windows, files.listed(counts, "counts", number), strict=True)):
         if slots is not None:
             files.integer(slots, "window", low=sinks + 1, high=capacity)
-        found.append(Layer(i, capacity, slots, sinks))
+        layer = Layer(i, capacity, slots, sinks)
+        layer.length, layer.valid_from = files.integers(numbers, "counts of a layer", "a count", 2)
+        fits = layer.held <= layer.slots or (histories and histories[i] is not None)
+        if layer.valid_from > layer.length or not fits or (not layer.ring and layer.length > layer.slots):
+            raise ValueError(
+                f"layer {i} has {layer.length} tokens in {layer.slots} slots, the oldest is {layer.valid_from}"
+            )
+        found.append(layer)
     return found
-
-
-def _nbytes(form: dict[str, Any]) -> int:
-    """The memory that a store of this form takes."""
-    row = sum(dtype.itemsize * (width[0] if width else 1) for _, width, dtype in files.storage(form))
-    return int(row * form["batch_size"] * form["num_kv_heads"] * sum(layer.slots for layer in _layers(form)))

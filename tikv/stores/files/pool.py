@@ -42,11 +42,7 @@ def write(
     states: Sequence[SequenceState],
     operation: str,
 ) -> None:
-    """Save these sequences. Slots that they have not filled are saved as zeros.
-
-    Raises:
-        CacheFileError: another ending, or the system refuses.
-    """
+    """Save these sequences, or raise CacheFileError. Slots that they have not filled are saved as zeros."""
     held = list(dict.fromkeys(block for state in states for block in state.blocks))
     parts = [pools.read_blocks(held), *(state.swapped for state in states if state.swapped is not None)]
     place = {block: i for i, block in enumerate(held)}
@@ -89,35 +85,25 @@ def write(
 
 
 def read(path: Path, operation: str) -> Contents:
-    """The tensors and facts of a file that `write` made, which agree with each other.
-
-    Raises:
-        CacheFileError: the file is missing, truncated, damaged, another, or contradicts itself.
-    """
+    """The tensors and facts of a file that `write` made, which agree with each other; or CacheFileError."""
     return files.read(path, KIND, operation, _check)
 
 
 def arguments(path: Path, contents: Contents, num_blocks: int | None, operation: str) -> dict[str, Any]:
-    """The arguments that make a store for the sequences of a file: as saved, or with so many blocks.
-
-    Raises:
-        CacheFileError: the store would be larger than a file may ask for; then it is a CapacityError too.
-        DTypeError, PositionError: `num_blocks` is no number of blocks.
-    """
-    if num_blocks is not None:
-        num_blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
+    """The arguments that make a store for the sequences of a file: as saved, or with so many blocks; or a refusal."""
     tensors, facts = contents
     form: dict[str, Any] = facts["form"]
-    if num_blocks is None:
-        if form["num_blocks"] > MOST_BLOCKS:
-            raise files.CacheFileCapacityError(
-                f"{operation}: {str(path)!r} describes a pool of {form['num_blocks']} blocks; more than {MOST_BLOCKS} "
-                f"are not made because a file says so. Give num_blocks."
-            )
-        arrays = [array for name, array in tensors.items() if name not in (TOKEN_IDS, POSITIONS)]
-        block = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
-        files.require_memory(path, form["num_blocks"] * block, operation)
-    return form | ({} if num_blocks is None else {"num_blocks": num_blocks})
+    if num_blocks is not None:
+        return form | {"num_blocks": checks.integer(num_blocks, "num_blocks", operation, low=1)}
+    if form["num_blocks"] > MOST_BLOCKS:
+        raise files.CacheFileCapacityError(
+            f"{operation}: {str(path)!r} describes a pool of {form['num_blocks']} blocks; more than {MOST_BLOCKS} "
+            f"are not made because a file says so. Give num_blocks."
+        )
+    arrays = [array for name, array in tensors.items() if name not in (TOKEN_IDS, POSITIONS)]
+    block = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
+    files.require_memory(path, form["num_blocks"] * block, operation)
+    return form
 
 
 def add(
@@ -157,11 +143,7 @@ def add(
 def restore_all(
     path: Path, contents: Contents, sequences: Sequences, pools: LayerPools, operation: str, share_prefixes: bool
 ) -> None:
-    """Let a new store have the sequences of a file, under their numbers.
-
-    Raises:
-        As `restore`.
-    """
+    """Let a new store have the sequences of a file, under their numbers, as `restore`."""
     _, facts = contents
     numbers = [saved["seq"] for saved in facts["sequences"]]
     restore(path, contents, numbers, sequences, pools, operation, share_prefixes=share_prefixes)
@@ -226,11 +208,7 @@ def restore(
 
 
 def _left(told: Any, standing: Iterator[int]) -> History | None:
-    """What a compaction left of a layer, by the numbers of the file and the next of the positions.
-
-    Raises:
-        ValueError: the positions do not rise, or reach that of the token that came next.
-    """
+    """What a compaction left of a layer, by the numbers of the file and the next of the positions; or ValueError."""
     if told is None:
         return None
     count, dropped, shift = told
@@ -241,11 +219,7 @@ def _left(told: Any, standing: Iterator[int]) -> History | None:
 
 
 def _rows_of(tensors: dict[str, HostArray], pools: LayerPools) -> list[list[HostArray]]:
-    """The arrays of each layer in a file.
-
-    Raises:
-        KeyError, ValueError: one is missing or has another form than the pools.
-    """
+    """The arrays of each layer in a file; KeyError or ValueError of one that is missing or unlike the pools."""
     names, layers = pools.form.names(), range(len(pools.layers))
     found = [[tensors[f"layers.{layer}.{name}"] for name in names] for layer in layers]
     for layer, arrays in enumerate(found):
@@ -293,17 +267,13 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
 
 
 def _kept(sequence: dict[str, Any], number: int, layers: int) -> int:
-    """How many positions a file has of a sequence's layers that were compacted.
-
-    Raises:
-        KeyError, TypeError, ValueError: it says what cannot be.
-    """
+    """How many positions a file has of a sequence's layers that were compacted; raises as `_check`."""
     if "left" not in sequence:  # in files of before there was any
         return 0
     found = 0
     for layer, told in enumerate(files.listed(sequence["left"], "left", layers)):
         if told is not None:
-            count, *_ = (files.integer(n, "what a layer kept") for n in files.listed(told, "what a layer kept", 3))
+            count, *_ = files.integers(told, "what a layer kept", "what a layer kept", 3)
             if count > sequence["lengths"][layer]:
                 raise ValueError(f"sequence {number} has fewer tokens in layer {layer} than it kept")
             found += count
@@ -311,13 +281,9 @@ def _kept(sequence: dict[str, Any], number: int, layers: int) -> int:
 
 
 def _blocks(sequence: dict[str, Any], number: int, layers: int, size: int, count: int) -> set[int]:
-    """The blocks of a sequence that says of itself what can be.
-
-    Raises:
-        KeyError, TypeError, ValueError: it does not.
-    """
-    blocks = [files.integer(n, "a block", high=count - 1) for n in files.listed(sequence["blocks"], "blocks")]
-    lengths = [files.integer(n, "a length") for n in files.listed(sequence["lengths"], "lengths", layers)]
+    """The blocks of a sequence that says of itself what can be; raises as `_check`."""
+    blocks = files.integers(sequence["blocks"], "blocks", "a block", high=count - 1)
+    lengths = files.integers(sequence["lengths"], "lengths", "a length", layers)
     if len({*blocks}) != len(blocks):
         raise ValueError(f"sequence {number} has a block twice")
     if len(blocks) != -(-max(lengths) // size):

@@ -57,11 +57,7 @@ class Entry:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The NumPy dtype.
-
-        Raises:
-            ValueError: NumPy has none.
-        """
+        """The NumPy dtype, or ValueError."""
         found = DTYPES.get(self.stored)
         if found is None:
             raise ValueError(f"dtype {reprlib.repr(self.stored)} is not one that is read here")
@@ -87,13 +83,7 @@ class TensorFile:
         self.entries = entries
 
     def read(self, name: str) -> Array:
-        """One tensor.
-
-        Raises:
-            KeyError: there is none of that name.
-            ValueError: its dtype is unknown, or the file has become shorter.
-            MemoryError: as it says.
-        """
+        """One tensor; ValueError where its dtype is unknown or the file has become shorter."""
         entry = self.entries[name]
         dtype = entry.dtype
         data = np.empty(entry.nbytes, np.uint8)
@@ -138,11 +128,7 @@ def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]
 
 
 def parsed(text: str) -> Any:
-    """JSON of a size that a description may have, without the numbers that JSON does not have.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """JSON of a size that a description may have, without the numbers that JSON does not have; or ValueError."""
     parts = sum(text.count(mark) for mark in "[{:,")
     if len(text) > HEADER_BYTES or parts > HEADER_PARTS:
         raise ValueError(f"JSON of {len(text)} characters and {parts} parts; at most {HEADER_PARTS} parts are read")
@@ -153,11 +139,7 @@ def parsed(text: str) -> Any:
 
 
 def require_described(data: bytes, operation: str) -> None:
-    """A file about to be written can be read again.
-
-    Raises:
-        CacheFileError: its description is larger than `opened` allows.
-    """
+    """Raise CacheFileError where the description of a file about to be written is larger than `opened` allows."""
     header = data[8 : 8 + int.from_bytes(data[:8], "little")]
     parts = sum(header.count(mark) for mark in (b"[", b"{", b":", b","))
     if len(header) > HEADER_BYTES or parts > HEADER_PARTS:
@@ -177,11 +159,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _described(file: IO[bytes], size: int) -> TensorFile:
-    """What a file of that many bytes says is in it.
-
-    Raises:
-        ValueError: it is no safetensors, or says what cannot be.
-    """
+    """What a file of that many bytes says is in it; ValueError where it is no safetensors, or says what cannot be."""
     length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
     first = 8 + length
     if size < 8 or first > size:
@@ -206,11 +184,7 @@ def _described(file: IO[bytes], size: int) -> TensorFile:
 
 
 def _entry(name: str, said: Any, first: int) -> Entry:
-    """What the description says of a tensor, if that can be.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """What the description says of a tensor, or ValueError where that cannot be."""
     found = said if type(said) is dict else {}
     stored, shape, span = found.get("dtype"), found.get("shape"), found.get("data_offsets")
     if (

@@ -23,11 +23,7 @@ Layers: TypeAlias = Sequence[tuple[Sequence[int], list[np.ndarray[Any, Any]]]]
 
 
 def write(path: str | os.PathLike[str], form: StoreForm, rows: RowFormats, layers: Layers, operation: str) -> None:
-    """Save the arrays of each layer with (length, oldest slot's position, tokens that are codes).
-
-    Raises:
-        CacheFileError: as `files.write`.
-    """
+    """Save the arrays of each layer with (length, oldest slot's position, tokens that are codes); as `files.write`."""
     quant: Quant = form.rows["dtype"]
     names = ("num_layers", "num_kv_heads", "capacity", "batch_size")
     arguments = {name: getattr(form, name) for name in names} | {"scale_dtype": rows.scale_dtype.name}
@@ -80,7 +76,7 @@ def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
         files.integer(form[name], name, low=1)
     shapes, slots = _slot_shapes(form, quant), quant.residual + quant.group
     for i, numbers in enumerate(files.listed(facts["counts"], "counts", count)):
-        length, oldest, coded = (files.integer(n, "a count") for n in files.listed(numbers, "counts of a layer", 3))
+        length, oldest, coded = files.integers(numbers, "counts of a layer", "a count", 3)
         if (
             coded % quant.group
             or not oldest <= max(coded, 0) <= length <= form["capacity"]

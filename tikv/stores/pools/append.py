@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, new_array, view
+from tikv.arrays import ArrayView, Host, describe, new_array, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.indices import host_integers
@@ -23,7 +21,6 @@ from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import AppendStep
 
 Arrays = Sequence[ArrayView]
-Scales = Mapping[str, ArrayView]
 
 
 class PageAppends:
@@ -36,34 +33,27 @@ class PageAppends:
     def append(self, operation: str, layer: int, given: Arrays, seqs: Any, cu_seqlens: Any, layout: str) -> AppendStep:
         """Append views of K and V to one layer; where the tokens went. `PagedKVCacheStore.append`."""
         pages = self.pages
-        pools, scales = pages.pools.layers[layer], pages.pools.scales[layer]
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in given])
         write = self._writes.get(key)
         if write is None:
             _check_rows(operation, pages.form, given, layout)
         rows = [rows_first(a, layout) for a in given]
         if write is None:
-            write = self._writes.keep(key, self._write(operation, rows, pools, scales))
+            write = self._writes.keep(key, self._write(operation, layer, rows))
         step = self._begin(operation, layer, seqs, cu_seqlens, rows[0].shape[0])
         with pages.changing(step) as change:
-            calls = write.calls(rows, pools, scales, pages.tables.slots(step, write.ordered))
+            calls = write.calls(rows, pages.tables.slots(step, write.ordered))
             change.copy_shared(calls[0].prepare)
             for call in calls:
                 call.run()
         pages.sequences.commit(layer, step)
         return step
 
-    def _write(self, operation: str, rows: Arrays, pools: Arrays, scales: Scales) -> RowWrite:
-        """The write of new rows of one form.
-
-        Raises:
-            ShapeError, DTypeError: they do not fit the pools; of a dtype that another store takes it says so.
-        """
-        pages, own = self.pages, rows[0].dtype
+    def _write(self, operation: str, layer: int, rows: Arrays) -> RowWrite:
+        """The write of new rows of one form; of a dtype that another store takes the DTypeError says so."""
+        own = rows[0].dtype
         try:
-            return (HeadWrite if pages.form.per_head else RowWrite)(
-                pages.runtime, operation, pages.form, rows, pools, scales
-            )
+            return (HeadWrite if self.pages.form.per_head else RowWrite)(operation, self.pages, layer, rows)
         except DTypeError as error:
             if own is not rows[1].dtype or own not in dtypes.FLOATS:
                 raise
@@ -99,20 +89,12 @@ class PageAppends:
 
 
 def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
-    """New rows have the axes of the layout, without one of sequences.
-
-    Raises:
-        ShapeError: they have others.
-    """
+    """Raise ShapeError where new rows have other axes than those of the layout, without one of sequences."""
     checks.rank(rows, (3,), name, "(T, H, D)" if layout == "token_major" else "(H, T, D)", operation)
 
 
 def _check_rows(operation: str, form: PoolForm, given: Arrays, layout: str) -> None:
-    """New K and V have the axes of the layout, and the heads of the store.
-
-    Raises:
-        ShapeError, OptionError: they have not; or there is no such layout.
-    """
+    """Refuse new K and V without the axes of the layout and the heads of the store, and what is no layout."""
     checks.option(layout, "layout", operation, checks.LAYOUTS)
     for name, a in zip("kv", given, strict=True):
         check_rank(operation, name, a, layout)
@@ -121,31 +103,31 @@ def _check_rows(operation: str, form: PoolForm, given: Arrays, layout: str) -> N
 
 
 class RowWrite:
-    """The write of rows (T, H, D) of one form by a slot for each token, checked.
-
-    Raises:
-        ShapeError, DTypeError: the rows do not fit the pools.
-    """
+    """The write of rows (T, H, D) of one form by a slot for each token, checked; ShapeError or DTypeError if unfit."""
 
     ordered: Any = None  # slots are read in the order of tokens
 
-    def __init__(
-        self, live: Runtime, operation: str, form: PoolForm, rows: Arrays, pools: Arrays, scales: Scales
-    ) -> None:
-        index = new_array(rows[0].shape[:1], dtypes.int32, live)
-        self.plan = self._checked(live, operation, form, (*rows, index), pools, scales)
+    def __init__(self, operation: str, pages: Pages, layer: int, rows: Arrays) -> None:
+        live, form = pages.runtime, pages.form
+        self.pools, self.scales = pages.pools.layers[layer], pages.pools.scales[layer]
+        index = new_array((self._read(operation, rows),), dtypes.int32, live)
+        arrays = self._arrays(*self._parts(rows, index)[0])
+        self.plan = paged.check_write_slots(live, operation, arrays, form.layout, form.rows.formats, [*self.scales])
 
-    @staticmethod
-    def _checked(
-        live: Runtime, operation: str, form: PoolForm, rows: Arrays, pools: Arrays, scales: Scales
-    ) -> paged.WriteSlotsPlan:
-        k, v, index = rows
-        arrays = [k, pools[0], v, pools[1], index, *scales.values()]
-        return paged.check_write_slots(live, operation, arrays, form.layout, form.formats, [*scales])
+    def _read(self, operation: str, rows: Arrays) -> int:
+        """How many slots a write reads."""
+        return rows[0].shape[0]
 
-    def calls(self, rows: Arrays, pools: Arrays, scales: Scales, slots: ArrayView) -> list[Call]:
-        """What writes rows of the form that was checked."""
-        return [Call(self.plan, [rows[0], pools[0], rows[1], pools[1], slots, *scales.values()])]
+    def _parts(self, rows: Arrays, slots: ArrayView) -> list[tuple[ArrayView, ArrayView, ArrayView]]:
+        """K, V and slots of each launch."""
+        return [(rows[0], rows[1], slots)]
+
+    def _arrays(self, k: ArrayView, v: ArrayView, slots: ArrayView) -> list[ArrayView]:
+        return [k, self.pools[0], v, self.pools[1], slots, *self.scales.values()]
+
+    def calls(self, rows: Arrays, slots: ArrayView) -> list[Call]:
+        """What writes rows of the form that was checked; `slots` as `ordered` has them."""
+        return [Call(self.plan, self._arrays(*part)) for part in self._parts(rows, slots)]
 
 
 class HeadWrite(RowWrite):
@@ -154,45 +136,28 @@ class HeadWrite(RowWrite):
     The rows of all tokens and heads are those of T * H tokens of one head, if they lie one after the other.
     """
 
-    def __init__(
-        self, live: Runtime, operation: str, form: PoolForm, rows: Arrays, pools: Arrays, scales: Scales
-    ) -> None:
-        tokens, heads = paged.rows_shape(rows[0], rows[1], operation)
-        self.heads = heads
-        self.together = all(a.strides[0] == heads * a.strides[1] for a in rows)
-        index = new_array((tokens * heads,), dtypes.int32, live)
-        self.plan = self._checked(live, operation, form, self._parts(rows, index)[0], pools, scales)
+    def _read(self, operation: str, rows: Arrays) -> int:
+        tokens, self.heads = paged.rows_shape(rows[0], rows[1], operation)
+        self.together = all(a.strides[0] == self.heads * a.strides[1] for a in rows)
+        return tokens * self.heads
 
     def _parts(self, rows: Arrays, slots: ArrayView) -> list[tuple[ArrayView, ArrayView, ArrayView]]:
-        """K, V and slots of each launch."""
         k, v = rows
         if self.together:
-            flat = [
+            k, v = (
                 a.restrided((a.shape[0] * self.heads, 1, a.shape[2]), (a.strides[1], a.strides[1], 1)) for a in rows
-            ]
-            return [(flat[0], flat[1], slots)]
-        tokens = k.shape[0]
-        return [
-            (k.part(1, h, h + 1), v.part(1, h, h + 1), slots.part(0, h * tokens, (h + 1) * tokens))
-            for h in range(self.heads)
-        ]
+            )
+            return [(k, v, slots)]
+        n = k.shape[0]
+        return [(k.part(1, h, h + 1), v.part(1, h, h + 1), slots.part(0, h * n, h * n + n)) for h in range(self.heads)]
 
-    def ordered(self, slots: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def ordered(self, slots: Host) -> Host:
         """The slots of tokens by head in the order in which the launches read them."""
         return slots if self.together else slots.reshape(-1, self.heads).T.ravel()
 
-    def calls(self, rows: Arrays, pools: Arrays, scales: Scales, slots: ArrayView) -> list[Call]:
-        """As `RowWrite.calls`; `slots` as `ordered` has them."""
-        parts = self._parts(rows, slots)
-        return [call for k, v, index in parts for call in super(HeadWrite, self).calls((k, v), pools, scales, index)]
-
 
 def _refuse_fused(pages: Pages, operation: str) -> None:
-    """What the fused write does not make.
-
-    Raises:
-        OptionError, DTypeError: the store keeps that.
-    """
+    """Refuse a store of what the fused write does not make."""
     pages.refuse_per_head(operation, "the fused write has one slot for all heads of a token")
     rows, why = pages.form.rows, ""
     if not rows.alike:

@@ -41,7 +41,7 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     def call(rows: ArrayView) -> AttentionCall:
         return paged_call(
             operation, rows, k_pool, v_pool, tables, lens, layout=form.layout, scale=request.scale,
-            window=request.window, softcap=request.softcap, impl=request.impl, terms=terms, formats=form.formats,
+            window=request.window, softcap=request.softcap, impl=request.impl, terms=terms, formats=form.rows.formats,
             **scales,
         )  # fmt: skip
 

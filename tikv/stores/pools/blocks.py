@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from tikv.arrays import Host
 from tikv.errors import CapacityError, DTypeError
 
-Array: TypeAlias = np.ndarray[Any, Any]
 MOST_SALT = 1024  # bytes; it is kept with each sequence and in files
 
 
@@ -50,7 +50,7 @@ def salt_bytes(salt: Any, operation: str) -> bytes:
     return found
 
 
-def chained_digests(token_ids: Sequence[int] | Array, block_size: int, salt: bytes = b"") -> list[bytes]:
+def chained_digests(token_ids: Sequence[int] | Host, block_size: int, salt: bytes = b"") -> list[bytes]:
     """A digest for each full block of a token list, which depends on all tokens up to the block's end.
 
     Args:
@@ -82,14 +82,14 @@ def chained_digests(token_ids: Sequence[int] | Array, block_size: int, salt: byt
     return found
 
 
-def slots_of(block_table: Sequence[int], positions: Array, block_size: int) -> Array:
+def slots_of(block_table: Sequence[int], positions: Host, block_size: int) -> Host:
     """The slot in the pool of each position of a sequence whose blocks are ``block_table``.
 
     Examples:
         >>> slots_of([3, 1], np.array([0, 4, 5]), 4).tolist()
         [12, 4, 5]
     """
-    found: Array = np.asarray(block_table, np.int32)[positions // block_size] * block_size + positions % block_size
+    found: Host = np.asarray(block_table, np.int32)[positions // block_size] * block_size + positions % block_size
     return found
 
 

@@ -27,10 +27,15 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
     pages.refuse_pieces(operation)
     if rope is not None:
         check_turn(pages.form, pages.pools.layers[layer], rope, operation)
+    # Indices or a mask of one sequence, with an axis of sequences; what is no array is left for others to refuse.
+    of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
+    held = pages.sequences.held(layer, state)
+    rows = HeadRows(1, pages.form.num_kv_heads, int(np.max(held)), held[None] if pages.form.per_head else held)
+    index = host_kept_indices(of_one, rows, pages.runtime, operation)[0]
     if isinstance(pages.sequences, HeadSequences):
-        _compact_heads(operation, pages, pages.sequences, layer, state, keep, rope)
+        _compact_heads(operation, pages, pages.sequences, layer, state, index, rope)
     else:
-        _compact_alike(operation, pages, layer, state, keep, rope)
+        _compact_alike(operation, pages, layer, state, _same_for_all(index, operation), rope)
 
 
 def _compact_heads(
@@ -39,14 +44,11 @@ def _compact_heads(
     sequences: HeadSequences,
     layer: int,
     state: SequenceState,
-    keep: Any,
+    index: Host,
     rope: Rope | None,
 ) -> None:
     """Of each head its own tokens, whose blocks hold no other head's."""
-    heads, turned = pages.form.num_kv_heads, rope is not None
-    held = sequences.held(layer, state)
-    index = host_kept_indices(_of_one(keep), HeadRows(1, heads, int(held.max()), held[None]), pages.runtime, operation)
-    index = np.broadcast_to(index[0], (heads, index.shape[-1]))
+    turned, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
     moves = sequences.moves(layer, state, by_head, turned)
     move_rows(pages.runtime, pages.form, pages.pools.layers[layer], moves, rope, operation)
@@ -54,12 +56,10 @@ def _compact_heads(
 
 
 def _compact_alike(
-    operation: str, pages: Pages, layer: int, state: SequenceState, keep: Any, rope: Rope | None
+    operation: str, pages: Pages, layer: int, state: SequenceState, chosen: Host, rope: Rope | None
 ) -> None:
     """Of all heads the same tokens, in blocks that other sequences may share."""
     sequences, held = pages.sequences, state.lengths[layer]
-    index = host_kept_indices(_of_one(keep), HeadRows(1, pages.form.num_kv_heads, held, held), pages.runtime, operation)
-    chosen = _same_for_all(index[0], operation)
     place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
     changed = (chosen != place) | ((rope is not None) & (before != place))
     first = int(changed.argmax()) if changed.any() else len(chosen)
@@ -91,19 +91,8 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
     sequences.commit_paths(step)
 
 
-def _of_one(keep: Any) -> Any:
-    """Indices or a mask of one sequence, with an axis of sequences; what is no array is left for others to refuse."""
-    if isinstance(keep, list | tuple):
-        return [keep]
-    return keep[None] if getattr(keep, "shape", ()) else keep
-
-
 def _same_for_all(index: Host, operation: str) -> Host:
-    """The indices (n,) or (H, n), which all heads keep.
-
-    Raises:
-        ShapeError: heads would keep different tokens.
-    """
+    """The indices (n,) or (H, n), which all heads keep; ShapeError where they would keep different tokens."""
     if index.ndim == 2 and (index != index[0]).any():
         raise ShapeError(
             f"{operation}: heads would keep different tokens, and blocks of this store hold all heads. Keep the same "
@@ -124,11 +113,7 @@ def _moves(operation: str, pages: Pages, slots: Sequence[tuple[Host, Host]]) -> 
 
 
 def _paths(operation: str, path: Any, drafted: Sequence[int]) -> list[Host]:
-    """The path of each sequence, ascending int64.
-
-    Raises:
-        ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
-    """
+    """The path of each sequence, ascending int64; refused where it does not ascend within its draft."""
     given = path.tolist() if hasattr(path, "tolist") else path
     given = list(given) if isinstance(given, list | tuple | range) else [given]
     if len(drafted) == 1 and not any(isinstance(one, list | tuple) or hasattr(one, "shape") for one in given):

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS, Formats
+from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
 from tikv.stores.limits import BLOCK_BYTES, shared_bytes
-from tikv.stores.row_format import ROWS, RowFormat, RowFormats
+from tikv.stores.row_format import ROWS, RowFormats
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
-
-
-def _row_axes(axes: str) -> str:
-    """The axes of a pool, a row's parts last and in order, as layout NHD has them."""
-    return "NSHCX" if "X" in axes else "NSHD"
+ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
 
 @dataclass(frozen=True)
@@ -49,12 +43,7 @@ class PoolForm:
         per_head: bool = False,
         **rows: Any,
     ) -> PoolForm:
-        """The form that a user's arguments mean; `rows` are those of `RowFormats.checked`.
-
-        Raises:
-            CapacityError: a layer is larger than a launch on this arch addresses.
-            DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
-        """
+        """The form that a user's arguments mean, or why it is none; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         form = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
@@ -86,12 +75,12 @@ class PoolForm:
                 f"{operation}: head_dim={keys.width} is no multiple of the {chunk} {keys.dtype.name} elements of a "
                 f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
             )
-        for row in form.rows.both:
-            if form.bytes_of_rows(row) > form.limit(row, live):
+        for needed, limit in form._sizes(live):
+            if needed > limit:
                 raise CapacityError(
-                    f"{operation}: a layer needs {form.bytes_of_rows(row)} bytes in one piece of memory "
+                    f"{operation}: a layer needs {needed} bytes in one piece of memory "
                     f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
-                    f"{live.arch} addresses {form.limit(row, live)}. Use fewer blocks, or several stores."
+                    f"{live.arch} addresses {limit}. Use fewer blocks, or several stores."
                 )
         return form
 
@@ -101,27 +90,18 @@ class PoolForm:
         return 1 if self.per_head else self.num_kv_heads
 
     @property
-    def formats(self) -> Formats:
-        """The formats of K and of V, of those that are groups of codes."""
-        return self.rows.formats
-
-    def bytes_of_rows(self, row: RowFormat) -> int:
-        """Bytes of a layer's pool of such rows."""
-        return self.num_blocks * self.block_size * self.block_heads * row.nbytes
-
-    @property
     def bytes_of_layer(self) -> int:
         """Bytes of the larger of a layer's two pools."""
-        return max(map(self.bytes_of_rows, self.rows.both))
+        return self.num_blocks * self.block_size * self.block_heads * max(row.nbytes for row in self.rows.both)
 
-    def limit(self, row: RowFormat, live: runtime.Runtime) -> int:
-        """Bytes that one piece of memory may have: a kernel counts 2**31 of them, at worst one element a word."""
-        return min(BLOCK_BYTES[live.arch], 2**31 * row.stored.itemsize)
+    def _sizes(self, live: runtime.Runtime) -> list[tuple[int, int]]:
+        """Bytes of a layer's two pools, and how many each may have: kernels count 2**31 words, at worst elements."""
+        slots, most = self.num_blocks * self.block_size * self.block_heads, BLOCK_BYTES[live.arch]
+        return [(slots * row.nbytes, min(most, 2**31 * row.stored.itemsize)) for row in self.rows.both]
 
     def layers_together(self, live: runtime.Runtime) -> int:
         """How many layers share one piece of memory."""
-        shared = shared_bytes(live)
-        return max(1, min(min(self.limit(row, live), shared) // self.bytes_of_rows(row) for row in self.rows.both))
+        return max(1, min(min(limit, shared_bytes(live)) // needed for needed, limit in self._sizes(live)))
 
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of K's (0) or V's (1) pool of that many blocks."""
@@ -129,10 +109,6 @@ class PoolForm:
         width, chunk = row.stored_width, CHUNK_BYTES // row.stored.itemsize
         extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
-
-    def scale_shape(self, num_blocks: int) -> tuple[int, ...]:
-        """The shape of a pool's scales: one a row, or the numbers of a row's groups."""
-        return num_blocks, self.block_size, self.block_heads, *self.rows.scale_axes
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
@@ -144,16 +120,12 @@ class PoolForm:
         """The names of the scales there are."""
         return [name for name in self.rows.arrays() if name not in ROWS]
 
-    def scales(self, pools: Sequence[ArrayView]) -> dict[str, ArrayView]:
-        """The scales of a layer's arrays by name."""
-        return dict(zip(self.scale_names, pools[2:], strict=True))
-
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
         """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
         if stream > 1:
             return array
         axes = POOL_LAYOUTS[self.layout][stream]
-        rows = array.transpose([axes.index(axis) for axis in _row_axes(axes)])
+        rows = array.transpose([axes.index(axis) for axis in ROW_AXES if axis in axes])
         found: HostArray = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
         return found
 
@@ -162,7 +134,7 @@ class PoolForm:
         if stream > 1:
             return rows
         axes = POOL_LAYOUTS[self.layout][stream]
-        order = _row_axes(axes)
+        order = [axis for axis in ROW_AXES if axis in axes]
         extent = dict(zip(axes, self.shape(stream, len(rows)), strict=True))
         split = rows.reshape([extent[axis] for axis in order])
         return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))

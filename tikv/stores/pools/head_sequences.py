@@ -129,9 +129,8 @@ class HeadSequences(Sequences):
             some = inner.slots[first * heads : end * heads]
             slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
         starts = [state.lengths[layer] for state in states]
-        return AppendStep(
-            ids, cu_seqlens, states, starts, [], np.zeros(rows, np.int32), slots, of_heads=[inner], layer=layer
-        )
+        places = np.zeros(rows, np.int32)
+        return AppendStep(states, ids, cu_seqlens, starts, [], places, slots, of_heads=[inner], layer=layer)
 
     def undo(self, step: AppendStep, *, refused: bool) -> None:
         """As `Sequences.undo`; only an append takes blocks."""
@@ -153,8 +152,7 @@ class HeadSequences(Sequences):
         self, operation: str, states: Sequence[SequenceState], drafted: Sequence[int], paths: Sequence[Host]
     ) -> PathStep:
         """As `Sequences.begin_paths`; every head keeps the same path."""
-        none = np.empty(0, np.int32)
-        step = PathStep((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        step = PathStep(list(states), drafted=list(drafted), paths=list(paths))
         counts = [n for n in drafted for _ in range(self.heads)]
         whose = [path for path in paths for _ in range(self.heads)]
         for i, layer in enumerate(self.layers):

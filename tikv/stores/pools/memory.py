@@ -26,15 +26,10 @@ class LayerGroup:
     def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
         self.form = form
         self.layers = layers
-        shapes = [(form.shape(i, layers * form.num_blocks), row.stored) for i, row in enumerate(form.rows.both)]
-        scales = (form.scale_shape(layers * form.num_blocks), form.rows.scale_dtype)
-        shapes += [scales] * len(form.scale_names)
+        n = layers * form.num_blocks
+        shapes = [(form.shape(i, n), row.stored) for i, row in enumerate(form.rows.both)]
+        shapes += [((n, *shape), dtype) for name, (shape, dtype) in form.names().items() if name in form.scale_names]
         self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
-
-    def of_layer(self, i: int) -> list[ArrayView]:
-        """K's and V's pool of the i-th of these layers, and their scales if there are any."""
-        n = self.form.num_blocks
-        return [a.restrided((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in self.arrays]
 
     def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> HostArray:
         """(layers * n, 2) int32: each block to move and its destination, in each layer of pools of so many blocks."""
@@ -45,11 +40,6 @@ class LayerGroup:
 
 class LayerPools:
     """The pools of all layers of a store.
-
-    Args:
-        form: of each layer's pools.
-        num_layers: layers there are.
-        live: the runtime.
 
     Attributes:
         groups: the layers that lie in one piece of memory each.
@@ -62,13 +52,18 @@ class LayerPools:
         self.runtime = live
         most = min(num_layers, form.layers_together(live))
         self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
-        self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
+        n = form.num_blocks
+        self.layers = [
+            [a.restrided((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in group.arrays]
+            for group in self.groups
+            for i in range(group.layers)
+        ]
         divisors = {
             name: to_device(np.array(numbers, np.float32), live)
             for name, numbers in zip(SCALES, form.rows.divisors, strict=True)
             if numbers is not None
         }
-        self.scales = [{**form.scales(arrays), **divisors} for arrays in self.layers]
+        self.scales = [dict(zip(form.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers]
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +114,7 @@ class LayerPools:
         scale = self.scales[layer].get(SCALES[stream])
         paged.gather(
             "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.form.layout,
-            scale=scale, out=out, format=self.form.formats[stream],
+            scale=scale, out=out, format=self.form.rows.formats[stream],
         )  # fmt: skip
 
     def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:

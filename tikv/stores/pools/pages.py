@@ -42,20 +42,12 @@ class Pages:
         return Changing(self, step)
 
     def refuse_per_head(self, operation: str, why: str) -> None:
-        """What a per-head store does not do.
-
-        Raises:
-            OptionError: it is one.
-        """
+        """Raise OptionError where this is a per-head store, which does not do something, and say why."""
         if self.form.per_head:
             raise OptionError(f"{operation}: this store has per_head=True, and {why}. Use a store without it.")
 
     def refuse_pieces(self, operation: str) -> None:
-        """Rows lie whole, so that they can be moved.
-
-        Raises:
-            OptionError: they do not.
-        """
+        """Raise OptionError where rows do not lie whole, so that they cannot be moved."""
         if self.form.layout == "VLLM":
             raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which are not moved. Use NHD or HND.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,16 +31,10 @@ class RaggedAttention:
     """Queries of several sequences' new tokens, checked against a layer's pools before anything is written.
 
     Args:
-        operation: for messages.
-        pages: of the store.
-        layer: its index.
+        operation, pages, layer, request: of which call.
         q: the queries, (T, Hq, D) or head-major (Hq, T, D).
-        request: what is asked of attention.
         sequences: how many there are.
         terms: views of what is added to the scores, and of which of the new tokens queries see.
-
-    Raises:
-        ShapeError, DTypeError, OptionError, PositionError: the queries or an option do not fit.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class RaggedAttention:
         self.return_lse = request.return_lse
         self.mass_queries = request.asked_mass(operation, form.rows.k.format)
         self._pools = pages.pools.layers[layer]
-        self._options: dict[str, Any] = {"layout": form.layout, "formats": form.formats, "scale": request.scale}
+        self._options: dict[str, Any] = {"layout": form.layout, "formats": form.rows.formats, "scale": request.scale}
         self._options |= {"window": request.window, "softcap": request.softcap, **pages.pools.scales[layer]}
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
@@ -122,80 +116,68 @@ class RaggedAttention:
         views[:2] = [rows_first(a, self.layout) for a in views[:2]]
         stage = Staging(live, [self.q, *views], [False] + [True] * len(views))
         for first, end in _runs(cu_seqlens):
-            self._attend_run(stage.arrays[:3], first, end, cu_seqlens, tables, lens, ends)
+            row, tokens = cu_seqlens[first], cu_seqlens[first + 1] - cu_seqlens[first]
+            of_these = tables.part(0, first, end), lens.part(0, first, end), ends[first:end]
+            run = _Run(first, end, tokens, row, *of_these)
+            self._attend_run(run, stage.arrays[:3])
             if self.mass_queries != 0:
-                self._weigh_run(stage.arrays, first, end, cu_seqlens, tables, lens, ends)
+                self._weigh_run(run, *stage.arrays)
         stage.finish()
         if not self.return_lse:
             del results[1:2]
         results = [handed_over(a) for a in results]
         return tuple(results) if len(results) > 1 else results[0]
 
-    def _attend_run(
-        self,
-        arrays: Sequence[ArrayView],
-        first: int,
-        end: int,
-        cu_seqlens: Sequence[int],
-        tables: ArrayView,
-        lens: ArrayView,
-        ends: Host,
-    ) -> None:
-        """Attention of sequences `first` to `end`, which have as many new tokens each."""
-        count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
-        table = tables.part(0, first, end)
+    def _attend_run(self, run: _Run, arrays: Sequence[ArrayView]) -> None:
+        """Attention into arrays of all queries, out and log-sum-exps."""
+        slopes, terms = self._terms.get("alibi_slopes"), self._terms  # those of a tree are of all, which are one run
+        if slopes and slopes.ndim == 2:
+            terms = {**terms, "alibi_slopes": slopes.part(0, run.first, run.end)}
         most = MOST_QUERIES
-        if tokens > most:
-            q = _as_sequences(arrays[0], cu_seqlens[first], count, tokens)
-            length = self._lengths(lens.part(0, first, end), ends[first:end], 0)
-            most = self._call(q, table, length, self._terms_of(first, end)).plan.most_queries
-        for begin in range(0, tokens, most):
-            stop = min(tokens, begin + most)
-            q, out, *lse = (_as_sequences(a, cu_seqlens[first], count, tokens, begin, stop - begin) for a in arrays)
-            length = self._lengths(lens.part(0, first, end), ends[first:end], tokens - stop)
-            call = self._call(q, table, length, self._terms_of(first, end))
+        if run.tokens > most:
+            most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
+        for begin in range(0, run.tokens, most):
+            stop = min(run.tokens, begin + most)
+            q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
+            call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop), terms)
             call.attend(None, out=out, return_lse=bool(lse), lse=lse[0] if lse else None)
 
-    def _terms_of(self, first: int, end: int) -> dict[str, ArrayView]:
-        """The terms of sequences `first` to `end`; those of a tree are of all, which are one run."""
-        slopes = self._terms.get("alibi_slopes")
-        return self._terms | ({"alibi_slopes": slopes.part(0, first, end)} if slopes and slopes.ndim == 2 else {})
-
-    def _weigh_run(
-        self,
-        arrays: Sequence[ArrayView],
-        first: int,
-        end: int,
-        cu_seqlens: Sequence[int],
-        tables: ArrayView,
-        lens: ArrayView,
-        ends: Host,
-    ) -> None:
+    def _weigh_run(self, run: _Run, q: ArrayView, out: ArrayView, lse: ArrayView, mass: ArrayView) -> None:
         """The mass of what `_attend_run` attended over."""
-        q, _, lse, mass = arrays
-        count, tokens = end - first, cu_seqlens[first + 1] - cu_seqlens[first]
-        wanted = tokens if self.mass_queries is None else min(tokens, self.mass_queries)
-        q, lse = (_as_sequences(a, cu_seqlens[first], count, tokens, tokens - wanted, wanted) for a in (q, lse))
-        length = self._lengths(lens.part(0, first, end), ends[first:end], 0)
-        self._call(q, tables.part(0, first, end), length, {}).weigh(lse, mass.part(0, first, end))
+        begin = 0 if self.mass_queries is None else max(0, run.tokens - self.mass_queries)
+        q, lse = run.rows(q, begin), run.rows(lse, begin)
+        self._call(q, run.tables, run.lengths(self.live), {}).weigh(lse, mass.part(0, run.first, run.end))
 
-    def _lengths(self, lens: ArrayView, ends: Host, less: int) -> Any:
-        """Lengths of some sequences, less some newest tokens, which only one sequence has."""
-        if ends.size == 1:
-            return int(ends.item()) - less
+
+class _Run(NamedTuple):
+    """Sequences `first` to `end`, which have as many new tokens each, from a row on; their tables and lengths."""
+
+    first: int
+    end: int
+    tokens: int
+    row: int
+    tables: ArrayView
+    lens: ArrayView
+    ends: Host  # the same lengths on the host
+
+    def rows(self, a: ArrayView, begin: int = 0, stop: int | None = None) -> ArrayView:
+        """Their rows of (T, Hq, ...) as (sequences, Hq, tokens, ...), of each those from `begin` to `stop`."""
+        queries = (self.tokens if stop is None else stop) - begin
+        return _as_sequences(a, self.row, self.end - self.first, self.tokens, begin, queries)
+
+    def lengths(self, live: Runtime, less: int = 0) -> Any:
+        """Their lengths, less some newest tokens, which only one sequence has."""
+        if self.ends.size == 1:
+            return int(self.ends.item()) - less
         if less:
-            return to_device((ends - less).astype(np.int32), self.live)
-        if isinstance(lens.owner, KnownOnHost):  # of all sequences: what the host knows of these is `ends`
-            lens.owner = KnownOnHost(lens.owner.owner, ends)
-        return lens
+            return to_device((self.ends - less).astype(np.int32), live)
+        if isinstance(self.lens.owner, KnownOnHost):  # of all sequences: what the host knows of these is `ends`
+            self.lens.owner = KnownOnHost(self.lens.owner.owner, self.ends)
+        return self.lens
 
 
 def even_starts(operation: str, cu_seqlens: Any, sequences: int, rows: int, live: Runtime) -> list[int]:
-    """Starts of sequences that have as many new tokens each, as the host knows them.
-
-    Raises:
-        ShapeError: they have not.
-    """
+    """Starts of sequences that have as many new tokens each, as the host knows them; or ShapeError."""
     starts = host_integers(cu_seqlens, "cu_seqlens", operation, live)
     if len(starts) == sequences + 1 and (starts[-1] != rows or len({b - a for a, b in itertools.pairwise(starts)}) > 1):
         raise ShapeError(

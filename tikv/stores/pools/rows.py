@@ -34,54 +34,27 @@ def move_rows(
     rope: Rope | None = None,
     operation: str = "move_rows",
 ) -> None:
-    """Move the rows of slots to other slots, in all pools of a layer, by way of memory of their own: slots may be both.
+    """Move rows of a layer's pools by way of memory of their own, since slots may be both; nothing where this fails.
 
-    Args:
-        live, form, pools: the runtime, and a layer's pools of this form.
-        moves: of the rows of all heads that a block holds.
-        rope: turns keys from the positions before to those after, on their way.
-        operation: for messages.
-
-    Raises:
-        CapacityError: there is no memory; PositionError: positions too far apart. Nothing is moved.
+    `rope` turns keys from the positions before to those after, on their way.
     """
     count, heads = len(moves.src), form.block_heads
     if count == 0:
         return
-    moved = _take_rows(live, form, pools, moves.src)
+    pools, place = [_as_rows(pool, form) for pool in pools], np.arange(count * heads)
+    moved = [new_array((count * heads, *rows.shape[1:]), rows.dtype, live) for rows in pools]
+    for stream, (rows, to) in enumerate(zip(pools, moved, strict=True)):
+        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, moves.src), place))
     if rope is not None:
-        k = moved[0].restrided(
-            (1, heads, count, form.rows.k.width), (0, count * form.rows.k.width, form.rows.k.width, 1)
-        )
-        scale = None
+        width = form.rows.k.width
+        k, scale = moved[0].restrided((1, heads, count, width), (0, count * width, width, 1)), None
         if form.rows.k.numbers:
             n = moved[2].shape[1]
             scale = moved[2].restrided((1, heads, count), (0, count * n, n))
         before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
-    _put_rows(form, pools, moved, moves.dst)
-
-
-def _take_rows(live: runtime.Runtime, form: PoolForm, pools: Sequence[ArrayView], slots: Host) -> list[ArrayView]:
-    """Copies of the rows in these slots, of each pool (heads of a block * slots, width).
-
-    Raises:
-        CapacityError: there is no memory.
-    """
-    taken, count = [], len(slots) * form.block_heads
-    for stream, pool in enumerate(pools):
-        rows = _as_rows(pool, form)
-        to = new_array((count, *rows.shape[1:]), rows.dtype, live)
-        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, slots), np.arange(count)))
-        taken.append(to)
-    return taken
-
-
-def _put_rows(form: PoolForm, pools: Sequence[ArrayView], rows: Sequence[ArrayView], slots: Host) -> None:
-    """Write what `_take_rows` took into these slots."""
-    for stream, (pool, taken) in enumerate(zip(pools, rows, strict=True)):
-        there = _pairs(np.arange(len(slots) * form.block_heads), _numbers(form, stream, slots))
-        blocks.swap_blocks(taken, _as_rows(pool, form), there)
+    for stream, (rows, taken) in enumerate(zip(pools, moved, strict=True)):
+        blocks.swap_blocks(taken, rows, _pairs(place, _numbers(form, stream, moves.dst)))
 
 
 def move_in_place(
@@ -93,10 +66,7 @@ def move_in_place(
 ) -> list[Launch]:
     """Bind moves of rows from slots to slots, in all pools at once; of each pair a slot is written after it was read.
 
-    Args:
-        live, operation, form: the runtime, for messages, and of the pools.
-        pools: of layers that lie in one piece of memory.
-        slots: (src, dst) of each layer, counted over the slots of all.
+    The pools are of layers in one piece of memory, and slots (src, dst) of each layer are counted over those of all.
     """
     most, found = max(len(src) for src, _ in slots), []
     for streams in _read_alike(form, len(pools)) if most else []:
@@ -120,11 +90,7 @@ def _read_alike(form: PoolForm, count: int) -> list[list[int]]:
 
 
 def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
-    """A layer's keys can be rotated so.
-
-    Raises:
-        ShapeError, DTypeError, OptionError: they cannot.
-    """
+    """Refuse a rotation that a layer's keys cannot have, as `check_keys`."""
     k = _as_rows(pools[0], form)
     scale = _as_rows(pools[2], form) if form.rows.k.numbers else None
     rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))

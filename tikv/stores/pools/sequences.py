@@ -6,16 +6,21 @@ the store copies those that are shared and writes the rows, and `commit` counts 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from tikv.arrays import Host
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.ops import checks
 from tikv.stores.history import History
 from tikv.stores.pools.blocks import BlockPool, chained_digests, slots_of
+
+no_rows = functools.partial(np.empty, 0, np.int32)
 
 
 @dataclass
@@ -24,7 +29,7 @@ class SequenceState:
 
     blocks: list[int]
     lengths: list[int]  # tokens that each layer holds
-    token_ids: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.int64), compare=False)  # known ones
+    token_ids: Host = field(default_factory=lambda: np.empty(0, np.int64), compare=False)  # known ones
     salt: bytes = b""  # as `salt_bytes` gives it
     digests: list[bytes] = field(default_factory=list)  # of the full blocks of `token_ids`
     registered: int = 0  # how many of those every layer has written
@@ -63,7 +68,7 @@ class SequenceState:
         left = self.left[layer]
         return left.end if left else None
 
-    def positions(self, layer: int) -> np.ndarray[Any, Any]:
+    def positions(self, layer: int) -> Host:
         """Where each token stands that a layer holds, int64."""
         left, held = self.left[layer], self.lengths[layer]
         return np.arange(held) if left is None else left.rows(held - left.tokens)[0]
@@ -73,13 +78,13 @@ class SequenceState:
 class AppendStep:
     """Where the new tokens of some sequences go, and what changes in their block tables; the same for every layer."""
 
-    ids: tuple[int, ...]
-    cu_seqlens: tuple[int, ...]
     states: list[SequenceState]
-    starts: list[int]  # what the layer held of each sequence before
-    shifts: list[int]  # by how much the positions of new tokens are beyond their places
-    places: np.ndarray[Any, Any]  # of each row among those that its sequence holds, int32; 0 for padding
-    slots: np.ndarray[Any, Any]  # where each row goes, int32; -1 for padding
+    ids: tuple[int, ...] = ()
+    cu_seqlens: tuple[int, ...] = (0,)
+    starts: list[int] = field(default_factory=list)  # what the layer held of each sequence before
+    shifts: list[int] = field(default_factory=list)  # by how much positions of new tokens are beyond their places
+    places: Host = field(default_factory=no_rows)  # of each row among those its sequence holds, int32; 0: padding
+    slots: Host = field(default_factory=no_rows)  # where each row goes, int32; -1 for padding
     tables: list[list[int]] = field(default_factory=list)  # the blocks of each sequence after
     allocated: list[int] = field(default_factory=list)  # blocks taken for this step
     copies: list[tuple[int, int]] = field(default_factory=list)  # a shared block that is written into, and its copy
@@ -90,7 +95,7 @@ class AppendStep:
     layer: int = 0  # where it goes, if heads have tables of their own
 
     @property
-    def positions(self) -> np.ndarray[Any, Any]:
+    def positions(self) -> Host:
         """Of each row in its sequence, int32; 0 for padding."""
         if not any(self.shifts):
             return self.places
@@ -102,7 +107,7 @@ class PathStep(AppendStep):
     """Which of the newest tokens of some sequences are kept, and what changes in their block tables."""
 
     drafted: list[int] = field(default_factory=list)  # of each sequence, how many of its newest tokens are asked about
-    paths: list[np.ndarray[Any, Any]] = field(default_factory=list)  # of each, ascending indices among them
+    paths: list[Host] = field(default_factory=list)  # of each, ascending indices among them
     of_layers: list[PathStep] = field(default_factory=list)  # the same of heads that have tables of their own
 
     def starts_in(self, layer: int) -> tuple[int, ...]:
@@ -143,11 +148,7 @@ class Sequences:
         return -(-tokens // self.block_size)
 
     def state(self, seq: int, operation: str, *, swapped: bool = False) -> SequenceState:
-        """The state of a sequence that is there, and in the pool unless `swapped` allows otherwise.
-
-        Raises:
-            PositionError: it is not.
-        """
+        """The state of a sequence that is there, and in the pool unless `swapped` says otherwise; or PositionError."""
         found = self.states.get(seq) if type(seq) is int else None
         if found is None:
             number = checks.integer(seq, "seq", operation)
@@ -165,11 +166,7 @@ class Sequences:
     def distinct(
         self, ids: Sequence[int], operation: str, remedy: str, *, swapped: bool = False
     ) -> list[SequenceState]:
-        """The states of sequences that are named once each.
-
-        Raises:
-            PositionError: one is not there, or is named twice.
-        """
+        """The states of sequences, each of which is there and named once; or PositionError."""
         states = [self.state(seq, operation, swapped=swapped) for seq in ids]
         if len(set(ids)) != len(ids):
             twice = next(seq for seq in ids if ids.count(seq) > 1)
@@ -185,9 +182,7 @@ class Sequences:
         lengths = [count * self.block_size] * self.num_layers
         return self._insert(SequenceState(shared, lengths, ids, salt, digests, count))
 
-    def known(
-        self, token_ids: Sequence[int] | np.ndarray[Any, Any], salt: bytes
-    ) -> tuple[np.ndarray[Any, Any], list[bytes]]:
+    def known(self, token_ids: Sequence[int] | Host, salt: bytes) -> tuple[Host, list[bytes]]:
         """Of tokens those of the full blocks, and their digests."""
         digests = chained_digests(token_ids, self.block_size, salt)
         return np.array(token_ids[: len(digests) * self.block_size], np.int64), digests
@@ -197,19 +192,16 @@ class Sequences:
         self.blocks.acquire(state.blocks)
         self._step = None
         full = min(state.lengths) // self.block_size
-        return self._insert(
-            SequenceState(
-                list(state.blocks),
-                list(state.lengths),
-                state.token_ids[: full * self.block_size],
-                state.salt,
-                state.digests[:full],
-                state.registered,
-                withheld=state.withheld,
-                left=list(state.left),
-                newest=list(state.newest),
-            )
+        forked = dataclasses.replace(
+            state,
+            blocks=list(state.blocks),
+            lengths=list(state.lengths),
+            token_ids=state.token_ids[: full * self.block_size],
+            digests=state.digests[:full],
+            left=list(state.left),
+            newest=list(state.newest),
         )
+        return self._insert(forked)
 
     def _insert(self, state: SequenceState) -> int:
         seq = self.next
@@ -236,11 +228,7 @@ class Sequences:
         state.registered = min(state.registered, len(state.digests))
 
     def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
-        """No token is given back that a compaction has dropped, and none missed.
-
-        Raises:
-            PositionError: tokens before a compaction are to go.
-        """
+        """Raise PositionError where tokens are to go that came before a compaction."""
         for layer in range(self.num_layers):
             came = state.compacted_at(layer)
             if came is not None and n < came:
@@ -259,17 +247,13 @@ class Sequences:
         distances: Mapping[str, Any],
         remedy: str = "",
     ) -> None:
-        """Several queries are those of the newest tokens, which are all held; distances need all tokens.
+        """Refuse several queries whose own tokens are not all held, and distances where tokens were dropped.
 
         Args:
             operation, layer, seq, state: what is attended over, and by which call.
             queries: of the sequence.
             distances: options by name that count how far a key is from its query; None for those that were not given.
             remedy: another way out, for the message about more queries than tokens.
-
-        Raises:
-            PositionError: the queries' tokens are not all held.
-            OptionError: a distance in a sequence that was compacted.
         """
         before, came = state.compacted_at(layer), state.came(layer)
         for name, value in distances.items():
@@ -287,15 +271,11 @@ class Sequences:
             )
 
     def begin_compaction(self, operation: str, state: SequenceState, first: int, keep: int) -> AppendStep:
-        """Take blocks for copies of the shared ones in which rows change, from place `first` to `keep`.
+        """Take blocks for copies of the shared ones in which rows change, from place `first` to `keep`; as `begin`.
 
         The store copies `copies` and moves the rows by the step's table; `compact` or `undo` ends it.
-
-        Raises:
-            CapacityError: too few blocks are free. Nothing has changed.
         """
-        none = np.empty(0, np.int32)
-        step = AppendStep((), (0,), [state], [], [], none, none)
+        step = AppendStep([state])
         places = range(first // self.block_size, self.blocks_for(keep)) if first < keep else range(0)
         self._allocate(operation, step, [places])
         return step
@@ -314,8 +294,7 @@ class Sequences:
     ) -> list[int]:
         """How many of the newest tokens of each sequence were drafted, the same in all layers; None: the last append's.
 
-        Raises:
-            PositionError: a layer has not so many since it was compacted, or other ones; or nobody said how many.
+        PositionError where a layer has not so many since it was compacted, or other ones; or nobody said how many.
         """
         found = []
         for seq, state in zip(ids, states, strict=True):
@@ -349,17 +328,13 @@ class Sequences:
         operation: str,
         states: Sequence[SequenceState],
         drafted: Sequence[int],
-        paths: Sequence[np.ndarray[Any, Any]],
+        paths: Sequence[Host],
     ) -> PathStep:
-        """Take blocks for copies of the shared ones in which rows of a path move.
+        """Take blocks for copies of the shared ones in which rows of a path move; as `begin`.
 
         The store copies `copies` and moves the rows by `moved_slots`; `commit_paths` or `undo` ends it.
-
-        Raises:
-            CapacityError: too few blocks are free. Nothing has changed.
         """
-        none = np.empty(0, np.int32)
-        step = PathStep((), (0,), list(states), [], [], none, none, drafted=list(drafted), paths=list(paths))
+        step = PathStep(list(states), drafted=list(drafted), paths=list(paths))
         changed: list[set[int]] = [set() for _ in states]
         for starts in {step.starts_in(layer) for layer in range(self.num_layers)}:
             for places, start, path in zip(changed, starts, paths, strict=True):
@@ -368,20 +343,20 @@ class Sequences:
         self._allocate(operation, step, [sorted(places) for places in changed])
         return step
 
-    def moved_slots(self, step: PathStep) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    def moved_slots(self, step: PathStep) -> list[tuple[Host, Host]]:
         """Of each layer the slots of the rows that move, and those where they go."""
-        by_starts: dict[tuple[int, ...], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
-        for starts in map(step.starts_in, range(self.num_layers)):
-            if starts not in by_starts:
-                pairs = []
-                for table, start, path in zip(step.tables, starts, step.paths, strict=True):
-                    place = np.arange(_first_moved(path), len(path))
-                    src, dst = (slots_of(table, start + some, self.block_size) for some in (path[place], place))
-                    pairs.append((src, dst))
-                none = np.empty(0, np.int64)
-                src, dst = (np.concatenate([none, *(pair[i] for pair in pairs)]) for i in (0, 1))
-                by_starts[starts] = src, dst
-        return [by_starts[step.starts_in(layer)] for layer in range(self.num_layers)]
+
+        @functools.cache
+        def moved(starts: tuple[int, ...]) -> tuple[Host, Host]:
+            pairs = [(np.empty(0, np.int64),) * 2]
+            for table, start, path in zip(step.tables, starts, step.paths, strict=True):
+                place = np.arange(_first_moved(path), len(path))
+                src, dst = (slots_of(table, start + some, self.block_size) for some in (path[place], place))
+                pairs.append((src, dst))
+            src, dst = map(np.concatenate, zip(*pairs, strict=True))
+            return src, dst
+
+        return [moved(step.starts_in(layer)) for layer in range(self.num_layers)]
 
     def commit_paths(self, step: PathStep) -> None:
         """Count the drafted tokens that are kept, whose rows have moved, and no others."""
@@ -397,17 +372,15 @@ class Sequences:
         """Tokens that a layer of a sequence holds; of each head, (H,) int32, where heads have tables of their own."""
         return state.lengths[layer]
 
-    def positions(self, layer: int, state: SequenceState) -> list[np.ndarray[Any, Any]]:
+    def positions(self, layer: int, state: SequenceState) -> list[Host]:
         """Where each token stands that a layer holds, int64: of all heads, or of each."""
         return [state.positions(layer)]
 
-    def block_table(self, layer: int, state: SequenceState) -> np.ndarray[Any, Any]:
+    def block_table(self, layer: int, state: SequenceState) -> Host:
         """The blocks of a sequence in order, int32."""
         return np.array(state.blocks, np.int32)
 
-    def block_tables(
-        self, layer: int, states: Sequence[SequenceState]
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def block_tables(self, layer: int, states: Sequence[SequenceState]) -> tuple[Host, Host]:
         """(B, most blocks) block tables padded with -1, and (B,) lengths, int32."""
         table = padded_tables([state.blocks for state in states])
         return table, np.array([state.lengths[layer] for state in states], np.int32)
@@ -438,11 +411,7 @@ class Sequences:
         self._changed()
 
     def blocks_to_swap_in(self, state: SequenceState, operation: str) -> tuple[list[int], list[int]]:
-        """Take blocks for a sequence that is swapped out: those found by its prefix, and free ones for the rest.
-
-        Raises:
-            CapacityError: too few are free. Nothing has changed.
-        """
+        """Take blocks for a sequence that is swapped out: those found by its prefix, and free ones; as `begin`."""
         shared = self.blocks.prefix(state.digests[: state.registered])
         self.blocks.acquire(shared)
         try:
@@ -505,37 +474,30 @@ class Sequences:
         starts = [state.lengths[layer] for state in states]
         shifts = [state.shift(layer) for state in states] if self.compacted else []
         places = _places(starts, cu_seqlens, rows)
-        step = AppendStep(ids, cu_seqlens, states, starts, shifts, places, np.full(rows, -1, np.int32))
-        size = self.block_size
-        self._allocate(
-            operation,
-            step,
-            [
-                range(start // size, -(-(start + tokens) // size)) if tokens else range(0)
-                for start, tokens in zip(starts, np.diff(cu_seqlens).tolist(), strict=True)
-            ],
-        )
-        self._fill_slots(step)
+        step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32))
+        size, counts = self.block_size, np.diff(cu_seqlens).tolist()
+        written = [range(n // size, self.blocks_for(n + more)) for n, more in zip(starts, counts, strict=True)]
+        self._allocate(operation, step, [some if n else range(0) for some, n in zip(written, counts, strict=True)])
+        for table, first, end in zip(step.tables, cu_seqlens, cu_seqlens[1:], strict=False):
+            if end - first == 1:
+                place = int(places[first])
+                step.slots[first] = table[place // size] * size + place % size
+            elif end > first:
+                step.slots[first:end] = slots_of(table, places[first:end], size)
         return step
 
     def _allocate(self, operation: str, step: AppendStep, written: Sequence[Iterable[int]]) -> None:
         """Take the blocks that the step needs, and copies of the shared ones it writes into; all of them or none.
 
-        Args:
-            operation, step: whose.
-            written: of each sequence the places in its table whose blocks are written into, ascending.
-
-        Raises:
-            CapacityError: too few blocks are free. Nothing has changed.
+        `written` has of each sequence the places in its table whose blocks are written into, ascending.
         """
         pool = self.blocks
         wanted: list[list[int]] = []  # of each sequence, the places in its table that get a block
         copied: dict[int, int] = {}
         for state, places in zip(step.states, written, strict=True):
-            have = len(state.blocks)
             mine = []
             for place in places:
-                if place >= have:
+                if place >= len(state.blocks):
                     mine.append(place)
                     continue
                 block = state.blocks[place]
@@ -558,15 +520,6 @@ class Sequences:
                         step.lost.pop(block, None)
                     table[place] = block
             step.tables.append(table)
-
-    def _fill_slots(self, step: AppendStep) -> None:
-        size = self.block_size
-        for table, first, end in zip(step.tables, step.cu_seqlens, step.cu_seqlens[1:], strict=False):
-            if end - first == 1:
-                place = int(step.places[first])
-                step.slots[first] = table[place // size] * size + place % size
-            elif end > first:
-                step.slots[first:end] = slots_of(table, step.places[first:end], size)
 
     def undo(self, step: AppendStep, *, refused: bool) -> None:
         """Give back the blocks of a step that failed; if it was refused before a write, with their digests."""
@@ -601,7 +554,7 @@ class Sequences:
         self.blocks.release([shared for shared, _ in step.copies])
 
 
-def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+def padded_tables(tables: Sequence[Sequence[int]]) -> Host:
     """Block tables as one array (n, most blocks) int32, at least one wide, padded with -1."""
     found = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
     for row, blocks in zip(found, tables, strict=True):
@@ -609,13 +562,13 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     return found
 
 
-def _first_moved(path: np.ndarray[Any, Any]) -> int:
+def _first_moved(path: Host) -> int:
     """The first index of a path whose row moves, and with it all that follow; its length if none does."""
     moved = path != np.arange(len(path))
     return int(moved.argmax()) if moved.any() else len(path)
 
 
-def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> np.ndarray[Any, Any]:
+def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> Host:
     """The place of each row behind those that its sequence has, int32; those behind are padding."""
     counts = np.diff(cu_seqlens)
     places = np.zeros(rows, np.int32)

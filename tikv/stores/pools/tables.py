@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, new_array, write_host
 from tikv.ops.staging import KnownOnHost
@@ -24,9 +22,9 @@ class DeviceTables:
         self._memory: dict[str, ArrayView] = {}
         self._slots: tuple[AppendStep, ArrayView] | None = None  # the last ones, and the step they belong to
         # The last ones, after what they depend on: of all layers, or of each.
-        self._tables: dict[int, tuple[Any, ArrayView, ArrayView, np.ndarray[Any, Any]]] = {}
+        self._tables: dict[int, tuple[Any, ArrayView, ArrayView, Host]] = {}
 
-    def upload(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
+    def upload(self, name: str, array: Host) -> ArrayView:
         """A host array on the device, in the memory that the last one of this name and shape had."""
         found = self._memory.get(name)
         if found is None or found.shape != array.shape:
@@ -34,7 +32,7 @@ class DeviceTables:
         write_host(array, found)
         return found
 
-    def known(self, name: str, array: np.ndarray[Any, Any]) -> ArrayView:
+    def known(self, name: str, array: Host) -> ArrayView:
         """The same, and the host goes on knowing what is in it."""
         found = self.upload(name, array)
         found = found.restrided(found.shape, found.strides)
@@ -52,7 +50,7 @@ class DeviceTables:
 
     def block_tables(
         self, layer: int, sequences: Sequences, ids: tuple[int, ...], states: Sequence[SequenceState]
-    ) -> tuple[ArrayView, ArrayView, np.ndarray[Any, Any]]:
+    ) -> tuple[ArrayView, ArrayView, Host]:
         """Block tables and lengths as `Sequences.block_tables` has them, and the lengths on the host too.
 
         They are kept until they change; those of heads for each layer.
