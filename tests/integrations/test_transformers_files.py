@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import tiny_models  # noqa: E402
 from model_cache import BASE, given  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
@@ -208,3 +209,20 @@ def test_a_state_is_not_saved(arch, tmp_path):
     with pytest.raises(tikv.OptionError, match="layer 0 keeps a state, not saved"):
         TikvCache(config).save(tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_with_heads_of_their_own(arch, tmp_path):
+    """Gemma 4's layers that attend in full are wider: the configuration has no one width, and says so by raising."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this transformers has no Gemma 4")
+    model, path = tiny_models.tiny_model(transformers.Gemma4ForCausalLM), tmp_path / "a.safetensors"
+    parts = torch.tensor([[12, 13, 14, 15, 16, 17, 18]]), torch.tensor([[19]])
+    cache = TikvCache(model.config)
+    read(model, cache, parts[0])
+    cache.save(path)
+    loaded = TikvCache.load(path, model.config)
+    assert torch.equal(read(model, loaded, parts[1]), read(model, cache, parts[1]))
+    other = copy.deepcopy(model.config)
+    other.get_text_config().per_layer_config = {1: {"head_dim": 24}}
+    with pytest.raises(tikv.CacheFileError, match="head_dim="):
+        TikvCache.load(path, other)

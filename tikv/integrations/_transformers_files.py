@@ -14,6 +14,7 @@ import torch
 
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
+from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import share_memory_with
 from tikv.stores import files
@@ -38,7 +39,7 @@ COUNTS = ("length", "origin", "whole_from", "settled", "oldest")
 
 def fields_of(text: Any) -> dict[str, Any]:
     """The fields of a decoder's configuration that decide what is cached, as JSON has them."""
-    found = {name: getattr(text, name, None) for name in FIELDS}
+    found = {name: shim.field(text, name) for name in FIELDS}
     return {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in found.items()}
 
 

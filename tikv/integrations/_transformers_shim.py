@@ -99,6 +99,17 @@ def decoder_of(config: Any) -> Any:
     return text
 
 
+def field(config: Any, name: str) -> Any:
+    """A field of a configuration: None where it has none, a list of each layer's where layers have their own.
+
+    Read from the whole, such a field raises in the versions of transformers that know it.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
 def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
     """The layers of a cache for `limit` tokens, and the limit that stays: none where all of them slide.
 
@@ -162,7 +173,7 @@ def _kind(layer_type: str, window: int | None, foreign: str | None) -> LayerKind
 def _foreign_state(config: Any) -> str | None:
     """The field that gives away a layer with a state of its own, or None."""
     for name in _STATE_FIELDS:
-        value = getattr(config, name, None)
+        value = field(config, name)
         if value is not None and not (name == "conv_kernel" and isinstance(value, (list, tuple))):  # that of an encoder
             return f"state ({name})"
     return next((f"state ({name})" for name in vars(config) if name.startswith(_STATE_PREFIXES)), None)
