@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import transformers
 from family_settings import CHUNKS, CODES_TOLERANCE, LENGTHS, PROMPT, STEPS, TOLERANCE
 from family_verdicts import outcome
 
+WORDS = ("yes", "refused", "differs", "no cache", "not run", "not built")
 HEAD = """# Families of transformers
 
-What `TikvCache` does in each model of transformers {version} that generates, as this command found it:
+What `TikvCache` does in each model of transformers {transformers} that generates, with torch {torch}, as this command
+found it on a CPU:
 
 ```sh
 python tests/families/survey.py --write docs/families.md
@@ -42,41 +46,58 @@ the table says so.
 """
 
 
+class Row(NamedTuple):
+    """A class in the table; its fields are cells."""
+
+    family: str
+    cls: str
+    word: str
+    notes: str
+
+
 def page(results: dict[str, Any]) -> str:
     """The whole page, from what `survey` found."""
-    counts: Counter[str] = Counter()
-    lines = []
+    found = []
     for family, classes in sorted(results.items()):
-        for found in classes:
-            word, notes = outcome(found)
-            counts[word] += 1
-            lines.append(f"| {family} | {found['class']} | {word} | {_cell('; '.join(notes))} |\n")
-    words = ("yes", "refused", "differs", "no cache", "not run", "not built")
-    told = ", ".join(f"{counts[word]} {word}" for word in words if counts[word])
+        for one in classes:
+            word, notes = outcome(one)
+            found.append(Row(family, one["class"], word, _cell("; ".join(notes))))
+    return page_of(found, transformers.__version__, torch.__version__)
+
+
+def page_of(table: list[Row], transformers_version: str, torch_version: str) -> str:
+    """The page that has these rows, found with these versions."""
+    counts = Counter(row.word for row in table)
+    families = len({row.family for row in table})
+    told = ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
     head = HEAD.format(
-        version=transformers.__version__,
+        transformers=transformers_version,
+        torch=torch_version,
         prompt=PROMPT,
         steps=STEPS,
         lengths=", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}",
         chunks=", ".join(map(str, CHUNKS[:-1])) + f" and {CHUNKS[-1]}",
         tolerance=TOLERANCE,
         codes=CODES_TOLERANCE,
-        counts=f"{sum(counts.values())} classes of {len(results)} families: {told}",
+        counts=f"{len(table)} classes of {families} families: {told}",
     )
-    return head + "".join(lines)
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 
-def rows(text: str) -> dict[tuple[str, str], str]:
-    """Of each family and class the word that a page has."""
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(" | ")]
-        if line.startswith("| ") and len(cells) == 4 and cells[0].lstrip("| ") not in ("family", "---"):
-            found[cells[0].lstrip("| "), cells[1]] = cells[2]
-    return found
+def rows(text: str) -> list[Row]:
+    """Those of a page's table."""
+    found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines() if line[:2] == "| "]
+    return [Row(*cells) for cells in found[2:]]  # behind the table's own head
+
+
+def versions(text: str) -> tuple[str, str]:
+    """Those of transformers and torch that a page is of."""
+    found = re.search(r"of transformers (\S+) that generates, with torch (\S+),", text)
+    assert found is not None, "the page does not say of which versions it is"
+    return found[1], found[2]
 
 
 def _cell(text: str) -> str:
     """Text as a cell of a table."""
-    text = text.replace("|", "\\\\|").replace("<", "&lt;").replace("`", "")
+    text = text.replace("|", "\\|").replace("<", "&lt;").replace("`", "")
     return text if len(text) <= 300 else text[:297] + "..."

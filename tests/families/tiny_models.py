@@ -68,7 +68,8 @@ def _files(folder: str = "*") -> list[pathlib.Path]:
 
 def folders() -> list[str]:
     """The families with a class that generates."""
-    return sorted({path.parent.name for path in _files() if "GenerationMixin" in path.read_text(encoding="utf-8")})
+    found = {path.parent.name for path in _files() if "GenerationMixin" in path.read_text(encoding="utf-8")}
+    return sorted(found - {"auto"})
 
 
 def generators(folder: str) -> list[type]:

@@ -1,10 +1,13 @@
-"""TikvCache in tiny random models of transformers' families: a dozen of them."""
+"""TikvCache in tiny random models of transformers' families: a dozen here, every one of them with --full."""
+
+import pathlib
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import family_page  # noqa: E402
 import family_settings as settings  # noqa: E402
 import family_verdicts as verdicts  # noqa: E402
 import tiny_models  # noqa: E402
@@ -18,6 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
+PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "families.md"
 # Full, sliding and chunked layers, shared ones, states beside keys, latent keys, encoders, learned sinks, image models.
 DOZEN = {
     "llama": "LlamaForCausalLM",
@@ -75,3 +79,34 @@ def test_a_cache_that_forgets_a_token_is_seen(family, arch, monkeypatch):
     for attention in ("eager", "sdpa"):
         assert {name for name, (ours, *_) in found[attention].items() if ours > 0.01} == every
     assert verdicts.outcome({**found, "sensitivity": 1.0}).word == "differs"
+
+
+def test_the_page_is_what_the_survey_writes():
+    text = PAGE.read_text(encoding="utf-8")
+    rows = family_page.rows(text)
+    assert family_page.page_of(rows, *family_page.versions(text)) == text
+    assert {row.word for row in rows} <= set(family_page.WORDS)
+    assert [row for row in rows if row.word == "differs"] == []
+    assert rows == sorted(rows, key=lambda row: row.family)
+    assert {row.cls for row in rows} >= set(DOZEN.values())
+
+
+def test_the_page_has_a_row_for_every_family():
+    text = PAGE.read_text(encoding="utf-8")
+    version, _ = family_page.versions(text)
+    if version != transformers.__version__:
+        pytest.skip(f"the page is of transformers {version}, here is {transformers.__version__}")
+    assert sorted({row.family for row in family_page.rows(text)}) == tiny_models.folders()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", tiny_models.folders())
+def test_every_family(family, arch):
+    """As the page says, where it is of this version of transformers; else nothing differs."""
+    text = PAGE.read_text(encoding="utf-8")
+    same = family_page.versions(text)[0] == transformers.__version__
+    found = {row.cls: row.word for row in family_page.rows(text) if row.family == family}
+    for cls in tiny_models.generators(family):
+        word, notes = verdicts.outcome(verdicts.survey(cls))
+        assert word != "differs", (cls.__name__, notes)
+        assert not same or word == found[cls.__name__], (cls.__name__, word, notes)
