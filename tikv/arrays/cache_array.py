@@ -33,7 +33,7 @@ class CacheArray(runtime.NotCopied):
         >>> store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=4, capacity=8, dtype="bfloat16")
         >>> store.keys(0).shape, str(store.keys(0).numpy().dtype)
         ((1, 2, 8, 4), 'bfloat16')
-        >>> store.reset()
+        >>> store.keys(0)[...] = 0  # the memory of a new store may hold anything
         >>> store.keys(0)[0, 1, :3] = 2
         >>> (store.keys(0)[0, :, 0] * 4).shape, float((store.keys(0) + 1)[0, 1, 2, 0])
         ((2, 4), 3.0)

@@ -59,12 +59,17 @@ class KVCacheStore(runtime.DeepCopied):
         scale_dtype: of the scales of int8 or of a `tikv.Quant`, float16 or float32.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim, head_dim_v, capacity, sinks, scale_dtype: as given.
-        v_dtype: what values are stored in.
-        batch_size: sequences now; `select` and `repeat` change it.
-        dtype: what keys are stored in, and values unless `v_dtype` says otherwise.
-        windows: of each layer, the slots of a sliding one or None.
-        lock: a lock that each call holds, and that one thread may take again.
+        num_layers (int): layers of the model.
+        num_kv_heads (int): heads of K and V.
+        head_dim (int): width of a head of K.
+        head_dim_v (int): width of a head of V.
+        capacity (int): tokens that a layer without a window holds.
+        sinks (int): first tokens that a sliding layer keeps.
+        dtype (DType): what keys are stored in, and values unless `v_dtype` says otherwise.
+        v_dtype (DType): what values are stored in.
+        scale_dtype (DType): what the scales of int8 or of a `tikv.Quant` are stored in.
+        windows (list[int | None]): the slots of each sliding layer; None for a layer that does not slide.
+        lock (threading.RLock): each call holds it. A thread that holds it may take it again.
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
@@ -72,8 +77,8 @@ class KVCacheStore(runtime.DeepCopied):
 
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
-    few blocks of memory as a launch can address, nearly always one; `append_all` is one launch a block. Of two
-        formats appends and reads are a launch each for K and for V; attention is one.
+    few blocks of memory as a launch can address, nearly always one; `append_all` takes one launch for each block. If
+    K and V have different formats, an append or a read takes a launch for each; attention takes one for both.
     Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
     several calls.
     GPUs: the memory lies on the one that is torch's current when the store is made.
