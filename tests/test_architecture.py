@@ -270,6 +270,63 @@ def test_files_classes_and_functions_are_of_a_readable_size():
     assert large == []
 
 
+def functions(tree: ast.AST, within: str = "") -> list[tuple[str, ast.FunctionDef]]:
+    """The functions of a module and of its classes with their names, such as `Plan.run`, and those within them."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = f"{within}{node.name}"
+            found += [(name, node)] if isinstance(node, ast.FunctionDef) else []
+            found += functions(node, f"{name}.")
+        else:
+            found += functions(node, within)
+    return found
+
+
+def is_public(module: str, name: str, node: ast.FunctionDef) -> bool:
+    """Whether users call a function: by `tikv`, by a module of peers' names, or as an operator of torch's."""
+    import tikv
+
+    if any("custom_op" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return True  # torch takes its arguments one by one
+    owner, *inner = name.replace(".__init__", "").split(".")
+    folder, *rest = module.split(".")[1:]
+    named = not any(part.startswith("_") for part in (*rest, owner, *inner))
+    return named and (folder in ("compat", "distributed", "integrations") or owner in dir(tikv))
+
+
+def parameters(node: ast.FunctionDef) -> int:
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def with_many_parameters(tree: ast.Module, module: str) -> list[str]:
+    return [
+        f"{module}.{name}"
+        for name, node in functions(tree)
+        if parameters(node) > MOST_PARAMETERS and not is_public(module, name, node)
+    ]
+
+
+def test_functions_inside_have_few_parameters():
+    """What travels together is one object: a request, the results, the caches. Users get keywords."""
+    for module in inside():
+        if not module.startswith("tikv.kernels"):
+            assert with_many_parameters(tree_of(module), module) == []
+
+
+def test_many_parameters_are_found():
+    given = ", ".join(f"a{i}" for i in range(MOST_PARAMETERS + 1))
+    tree = ast.parse(
+        f"def f({given}): pass\nclass C:\n    def g(self, {given[4:]}): pass\n    def h(self, *, {given}): pass"
+    )
+    assert with_many_parameters(tree, "tikv.ops.plan") == ["tikv.ops.plan.f", "tikv.ops.plan.C.h"]
+    assert with_many_parameters(tree, "tikv.compat._inside") == ["tikv.compat._inside.f", "tikv.compat._inside.C.h"]
+    assert with_many_parameters(tree, "tikv.compat.vllm") == []
+    copy = ast.parse(f"def copy({given}): pass")
+    assert with_many_parameters(copy, "tikv.ops.copy") == []
+
+
 STORES = {"KVCacheStore": "tikv.stores.store", "PagedKVCacheStore": "tikv.stores.pool"}
 
 

@@ -290,7 +290,7 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     read = []
     attention = by_name.contiguous_call
     monkeypatch.setattr(
-        by_name, "contiguous_call", lambda n, q, k, *a, **o: (read.append(k.dtype), attention(n, q, k, *a, **o))[1]
+        by_name, "contiguous_call", lambda n, q, c, *a: (read.append(c.k_cache.dtype), attention(n, q, c, *a))[1]
     )
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)

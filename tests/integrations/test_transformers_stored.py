@@ -77,9 +77,9 @@ def read(monkeypatch):
     """The dtypes of keys and values that the library's attention reads."""
     found, attention = [], by_name.contiguous_call
 
-    def call(name, q, k, v, *args, **options):
-        found.append((k.dtype, v.dtype))
-        return attention(name, q, k, v, *args, **options)
+    def call(name, q, caches, *args):
+        found.append((caches.k_cache.dtype, caches.v_cache.dtype))
+        return attention(name, q, caches, *args)
 
     monkeypatch.setattr(by_name, "contiguous_call", call)
     return found

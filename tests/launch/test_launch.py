@@ -203,7 +203,7 @@ def test_threads_that_bind_together_bind_once(arch, monkeypatch, fresh_plans):
     src, caches = np.ones((1, 1, 4), np.float32), [np.zeros((1, 4, 4), np.float32) for _ in range(4)]
     live = runtime_of()
     views = [[copy.view(src, "src", "copy"), copy.view(cache, "cache", "copy")] for cache in caches]
-    plan = copy.check_copy(live, "copy", views[0], ("src", "cache"), None, None, 0, "token_major", "head_major")
+    plan = copy.check_copy(live, "copy", views[0], ("src", "cache"), copy.CopyOptions())
     threads = [threading.Thread(target=plan.run, args=(arrays, plan.entries_at(i))) for i, arrays in enumerate(views)]
     for thread in threads:
         thread.start()

@@ -17,8 +17,9 @@ from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.merge import merge_into, merge_parts
 from tikv.ops.attention.options import QUERIES, real
-from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.request import AttendRequest
 from tikv.ops.indices import host_integers
 from tikv.ops.quantize import Quantized
 from tikv.ops.write_pages import write_pages
@@ -193,30 +194,24 @@ def batch_decode_with_paged_kv_cache(
         scale = (asked.shape[-1] ** -0.5 if scale is None else scale) * factor
     if k_scale is not None or v_scale is not None:
         scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
-    call = paged_call(
-        operation,
-        _heads_first(asked),
-        k_pool,
-        v_pool,
-        for_operation(table, q),
-        lens.astype(np.int32),
-        layout=kv_layout,
+    pools = PagedCaches(k_pool, v_pool, for_operation(table, q), lens.astype(np.int32), kv_layout, **scales)
+    request = AttendRequest(
         scale=scale,
         softcap=real(logits_soft_cap, "logits_soft_cap", operation) or None,
         lse_base2=True,
-        terms=Terms(**terms),
-        **_seen(causal or masked, window_left, queries, int(table.shape[1]) * block_size),
         short=not masked,
-        **scales,
+        **terms,
+        **_seen(causal or masked, window_left, queries, int(table.shape[1]) * block_size),
     )
+    call = paged_call(operation, _heads_first(asked), pools, request)
     if out is None:
         out = new_like(q, (*asked.shape[:-1], call.plan.cache.width_v), asked.dtype, call.plan.live)
     to = _heads_first(view(out, "out", operation))
     if not return_lse:
-        call.attend(None, out=to)
+        call.attend(None, Results(to))
         return handed_over(out)
     lse = new_like(q, asked.shape[:-1], dtypes.float32, call.plan.live)
-    call.attend(None, out=to, return_lse=True, lse=_heads_first(view(lse, "lse", operation), asked.ndim - 1))
+    call.attend(None, Results(to, True, _heads_first(view(lse, "lse", operation), asked.ndim - 1)))
     return handed_over(out), handed_over(lse)
 
 

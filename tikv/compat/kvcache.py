@@ -21,8 +21,9 @@ from tikv.compat.ragged_rows import Rows, place
 from tikv.errors import ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
-from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.request import AttendRequest
 
 INDICES = ("cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
 MOST = 2**31 - 1
@@ -397,22 +398,12 @@ class Call:
         if softcap is not None and softcap < 0:
             refuse_option(self.operation, softcap=(given.softcap, "0 for none, or a positive number"))
         splits = checks.integer(given.num_splits, "num_splits", self.operation)
-        call = paged_call(
-            self.operation,
-            asked,
-            k,
-            v,
-            for_operation(table, given.q),
-            for_operation(lengths, given.q),
-            terms=Terms(alibi_slopes=given.alibi_slopes),
-            scale=scale,
-            softcap=softcap or None,
-            num_splits=splits or None,
-            short=True,
-            **seen,
-            **scales,
-        )
-        ready = call.prepare(None, out=to, return_lse=True, lse=to_lse)
+        pools = PagedCaches(k, v, for_operation(table, given.q), for_operation(lengths, given.q), **scales)
+        request = AttendRequest(
+            scale=scale, softcap=softcap or None, alibi_slopes=given.alibi_slopes, num_splits=splits or None,
+            short=True, **seen,
+        )  # fmt: skip
+        ready = paged_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
         return out, lse, ready._replace(kept=(*ready.kept, queries, scales))
 
     def _descales(self) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
 from tikv.distributed.deal import Deal, Stretch
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.deal import deal
 from tikv.ops.staging import Staging
@@ -311,7 +313,7 @@ class DealtLayers(LayerStorage):
         plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
         out, lse = self._out_and_lse(parts)
         oldest = self.deal.count(counts.trimmed_to)
-        plan.attend(None, arrays, out, True, "taichi", 0, oldest, lse=lse, is_part=True)
+        plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_part=True))
 
     def _out_and_lse(self, parts: ArrayView) -> tuple[ArrayView, ArrayView]:
         """Where parts have their results, and where their log-sum-exps."""
@@ -383,10 +385,9 @@ class DealtLayers(LayerStorage):
             dealt = (self.deal.interleave, (self.deal.world - 1) * self.deal.interleave) if slopes else (0, 0)
             kept = found.sinks, found.ring, found.formats
             plan = cache_plan(live, operation, arrays, scores, at.span, *kept, dealt)
-            plan.attend(
-                None, arrays, to, True, "taichi", at.length, at.first_valid, at.ahead, lse=to_lse, is_part=True,
-                first_query=at.first - self.deal.rank * self.deal.interleave,
-            )  # fmt: skip
+            first_query = at.first - self.deal.rank * self.deal.interleave
+            tokens = AttendedTokens(at.length, at.first_valid, at.ahead, first_query)
+            plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_part=True))
         stage.finish()
 
     def held_positions(self, layer: int) -> np.ndarray[Any, Any]:
@@ -421,7 +422,7 @@ class DealtLayers(LayerStorage):
             some, of_some, own = stage.arrays
             arrays = layer_arrays(found, some)
             plan = cache_plan(live, operation, arrays, scores, at.span, found.sinks, found.ring, found.formats)
-            plan.weigh(arrays, of_some, own, at.length, at.first_valid, at.ahead)
+            plan.weigh(arrays, of_some, own, AttendedTokens(at.length, at.first_valid, at.ahead))
             stage.finish()
             to[..., :own_fixed] += mass[..., :own_fixed]
             if recent:

@@ -20,7 +20,7 @@ from tikv.graphs.calls import LENGTHS, Call, Roles
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.indices import index_array
-from tikv.ops.plan import NO_ENTRIES, Entries, Plan, Use, set_all
+from tikv.ops.plan import NO_ENTRIES, Entries, Plan, Use, in_turn
 from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime.cache import BoundedCache
 
@@ -223,7 +223,7 @@ class GraphPlan(Plan):
         for entry in entries:
             call, _, name = entry.partition(".")
             found = [n for n, x in enumerate(recorded) if x.call == int(call) and name in x.launch.named]
-            self._setters[entry] = set_all([find_setter(n, name) for n in found])
+            self._setters[entry] = in_turn([find_setter(n, name) for n in found])
         self.pointers = tuple([a.ptr for a in given.values()])
         if live.is_spirv:
             self._release()

@@ -15,8 +15,8 @@ from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
 from tikv.integrations._transformers_stored import decoded, stored_pair
-from tikv.ops.attention.contiguous import contiguous_call
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.request import AttendRequest
 
 ATTENTION = "tikv"  # the name for attn_implementation
 _READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that the kernel takes
@@ -77,11 +77,10 @@ def attend(
         stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
         keys, values, k_scale, v_scale, formats = stored
         query = _in_rows(query)
-        call = contiguous_call(
-            "decode_attention", query, keys, values, lengths, scale=scaling, softcap=softcap, k_scale=k_scale,
-            v_scale=v_scale, causal=causal, terms=Terms(None if sinks is None else sinks.detach().float()),
-            formats=formats,
-        )  # fmt: skip
+        caches = ContiguousCaches(keys, values, lengths, k_scale, v_scale, formats=formats)
+        logits = None if sinks is None else sinks.detach().float()
+        request = AttendRequest(scale=scaling, softcap=softcap, causal=causal, sink_logits=logits)
+        call = contiguous_call("decode_attention", query, caches, request)
         return call.attend(query, impl="auto").transpose(1, 2), None
     key, value = decoded(key), decoded(value)
     mask, plain = attention_mask, softcap is not None or sinks is not None

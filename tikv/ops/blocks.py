@@ -229,7 +229,7 @@ def _bind_blocks(
         params["dst_limit"] = dst[0].shape[0]
     if both:
         params["dst_index"] = index.strides[1]
-    slots = Placement("slots")
+    slots = Placement("slots", array=index)
     return bind_copy(
         live,
         operation,
@@ -240,7 +240,6 @@ def _bind_blocks(
         tokens=index.shape[0],
         src_place=slots if both or indexed == "src" else LINEAR,
         dst_place=slots if both or indexed == "dst" else LINEAR,
-        index=index,
         **params,
     )
 

@@ -229,7 +229,7 @@ def bind_gather(
     common: dict[str, Any] = {
         "widths": [cache.shape[3]],
         "tokens": index.shape[-1],
-        "src_place": Placement("slots"),
+        "src_place": Placement("slots", array=index),
         "src_limit": cache.shape[2],
         "index_step": index.strides[-1],
     }
@@ -237,15 +237,14 @@ def bind_gather(
         src, dst = (Rows(a, *_strides(a)) for a in (cache, out))
         group = index.strides[0]
         return [
-            bind_copy(live, operation, src=[src], dst=[dst], heads=heads, groups=batch, index=index,
-                      index_group=group, **common)
-        ]  # fmt: skip
+            bind_copy(live, operation, src=[src], dst=[dst], heads=heads, groups=batch, index_group=group, **common)
+        ]
     even = batch == 1 or all(a.strides[0] == heads * a.strides[1] for a in (cache, index, out))
     found = []
     for b in range(1 if even else batch):
         src, dst = (Rows(a, a.strides[1], a.strides[2], first=b * a.strides[0]) for a in (cache, out))
         found.append(
             bind_copy(live, operation, src=[src], dst=[dst], heads=1, groups=heads * (batch if even else 1),
-                      index=index, index_group=index.strides[1], src_index=b * index.strides[0], **common)
+                      index_group=index.strides[1], src_index=b * index.strides[0], **common)
         )  # fmt: skip
     return found

@@ -7,7 +7,7 @@ everything and binds a launch, later ones put in pointers and the position.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import runtime
 from tikv.arrays import ArrayView, Views, describe, runtime_of, view, view_all
@@ -72,9 +72,8 @@ def copy(
         cache, numbers = codes_and_numbers(runtime_of(cache, src), "copy", cache, "cache's ", written=True)
         scales = (numbers,)
     arrays = view_all((src, cache, *scales), (*_SINGLE, *_SCALES[: len(scales)]), "copy")
-    write(
-        "copy", _SINGLE, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout, format=format
-    )  # fmt: skip
+    options = CopyOptions(window, num_tokens, src_offset, src_layout, cache_layout)
+    write("copy", _SINGLE, arrays, position, options, format=format)
 
 
 def copy_kv(
@@ -119,13 +118,14 @@ def copy_kv(
         pair = {"k_cache": k_cache, "v_cache": v_cache}
         (k_cache, v_cache), scales, format = codes_of_pair(runtime_of(k_cache, k), "copy_kv", pair, written=True)
     arrays = view_all((k, k_cache, v, v_cache, *scales), (*_PAIR, *_SCALES[: len(scales)]), "copy_kv")
-    write(
-        "copy_kv", _PAIR, arrays, position, window, num_tokens, src_offset, src_layout, cache_layout, format=format
-    )  # fmt: skip
+    options = CopyOptions(window, num_tokens, src_offset, src_layout, cache_layout)
+    write("copy_kv", _PAIR, arrays, position, options, format=format)
 
 
 class CopyPlan(Plan):
     """A checked contiguous write, whose position comes with each run."""
+
+    loop_entry = "dst_position"
 
     def __init__(
         self,
@@ -155,10 +155,8 @@ class CopyPlan(Plan):
         """
         if self.window is None and type(position) is int and 0 <= position <= self.capacity - self.tokens:
             with self.lock:
-                if arrays.pointers == self.pointers:
-                    self._setters["dst_position"](position)
-                    for start in self._starts:
-                        start()
+                if arrays.pointers == self.pointers and self.launch_again is not None:
+                    self.launch_again(position)
                     return
         self.run(arrays, self.entries_at(position))
 
@@ -188,16 +186,40 @@ _PAIR = ("k", "k_cache", "v", "v_cache")
 _SCALES = ("the scales of K", "the scales of V")  # of groups of codes, behind these
 
 
+class CopyOptions(NamedTuple):
+    """The options of a contiguous write but for the position; parameters of `copy`."""
+
+    window: int | None = None
+    num_tokens: int | None = None
+    src_offset: int = 0
+    src_layout: str = "token_major"
+    cache_layout: str = "head_major"
+
+    def checked(self, operation: str, names: checks.RangeNames) -> CopyOptions:
+        """These options, whose numbers are ints and whose layouts are names: calls are told apart by them.
+
+        Raises:
+            CapacityError, OptionError, PositionError: one is not.
+        """
+        window, num_tokens, src_offset, src_layout, cache_layout = self
+        ints = (window is None or type(window) is int) and (num_tokens is None or type(num_tokens) is int)
+        if ints and type(src_offset) is int and type(src_layout) is type(cache_layout) is str:
+            return self
+        return CopyOptions(
+            checks.integer_or_none(window, "window", operation),
+            checks.integer_or_none(num_tokens, names.num_tokens, operation),
+            src_offset if type(src_offset) is int else checks.integer(src_offset, names.src_offset, operation),
+            checks.name(src_layout, "src_layout", operation, checks.LAYOUTS),
+            checks.name(cache_layout, "cache_layout", operation, checks.LAYOUTS),
+        )
+
+
 def write(
     operation: str,
     array_names: tuple[str, ...],
     arrays: Sequence[ArrayView],
     position: int,
-    window: int | None,
-    num_tokens: int | None,
-    src_offset: int,
-    src_layout: str,
-    cache_layout: str,
+    options: CopyOptions,
     names: checks.RangeNames = checks.RANGE_NAMES,
     format: GroupFormat | None = None,
 ) -> None:
@@ -209,20 +231,11 @@ def write(
     live = runtime_of(arrays[1], arrays[0])
     if type(arrays) is not Views:
         arrays = Views(arrays)
-    # Calls are told apart by these, so they are ints; asked one by one, since it is on every call's way.
-    if window is not None and type(window) is not int:
-        window = checks.integer(window, "window", operation)
-    if num_tokens is not None and type(num_tokens) is not int:
-        num_tokens = checks.integer(num_tokens, names.num_tokens, operation)
-    if type(src_offset) is not int:
-        src_offset = checks.integer(src_offset, names.src_offset, operation)
-    src_layout = checks.name(src_layout, "src_layout", operation, checks.LAYOUTS)
-    cache_layout = checks.name(cache_layout, "cache_layout", operation, checks.LAYOUTS)
-    key = (operation, arrays.key, window, num_tokens, src_offset, src_layout, cache_layout, format)
+    options = options.checked(operation, names)
+    key = (operation, arrays.key, options, format)
     plan = live.plans.get(key)
     if plan is None:
-        options = (window, num_tokens, src_offset, src_layout, cache_layout, names, format)
-        plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, *options))
+        plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, options, names, format))
     plan.write(arrays, position)
 
 
@@ -231,15 +244,12 @@ def check_copy(
     operation: str,
     given: Sequence[ArrayView],
     array_names: tuple[str, ...],
-    window: int | None,
-    num_tokens: int | None,
-    src_offset: int,
-    src_layout: str,
-    cache_layout: str,
+    options: CopyOptions,
     names: checks.RangeNames = checks.RANGE_NAMES,
     format: GroupFormat | None = None,
 ) -> CopyPlan:
     """Check everything but the position and what lies where."""
+    window, num_tokens, src_offset, src_layout, cache_layout = options
     pairs = len(array_names)
     src, dst, src_names, dst_names = given[0:pairs:2], given[1:pairs:2], array_names[0::2], array_names[1::2]
     src_token, src_head = token_and_head_axes(src_layout, "src_layout", operation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from tikv.arrays import ArrayView, describe
@@ -70,10 +71,19 @@ class Rows(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Which slot a token goes to at one end (see `kernels.address`), and the page length where there are pages."""
+    """Which slot a token goes to at one end (see `kernels.address`).
+
+    Attributes:
+        kind: the rule by which it is found.
+        page: slots of a page, where there are pages.
+        array: what the rule reads. One array serves both ends of a launch.
+        pages: of kind "pages" the four that it reads: requests, positions, pages and where each request's pages start.
+    """
 
     kind: str = "linear"
     page: int = 0
+    array: ArrayView | None = None
+    pages: Sequence[ArrayView] = ()
 
 
 LINEAR = Placement()

@@ -177,7 +177,7 @@ def check_write_slots(
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         given = dict(zip(names, arrays, strict=True))
         index, scales = given["slot_mapping"], [given.get("k_scale"), given.get("v_scale")]
-        return write.bind(live, operation, arrays, "slots", scales, index=index, index_step=index.strides[0])
+        return write.bind(live, operation, arrays, Placement("slots", array=index), scales, index_step=index.strides[0])
 
     plan = WriteSlotsPlan(live, operation, names, written, None if write.nothing else bind)
     plan.pool = shape
@@ -257,17 +257,17 @@ class PoolWrite(NamedTuple):
         live: runtime.Runtime,
         operation: str,
         arrays: Sequence[ArrayView],
-        place: str,
+        place: Placement,
         scales: Sequence[ArrayView | None] = (None, None),
-        **options: Any,
+        **params: Any,
     ) -> list[Launch]:
         """The launch over (k, k_pool, v, v_pool, ...), or one each where K and V are kept in two ways.
 
         Args:
             live, operation, arrays: as `bind_copy` has them.
-            place: where each token goes.
+            place: where each token goes, but for the slots of a page.
             scales: of K and of V, None for none.
-            **options: the others of `bind_copy`.
+            **params: as `bind_copy` has them.
         """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
         alike = pools[0].dtype is pools[1].dtype and self.formats[0] is self.formats[1]
@@ -286,9 +286,9 @@ class PoolWrite(NamedTuple):
                 widths=[self.shapes[i].width for i in streams],
                 heads=self.heads,
                 tokens=self.tokens,
-                dst_place=Placement(place, shape.page),
+                dst_place=place._replace(page=shape.page),
                 dst_limit=shape.slots,
-                **options,
+                **params,
             )
             found.append(bound)
         return found
@@ -484,8 +484,7 @@ def gather(
             widths=[shape.width],
             heads=shape.heads,
             tokens=length,
-            src_place=Placement("slots" if by_slot else "table", shape.page),
-            index=table,
+            src_place=Placement("slots" if by_slot else "table", shape.page, table),
             index_step=table.strides[0],
             src_limit=shape.slots if by_slot else shape.blocks,
         )

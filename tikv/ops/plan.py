@@ -48,18 +48,30 @@ class _Setters(dict[str, Callable[[int], None]]):
         self.bounds = bounds
 
     def __missing__(self, name: str) -> Callable[[int], None]:
-        found = self[name] = set_all([bound.setter(name) for bound in self.bounds if name in bound.places])
+        found = self[name] = in_turn([bound.setter(name) for bound in self.bounds if name in bound.places])
         return found
 
 
-def set_all(setters: Sequence[Callable[[int], None]]) -> Callable[[int], None]:
-    """One setter for the entries of several launches."""
+def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """A function that makes each of these calls; where there is one, that one."""
+    if len(calls) == 1:
+        return calls[0]
 
-    def set_each(value: int) -> None:
-        for setter in setters:
-            setter(value)
+    def each(*given: Any) -> None:
+        for call in calls:
+            call(*given)
 
-    return setters[0] if len(setters) == 1 else set_each
+    return each
+
+
+def _both(put: Callable[[int], None], start: Callable[[], None]) -> Callable[[int], None]:
+    """A function that puts in a value and launches; it keeps no plan alive."""
+
+    def launch_again(value: int) -> None:
+        put(value)
+        start()
+
+    return launch_again
 
 
 class Plan:
@@ -74,9 +86,17 @@ class Plan:
         names: of the arrays that `run` takes, for messages.
         written: which of them are destinations.
         launches: makes the launches over such arrays; None: there is nothing to move, or a subclass has its own `bind`.
+
+    Attributes:
+        lock: held from the first change of a bound kernel to its launch.
+        loop_entry: the one entry that runs of a decode loop change; empty where there is no such.
+        launch_again: launches over the arrays of the last run with another value of that entry, by the cheapest calls;
+            None before the first run.
     """
 
-    lock: Any  # held from the first change of a bound kernel to its launch
+    lock: Any
+    loop_entry = ""
+    launch_again: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -97,7 +117,7 @@ class Plan:
         self.pointers: tuple[int, ...] | None = None  # of the arrays that the launches read and write now
         self._uses: list[list[Use]] = []  # of each array, the arguments it is
         self._setters: dict[str, Callable[[int], None]] = {}
-        self._starts: list[Callable[[], None]] = []  # the launches
+        self._start: Callable[[], None]  # the launches
 
     def revalidate(self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]) -> tuple[Any, Entries]:
         """Check the values that a run brings.
@@ -144,8 +164,7 @@ class Plan:
                 self._move(arrays, pointers)
             for name, value in entries.items():
                 self._setters[name](value)
-            for start in self._starts:
-                start()
+            self._start()
             if self.live.is_spirv and 0 in pointers:
                 self._release()
 
@@ -185,7 +204,9 @@ class Plan:
         self._uses = [[Use(b, i) for b, given in launches for i, g in enumerate(given) if g is a] for a in apart]
         self._setters = _Setters(bounds)
         self.pointers = pointers
-        self._starts = [bound.launcher() for bound in bounds]
+        self._start = in_turn([bound.launcher() for bound in bounds])
+        if self.loop_entry:
+            self.launch_again = _both(self._setters[self.loop_entry], self._start)
         self.launches = bounds
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:

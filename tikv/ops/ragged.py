@@ -87,8 +87,7 @@ def check_append(
             heads=heads,
             tokens=tokens,
             groups=batch,
-            dst_place=Placement("ragged"),
-            index=offsets,
+            dst_place=Placement("ragged", array=offsets),
             index_group=offsets.strides[0],
             dst_limit=capacity,
         )

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import launch, runtime
-from tikv.arrays import ArrayView, describe
+from tikv.arrays import describe
 from tikv.errors import ShapeError
 from tikv.formats import GROUP_FORMATS
 from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.ops.plan import Launch
 
-INDEXED = ("ragged", "slots", "table", "group", "layers")  # placements that read an index array
 WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: fewer leave memory waiting, more crowd it
 SERIAL_BYTES = 1 << 19  # on CPU, below this the calling thread is done before another one is awake
 BYTES_COUNTED = 1 << 31  # on CPU, codes of a larger array are stored by words of their own, which takes twice as long
@@ -110,8 +109,6 @@ def bind_copy(
     groups: int = 1,
     src_place: Placement = LINEAR,
     dst_place: Placement = LINEAR,
-    index: ArrayView | None = None,
-    pages: Sequence[ArrayView] = (),
     **params: Any,
 ) -> Launch:
     """Bind the copy of `groups` x `tokens` x `heads` rows, of K or of K and V.
@@ -124,8 +121,6 @@ def bind_copy(
         widths: elements in a row of each stream.
         heads, tokens, groups: extents; none is zero. A group is a sequence, or one of a layer.
         src_place, dst_place: placements of the two ends.
-        index: the index array of a placement that has one.
-        pages: of placement "pages" its four: requests, positions, pages and where each request's pages start.
         **params: entries of `kernels.address.CopyParams` by name.
 
     Raises:
@@ -134,6 +129,7 @@ def bind_copy(
     from tikv.kernels import address, copy, lanes
 
     style, cpu = live.kernel_style, live.is_cpu
+    index, pages = src_place.array or dst_place.array, dst_place.pages
     scales = [scale for a, b in zip(src, dst, strict=True) if (scale := b.scale or a.scale) is not None]
     scale_code = scales[0].array.dtype.short if scales else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
@@ -170,8 +166,8 @@ def bind_copy(
         unused = index if index is not None else scales[0].array
         arrays += [unused, scales[0].array if scales else unused, scales[-1].array if scales else unused]
         for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
-            if index is not None and place.kind in INDEXED:
-                params[entry] = params.get(entry, 0) + index.offset // index.dtype.itemsize
+            if place.array is not None:
+                params[entry] = params.get(entry, 0) + place.array.offset // place.array.dtype.itemsize
         params |= scale_entries(scales)
     params.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)

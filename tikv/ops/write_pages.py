@@ -8,6 +8,7 @@ from typing import Any
 from tikv import runtime
 from tikv.arrays import ArrayView, Views, runtime_of, view
 from tikv.ops import checks
+from tikv.ops.layouts import Placement
 from tikv.ops.paged import check_pool_write
 from tikv.ops.plan import Launch, Plan
 
@@ -61,6 +62,6 @@ def _checked(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView],
         checks.extent(a.shape[0], write.tokens, f"the length of {name}", operation, "one for each token")
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        return write.bind(live, operation, arrays, "pages", pages=arrays[4:])
+        return write.bind(live, operation, arrays, Placement("pages", pages=arrays[4:]))
 
     return Plan(live, operation, _NAMES, _WRITTEN, None if write.nothing else bind)

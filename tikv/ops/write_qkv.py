@@ -37,7 +37,7 @@ from tikv.ops.plan import Entries, Launch, Plan
 from tikv.ops.quantize import Quantized
 from tikv.ops.rope import UNCHANGED, NormRope, Transform
 from tikv.ops.row_copy import alignment, choose_codec, inner_words, scale_entries, strides_in_words, unaligned
-from tikv.ops.write_qkv_codes import write_codes
+from tikv.ops.write_qkv_codes import FusedTarget, write_codes
 
 _REQUIRED = ("qkv", "k_dst", "v_dst", "x")
 TABLES = ("cos", "sin", "q_weight", "k_weight")  # of a NormRope, as the kernel takes them
@@ -72,7 +72,6 @@ def _bind(
     transform: Transform,
     tables: dict[str, ArrayView],
     dst_place: Placement = LINEAR,
-    index: ArrayView | None = None,
     positions: ArrayView | None = None,
     **params: int,
 ) -> Launch:
@@ -80,7 +79,7 @@ def _bind(
     from tikv.kernels import address, copy
     from tikv.kernels import write_qkv as kernels
 
-    style, (q_heads, kv_heads) = live.kernel_style, heads
+    style, (q_heads, kv_heads), index = live.kernel_style, heads, dst_place.array
     scales = [rows.scale for _, rows in streams if rows.scale is not None]
     scale = scales[0].array.dtype.short if scales else ""
     moves, strides = _moves(live, operation, streams, width, transform, scale)
@@ -317,44 +316,34 @@ def write_qkv(
         >>> k_cache[0].tolist(), v_cache[0, 1].tolist()
         ([[0.0, 0.0], [4.0, 5.0], [0.0, 0.0], [0.0, 0.0]], [6.0, 7.0])
     """
+    operation = "write_qkv"
+    target = FusedTarget(k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale)
+    options: dict[str, Any] = {"num_q_heads": num_q_heads, "norm_rope": norm_rope, "rope_positions": rope_positions}
+    options |= {"q_layout": q_layout, "out": out}
     if isinstance(k_dst, Quantized) or isinstance(v_dst, Quantized):
-        return write_codes(
-            functools.partial(write_fused, widened=True), "write_qkv", qkv, k_dst, v_dst, num_q_heads=num_q_heads,
-            norm_rope=norm_rope, position=position, window=window, slot_mapping=slot_mapping,
-            rope_positions=rope_positions, layout=layout, q_layout=q_layout, k_scale=k_scale, v_scale=v_scale, out=out,
-        )  # fmt: skip
-    return write_fused(
-        "write_qkv", qkv, k_dst, v_dst, num_q_heads=num_q_heads, norm_rope=norm_rope, position=position, window=window,
-        slot_mapping=slot_mapping, rope_positions=rope_positions, layout=layout, q_layout=q_layout, k_scale=k_scale,
-        v_scale=v_scale, out=out,
-    )  # fmt: skip
+        return write_codes(functools.partial(write_fused, widened=True), operation, qkv, target, **options)
+    return write_fused(operation, qkv, target, **options)
 
 
-def write_fused(operation: str, qkv: Any, k_dst: Any, v_dst: Any, **options: Any) -> Any:
+def write_fused(operation: str, qkv: Any, target: FusedTarget, **options: Any) -> Any:
     """`write_qkv`, by the name that errors give as the operation; the options are those of `fused_call`."""
-    return fused_call(operation, qkv, k_dst, v_dst, **options).run()
+    return fused_call(operation, qkv, target, **options).run()
 
 
 def fused_call(
     operation: str,
     qkv: Any,
-    k_dst: Any,
-    v_dst: Any,
+    target: FusedTarget,
     *,
     num_q_heads: int,
     norm_rope: NormRope | None = None,
-    position: int | None = None,
-    window: int | None = None,
-    slot_mapping: Any = None,
     rope_positions: Any = None,
-    layout: str = "head_major",
     q_layout: str = "token_major",
-    k_scale: Any = None,
-    v_scale: Any = None,
     out: Any = None,
     widened: bool = False,
 ) -> FusedCall:
     """A call of `write_qkv` that is checked and has written nothing; `widened`: into float32 from whatever dtype."""
+    k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     how = UNCHANGED if norm_rope is None else norm_rope
     given = {
         "qkv": qkv,
@@ -558,8 +547,7 @@ def check_write_qkv(
             width=width,
             transform=transform,
             tables=found,
-            dst_place=place,
-            index=found.get("slot_mapping"),
+            dst_place=place._replace(array=found.get("slot_mapping")),
             positions=found.get("rope_positions") if rotates else None,
             **params,
         )

@@ -6,7 +6,7 @@ A group's scale needs all its numbers, which lie with several threads of the fus
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, new_array, runtime_of, view, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
-from tikv.ops.copy import CopyPlan, check_copy
+from tikv.ops.copy import CopyOptions, CopyPlan, check_copy
 from tikv.ops.indices import check_slots, host_indices, index_array
 from tikv.ops.layouts import token_and_head_axes
 from tikv.ops.paged import WriteSlotsPlan, check_write_slots
@@ -24,20 +24,26 @@ from tikv.ops.quantize import codes_of_pair, require_slots_first
 _CONTIGUOUS = ("k", "k_dst", "v", "v_dst")
 
 
+class FusedTarget(NamedTuple):
+    """Where a fused write puts K and V; parameters of `write_qkv`."""
+
+    k_dst: Any
+    v_dst: Any
+    position: int | None = None
+    window: int | None = None
+    slot_mapping: Any = None
+    layout: str = "head_major"
+    k_scale: Any = None
+    v_scale: Any = None
+
+
 def write_codes(
     fused: Callable[..., Any],
     operation: str,
     qkv: Any,
-    k_dst: Any,
-    v_dst: Any,
+    target: FusedTarget,
     *,
-    position: int | None,
-    window: int | None,
-    slot_mapping: Any,
     rope_positions: Any,
-    layout: str,
-    k_scale: Any,
-    v_scale: Any,
     out: Any,
     **how: Any,
 ) -> Any:
@@ -46,6 +52,7 @@ def write_codes(
     Raises:
         As `write_qkv`, before anything is written.
     """
+    k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     live = runtime_of(qkv, k_dst)
     pair = {"k_dst": k_dst, "v_dst": v_dst}
     codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
@@ -84,7 +91,8 @@ def write_codes(
     checks.disjoint([*named, *((f"{n}'s codes", a, True) for n, a in zip(pair, codes, strict=True))], operation)
     if rope_positions is None and position is not None:
         rope_positions = np.arange(position, position + tokens)
-    q = fused(operation, qkv, *rows, position=0, rope_positions=rope_positions, layout="token_major", out=out, **how)
+    between = FusedTarget(rows[0], rows[1], position=0, layout="token_major")
+    q = fused(operation, qkv, between, rope_positions=rope_positions, out=out, **how)
     plan.run(arrays, entries)
     return q
 
@@ -105,8 +113,8 @@ def _into_caches(
     key = (operation, "codes", found.key, window, layout, format)
     plan: CopyPlan | None = live.plans.get(key)
     if plan is None:
-        options = (window, None, 0, "token_major", layout)
-        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, *options, format=format))
+        options = CopyOptions(window, cache_layout=layout)
+        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, options, format=format))
     return plan, plan.entries_at(position)
 
 

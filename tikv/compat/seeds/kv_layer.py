@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.ops import checks, layouts
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.plan import AttentionCall
-from tikv.ops.attention.request import mass_queries_of
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.locking import StoreLock, locked
 from tikv.stores.picture import counted
@@ -112,32 +110,22 @@ class KVLayer(runtime.DeepCopied):
         return dict(zip(("k_scale", "v_scale"), self._arrays[2:], strict=False))
 
     @locked
-    def _attend(
-        self,
-        operation: str,
-        call_of: Callable[..., AttentionCall],
-        q: Any,
-        q_layout: str,
-        wanted: int | None,
-        **options: Any,
-    ) -> Any:
-        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major.
-
-        `wanted` is of how many of the last queries the mass is wanted, as `mass_queries_of` says it.
-        """
+    def _attend(self, operation: str, q: Any, q_layout: str, lens: Any, request: AttendRequest) -> Any:
+        """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        wanted = request.asked_mass(operation)
         runtime.require_alive(self.runtime, operation)
         axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
         queries = _one_head_major(_rank_3(q, "q", operation), axes)
-        call = call_of(operation, queries, **options)
+        call = self._call(operation, queries, lens, request)
         out = new_like(q, (*view(q, "q", operation).shape[:2], self.head_dim), queries.dtype, self.runtime)
         to = _one_head_major(view(out, "out", operation), axes)
         if wanted == 0:
-            call.attend(None, out=to)
+            call.attend(None, Results(to))
             return handed_over(out)
         lse = new_array(queries.shape[:3], dtypes.float32, self.runtime)
-        call.attend(None, out=to, return_lse=True, lse=lse)
+        call.attend(None, Results(to, True, lse))
         asking, their_lse = last_queries(queries, lse, wanted)
-        return handed_over(out), self._mass(operation, q, call_of(operation, asking, **options), their_lse)
+        return handed_over(out), self._mass(operation, q, self._call(operation, asking, lens, request), their_lse)
 
     def _mass(self, operation: str, like: Any, call: AttentionCall, lse: ArrayView) -> Any:
         """The mass (num_kv_heads, len) of a call that has attended."""
@@ -196,33 +184,35 @@ class KVLayer(runtime.DeepCopied):
         before, end = self._len, self._room_for(operation, tokens)
         shape = (*rows["q"].shape[:2], self.head_dim)
         out = new_like(q, shape, rows["q"].dtype, self.runtime)
-        terms = Terms(sink_logits, alibi_slopes)
-        wanted = mass_queries_of(return_mass, mass_queries, terms, operation)
+        request = AttendRequest(
+            scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+            return_mass=return_mass, mass_queries=mass_queries,
+        )  # fmt: skip
+        wanted = request.asked_mass(operation)
         with_lse = return_lse or wanted != 0
         lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if with_lse else None
         parts = [rows["q"], view(out, "out", operation)] + ([view(lse, "lse", operation)] if with_lse else [])
         queries, *results = (_one_head_major(a, axes) for a in parts)
-        options = {"scale": scale, "softcap": softcap, "window": window, "terms": terms}
         ready = []
         for first in range(0, tokens, MOST_QUERIES):  # all are checked before anything is written
             last = min(tokens, first + MOST_QUERIES)
             some, to, *to_lse = (a.part(2, first, last) for a in (queries, *results))
-            call = self._call(operation, some, before + last, options)
-            ready.append(call.prepare(None, out=to, return_lse=with_lse, lse=to_lse[0] if to_lse else None))
+            call = self._call(operation, some, before + last, request)
+            ready.append(call.prepare(None, Results(to, with_lse, to_lse[0] if to_lse else None)))
         mass = None
         if wanted != 0:
             asking, their_lse = last_queries(queries, results[1], wanted)
             mass = new_like(q, (self.num_kv_heads, end), dtypes.float32, self.runtime, zeroed=True)
             to_mass = view(mass, "mass", operation).batch_of_one()
-            ready.append(self._call(operation, asking, end, options).prepare_to_weigh(their_lse, to_mass))
+            ready.append(self._call(operation, asking, end, request).prepare_to_weigh(their_lse, to_mass))
         self._write(operation, [rows[name].transposed(*axes, 2) for name in ("k", "v")])
         self.set_len(end)
         for attention in ready:
             attention.run()
         return results_of(out, lse if return_lse else None, mass)
 
-    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
-        """A checked call of attention over the first `length` tokens."""
+    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
+        """A checked call of attention over the first tokens: so many, or as many as an array of one says."""
         raise NotImplementedError
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:

@@ -16,12 +16,12 @@ from tikv.arrays import ArrayView, CacheArray, Views, runtime_of, to_device, wri
 from tikv.compat.seeds.kv_layer import KVLayer
 from tikv.errors import CapacityError, DTypeError, PositionError, ShapeError
 from tikv.ops import checks, copy, paged, rope
-from tikv.ops.attention.contiguous import contiguous_call
-from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.paged import PagedCaches, paged_call
 from tikv.ops.attention.plan import AttentionCall
-from tikv.ops.attention.request import mass_queries_of
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.request import AttendRequest
 from tikv.ops.write_qkv import write_fused
+from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.stores.layers.append import Appends
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
@@ -171,18 +171,12 @@ class ContiguousKVLayer(KVLayer):
         """
         operation = "ContiguousKVLayer.contig_write"
         self._end(operation, rows)
+        k, v, *_ = self._arrays
+        target = FusedTarget(k, v, position=self._len, **self._scales())
         return write_fused(
-            operation,
-            rows,
-            *self._arrays[:2],
-            num_q_heads=num_q_heads,
-            norm_rope=norm_rope,
-            position=self._len,
-            rope_positions=rope_positions,
-            layout="head_major",
+            operation, rows, target, num_q_heads=num_q_heads, norm_rope=norm_rope, rope_positions=rope_positions,
             q_layout=q_layout,
-            **self._scales(),
-        )
+        )  # fmt: skip
 
     @locked
     def contig_decode_attention(
@@ -217,27 +211,18 @@ class ContiguousKVLayer(KVLayer):
 
         Exactness, cost: as `tikv.decode_attention`.
         """
-        operation, terms = "ContiguousKVLayer.contig_decode_attention", Terms(sink_logits, alibi_slopes)
-        return self._attend(
-            operation,
-            contiguous_call,
-            q,
-            q_layout,
-            mass_queries_of(return_mass, mass_queries, terms, operation),
-            **self._caches(),
-            seq_lens=np.array([self._len], np.int32),
-            scale=scale,
-            causal=causal,
-            window=window,
-            terms=terms,
-        )
+        request = AttendRequest(
+            scale=scale, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
+            mass_queries=mass_queries, causal=causal,
+        )  # fmt: skip
+        lens = np.array([self._len], np.int32)
+        return self._attend("ContiguousKVLayer.contig_decode_attention", q, q_layout, lens, request)
 
-    def _caches(self) -> dict[str, Any]:
-        arrays = [a.batch_of_one() for a in self._arrays]
-        return dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), arrays, strict=False))
-
-    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
-        return contiguous_call(operation, q, **self._caches(), seq_lens=length, **options)
+    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
+        k, v, *_ = self._arrays
+        scales = {name: a.batch_of_one() for name, a in self._scales().items()}
+        caches = ContiguousCaches(k.batch_of_one(), v.batch_of_one(), lens, **scales)
+        return contiguous_call(operation, q, caches, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         self._layer.length = self._len
@@ -479,18 +464,12 @@ class PagedKVLayer(KVLayer):
         end = self._end(operation, rows)
         positions = np.arange(self._len, end, dtype=np.int32)
         slots = self._slots_of(self._len, end)
+        k, v, *_ = self._arrays
+        target = FusedTarget(k, v, slot_mapping=slots, layout=self.pool.form.layout, **self._scales())
         return write_fused(
-            operation,
-            rows,
-            *self._arrays[:2],
-            num_q_heads=num_q_heads,
-            norm_rope=norm_rope,
-            slot_mapping=slots,
-            rope_positions=positions if rope_positions is None else rope_positions,
-            layout=self.pool.form.layout,
-            q_layout=q_layout,
-            **self._scales(),
-        )
+            operation, rows, target, num_q_heads=num_q_heads, norm_rope=norm_rope,
+            rope_positions=positions if rope_positions is None else rope_positions, q_layout=q_layout,
+        )  # fmt: skip
 
     @locked
     def paged_decode_attention(
@@ -519,26 +498,16 @@ class PagedKVLayer(KVLayer):
 
         Exactness, cost: as `tikv.paged_decode_attention`.
         """
-        operation, terms = "PagedKVLayer.paged_decode_attention", Terms(sink_logits, alibi_slopes)
-        return self._attend(
-            operation,
-            paged_call,
-            q,
-            q_layout,
-            mass_queries_of(return_mass, mass_queries, terms, operation),
-            **dict(zip(("k_pool", "v_pool", "k_scale", "v_scale"), self._arrays, strict=False)),
-            block_tables=self._table.batch_of_one(),
-            context_lens=self._lens,
-            layout=self.pool.form.layout,
-            scale=scale,
-            window=window,
-            terms=terms,
-        )
+        request = AttendRequest(
+            scale=scale, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
+            mass_queries=mass_queries,
+        )  # fmt: skip
+        return self._attend("PagedKVLayer.paged_decode_attention", q, q_layout, self._lens, request)
 
-    def _call(self, operation: str, q: ArrayView, length: int, options: dict[str, Any]) -> AttentionCall:
+    def _call(self, operation: str, q: ArrayView, lens: Any, request: AttendRequest) -> AttentionCall:
         k, v, *_ = self._arrays
-        table = self._table.batch_of_one()
-        return paged_call(operation, q, k, v, table, length, layout=self.pool.form.layout, **self._scales(), **options)
+        pools = PagedCaches(k, v, self._table.batch_of_one(), lens, self.pool.form.layout, **self._scales())
+        return paged_call(operation, q, pools, request)
 
     def _write(self, operation: str, rows: list[ArrayView]) -> None:
         pools, layout = self._arrays, self.pool.form.layout

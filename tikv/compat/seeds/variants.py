@@ -35,18 +35,8 @@ def _write(
     src_offset: int = 0,
 ) -> None:
     """The contiguous write of `ops`, in this variant's layouts and words."""
-    copy.write(
-        spec.name,
-        _ARRAY_NAMES[spec.streams],
-        arrays,
-        position,
-        window,
-        num_tokens,
-        src_offset,
-        spec.src_layout,
-        spec.cache_layout,
-        _RANGE_NAMES[spec.mapping],
-    )
+    options = copy.CopyOptions(window, num_tokens, src_offset, spec.src_layout, spec.cache_layout)
+    copy.write(spec.name, _ARRAY_NAMES[spec.streams], arrays, position, options, _RANGE_NAMES[spec.mapping])
 
 
 def _typed(spec: CopySpec, *given: Any) -> list[tuple[str, ArrayView]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, runtime_of
@@ -13,17 +13,15 @@ from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
     INTEGERS,
-    AttentionOptions,
     CacheLayout,
     add_scales,
     plan_key,
-    real,
     scales_of,
     views_of,
     window_or_none,
 )
-from tikv.ops.attention.plan import AttentionCall, AttentionPlan
-from tikv.ops.attention.terms import NO_TERMS, Terms
+from tikv.ops.attention.plan import AttentionCall, AttentionPlan, Results
+from tikv.ops.attention.request import AttendRequest
 from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Formats, Rows, Scale
@@ -134,46 +132,41 @@ def decode_attention(
         >>> tikv.decode_attention(np.ones((1, 2, 2), np.float32), k, v, np.array([3])).tolist()
         [[[2.0, 3.0], [2.0, 3.0]]]
     """
-    checks.option(impl, "impl", "decode_attention", IMPLEMENTATIONS)
-    return_lse = checks.flag(return_lse, "return_lse", "decode_attention")
-    call = contiguous_call(
-        "decode_attention", q, k_cache, v_cache, seq_lens, scale=scale, causal=causal, window=window, ring=ring,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, softcap=softcap, num_splits=num_splits, lse_base2=lse_base2,
-        return_mass=return_mass, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
-        head_dim_v=head_dim_v,
+    operation = "decode_attention"
+    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
+    return_lse = checks.flag(return_lse, "return_lse", operation)
+    request = AttendRequest(
+        scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, mask=mask,
+        parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2,
     )  # fmt: skip
-    return call.attend(q, out=out, return_lse=return_lse, impl=impl, first_valid=first_valid or 0)
+    caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
+    call = contiguous_call(operation, q, caches, request, return_mass)
+    return call.attend(q, Results(out, return_lse), impl, first_valid or 0)
+
+
+class ContiguousCaches(NamedTuple):
+    """Caches as a caller gave them, and how they are read.
+
+    `formats` are of a store's caches, either of which may be words of codes, whose numbers are the scales, or have no
+    scales; the other fields are parameters of `decode_attention`.
+    """
+
+    k_cache: Any
+    v_cache: Any
+    seq_lens: Any
+    k_scale: Any = None
+    v_scale: Any = None
+    ring: Any = False
+    sinks: Any = 0
+    head_dim_v: Any = None
+    formats: Formats | None = None
 
 
 def contiguous_call(
-    operation: str,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    seq_lens: Any,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    ring: bool = False,
-    sinks: int = 0,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    softcap: float | None = None,
-    num_splits: int | None = None,
-    return_mass: bool = False,
-    lse_base2: bool = False,
-    terms: Terms = NO_TERMS,
-    head_dim_v: int | None = None,
-    newer: int = 0,
-    short: bool = False,
-    formats: Formats | None = None,
+    operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: Any = False
 ) -> AttentionCall:
-    """A call of `decode_attention` that is checked, by the name that errors give as the operation.
-
-    `newer` and `short` are those of `AttentionOptions`; `formats` are of a store's caches, either of which may be words
-    of codes, whose numbers are the scales, or have no scales.
-    """
+    """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
+    k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats = caches
     live = runtime_of(q, k_cache)
     length = 0
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
@@ -191,29 +184,22 @@ def contiguous_call(
         seq_lens = index_array(seq_lens)  # a view does not keep an array alive
         given["lens"] = ("seq_lens", seq_lens)
     arrays = views_of(operation, given, head_dim_v)
-    k = arrays["k"]
     if v_cache is None and v_scale is None:
         v_scale = k_scale
     arrays |= of_groups
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    if terms is not NO_TERMS:
-        arrays |= terms.views(operation)
-    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-    causal, ring = checks.flag(causal, "causal", operation), checks.flag(ring, "ring", operation)
-    lse_base2 = checks.flag(lse_base2, "lse_base2", operation)
-    return_mass = checks.flag(return_mass, "return_mass", operation)
-    window = checks.integer_or_none(window, "window", operation)
-    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
-    sinks = checks.integer(sinks, "sinks", operation)
-    options = (scale, causal, window, ring, sinks, softcap, num_splits, lse_base2, return_mass, formats, newer, short)
-    key = plan_key(operation, arrays, options)
+    terms = request.terms
+    arrays |= terms.views(operation)
+    asked = request.options(operation, return_mass)
+    ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
+    key = plan_key(operation, arrays, (*asked, ring, sinks, formats))
     plan = live.plans.get(key)
     if plan is None:
-        cache = _contiguous(arrays, window, ring, sinks, live, operation, formats or (None, None))
-        span = None if window is None else window - cache.sinks
-        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, return_mass, newer, short)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, k.shape[0], asked))
+        cache = _contiguous(arrays, asked.span, ring, sinks, live, operation, formats or (None, None))
+        if asked.span is not None:
+            asked = asked._replace(span=asked.span - cache.sinks)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], asked))
     return AttentionCall(plan, arrays, length, (seq_lens, terms))
 
 

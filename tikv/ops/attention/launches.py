@@ -52,6 +52,18 @@ def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
     return found
 
 
+class AttendedTokens(NamedTuple):
+    """Which tokens a call attends over, where there is no array of lengths, and where its queries stand."""
+
+    length: int = 0  # of all sequences
+    first_valid: int = 0  # oldest position behind the sinks that is still there
+    ahead: int = 0  # tokens between the newest key and the newest query, whose position is length - 1 + ahead
+    first_query: int = 0  # of keys that are dealt to ranks, as `AttentionTerms` has it
+
+
+ALL = AttendedTokens()
+
+
 class Scratch(NamedTuple):
     """Where in the scratch memory things lie, in bytes, and its size."""
 
@@ -115,10 +127,9 @@ class AttentionLaunches(Plan):
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
         """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
 
-    def attend(
-        self, arrays: dict[str, ArrayView], length: int, first_valid: int, ahead: int, first_query: int = 0
-    ) -> None:
-        """Launch over these arrays, all sequences of this length where there is no array of lengths."""
+    def attend(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> None:
+        """Launch over these arrays, as many tokens as a call has."""
+        length, first_valid, ahead, first_query = tokens
         entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead + self.options.newer)
         if self.options.dealt[0]:
             entries = {**entries, "first_query": first_query}

@@ -59,12 +59,12 @@ class CacheLayout(NamedTuple):
 class AttentionOptions(NamedTuple):
     """What is asked of a cache, without the arrays."""
 
-    scale: float | None
-    causal: bool
-    span: int | None  # tokens behind the sinks that a query sees
-    softcap: float | None
-    splits: int | None
-    base2: bool
+    scale: float | None = None
+    causal: bool = True
+    span: int | None = None  # tokens behind the sinks that a query sees
+    softcap: float | None = None
+    splits: int | None = None
+    base2: bool = False
     mass: bool = False
     newer: int = 0  # tokens behind its own that a causal query sees; its span counts them too
     short: bool = False  # lengths may be shorter than the queries, of which the first then see nothing

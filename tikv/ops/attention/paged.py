@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, describe, runtime_of
@@ -12,20 +12,19 @@ from tikv.ops import checks
 from tikv.ops.attention.options import (
     IMPLEMENTATIONS,
     INTEGERS,
-    AttentionOptions,
     CacheLayout,
     add_scales,
     check_form,
     plan_key,
     query_shape,
-    real,
     scales_of,
     table_by_head,
     views_of,
     window_or_none,
 )
-from tikv.ops.attention.plan import AttentionCall, AttentionPlan
-from tikv.ops.attention.terms import NO_TERMS, Terms, check_terms
+from tikv.ops.attention.plan import AttentionCall, AttentionPlan, Results
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.attention.terms import check_terms
 from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import POOL_LAYOUTS, Formats, pool_rows, pool_scale, pool_shape, scale_of_slots
@@ -95,44 +94,42 @@ def paged_decode_attention(
         >>> tikv.paged_decode_attention(q, k, v, table, np.array([3])).tolist()
         [[[3.0]]]
     """
-    call = paged_call(
-        "paged_decode_attention", q, k_pool, v_pool, block_tables, context_lens, layout=layout, scale=scale,
-        window=window, k_scale=k_scale, v_scale=v_scale, causal=causal, softcap=softcap, num_splits=num_splits,
-        lse_base2=lse_base2, impl=impl, terms=Terms(sink_logits, alibi_slopes, mask, index_array(parents)),
-        head_dim_v=head_dim_v,
+    operation = "paged_decode_attention"
+    request = AttendRequest(
+        scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+        mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2,
     )  # fmt: skip
-    return call.attend(q, out=out, return_lse=checks.flag(return_lse, "return_lse", "paged_decode_attention"))
+    pools = PagedCaches(k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v)
+    call = paged_call(operation, q, pools, request)
+    return call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
+
+
+class PagedCaches(NamedTuple):
+    """Page pools as a caller gave them, and how they are read.
+
+    `formats` are of a store's pools, either of which may be groups of codes, whose numbers are the scales, or have no
+    scales; the other fields are parameters of `paged_decode_attention`.
+    """
+
+    k_pool: Any
+    v_pool: Any
+    block_tables: Any = None
+    context_lens: Any = None
+    layout: str = "NHD"
+    k_scale: Any = None
+    v_scale: Any = None
+    head_dim_v: Any = None
+    formats: Formats | None = None
 
 
 def paged_call(
-    operation: str,
-    q: Any,
-    k_pool: Any,
-    v_pool: Any,
-    block_tables: Any,
-    context_lens: Any,
-    *,
-    layout: str = "NHD",
-    scale: float | None = None,
-    window: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    causal: bool = True,
-    softcap: float | None = None,
-    num_splits: int | None = None,
-    lse_base2: bool = False,
-    impl: str = "auto",
-    terms: Terms | Mapping[str, ArrayView] = NO_TERMS,
-    head_dim_v: int | None = None,
-    formats: Formats | None = None,
-    newer: int = 0,
-    short: bool = False,
+    operation: str, q: Any, pools: PagedCaches, request: AttendRequest, terms: Mapping[str, ArrayView] | None = None
 ) -> AttentionCall:
     """A call of `paged_decode_attention` that is checked, by the name that errors give as the operation.
 
-    `formats` are of a store's pools, either of which may be groups of codes, whose numbers are the scales, or have no
-    scales; `newer` and `short` are those of `AttentionOptions`.
+    `terms` are views of the request's, where there are some already.
     """
+    k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
     live = runtime_of(q, k_pool)
     block_tables = index_array(block_tables)  # a view does not keep an array alive
     if v_pool is None and layout == "VLLM":
@@ -151,51 +148,38 @@ def paged_call(
         context_lens = index_array(context_lens)
         given["lens"] = ("context_lens", context_lens)
     arrays = views_of(operation, given, head_dim_v)
-    table = arrays["table"]
     if v_pool is None and v_scale is None:
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    if terms is not NO_TERMS:
-        arrays |= terms.views(operation) if isinstance(terms, Terms) else terms
-    if checks.option(impl, "impl", operation, IMPLEMENTATIONS) == "torch":
+    given_terms = request.terms
+    arrays |= given_terms.views(operation) if terms is None else terms
+    if checks.option(request.impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
-    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-    layout = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS))
-    causal, lse_base2 = checks.flag(causal, "causal", operation), checks.flag(lse_base2, "lse_base2", operation)
-    window = checks.integer_or_none(window, "window", operation)
-    num_splits = checks.integer_or_none(num_splits, "num_splits", operation)
-    options = (layout, scale, causal, window, softcap, num_splits, lse_base2, formats, newer, short)
-    key = plan_key(operation, arrays, options)
+    layout, asked = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), request.options(operation)
+    key = plan_key(operation, arrays, (layout, *asked, formats))
     plan = live.plans.get(key)
     if plan is None:
         cache = _pages(arrays, layout, live, operation, formats or (None, None))
-        span = window_or_none(window, operation)
-        asked = AttentionOptions(scale, causal, span, softcap, num_splits, lse_base2, newer=newer, short=short)
-        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, table.shape[0], asked))
-    return AttentionCall(plan, arrays, length, (block_tables, context_lens, terms))
+        window_or_none(asked.span, operation)
+        plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["table"].shape[0], asked))
+    return AttentionCall(plan, arrays, length, (block_tables, context_lens, given_terms))
 
 
 def check_paged_queries(
     operation: str,
     q: ArrayView,
-    k_pool: ArrayView,
-    v_pool: ArrayView,
-    table_heads: int | None,
+    pools: PagedCaches,
+    request: AttendRequest,
     terms: Mapping[str, ArrayView],
-    *,
-    layout: str,
-    formats: Formats,
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    **scales: ArrayView,
+    table_heads: int | None,
 ) -> None:
     """Queries (B, Hq, T, D) can be asked of these pools, whatever the block tables and lengths are to be.
 
     Args:
         operation: for messages.
-        q, k_pool, v_pool, layout, formats, scale, window, softcap, terms, scales: as in `paged_call`.
+        q, request, terms: as in `paged_call`.
+        pools: of a store; their block tables and lengths are not looked at.
         table_heads: how many KV heads have block tables of their own; None where they share them.
 
     Raises:
@@ -203,15 +187,17 @@ def check_paged_queries(
 
     Cost: once for each form; nothing is made on the device.
     """
-    live = runtime_of(k_pool)
-    arrays = {"q": q, "k": k_pool, "v": v_pool, **scales, **terms}
-    scale, softcap = real(scale, "scale", operation), real(softcap, "softcap", operation)
-    window = checks.integer_or_none(window, "window", operation)
-    key = ("queries", *plan_key(operation, arrays, (layout, scale, window, softcap, formats, table_heads)))
+    live = runtime_of(pools.k_pool)
+    scales = {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
+    arrays = {"q": q, "k": pools.k_pool, "v": pools.v_pool}
+    arrays |= {name: a for name, a in scales.items() if a is not None} | dict(terms)
+    asked = request.options(operation)
+    key = ("queries", *plan_key(operation, arrays, (pools.layout, *asked, pools.formats, table_heads)))
     if live.plans.get(key) is None:
-        cache = _pool_layout(arrays, layout, live, operation, formats, (q.shape[0], table_heads, 0))
-        query, span = query_shape(q, "q", operation), window_or_none(window, operation)
-        asked = AttentionOptions(scale, True, span, softcap, None, False)
+        table = q.shape[0], table_heads, 0
+        cache = _pool_layout(arrays, pools.layout, live, operation, pools.formats or (None, None), table)
+        query = query_shape(q, "q", operation)
+        window_or_none(asked.span, operation)
         check_form(operation, arrays, query, cache, query.batch, asked)
         check_terms(operation, arrays, query, cache, asked, live)
         live.plans.keep(key, True)

@@ -15,7 +15,7 @@ from tikv.arrays import ArrayView, describe, handed_over, new_like, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.hopper import choose_warpgroups
-from tikv.ops.attention.launches import AttentionLaunches, choose_most_rows, length_entries
+from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, choose_most_rows, length_entries
 from tikv.ops.attention.options import (
     MOST_QUERIES,
     MOST_WARPGROUP_QUERIES,
@@ -37,6 +37,19 @@ from tikv.runtime.cache import BoundedCache
 
 FOLLOWED = {"seq_lens": "lens", "context_lens": "lens", "block_tables": "table"}  # by parameter; may change in a graph
 MOST_LAUNCHES = 64  # kept of a plan: for alignments of results, and splits that lengths on the host ask for
+
+
+class Results(NamedTuple):
+    """Where a call's results go."""
+
+    out: Any = None  # None: a new array of the kind of the queries
+    return_lse: bool = False
+    lse: Any = None  # float32 of any strides; None: a new array, where it is wanted
+    is_part: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
+    is_new: bool = False  # `out` was made for this call, so that there is nothing to check
+
+
+NEW = Results()
 
 
 class ReadyAttention(NamedTuple):
@@ -110,61 +123,38 @@ class AttentionPlan(Plan):
         self,
         like: Any,
         arrays: dict[str, ArrayView],
-        out: Any,
-        return_lse: bool,
-        impl: str,
-        length: int = 0,
-        first_valid: int = 0,
-        ahead: int = 0,
-        lse: Any = None,
-        is_part: bool = False,
-        first_query: int = 0,
-        is_new: bool = False,
+        tokens: AttendedTokens = ALL,
+        results: Results = NEW,
+        impl: str = "taichi",
     ) -> Any:
         """Attention over arrays of this form.
 
         Args:
             like: what the caller gave as q; new arrays are of its kind.
             arrays: q, k, v; lens, table, k_scale and v_scale where there are any. The results are added.
-            out: array for the result, or None.
-            return_lse: whether the log-sum-exp is wanted.
+            tokens: which are attended over.
+            results: where they go.
             impl: one of `IMPLEMENTATIONS`.
-            length: of all sequences, where there is no array of lengths.
-            first_valid: oldest position behind the sinks that is still there.
-            ahead: tokens between the newest key and the newest query: the last query stands at position
-                ``length - 1 + ahead``. Not with an array of lengths.
-            lse: array for the log-sum-exp, float32 of any strides; None for a new one.
-            is_part: `out` is float32, whatever q is: it is merged with others before it is rounded.
-            first_query: of keys that are dealt to ranks, as `AttentionTerms` has it.
-            is_new: `out` was made for this call, so that there is nothing to check.
         """
-        return self.ready(
-            like, arrays, out, return_lse, impl, length, first_valid, ahead, lse, is_part, first_query, is_new
-        ).run()
+        return self.ready(like, arrays, tokens, results, impl).run()
 
     def ready(
         self,
         like: Any,
         arrays: dict[str, ArrayView],
-        out: Any,
-        return_lse: bool,
-        impl: str,
-        length: int = 0,
-        first_valid: int = 0,
-        ahead: int = 0,
-        lse: Any = None,
-        is_part: bool = False,
-        first_query: int = 0,
-        is_new: bool = False,
+        tokens: AttendedTokens = ALL,
+        results: Results = NEW,
+        impl: str = "taichi",
     ) -> ReadyAttention:
         """`attend` up to where it computes: its values are checked, and its results have memory."""
-        live, operation, options, cache = self.live, self.operation, self.options, self.cache
+        live, operation, options = self.live, self.operation, self.options
+        out, return_lse, lse, is_part, is_new = results
         if "parents" in arrays:
             check_parents(operation, arrays["parents"], live)
-        if first_valid:  # made to fit 32 bits together with a length on the host
+        if tokens.first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
-            first_valid = self._first_valid(first_valid, high)
-        lengths = Lengths(cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
+            tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
+        lengths = self._lengths_of(arrays, tokens)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
         if out is not None and not is_new:
@@ -178,8 +168,8 @@ class AttentionPlan(Plan):
         if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
 
             def by_torch() -> None:
-                if not self.by_torch.attend(operation, arrays, lengths.longest, first_valid):
-                    self._launches(arrays, lengths, False).attend(arrays, length, first_valid, ahead, first_query)
+                if not self.by_torch.attend(operation, arrays, lengths.longest, tokens.first_valid):
+                    self._launches(arrays, lengths, False).attend(arrays, tokens)
 
             return ReadyAttention((result,), by_torch)
         wanted = [result]
@@ -192,7 +182,7 @@ class AttentionPlan(Plan):
         if self.empty:
             return ReadyAttention(tuple(wanted), given=lse)
         launches = self._launches(arrays, lengths, return_lse)
-        start = functools.partial(launches.attend, arrays, length, first_valid, ahead, first_query)
+        start = functools.partial(launches.attend, arrays, tokens)
         return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
 
     def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths, return_lse: bool) -> AttentionLaunches:
@@ -226,34 +216,22 @@ class AttentionPlan(Plan):
         self.by_split.clear()
 
     def weigh(
-        self,
-        arrays: dict[str, ArrayView],
-        lse: ArrayView,
-        mass: ArrayView,
-        length: int = 0,
-        first_valid: int = 0,
-        ahead: int = 0,
+        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
     ) -> None:
         """The attention mass of the keys: how much weight the queries give each, summed over those of a KV head.
 
         Args:
-            arrays, length, first_valid, ahead: as in `attend`, whose queries these are, or the last of them.
+            arrays, tokens: as in `attend`, whose queries these are, or the last of them.
             lse: the log-sum-exps that it gave for them.
             mass: (batch, heads, n) float32 zeros, of keys in the order of a store's `tokens`, at most n of a head.
         """
-        self.ready_to_weigh(arrays, lse, mass, length, first_valid, ahead).run()
+        self.ready_to_weigh(arrays, lse, mass, tokens).run()
 
     def ready_to_weigh(
-        self,
-        arrays: dict[str, ArrayView],
-        lse: ArrayView,
-        mass: ArrayView,
-        length: int = 0,
-        first_valid: int = 0,
-        ahead: int = 0,
+        self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
     ) -> ReadyAttention:
         """`weigh` up to where it computes."""
-        lengths = Lengths(self.cache.capacity) if self.device_only else self._lengths(arrays, length, ahead)
+        lengths = self._lengths_of(arrays, tokens)
         if self.empty or 0 in mass.shape:
             return ReadyAttention()
         arrays |= {"lse": lse, "mass": mass}
@@ -264,7 +242,7 @@ class AttentionPlan(Plan):
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
             launches = self.by_split.keep(key, AttentionLaunches(*given))
-        start = functools.partial(launches.attend, arrays, length, first_valid, ahead)
+        start = functools.partial(launches.attend, arrays, tokens)
         return ReadyAttention((), start, launches, arrays)
 
     def _first_valid(self, value: Any, high: int) -> int:
@@ -275,6 +253,12 @@ class AttentionPlan(Plan):
                 f"positions of their own. Use lengths of (B,), or first_valid=None."
             )
         return checks.integer(value, "first_valid", self.operation, high=high)
+
+    def _lengths_of(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> Lengths:
+        """How long the sequences of a call are, as far as the host knows."""
+        if self.device_only:
+            return Lengths(self.cache.capacity)
+        return self._lengths(arrays, tokens.length, tokens.ahead)
 
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
@@ -346,28 +330,20 @@ class AttentionCall(NamedTuple):
     length: int  # of all sequences, where there is no array of lengths
     kept: tuple[Any, ...]  # what views do not keep alive
 
-    def attend(
-        self,
-        like: Any,
-        *,
-        out: Any = None,
-        return_lse: bool = False,
-        impl: str = "taichi",
-        first_valid: int = 0,
-        lse: Any = None,
-    ) -> Any:
+    def attend(self, like: Any, results: Results = NEW, impl: str = "taichi", first_valid: int = 0) -> Any:
         """`AttentionPlan.attend` over these arrays."""
-        return self.plan.attend(like, dict(self.arrays), out, return_lse, impl, self.length, first_valid, lse=lse)
+        return self.plan.attend(like, dict(self.arrays), AttendedTokens(self.length, first_valid), results, impl)
 
-    def prepare(self, like: Any, *, out: Any = None, return_lse: bool = False, lse: Any = None) -> ReadyAttention:
+    def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
         """`attend` but for the computing: whatever can fail has not, and `run` of what is returned computes."""
-        found = self.plan.ready(like, dict(self.arrays), out, return_lse, "taichi", self.length, lse=lse)
-        return found.prepared(like, out, lse, *self.kept)
+        found = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
+        return found.prepared(like, results, *self.kept)
 
     def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
         """`weigh` likewise."""
-        return self.plan.ready_to_weigh(dict(self.arrays), lse, mass, self.length).prepared(lse, mass, *self.kept)
+        found = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
+        return found.prepared(lse, mass, *self.kept)
 
     def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
         """`AttentionPlan.weigh` over these arrays."""
-        self.plan.weigh(dict(self.arrays), lse, mass, self.length)
+        self.plan.weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tikv.errors import OptionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.attention.options import IMPLEMENTATIONS, real
+from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
 from tikv.ops.attention.terms import Terms
 from tikv.ops.indices import index_array
 
@@ -51,10 +51,10 @@ def mass_queries_of(
 
 
 class AttendRequest(NamedTuple):
-    """The options of one call of attention as a caller gave them; `KVCacheStore.attend` describes each.
+    """The options of one call of attention as a caller gave them, as `decode_attention` and `KVCacheStore.attend` do.
 
     A public function lists them as keywords and makes this of them; whatever stores tokens reads what it can serve and
-    refuses the others by `refuse`.
+    refuses the others by `refuse`. `newer` and `short` are those of `AttentionOptions`.
     """
 
     layout: str = "token_major"
@@ -72,6 +72,11 @@ class AttendRequest(NamedTuple):
     mass_queries: Any = None
     mask: Any = None
     parents: Any = None
+    causal: Any = True
+    num_splits: Any = None
+    lse_base2: Any = False
+    newer: int = 0
+    short: bool = False
 
     def checked(self, operation: str) -> AttendRequest:
         """These options, whose choices are names and whose flags are True or False.
@@ -93,6 +98,26 @@ class AttendRequest(NamedTuple):
     def terms(self) -> Terms:
         """What is added to the scores, and which of the new tokens queries see."""
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, index_array(self.parents))
+
+    def options(self, operation: str, mass: Any = False) -> AttentionOptions:
+        """What a plan is made for, checked but for the window, which stands where what is behind the sinks will.
+
+        `mass` is whether the mass of each slot is wanted.
+
+        Raises:
+            OptionError: an option is of another type.
+        """
+        return AttentionOptions(
+            real(self.scale, "scale", operation),
+            checks.flag(self.causal, "causal", operation),
+            checks.integer_or_none(self.window, "window", operation),
+            real(self.softcap, "softcap", operation),
+            checks.integer_or_none(self.num_splits, "num_splits", operation),
+            checks.flag(self.lse_base2, "lse_base2", operation),
+            checks.flag(mass, "return_mass", operation),
+            self.newer,
+            self.short,
+        )
 
     def scores(self, operation: str) -> AttentionScale:
         """The scale and the soft cap, checked."""

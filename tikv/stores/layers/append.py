@@ -6,7 +6,7 @@ bound to addresses, so the plans are forgotten when it is made anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,8 @@ class AppendPlan(Plan):
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
+        if self.counted and not self.live.is_spirv:
+            self.loop_entry = "dst_position"
         self.token_axis, self.head_axis = axes
         self.tokens = rows[0].shape[1 + self.token_axis]
         self.room = min((layer.slots for layer in layers if not layer.ring), default=2**63)
@@ -69,8 +71,6 @@ class AppendPlan(Plan):
         first, last = layers[0], layers[-1]
         k_end, v_end = last.k.ptr + last.k.span, last.v.ptr + last.v.span
         self._near = min(first.k.ptr, first.v.ptr) - max(a.span for a in rows), max(k_end, v_end)
-        self._start: Callable[[], None] | None = None  # the one launch, where `append` makes it
-        self._put_position: Callable[[int], None]
 
     def append(self, rows: Views) -> None:
         """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
@@ -87,9 +87,9 @@ class AppendPlan(Plan):
         layers = self.layers
         first = layers[0]
         length = first.length
-        start = self._start
+        launch_again = self.launch_again
         try:
-            if start is None:
+            if launch_again is None:
                 self.run(rows, self.entries_at(length))
             else:
                 if length + self.tokens > self.room:
@@ -99,8 +99,7 @@ class AppendPlan(Plan):
                     position = reduced_position(length, first.sinks, first.ring)
                 if rows.pointers != self.pointers:
                     self._move_to(rows.pointers)
-                self._put_position(position)
-                start()
+                launch_again(position)
             after = length + self.tokens
             for layer in layers:  # `Layer.grow`, whose calls for many layers would take as long as the launch
                 layer.length = after
@@ -153,13 +152,6 @@ class AppendPlan(Plan):
         """
         refuse_shared(self.operation, self.layers, arrays)
 
-    def _bind_once(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
-        super()._bind_once(arrays, pointers)
-        if self.counted and not self.live.is_spirv:
-            setters = [bound.setter("dst_position") for bound in self.launches or ()]
-            starters = [bound.launcher() for bound in self.launches or ()]
-            self._put_position, self._start = in_turn(setters), in_turn(starters)
-
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
         if 0 in pointers:
             super()._move(arrays, pointers)
@@ -194,13 +186,12 @@ class AppendPlan(Plan):
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K and V, and over positions that it reads."""
         first, batch, heads = self.layers[0], self.batch, self.heads
-        index, params = None, dict[str, Any]()
+        params = dict[str, Any]()
         scales = first.scales_of_rows(heads, self.rows.numbers)
         if not self.counted:
-            index = given[2]
             params |= {"dst_limit": first.slots, "index_group": int(batch > 1)}
         if self.absolute:
-            place, index = Placement("layers"), self._layer_table()
+            place = Placement("layers", array=self._layer_table())
             dst = [
                 Rows(a, token=a.shape[3], format=format)
                 for a, format in zip((first.k, first.v), self.rows.formats, strict=True)
@@ -208,7 +199,8 @@ class AppendPlan(Plan):
             # The table says where the heads of each layer begin, as it does of rows.
             scales = [None if a is None else a._replace(sequence=0, head=0) if a.token else a for a in scales]
         else:
-            place = Placement("ring" if first.ring else "linear") if self.counted else Placement("ragged")
+            linear = Placement("ring" if first.ring else "linear")
+            place = linear if self.counted else Placement("ragged", array=given[2])
             dst = self._rows_of_layers()
             keep = max(0, self.tokens - first.ring) if first.ring else 0
             params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
@@ -232,7 +224,6 @@ class AppendPlan(Plan):
             tokens=self.tokens,
             groups=len(self.layers) * batch,
             dst_place=place,
-            index=index,
             **params,
         )
 
@@ -275,7 +266,7 @@ class UnevenAppendPlan(AppendPlan):
         self, memory: LayerMemory, operation: str, layer: Layer, rows: Sequence[ArrayView], axes: tuple[int, int]
     ) -> None:
         super().__init__(memory, operation, [layer], rows, axes, None, False)
-        self.counted = False  # by a number that the host puts in: the launch reads the lengths of heads
+        self.counted, self.loop_entry = False, ""  # the launch reads the lengths of heads
 
     @uninterrupted
     def append(self, rows: Views) -> None:
@@ -331,23 +322,10 @@ class UnevenAppendPlan(AppendPlan):
                 heads=1,
                 tokens=self.tokens,
                 groups=groups,
-                dst_place=Placement("ragged"),
-                index=index,
+                dst_place=Placement("ragged", array=index),
                 **params,
             )
         return found
-
-
-def in_turn(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """A function that makes each of these calls; where there is one, that one."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def each(*given: Any) -> None:
-        for call in calls:
-            call(*given)
-
-    return each
 
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:

@@ -10,8 +10,9 @@ from tikv.arrays import ArrayView, handed_over, new_like, view
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
+from tikv.ops.attention.launches import ALL, AttendedTokens
 from tikv.ops.attention.options import AttentionOptions, plan_key
-from tikv.ops.attention.plan import AttentionPlan
+from tikv.ops.attention.plan import AttentionPlan, Results
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Formats
 from tikv.stores.layers.counts import Layer
@@ -102,15 +103,14 @@ def attend_in_order(
     like: Any,
     queries: Queries,
     arrays: dict[str, ArrayView],
-    out: Any,
-    return_lse: bool,
+    results: Results,
     impl: str = "taichi",
-    length: int = 0,
-    first_valid: int = 0,
+    tokens: AttendedTokens = ALL,
 ) -> tuple[Any, Any]:
     """`AttentionPlan.attend`, whose results have the caller's order of axes; without lse None for it."""
+    out, return_lse = results.out, results.return_lse
     if queries.as_given:
-        found = plan.attend(like, arrays, out, return_lse, impl, length, first_valid)
+        found = plan.attend(like, arrays, tokens, results, impl)
         return found if return_lse else (found, None)
     operation, live, width = plan.operation, plan.live, plan.shape[-1]
     result = queries.new_out(like, width, live) if out is None else out
@@ -120,7 +120,7 @@ def attend_in_order(
     to = queries.as_read(to)
     lse = queries.new_lse(like, live) if return_lse else None
     to_lse = None if lse is None else queries.as_read(view(lse, "lse", operation))
-    plan.attend(like, arrays, to, return_lse, impl, length, first_valid, lse=to_lse, is_new=out is None)
+    plan.attend(like, arrays, tokens, Results(to, return_lse, to_lse, is_new=out is None), impl)
     return result, lse
 
 
@@ -150,5 +150,5 @@ def weigh(
     shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
     mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
     plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
-    plan.weigh(arrays, lse, view(mass, "mass", operation), length, layer.valid_from)
+    plan.weigh(arrays, lse, view(mass, "mass", operation), AttendedTokens(length, layer.valid_from))
     return mass

@@ -16,6 +16,8 @@ from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.formats import GroupFormat
 from tikv.ops.attention.by_channel import channel_scores
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Placement, Rows, Scale
 from tikv.ops.quantize import scale_of_groups
@@ -214,7 +216,7 @@ class ChannelCodes:
         }
         of_one = AttentionScale(width**-0.5 if scores.scale is None else scores.scale, scores.softcap)
         plan = cache_plan(live, operation, arrays, of_one, 0, 0, 0, (None, self.format))
-        out, lse = plan.attend(None, arrays, None, True, "taichi", self.tokens)
+        out, lse = plan.attend(None, arrays, AttendedTokens(self.tokens), Results(return_lse=True))
         of_rows = (batch, q_heads, queries)
         shapes = [(*of_rows, self.width_v), of_rows]
         part, sums = (

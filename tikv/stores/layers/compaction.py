@@ -183,9 +183,8 @@ def _gather_by_head(
         heads=1,
         tokens=index.shape[-1],
         groups=memory.batch_size * memory.num_kv_heads,
-        src_place=Placement("slots"),
+        src_place=Placement("slots", array=index),
         src_limit=layer.slots,
-        index=index,
         index_group=index.shape[-1],
         index_step=1,
     ):

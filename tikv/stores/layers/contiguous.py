@@ -17,6 +17,8 @@ from tikv.arrays import ArrayView, CacheArray, Views, read_host, to_device, view
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.stores import files
@@ -150,8 +152,8 @@ class ContiguousLayers(LayerStorage):
         request.check_choices(operation)
         if request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, found, queries.tokens, seq_lens is not None)
-        with_lse = request.return_lse or wanted != 0
-        result, lse = attend_in_order(plan, q, queries, arrays, request.out, with_lse, request.impl, length, oldest)
+        to, attended = Results(request.out, request.return_lse or wanted != 0), AttendedTokens(length, oldest)
+        result, lse = attend_in_order(plan, q, queries, arrays, to, request.impl, attended)
         if wanted == 0:
             return results_of(result, lse, None)
         to_lse = queries.as_read(view(lse, "lse", operation))

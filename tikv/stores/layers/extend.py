@@ -13,8 +13,10 @@ from typing import Any
 from tikv import dtypes
 from tikv.arrays import ArrayView, Views, new_like, view, view_all
 from tikv.errors import ShapeError
+from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.attention.terms import check_parents, tree_of
 from tikv.ops.staging import Staging
@@ -98,6 +100,9 @@ def extend(
         return results_of(out, lse if return_lse else None, mass)
 
 
+BOTH = Results(return_lse=True)  # in new arrays
+
+
 class _Extension:
     """The launches of one `extend`, over arrays (batch, heads, tokens, width) that the device sees."""
 
@@ -125,7 +130,7 @@ class _Extension:
         for first in range(0, tokens, self.most_queries):
             end = min(tokens, first + self.most_queries)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
-            self._over_layer(some, self.terms, behind + end, 0, to, to_lse, lse is not None)
+            self._over_layer(some, self.terms, behind + end, 0, Results(to, lse is not None, to_lse))
 
     def token_by_token(
         self,
@@ -140,7 +145,7 @@ class _Extension:
             k, v, some, to = (a.part(2, t, t + 1) for a in (*new, q, out))
             appends.append(self.operation, self.layer, Views([k, v]), "head_major")
             to_lse = None if lse is None else lse.part(2, t, t + 1)
-            self._over_layer(some, self.terms, self.layer.length, 0, to, to_lse, lse is not None)
+            self._over_layer(some, self.terms, self.layer.length, 0, Results(to, lse is not None, to_lse))
 
     def attend_over_both(
         self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
@@ -152,38 +157,29 @@ class _Extension:
             end = min(tokens, first + self.most_queries)
             some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
-                of_new = self._over_new(some, self.but_sinks, stored, end, None, None, True)
-                of_layer = self._over_layer(some, self.terms, layer.length, end, None, None, True)
+                of_new = self._over_new(some, self.but_sinks, stored, end, BOTH)
+                of_layer = self._over_layer(some, self.terms, layer.length, end, BOTH)
                 merge_into(self.operation, (*of_layer, *of_new), False, to, to_lse)
             else:
-                self._over_new(some, self.terms, stored, end, to, to_lse, lse is not None)
+                self._over_new(some, self.terms, stored, end, Results(to, lse is not None, to_lse))
 
-    def _over_layer(
-        self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, out: Any, lse: Any, return_lse: bool
-    ) -> Any:
+    def _over_layer(self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results) -> Any:
         """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
         layer = self.layer
         arrays = layer_arrays(layer, q, terms)
         if layer.head_lengths is not None:
             arrays["lens"], length = layer.head_lengths.shifted(length - layer.length), 0
         plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
-        return plan.attend(None, arrays, out, return_lse, "taichi", length, layer.valid_from, ahead, lse=lse)
+        return plan.attend(None, arrays, AttendedTokens(length, layer.valid_from, ahead), to)
 
     def _over_new(
-        self,
-        q: Any,
-        terms: Mapping[str, ArrayView],
-        stored: dict[str, ArrayView],
-        end: int,
-        out: Any,
-        lse: Any,
-        return_lse: bool,
+        self, q: Any, terms: Mapping[str, ArrayView], stored: dict[str, ArrayView], end: int, to: Results
     ) -> Any:
         """Attention of the queries before token `end` over the new rows before it."""
         layer, arrays = self.layer, {"q": q, **stored, **terms}
         sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
         plan = cache_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
-        return plan.attend(None, arrays, out, return_lse, "taichi", end, lse=lse)
+        return plan.attend(None, arrays, AttendedTokens(end), to)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
         """The new rows in the layer's dtype: themselves, or what an append makes of them."""

@@ -16,7 +16,7 @@ from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, to_de
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
-from tikv.stores.layers.append import ROWS, Appends, in_turn
+from tikv.stores.layers.append import ROWS, Appends
 from tikv.stores.layers.compaction import compact_layers
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
@@ -176,12 +176,11 @@ class GrowingLayer(runtime.NotCopied):
             return _takes_nothing
         same, address, key, whole = test
         plan = self._appends.plans.get((0, key))
-        if plan is None or plan.launches is None or not plan.pointers:
+        launch_again = None if plan is None else plan.launch_again
+        if plan is None or launch_again is None or not plan.pointers:
             return _takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
-        lock, put = plan.lock, in_turn([bound.setter("dst_position") for bound in plan.launches])
-        start = in_turn([bound.launcher() for bound in plan.launches])
-        program = live.program
+        lock, program = plan.lock, live.program
 
         def append_alike(k: Any, v: Any, room: int) -> int:
             length = layer.length
@@ -199,8 +198,7 @@ class GrowingLayer(runtime.NotCopied):
             with lock:
                 if pointers != plan.pointers and not plan.move_to(pointers):
                     return 0
-                put(length)
-                start()
+                launch_again(length)
                 layer.length = end
             return end
 

@@ -232,8 +232,7 @@ class LayerMemory:
             heads=self.num_kv_heads,
             tokens=slots,
             groups=self.batch_size if sequences is None else sequences.shape[0],
-            src_place=Placement("group") if sequences is not None else LINEAR,
-            index=sequences,
+            src_place=Placement("group", array=sequences) if sequences is not None else LINEAR,
             **params,
         ).bound.launch()
 

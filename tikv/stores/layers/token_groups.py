@@ -17,8 +17,10 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
+from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.layouts import Placement
 from tikv.ops.row_copy import bind_copy
@@ -227,11 +229,11 @@ class TokenGroupLayers(LayerStorage):
         arrays = layer_arrays(ring, q, terms)
         plan = layer_plan(self.runtime, operation, arrays, ring, scores)
         if codes.tokens == 0:
-            plan.attend(None, arrays, out, True, "taichi", ring.length, ring.valid_from, lse=lse)
+            plan.attend(None, arrays, AttendedTokens(ring.length, ring.valid_from), Results(out, True, lse))
             return
         part = new_array(out.shape, dtypes.float32, self.runtime)
-        oldest = max(ring.valid_from, codes.tokens)
-        of_ring = plan.attend(None, arrays, part, True, "taichi", ring.length, oldest, is_part=True)
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, codes.tokens))
+        of_ring = plan.attend(None, arrays, tokens, Results(part, True, is_part=True))
         merge_into(operation, (*of_ring, *codes.attend(operation, q, scores)), False, out, lse)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:

@@ -13,6 +13,7 @@ from tikv.ops import checks, paged
 from tikv.ops.indices import host_integers
 from tikv.ops.plan import Call
 from tikv.ops.write_qkv import fused_call
+from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.queries import check_heads, rows_first
@@ -72,9 +73,8 @@ class PageAppends:
             if options["norm_rope"] is not None and options["rope_positions"] is None:
                 options["rope_positions"] = pages.tables.known("positions", step.positions)
             slots = pages.tables.slots(step)
-            call = fused_call(
-                operation, qkv, k_pool, v_pool, slot_mapping=slots, layout=pages.form.layout, **scales, **options
-            )
+            target = FusedTarget(k_pool, v_pool, slot_mapping=slots, layout=pages.form.layout, **scales)
+            call = fused_call(operation, qkv, target, **options)
             change.copy_shared(call.prepare)
             q = call.run()
         pages.sequences.commit(layer, step)

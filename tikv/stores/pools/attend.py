@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import describe, new_like, view
 from tikv.ops import checks
 from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.runtime.interrupts import Held
@@ -34,25 +34,17 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
             remedy = queries.remedy(state.came(layer), form.num_kv_heads)
             sequences.check_queries(operation, layer, seq, state, queries.tokens, distances, remedy)
     tables, lens, held = pages.tables.block_tables(layer, sequences, ids, states)
-    terms, wanted = request.terms, request.asked_mass(operation, form.rows.k.format)
-    k_pool, v_pool = pages.pools.layers[layer][:2]
-    scales: dict[str, Any] = pages.pools.scales[layer]
-
-    def call(rows: ArrayView) -> AttentionCall:
-        return paged_call(
-            operation, rows, k_pool, v_pool, tables, lens, layout=form.layout, scale=request.scale,
-            window=request.window, softcap=request.softcap, impl=request.impl, terms=terms, formats=form.rows.formats,
-            **scales,
-        )  # fmt: skip
-
-    attending, with_lse = call(queries.heads_first), request.return_lse or wanted != 0
-    result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), request.out, with_lse)
+    wanted = request.asked_mass(operation, form.rows.k.format)
+    caches = pages.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
+    attending = paged_call(operation, queries.heads_first, caches, request)
+    to = Results(request.out, request.return_lse or wanted != 0)
+    result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), to)
     if wanted == 0:
         return results_of(result, lse, None)
     mass = new_like(q, (len(ids), form.num_kv_heads, int(np.max(held, initial=0))), dtypes.float32, live, zeroed=True)
     to_lse = queries.as_read(view(lse, "lse", operation))
     asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
-    call(asking).weigh(their_lse, view(mass, "mass", operation))
+    paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
     return results_of(result, lse if request.return_lse else None, mass)
 
 

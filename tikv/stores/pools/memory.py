@@ -14,6 +14,7 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
+from tikv.ops.attention.paged import PagedCaches
 from tikv.stores.pools.form import HostArray, PoolForm
 from tikv.stores.row_format import SCALES
 
@@ -45,6 +46,7 @@ class LayerPools:
         groups: the layers that lie in one piece of memory each.
         layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
         scales: of each layer those scales by name, as operations take them; or what all rows are divided by.
+        caches: of each layer all of this, as attention takes it, without block tables.
     """
 
     def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
@@ -63,7 +65,13 @@ class LayerPools:
             for name, numbers in zip(SCALES, form.rows.divisors, strict=True)
             if numbers is not None
         }
-        self.scales = [dict(zip(form.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers]
+        self.scales: list[dict[str, Any]] = [
+            dict(zip(form.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
+        ]
+        self.caches = [
+            PagedCaches(k, v, layout=form.layout, formats=form.rows.formats, **scales)
+            for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from tikv.arrays import ArrayView, Host, handed_over, new_like, to_device, view,
 from tikv.errors import ShapeError
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.paged import check_paged_queries, paged_call
-from tikv.ops.attention.plan import AttentionCall
+from tikv.ops.attention.plan import AttentionCall, Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import check_parents, check_scores, tree_of
 from tikv.ops.indices import host_integers
@@ -54,9 +54,7 @@ class RaggedAttention:
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
         self.mass_queries = request.asked_mass(operation, form.rows.k.format)
-        self._pools = pages.pools.layers[layer]
-        self._options: dict[str, Any] = {"layout": form.layout, "formats": form.rows.formats, "scale": request.scale}
-        self._options |= {"window": request.window, "softcap": request.softcap, **pages.pools.scales[layer]}
+        self._caches, self._request = pages.pools.caches[layer], request
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
         self._check_tree(terms, sequences)
@@ -65,9 +63,8 @@ class RaggedAttention:
 
     def _check(self, q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
         """Queries (sequences, Hq, T, D) can be asked of these pools."""
-        k_pool, v_pool = self._pools[:2]
         heads = self._form.num_kv_heads if self._form.per_head else None
-        check_paged_queries(self.operation, q, k_pool, v_pool, heads, terms, **self._options)
+        check_paged_queries(self.operation, q, self._caches, self._request, terms, heads)
 
     def _check_tree(self, terms: Mapping[str, ArrayView], sequences: int) -> None:
         """Which of the new tokens queries see fits as many of each sequence."""
@@ -86,8 +83,8 @@ class RaggedAttention:
             check_parents(self.operation, terms["parents"], self.live)
 
     def _call(self, q: ArrayView, table: ArrayView, lens: Any, terms: Mapping[str, ArrayView]) -> AttentionCall:
-        k_pool, v_pool = self._pools[:2]
-        return paged_call(self.operation, q, k_pool, v_pool, table, lens, terms=terms, **self._options)
+        caches = self._caches._replace(block_tables=table, context_lens=lens)
+        return paged_call(self.operation, q, caches, self._request, terms)
 
     def attend(self, cu_seqlens: Sequence[int], tables: ArrayView, lens: ArrayView, ends: Host) -> Any:
         """Attention over the tokens that the pools hold now, the new ones included.
@@ -140,7 +137,7 @@ class RaggedAttention:
             stop = min(run.tokens, begin + most)
             q, out, *lse = (run.rows(a, begin, stop) for a in arrays)
             call = self._call(q, run.tables, run.lengths(self.live, run.tokens - stop), terms)
-            call.attend(None, out=out, return_lse=bool(lse), lse=lse[0] if lse else None)
+            call.attend(None, Results(out, bool(lse), lse[0] if lse else None))
 
     def _weigh_run(self, run: _Run, q: ArrayView, out: ArrayView, lse: ArrayView, mass: ArrayView) -> None:
         """The mass of what `_attend_run` attended over."""
