@@ -17,7 +17,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import dlpack
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.cache_array import CacheArray
-from tikv.arrays.memory import new_array, new_host_array, room_for
+from tikv.arrays.memory import RoomFor, new_array, new_host_array
 from tikv.dtypes import DType
 from tikv.runtime.cache import BoundedCache
 
@@ -43,10 +43,10 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
     device; a `CacheArray` for anything else.
     """
     if isinstance(like, np.ndarray):
-        with room_for(math.prod(shape) * dtype.itemsize, "cpu"):
+        with RoomFor(math.prod(shape) * dtype.itemsize, "cpu"):
             return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
     if hasattr(like, "new_empty"):
-        with room_for(math.prod(shape) * dtype.itemsize, str(like.device)):
+        with RoomFor(math.prod(shape) * dtype.itemsize, str(like.device)):
             return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
     take = None if like is None or isinstance(like, CacheArray) else _from_dlpack_of(like)
     if take is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,22 +25,29 @@ _NO_ROOM = re.compile(
 )
 
 
-@contextlib.contextmanager
-def room_for(nbytes: int, device: str) -> Iterator[None]:
-    """Around the making of an array, or of the copy of one.
+class RoomFor:
+    """Around the making of an array, or of the copy of one. A class: `contextlib` takes longer than a small array.
 
     Raises:
         CapacityError: in the place of whatever says that memory does not suffice.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError, ValueError) as error:
-        if not isinstance(error, MemoryError) and not _NO_ROOM.search(str(error)):
-            raise
-        raise CapacityError(
-            f"memory: {device} has no room for {nbytes} bytes in one piece. Use smaller arrays, such as a smaller "
-            f"capacity, batch or pool or a narrower dtype; free what is not needed; or use another device."
-        ) from error
+
+    __slots__ = ("device", "nbytes")
+
+    def __init__(self, nbytes: int, device: str) -> None:
+        self.nbytes, self.device = nbytes, device
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        refused = isinstance(error, RuntimeError | ValueError) and _NO_ROOM.search(str(error))
+        if refused or isinstance(error, MemoryError):
+            raise CapacityError(
+                f"memory: {self.device} has no room for {self.nbytes} bytes in one piece. Use smaller arrays, such as "
+                f"a smaller capacity, batch or pool or a narrower dtype; free what is not needed; or use another "
+                f"device."
+            ) from error
 
 
 class Memory:
@@ -54,7 +61,7 @@ class Memory:
         self.handle: Any = None
         self.block: Any
         torch = sys.modules.get("torch")
-        with room_for(size, live.device):
+        with RoomFor(size, live.device):
             if live.is_cpu:
                 self.block = _aligned_bytes(size)
                 self.ptr = self.block.ctypes.data
@@ -137,7 +144,7 @@ def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zero
 def new_host_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:
     """A contiguous array in memory of the host, whatever the device of the live runtime; aligned as `Memory` is."""
     nbytes = math.prod(shape) * dtype.itemsize
-    with room_for(nbytes, "cpu"):
+    with RoomFor(nbytes, "cpu"):
         block = _aligned_bytes(max(ALIGNMENT, nbytes))
     if zeroed:
         block.fill(0)
@@ -168,7 +175,7 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
     if hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        with room_for(words.nbytes, to.device), to.owner.runtime.engine_calls():
+        with RoomFor(words.nbytes, to.device), to.owner.runtime.engine_calls():
             block.from_numpy(words.view(dtypes.NUMPY_WORDS[str(block.dtype)]))
     else:
         import torch
@@ -200,7 +207,7 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     elif array.device == "mps":
         raw = array.handle.bytes[array.offset : array.offset + array.span].cpu().numpy().tobytes()
     else:
-        with room_for(array.span, array.device), live.engine_calls():
+        with RoomFor(array.span, array.device), live.engine_calls():
             words: np.ndarray[Any, Any] = getattr(array.owner, "block", array.owner).to_numpy()
         raw = words.view(np.uint8)[array.offset : array.offset + array.span].tobytes()
     strides = [s * itemsize for s in array.strides]

@@ -22,6 +22,7 @@ from tikv.ops.attention.options import (
 )
 from tikv.ops.attention.plan import AttentionCall, AttentionPlan, Results
 from tikv.ops.attention.request import AttendRequest
+from tikv.ops.attention.terms import NO_TERMS
 from tikv.ops.fixed_scales import check_fixed_scales, fixed_scale
 from tikv.ops.indices import index_array
 from tikv.ops.layouts import Formats, Rows, Scale
@@ -190,7 +191,8 @@ def contiguous_call(
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     terms = request.terms
-    arrays |= terms.views(operation)
+    if terms is not NO_TERMS:
+        arrays |= terms.views(operation)
     asked = request.options(operation, return_mass)
     ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
     key = plan_key(operation, arrays, (*asked, ring, sinks, formats))

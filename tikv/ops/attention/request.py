@@ -9,7 +9,7 @@ from tikv.errors import OptionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
-from tikv.ops.attention.terms import Terms
+from tikv.ops.attention.terms import NO_TERMS, Terms
 from tikv.ops.indices import index_array
 
 MISSING = ("raise", "ignore")
@@ -37,6 +37,8 @@ def mass_queries_of(
         OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree, or of keys in
             groups of codes.
     """
+    if return_mass is False and mass_queries is None:
+        return 0
     return_mass = checks.flag(return_mass, "return_mass", operation)
     uncounted = [name for name, array in terms._asdict().items() if array is not None and name != "sink_logits"]
     if return_mass and keys is not None:
@@ -97,6 +99,8 @@ class AttendRequest(NamedTuple):
     @property
     def terms(self) -> Terms:
         """What is added to the scores, and which of the new tokens queries see."""
+        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is None:
+            return NO_TERMS
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, index_array(self.parents))
 
     def options(self, operation: str, mass: Any = False) -> AttentionOptions:
