@@ -410,6 +410,7 @@ def of_attention(arch, tokens):
             "floats": np.ones((2, tokens, tokens), np.float32),
         }
     }
+    found |= {"indices": {**index(np.zeros((2, tokens, 3), INT32), 20), "-2": np.full((2, tokens, 3), -2)}}
     return found | {
         "parents": {
             **but(NO_ARRAY, "None"),

@@ -423,6 +423,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         mass_queries: int | None = None,
         mask: Any = None,
         parents: Any = None,
+        indices: Any = None,
     ) -> Any:
         """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
 
@@ -438,14 +439,17 @@ class PagedKVCacheStore(runtime.DeepCopied):
             out: array for the result, in its shape, of q's dtype.
             impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
             return_mass, mass_queries: as in `KVCacheStore.attend`.
+            indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
+                from the first that a sequence holds.
 
         Returns:
             ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
             shape without the last axis; with ``return_mass`` the mass last, float32 (B, num_kv_heads, longest), by
-            position.
+            position, or with ``indices`` (B, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries.
+            PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries; an index on
+                the host is no token of its sequence.
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
@@ -455,7 +459,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mask=mask, parents=parents,
+            mask=mask, parents=parents, indices=indices,
         ).checked(operation)  # fmt: skip
         return attend.attend(operation, self._pages, self._layer(layer, operation), q, seqs, request)
 

@@ -422,6 +422,7 @@ class KVCacheStore(runtime.DeepCopied):
         mass_queries: int | None = None,
         mask: Any = None,
         parents: Any = None,
+        indices: Any = None,
     ) -> Any:
         """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
 
@@ -445,15 +446,19 @@ class KVCacheStore(runtime.DeepCopied):
                 overwritten: "raise", or "ignore" to attend over what is left. One query misses nothing.
             return_mass: also return the attention mass of the layer's tokens: how much weight the queries gave each.
             mass_queries: the mass is that of so many of the last queries; None for all.
+            indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
+                They count the layer's tokens from its first; after a compaction, from the first that it left.
 
         Returns:
             ``out``, or a new array of q's kind and dtype, with q's axes and V's width; with ``return_lse`` also the
             log-sum-exp, float32 in the shape of the result without its last axis; the mass last, float32 (batch,
-            num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a KV head.
+            num_kv_heads, n) in the order of `tokens`, summed over the queries and the query heads of a KV head; with
+            ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: more queries than tokens; or ``missing`` as said.
-            OptionError: mass with ``seq_lens``, by which the host does not know what is held.
+            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is no token.
+            OptionError: mass with ``seq_lens``, by which the host does not know what is held; ``indices`` where keys
+                are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
 
         Examples:
@@ -467,7 +472,7 @@ class KVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, impl=impl, out=out, seq_lens=seq_lens,
             missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
-            mass_queries=mass_queries, mask=mask, parents=parents,
+            mass_queries=mass_queries, mask=mask, parents=parents, indices=indices,
         ).checked(operation)  # fmt: skip
         return self._storage.attend(operation, self._index(layer, operation), q, request)
 

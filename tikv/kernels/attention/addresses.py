@@ -1,7 +1,7 @@
 """Where keys, query rows and results of attention lie."""
 
 from tikv.kernels.attention.parameters import MAX_TOKENS, P, S
-from tikv.kernels.attention.visible import V
+from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
 from tikv.kernels.codec import WORD
 from tikv.runtime import ti
 
@@ -41,6 +41,49 @@ def make_locate(c):
         return ti.Vector([slot, n])
 
     return locate
+
+
+def make_find_key(c):
+    """find_key(b, h, t, n, visible, table, strides, params) -> (slot, count, index) of the n-th key of a task's range.
+
+    Its index over what is visible and, as `make_locate` has it, where it lies and how many lie in a row. Where tokens
+    are chosen the range is what query t of the sequence chose, `table` is a pair of the table and the chosen tokens,
+    and a slot of -1 also stands for none, for a token that there is not, and for one that the query does not see. New
+    tokens of a tree are found whoever sees them.
+    """
+    locate, query_bounds, in_bounds = make_locate(c), make_query_bounds(), make_in_bounds(c)
+
+    @ti.func
+    def index_of_chosen(b, h, t, n, visible, chosen: ti.template(), params):
+        at = params[P.chosen_first] + b * params[P.chosen_sequence] + h * params[P.chosen_head]
+        token = ti.cast(chosen[at + t * params[P.chosen_query] + n], ti.i64)
+        length = ti.cast(visible[V.length_high], ti.i64) * ti.i64(MAX_TOKENS) + ti.cast(visible[V.length_low], ti.i64)
+        found = -1
+        if token >= ti.i64(0) and token < length:
+            if token < ti.cast(visible[V.sinks], ti.i64):
+                found = ti.cast(token, ti.i32)
+            elif length - token <= ti.cast(visible[V.recent], ti.i64):
+                found = visible[V.sinks] + visible[V.recent] - ti.cast(length - token, ti.i32)
+        if ti.static(c.causal and not c.tree):
+            bounds = query_bounds(t, visible, params)
+            found = ti.select(in_bounds(found, bounds[0], bounds[1], bounds[2], bounds[3]) > 0, found, -1)
+        return found
+
+    @ti.func
+    def find_key(b, h, t, n, visible, table: ti.template(), strides, params):
+        found = ti.Vector([-1, 1, -1])
+        if ti.static(c.chosen > 0):
+            of_blocks, chosen = ti.static(table)
+            index = index_of_chosen(b, h, t, n, visible, chosen, params)
+            if index >= 0:
+                at = locate(b, h, index, visible, of_blocks, strides, params)
+                found = ti.Vector([at[0], 1, index])
+        else:
+            at = locate(b, h, n, visible, table, strides, params)
+            found = ti.Vector([at[0], at[1], n])
+        return found
+
+    return find_key
 
 
 def make_slot_offset(c, token, block):

@@ -9,14 +9,16 @@ import zlib
 from typing import NamedTuple
 
 from tikv.formats import GROUP_FORMATS
+from tikv.kernels.address import index_array
 from tikv.kernels.attention import cpu_codes
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_find_key, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu_loops import (
     CHUNK,
     LINE_BYTES,
     ROW,
     make_key_loops,
     make_list_keys,
+    make_note_key,
     make_row_loops,
     rows_per_band,
 )
@@ -137,6 +139,7 @@ def make_attend_cpu(workers, parts, c):
     """
     Q, K, LENS, TABLE, KSC, OUT = array_types("cpu", c)
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
+    CHOSEN = index_array(c.chosen)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
     rows = padded_rows(c.rows)
     worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
@@ -163,10 +166,14 @@ def make_attend_cpu(workers, parts, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES,
-                          params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
-        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse, work))
-        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
+                          work: FLOATS, sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN,
+                          strides: STRIDES, params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
+        terms = ti.static((sink_logits, slopes, tree, numbers))
+        if ti.static(c.chosen > 0):
+            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse, work))
+            attend_all(arrays, terms, strides, params, scalars)
+        else:
+            attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse, work), terms, strides, params, scalars)
 
     return attend_with_terms if c.terms else attend
 
@@ -331,9 +338,10 @@ def make_decode_visible_task(c):
     @ti.func
     def decode_visible_task(number, lens: ti.template(), strides, params):
         visible, task = decode_task(number, lens, strides, params)
-        seen = rows_range(task[T.row], visible, params)
-        task[T.begin] = ti.max(task[T.begin], seen[0])
-        task[T.end] = ti.min(task[T.end], seen[1])
+        if ti.static(c.chosen == 0):
+            seen = rows_range(task[T.row], visible, params)
+            task[T.begin] = ti.max(task[T.begin], seen[0])
+            task[T.end] = ti.min(task[T.end], seen[1])
         return visible, task
 
     return decode_visible_task
@@ -359,15 +367,18 @@ def make_start_rows(row_loops, uid, c):
 
 
 def make_list_chunk(list_keys, uid, c):
-    """list_chunk(index, ...) -> (keys listed, index behind the last): where the next keys lie, at most a chunk."""
-    locate, (k_offset, v_offset, scale_offset) = make_locate(c), make_slot_offsets(c)
+    """list_chunk(begin, ...) -> (keys listed, which is behind the last): where the next keys lie, at most a chunk."""
+    find_key, (k_offset, v_offset, scale_offset) = make_find_key(c), make_slot_offsets(c)
+    if c.chosen:  # each by itself
+        list_keys = make_note_key()
 
     @ti.func
     def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
-        index, n = begin, 0
-        while index < task[T.end] and n < CHUNK:
-            found = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)
-            slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
+        at, n = begin, 0
+        while at < task[T.end] and n < CHUNK:
+            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, at, visible, table, strides,
+                             params)  # fmt: skip
+            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
                 list_keys(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
@@ -378,11 +389,11 @@ def make_list_chunk(list_keys, uid, c):
                 if ti.static(c.masked or c.alibi):
                     list_keys(work, memory[M.indices] + n, count, index, 1, uid)
                 n += count
-            index += count
+            at += count
         if n > 0:  # keys are read in pairs
             work[memory[M.k_list] + n] = work[memory[M.k_list] + n - 1]
             work[memory[M.v_list] + n] = work[memory[M.v_list] + n - 1]
-        return n, index
+        return n, at
 
     return list_chunk
 
@@ -427,7 +438,10 @@ def make_softmax(load_scales, row_loops, uid, c):
                 if ti.static(c.tree):
                     _sinks, _slopes, tree, numbers = ti.static(terms)
                     new = visible[V.count] - params[P.queries] + params[P.ahead]
-                    if ti.bit_cast(work[indices + n - 1], ti.i32) >= new:
+                    newest = ti.bit_cast(work[indices + n - 1], ti.i32)
+                    if ti.static(c.chosen > 0):
+                        newest = new  # chosen tokens come in any order
+                    if newest >= new:
                         first = numbers[N.tree_first] + task[T.sequence] * params[P.queries] * numbers[N.tree_words]
                         row_loops.tree_indices(work, tree, indices, memory[M.tree_indices], n,
                                                first + r // c.group * numbers[N.tree_words], first,

@@ -98,6 +98,16 @@ def make_list_keys():
     return list_keys
 
 
+def make_note_key():
+    """note_key(...): `make_list_keys` of one key."""
+
+    @ti.func
+    def note_key(work: ti.template(), to, n, first, step, number):
+        work[to] = ti.bit_cast(first, ti.f32)
+
+    return note_key
+
+
 def make_prefetch(c):
     """prefetch(...): load a number of each cache line of the listed keys, in the order of memory, pages together.
 
@@ -105,7 +115,7 @@ def make_prefetch(c):
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value = make_element_to_f32(c.cache)
-    PER_PAGE = min(c.page or CHUNK, CHUNK)
+    PER_PAGE = 1 if c.chosen else min(c.page or CHUNK, CHUNK)
     PER_LINE = LINE_BYTES // SIZE[c.cache]
 
     @ti.real_func

@@ -10,7 +10,7 @@ once, at the end.
 from typing import NamedTuple
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_find_key, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import (
     LOG2E,
     MASKED,
@@ -64,8 +64,8 @@ def shape_of(width: int, unit: int, rows: int, long: bool) -> Shape:
 
 
 def is_long(c: Choices) -> bool:
-    """Whether a key takes much code: some rows see it and others do not, or floats of 8 bits are decoded."""
-    return c.masked or c.cache in FLOAT8
+    """Whether a key takes much code: it is chosen, rows see it and others do not, or floats of 8 bits are decoded."""
+    return c.masked or c.chosen > 0 or c.cache in FLOAT8
 
 
 def rows_kept(rows: int) -> int:
@@ -181,7 +181,7 @@ def make_attend_task(x, parts, c):
             if ti.simt.warp.any_nonzero(ti.u32(ALL), ti.cast(high > m + ti.f32(LAG), ti.i32)) != 0:
                 rescale(high, m, l, acc)
             # What does not count may be infinite: the last key's V again, or that of another sequence's page.
-            if ti.static(c.place != "table" and not c.masked):
+            if ti.static(not c.gaps and not c.masked):
                 if here - group + groups * U > end:
                     for u in ti.static(range(U)):
                         if here + u * groups >= end:
@@ -223,25 +223,28 @@ def make_load_queries(x, c):
 
 
 def make_slot_of(x, c):
-    """slot_of(index, task, visible, table, strides, params) -> (slot, whether it counts) of a key.
+    """slot_of(n, task, visible, table, strides, params) -> (slot, whether it counts, index) of the n-th key.
 
     Behind the end it is the last key's slot, which does not count. Lanes that need both of every key find the slot by
     what counts, so that the comparison is made before the keys are read and no index is kept over that. The time of 4
     query heads a KV head is 5 % shorter so, that of 8, whose lanes share the keys out, 2 % longer: bench_attention.py.
     """
-    locate = make_locate(c)
+    find_key = make_find_key(c)
 
     @ti.func
-    def slot_of(index, task, visible, table: ti.template(), strides, params):
-        counts = ti.cast(index < task[T.end], ti.i32)
-        last = ti.min(index, task[T.end] - 1)
+    def slot_of(n, task, visible, table: ti.template(), strides, params):
+        counts, index = ti.cast(n < task[T.end], ti.i32), n
+        last = ti.min(n, task[T.end] - 1)
         if ti.static(x.shared_keys == 1):
-            last = ti.select(counts != 0, index, task[T.end] - 1)
-        slot = locate(task[T.sequence], task[T.head], last, visible, table, strides, params)[0]
-        if ti.static(c.place == "table"):
+            last = ti.select(counts != 0, n, task[T.end] - 1)
+        found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, last, visible, table, strides, params)
+        slot = found[0]
+        if ti.static(c.gaps):
             counts = ti.select(slot >= 0, counts, 0)
             slot = ti.max(slot, 0)
-        return slot, counts
+        if ti.static(c.chosen > 0):
+            index = found[2]
+        return slot, counts, index
 
     return slot_of
 
@@ -255,7 +258,7 @@ def make_load_keys(x, c):
     def load_keys(first, lane, task, kw: ti.template(), vw: ti.template(), alive: ti.template(), visible,
                   k: ti.template(), v: ti.template(), table: ti.template(), strides, params):  # fmt: skip
         for u in ti.static(range(x.keys)):
-            slot, counts = slot_of(first + u * x.groups, task, visible, table, strides, params)
+            slot, counts, _ = slot_of(first + u * x.groups, task, visible, table, strides, params)
             alive[u] = counts
             k_row = task[T.k_first] + k_offset(slot, strides)
             for w in ti.static(range(x.k_rounds)):
@@ -326,9 +329,10 @@ def make_logits(x, c):
                visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(),
                terms: ti.template(), strides, params, scalars):  # fmt: skip
         k_factor = [ti.f32(1.0) for _ in range(own_keys)]
+        indices = [0 for _ in range(own_keys)]
         for o in ti.static(range(own_keys)):
-            index = here + (o * K + my_key) * x.groups
-            slot, counts[o] = slot_of(index, task, visible, table, strides, params)
+            slot, counts[o], index = slot_of(here + (o * K + my_key) * x.groups, task, visible, table, strides, params)
+            indices[o] = index
             if ti.static(c.scale != ""):
                 at = task[T.scale_first] + scale_offset(slot, strides)
                 k_factor[o] = scale_value(k_scale[strides[S.k_scale_first] + at])
@@ -347,8 +351,7 @@ def make_logits(x, c):
                 found = logit_of(found, scalars[X.logit_scale], scalars[X.softcap]) * ti.f32(LN2)
             if ti.static(c.alibi):
                 bounds = query_bounds(place_of(task[T.sequence], query, terms, params), visible, params)
-                index = here + (o * K + my_key) * x.groups
-                index = index_of(task[T.sequence], query, index, bounds, visible, terms, params)
+                index = index_of(task[T.sequence], query, indices[o], bounds, visible, terms, params)
                 stands = origin(query, terms)
                 found = found + bias(slope, index, bounds[1], bounds[2], bounds[3], stands[0], stands[1])
             scores[o * K] = ti.select(counts[o] != 0, found, ti.f32(MASKED))
@@ -406,7 +409,7 @@ def make_add_values(x, c):
                     weights[g] = shuffle_xor(weights[0], ti.static(x.row_owner[g]))
                 for w in ti.static(range(x.v_rounds)):
                     word = vw[u * x.v_rounds + w]
-                    if ti.static(c.place == "table" and not c.masked):
+                    if ti.static(c.gaps and not c.masked):
                         word = ti.select(alive[u] != 0, word, ti.u64(0))
                     values = decode(word)
                     for g in ti.static(range(R)):

@@ -4,8 +4,8 @@ Its launch reads K once for the query rows of a KV head, `Choices.rows` at a tim
 left. Here a thread has a key. `mass_cpu` and `mass_cuda` share the keys out as attention does there.
 """
 
-from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets, result_offsets
+from tikv.kernels.address import index_array, make_word_offset
+from tikv.kernels.attention.addresses import make_find_key, make_query_row, make_slot_offsets, result_offsets
 from tikv.kernels.attention.parameters import (
     BITS,
     FLOATS,
@@ -26,15 +26,18 @@ from tikv.runtime import ti
 
 
 def make_mass_offset(by_slot, c):
-    """mass_offset(b, h, index, slot, visible, strides, params): where the mass of a visible key goes.
+    """mass_offset(b, h, t, n, index, slot, visible, strides, params): where the mass of a visible key goes.
 
-    By its slot, or by its place among the tokens that are held, oldest first, whatever a window hides of them.
+    By its slot, or by its place among the tokens that are held, oldest first, whatever a window hides of them. Of the
+    n-th token that query t chose by both of them.
     """
 
     @ti.func
-    def mass_offset(b, h, index, slot, visible, strides, params):
+    def mass_offset(b, h, t, n, index, slot, visible, strides, params):
         at = slot
-        if ti.static(not by_slot):
+        if ti.static(c.chosen > 0):
+            at = t * strides[S.out_token] + n
+        elif ti.static(not by_slot):
             at = index
             if index >= visible[V.sinks]:
                 oldest = ti.max(params[P.sinks], params[P.first_valid])
@@ -84,12 +87,13 @@ def make_dots(c):
 def make_mass(style, by_slot, c):
     """The attention mass of each visible key: how much weight the query rows of its KV head give it in all.
 
-    mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds the
-    float32 bits of what attention left, `mass` is zero where nobody looks. Items are batch * heads * `P.keys`, the
-    extent of q.
+    mass(q, k, lens, table, chosen, k_scale, lse, mass, strides, params, scalars) on Vulkan, Metal and CUDA: `lse` holds
+    the float32 bits of what attention left, `mass` is zero where nobody looks. Items are batch * heads * `P.keys`, the
+    extent of q; of chosen tokens as many for each query, whose rows alone count.
     """
     Q, K, LENS, TABLE, SC, _ = array_types(style, c)
-    visible_range, locate, is_visible = make_visible_range(c), make_locate(c), make_is_visible(c)
+    CHOSEN = index_array(c.chosen)
+    visible_range, find_key, is_visible = make_visible_range(c), make_find_key(c), make_is_visible(c)
     logit_of, dots, lse_of_row = make_logit(c), make_dots(c), make_lse_of_row(c)
     mass_offset = make_mass_offset(by_slot, c)
     k_offset, _, scale_offset = make_slot_offsets(c)
@@ -98,36 +102,46 @@ def make_mass(style, by_slot, c):
     @ti.func
     def mass_of_key(i, arrays: ti.template(), strides, params, scalars):
         q, k, lens, table, k_scale, lse, mass = ti.static(arrays)
-        index, kv_head = i % params[P.keys], i // params[P.keys]
+        n, kv_head = i % params[P.keys], i // params[P.keys]
+        t, first, rows = 0, 0, params[P.queries] * c.group
+        if ti.static(c.chosen > 0):
+            t, kv_head = kv_head % params[P.queries], kv_head // params[P.queries]
+            first, rows = t * c.group, (t + 1) * c.group
         b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
-        slot = -1
-        if index < visible[V.count]:
-            slot = locate(b, h, index, visible, table, strides, params)[0]
+        slot, index, count = -1, n, visible[V.count]
+        if ti.static(c.chosen > 0):
+            count = ti.select(count > 0, params[P.keys], 0)
+        if n < count:
+            found = find_key(b, h, t, n, visible, table, strides, params)
+            slot, index = found[0], found[2]
         if slot >= 0:
             row = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head] + k_offset(slot, strides)
             scale = ti.f32(1.0)
             if ti.static(c.scale != ""):
                 head = strides[S.k_scale_first] + b * strides[S.scale_sequence] + h * strides[S.scale_head]
                 scale = scale_value(k_scale[head + scale_offset(slot, strides)])
-            total, rows = ti.f32(0.0), params[P.queries] * c.group
-            for block in range((rows + c.rows - 1) // c.rows):
-                products = dots(b, h, block * c.rows, row, k, q, strides, params)
+            total = ti.f32(0.0)
+            for block in range((rows - first + c.rows - 1) // c.rows):
+                products = dots(b, h, first + block * c.rows, row, k, q, strides, params)
                 for g in ti.static(range(c.rows)):
-                    r = block * c.rows + g
+                    r = first + block * c.rows + g
                     if r < rows:
                         sees, of_row = lse_of_row(kv_head, r, lse, strides, params, scalars)
                         if sees > 0 and is_visible(r // c.group, index, visible, params):
                             logit = logit_of(products[g] * scale, scalars[X.logit_scale], scalars[X.softcap])
                             total = total + exp2(not_above_zero(logit - of_row))
-            mass[mass_offset(b, h, index, slot, visible, strides, params)] = total
+            mass[mass_offset(b, h, t, n, index, slot, visible, strides, params)] = total
 
     loop = make_loop(style, False, mass_of_key, P.tasks)
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: FLOATS, strides: STRIDES,
-                     params: PARAMS, scalars: SCALARS):  # fmt: skip
-        loop(q, params, ((q, k, lens, table, k_scale, lse, mass), strides, params, scalars))
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+                     strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+        if ti.static(c.chosen > 0):
+            loop(q, params, ((q, k, lens, (table, chosen), k_scale, lse, mass), strides, params, scalars))
+        else:
+            loop(q, params, ((q, k, lens, table, k_scale, lse, mass), strides, params, scalars))
 
     return mass_of_keys
 

@@ -2,9 +2,10 @@
 
 import zlib
 
-from tikv.kernels.attention.addresses import make_locate, make_query_row, make_slot_offsets
+from tikv.kernels.address import index_array
+from tikv.kernels.attention.addresses import make_find_key, make_query_row, make_slot_offsets
 from tikv.kernels.attention.cpu import M, make_worker_memory
-from tikv.kernels.attention.cpu_loops import CHUNK, ROW, make_key_loops, make_row_loops, rows_per_band
+from tikv.kernels.attention.cpu_loops import CHUNK, ROW, make_key_loops, make_note_key, make_row_loops, rows_per_band
 from tikv.kernels.attention.mass import make_lse_of_row, make_mass_offset
 from tikv.kernels.attention.parameters import BITS, FLOATS, PARAMS, SCALARS, STRIDES, P, S, X, array_types
 from tikv.kernels.attention.softmax import is_masked
@@ -15,11 +16,12 @@ from tikv.runtime import ti
 
 
 def make_mass_cpu(workers, by_slot, c):
-    """mass(q, k, lens, table, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
+    """mass(q, k, lens, table, chosen, k_scale, lse, mass, work, strides, params, scalars): `mass.make_mass` on CPU.
 
     Not cached: its real functions belong to one Taichi program. `work` is that of `cpu.make_attend_cpu`.
     """
     Q, K, LENS, TABLE, SC, _ = array_types("cpu", c)
+    CHOSEN = index_array(c.chosen)
     uid = zlib.crc32(repr(("mass", workers, by_slot, c)).encode()) >> 1
     rows = -(-c.rows // rows_per_band(c.rows)) * rows_per_band(c.rows)
     worker_memory, mass_task = make_worker_memory(rows, c), make_mass_task(rows, uid, by_slot, c)
@@ -27,8 +29,8 @@ def make_mass_cpu(workers, by_slot, c):
     every = LEAST_ITERATIONS if workers > 1 else 1
 
     @ti.kernel
-    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, k_scale: SC, lse: BITS, mass: FLOATS, work: FLOATS,
-                     strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
+    def mass_of_keys(q: Q, k: K, lens: LENS, table: TABLE, chosen: CHOSEN, k_scale: SC, lse: BITS, mass: FLOATS,
+                     work: FLOATS, strides: STRIDES, params: PARAMS, scalars: SCALARS):  # fmt: skip
         ti.loop_config(serialize=workers == 1)
         for i in range(iterations):
             worker = i // every
@@ -37,8 +39,13 @@ def make_mass_cpu(workers, by_slot, c):
                 tasks = (params[P.tasks] - worker + workers - 1) // workers
             memory = worker_memory(worker, params)
             for turn in range(tasks):
-                arrays = ti.static((q, k, lens, table, k_scale, lse, mass, work))
-                mass_task(turn * workers + worker, memory, arrays, strides, params, scalars)
+                number = turn * workers + worker
+                if ti.static(c.chosen > 0):
+                    arrays = ti.static((q, k, lens, (table, chosen), k_scale, lse, mass, work))
+                    mass_task(number, memory, arrays, strides, params, scalars)
+                else:
+                    arrays = ti.static((q, k, lens, table, k_scale, lse, mass, work))
+                    mass_task(number, memory, arrays, strides, params, scalars)
 
     return mass_of_keys
 
@@ -49,7 +56,8 @@ make_mass_cpu.fast_math = True
 def make_mass_task(rows, uid, by_slot, c):
     """mass_task(number, memory, ...): a task, from its number to the mass of its keys.
 
-    Of the lists of a chunk, that of V has the keys' places in `mass`, and that of V's scales their sums.
+    Of the lists of a chunk, that of V has the keys' places in `mass`, and that of V's scales their sums. The rows are
+    those of a KV head, or of the query that chose the keys.
     """
     keys, row_loops, decode_task = make_key_loops(c), make_row_loops(c), make_decode_task("cpu", CHUNK, c)
     list_chunk, add_block = make_list_chunk(keys, uid, by_slot, c), make_add_block(row_loops, uid, c)
@@ -59,24 +67,28 @@ def make_mass_task(rows, uid, by_slot, c):
     def mass_task(number, memory, arrays: ti.template(), strides, params, scalars):
         q, k, lens, table, k_scale, lse, mass, work = ti.static(arrays)
         visible, task = decode_task(number, lens, strides, params)
-        last = params[P.queries] * c.group - 1
+        t, first_row, last = 0, 0, params[P.queries] * c.group - 1
+        if ti.static(c.chosen > 0):
+            t = task[T.row] // c.rows  # a query is a block of tasks
+            first_row, last = t * c.group, (t + 1) * c.group - 1
         index = task[T.begin]
         while index < task[T.end]:
-            n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
+            n, index_behind = list_chunk(t, index, visible, task, memory, table, work, strides, params)
             index = index_behind
             if n > 0:
                 row_loops.clear(work, memory[M.v_scales], ROW, uid)
                 if ti.static(c.scale != ""):
                     first = strides[S.k_scale_first] + task[T.scale_first]
                     keys.load_scales(k_scale, work, memory[M.scale_list], first, n, memory[M.k_scales], uid)
-                for block in range(last // c.rows + 1):
+                for block in range((last - first_row) // c.rows + 1):
+                    block_row = first_row + block * c.rows
                     for z in range(rows):
-                        r = ti.min(block * c.rows + ti.min(z, c.rows - 1), last)
+                        r = ti.min(block_row + ti.min(z, c.rows - 1), last)
                         at = query_row(task[T.sequence], task[T.head], r, strides, params)
                         row_loops.load_query(q, work, at, memory[M.queries] + z * c.width, uid)
                     keys.dots(k, work, memory[M.k_list], task[T.k_first], strides[S.k_head], n, CHUNK, 1,
                               bands, memory[M.queries], memory[M.scores], uid)  # fmt: skip
-                    add_block(block * c.rows, n, visible, task, memory, lse, work, strides, params, scalars)
+                    add_block(block_row, n, visible, task, memory, lse, work, strides, params, scalars)
                 for j in range(n):
                     mass[ti.bit_cast(work[memory[M.v_list] + j], ti.i32)] = work[memory[M.v_scales] + j]
 
@@ -84,31 +96,31 @@ def make_mass_task(rows, uid, by_slot, c):
 
 
 def make_list_chunk(keys, uid, by_slot, c):
-    """list_chunk(index, ...) -> (keys listed, index behind the last): `cpu.make_list_chunk`, with places in `mass`."""
-    locate, (k_offset, _, scale_offset) = make_locate(c), make_slot_offsets(c)
-    mass_offset = make_mass_offset(by_slot, c)
+    """list_chunk(t, begin, ...) -> (keys listed, which is behind the last): as of `cpu`, with places in `mass`."""
+    find_key, (k_offset, _, scale_offset) = make_find_key(c), make_slot_offsets(c)
+    mass_offset, list_keys = make_mass_offset(by_slot, c), make_note_key() if c.chosen else keys.list_keys
 
     @ti.func
-    def list_chunk(begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
-        index, n = begin, 0
+    def list_chunk(t, begin, visible, task, memory, table: ti.template(), work: ti.template(), strides, params):
+        at, n = begin, 0
         b, h = task[T.sequence], task[T.head]
-        while index < task[T.end] and n < CHUNK:
-            found = locate(b, h, index, visible, table, strides, params)
-            slot, count = found[0], ti.min(ti.min(found[1], task[T.end] - index), CHUNK - n)
+        while at < task[T.end] and n < CHUNK:
+            found = find_key(b, h, t, at, visible, table, strides, params)
+            slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
             if slot >= 0:
-                at = mass_offset(b, h, index, slot, visible, strides, params)
-                keys.list_keys(work, memory[M.k_list] + n, count, k_offset(slot, strides), strides[S.k_token], uid)
-                keys.list_keys(work, memory[M.v_list] + n, count, at, 1, uid)
+                to = mass_offset(b, h, t, at, index, slot, visible, strides, params)
+                list_keys(work, memory[M.k_list] + n, count, k_offset(slot, strides), strides[S.k_token], uid)
+                list_keys(work, memory[M.v_list] + n, count, to, 1, uid)
                 if ti.static(c.scale != ""):
                     scale_first = scale_offset(slot, strides)
-                    keys.list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
+                    list_keys(work, memory[M.scale_list] + n, count, scale_first, strides[S.scale_token], uid)
                 if ti.static(c.masked):
-                    keys.list_keys(work, memory[M.indices] + n, count, index, 1, uid)
+                    list_keys(work, memory[M.indices] + n, count, index, 1, uid)
                 n += count
-            index += count
+            at += count
         if n > 0:  # keys are read in pairs
             work[memory[M.k_list] + n] = work[memory[M.k_list] + n - 1]
-        return n, index
+        return n, at
 
     return list_chunk
 

@@ -18,6 +18,8 @@ from tikv.runtime import ti
 def make_mass_lanes(shape, single, by_slot, c):
     """mass(q, k, lens, table, k_scale, lse, mass, strides, params, scalars): `mass.make_mass` in words of 64 bits.
 
+    Of all keys that there are, not of chosen ones.
+
     The extent of q is tasks * `BLOCK`. `single`: a KV head has no more than `Choices.rows` query rows, which stay in
     registers; more are read anew for every few keys.
     """
@@ -97,7 +99,7 @@ def make_load_keys(x, c):
     def load_keys(first, lane, task, kw: ti.template(), visible, k: ti.template(), table: ti.template(), strides,
                   params):  # fmt: skip
         for u in ti.static(range(x.keys)):
-            slot, _ = slot_of(first + u * x.groups, task, visible, table, strides, params)
+            slot, _, _ = slot_of(first + u * x.groups, task, visible, table, strides, params)
             k_row = task[T.k_first] + k_offset(slot, strides)
             for w in ti.static(range(x.k_rounds)):
                 kw[u * x.k_rounds + w] = k[k_row + k_word(ti.min(w * L + lane, x.k_words - 1))]
@@ -143,8 +145,9 @@ def make_store_mass(x, by_slot, c):
         for o in ti.static(range(x.keys // K)):
             total = butterfly_sum(totals[o], x.row_distances)
             index = here + (o * K + my_key) * x.groups
-            slot, counts = slot_of(index, task, visible, table, strides, params)
+            slot, counts, _ = slot_of(index, task, visible, table, strides, params)
             if (lane & ti.static(others)) == 0 and index < task[T.end] and counts != 0:
-                mass[mass_offset(task[T.sequence], task[T.head], index, slot, visible, strides, params)] = total
+                at = mass_offset(task[T.sequence], task[T.head], 0, 0, index, slot, visible, strides, params)
+                mass[at] = total
 
     return store_mass

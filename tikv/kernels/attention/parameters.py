@@ -54,11 +54,17 @@ class Choices(NamedTuple):
     block: int = 0  # tokens that lie on a rank one behind the other, where slopes count those of others too
     tree: bool = False  # which of the new tokens a query sees stands in an array
     values: Kept | None = None  # None: as K
+    chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 where all are
 
     @property
     def terms(self) -> bool:
         """Whether the kernels take arrays of terms: see `terms`."""
-        return self.sink_logits or self.alibi or self.tree
+        return self.sink_logits or self.alibi or self.tree or self.chosen > 0
+
+    @property
+    def gaps(self) -> bool:
+        """Whether a key in the range of a task may not be there."""
+        return self.place == "table" or self.chosen > 0
 
     @property
     def of_values(self) -> "Choices":
@@ -139,7 +145,7 @@ class AttentionParams(NamedTuple):
     lse_first: int = 0  # of the parts' log-sum-exps, or the result's
     out_lse_first: int = 0  # of the result's, where parts are merged
     part_first: int = 0
-    keys: int = 0  # of a KV head that may be seen at most, where a thread has the mass of one
+    keys: int = 0  # of a KV head that may be seen at most, where a thread has the mass of one; or chosen by a query
     batch: int = 1
     heads_per_task: int = 1  # KV heads; more than one on CPU only
     keys_per_pass: int = 0  # on CPU: keys of a head that are read before those of the next
@@ -149,6 +155,10 @@ class AttentionParams(NamedTuple):
     least_share: int = 0  # keys of a split at least, where KV heads have lengths of their own
     lens_head: int = 0  # strides too, for which Taichi's vectors have no more room: from a head's length to the next's
     table_head: int = 0  # and of their rows of the table
+    chosen_sequence: int = 0  # and of the array that says which tokens are read
+    chosen_head: int = 0
+    chosen_query: int = 0
+    chosen_first: int = 0
 
 
 class AttentionScalars(NamedTuple):
@@ -208,6 +218,7 @@ def make_attend_kernel(attend_all, style, c):
     """attend(...): a kernel around attend_all(arrays, terms, strides, params, scalars), with terms or without."""
     Q, K, LENS, TABLE, KSC, OUT = array_types(style, c)
     _, V, _, _, VSC, _ = array_types(style, c.of_values)
+    CHOSEN = index_array(c.chosen)
 
     @ti.kernel
     def attend(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
@@ -216,9 +227,13 @@ def make_attend_kernel(attend_all, style, c):
 
     @ti.kernel
     def attend_with_terms(q: Q, k: K, v: V, lens: LENS, table: TABLE, k_scale: KSC, v_scale: VSC, out: OUT, lse: BITS,
-                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, strides: STRIDES, params: PARAMS,
-                          scalars: SCALARS, numbers: TERMS):  # fmt: skip
-        arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
-        attend_all(arrays, (sink_logits, slopes, tree, numbers), strides, params, scalars)
+                          sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
+                          params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
+        terms = ti.static((sink_logits, slopes, tree, numbers))
+        if ti.static(c.chosen > 0):
+            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse))
+            attend_all(arrays, terms, strides, params, scalars)
+        else:
+            attend_all((q, k, v, lens, table, k_scale, v_scale, out, lse), terms, strides, params, scalars)
 
     return attend_with_terms if c.terms else attend

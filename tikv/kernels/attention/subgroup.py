@@ -9,7 +9,7 @@ one thread.
 from typing import NamedTuple
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.addresses import make_locate, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import make_find_key, make_output_offsets, make_query_row, make_slot_offsets
 from tikv.kernels.attention.parameters import (
     LOG2E,
     MASKED,
@@ -32,7 +32,16 @@ from tikv.runtime import ti
 MAX_IN_FLIGHT = 8  # keys that a thread reads at a time
 NARROW = 32  # words of a key; where there are more, a thread reads two at a time
 # The code of a row of a task on CUDA, in quarters of what an element of a unit takes of it, and the most of 8 rows.
-CODE = {"decoded": 4, "masked": 4, "tree": 4, "softcap": 2, "sinks": 2, "alibi_slopes": 1, "sink_logits": 1}
+CODE = {
+    "decoded": 4,
+    "masked": 4,
+    "chosen": 4,
+    "tree": 4,
+    "softcap": 2,
+    "sinks": 2,
+    "alibi_slopes": 1,
+    "sink_logits": 1,
+}
 LONGEST = 16
 
 
@@ -146,9 +155,8 @@ def make_attend_task(style, kind, parts, c):
                 l[g] = ti.select(thread == 0, weight, ti.f32(0.0))
         for chunk in range((task[T.end] - task[T.begin] + BLOCK - 1) // BLOCK):
             left = ti.min(BLOCK, task[T.end] - task[T.begin] - chunk * BLOCK)
-            index = task[T.begin] + chunk * BLOCK + mine
-            slot, k_row, v_row, scale_row, k_factor, v_factor = load_key(
-                index, visible, task, table, k_scale, v_scale, strides, params
+            slot, index, k_row, v_row, scale_row, k_factor, v_factor = load_key(
+                task[T.begin] + chunk * BLOCK + mine, visible, task, table, k_scale, v_scale, strides, params
             )
             k_rows[mine], v_rows[mine] = k_row, v_row
             if ti.static(groups):
@@ -209,17 +217,18 @@ def make_load_unit(inner, c):
 
 
 def make_load_key(c):
-    """load_key(index, ...) -> of the key that a thread owns (slot, row of K, of V, of scales, scale of K, of V)."""
-    locate, (k_offset, v_offset, scale_offset), cv = make_locate(c), make_slot_offsets(c), c.of_values
+    """load_key(n, ...) -> of the key that a thread owns (slot, index, row of K, of V, of scales, scale of K, of V)."""
+    find_key, (k_offset, v_offset, scale_offset), cv = make_find_key(c), make_slot_offsets(c), c.of_values
     scale_value = make_bits_to_f32(c.scale or cv.scale) if c.scale or cv.scale else None
 
     @ti.func
-    def load_key(index, visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides,
+    def load_key(n, visible, task, table: ti.template(), k_scale: ti.template(), v_scale: ti.template(), strides,
                  params):  # fmt: skip
-        slot, k_row, v_row, scale_row = -1, 0, -1, 0
+        slot, index, k_row, v_row, scale_row = -1, n, 0, -1, 0
         k_factor, v_factor = ti.f32(1.0), ti.f32(1.0)
-        if index < task[T.end]:
-            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+        if n < task[T.end]:
+            found = find_key(task[T.sequence], task[T.head], task[T.row] // c.group, n, visible, table, strides, params)
+            slot, index = found[0], found[2]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
             if ti.static(c.scale != "" or cv.scale != ""):
@@ -228,7 +237,7 @@ def make_load_key(c):
                 k_factor = scale_value(k_scale[strides[S.k_scale_first] + scale_row])
             if ti.static(cv.row_scale):
                 v_factor = scale_value(v_scale[strides[S.v_scale_first] + scale_row])
-        return slot, k_row, v_row, scale_row, k_factor, v_factor
+        return slot, index, k_row, v_row, scale_row, k_factor, v_factor
 
     return load_key
 

@@ -29,8 +29,9 @@ def make_decode_task(style, keys_multiple, c):
     """decode_task(number, lens, strides, params) -> (the vector `VisibleRange` of its head, the vector `Task`).
 
     Splits begin at multiples of `keys_multiple` keys; where KV heads have lengths of their own, the last splits of a
-    short one may have none. On CPU a task has `heads_per_task` KV heads, fewer for the last of a sequence, and one
-    where they differ in length or have pages of their own.
+    short one may have none. Where tokens are chosen, the keys are those that a query chose. On CPU a task has
+    `heads_per_task` KV heads, fewer for the last of a sequence, and one where they differ in length or have pages or
+    chosen tokens of their own.
     """
     visible_range = make_visible_range(c)
 
@@ -46,12 +47,15 @@ def make_decode_task(style, keys_multiple, c):
         else:
             b, h = kv_head // params[P.heads], kv_head % params[P.heads]
         visible = visible_range(b, h, lens, strides, params)
+        count = visible[V.count]
+        if ti.static(c.chosen > 0):
+            count = ti.select(count > 0, params[P.keys], 0)
         least = params[P.splits] * keys_multiple
-        share = (visible[V.count] + least - 1) // least * keys_multiple
+        share = (count + least - 1) // least * keys_multiple
         if ti.static(c.lens_by_head):
             share = ti.max(share, (params[P.least_share] + keys_multiple - 1) // keys_multiple * keys_multiple)
         begin = split * share
-        end = ti.min(visible[V.count], begin + share)
+        end = ti.min(count, begin + share)
         k_first = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head]
         v_first = strides[S.v_first] + b * strides[S.v_sequence] + h * strides[S.v_head]
         scale_first = b * strides[S.scale_sequence] + h * strides[S.scale_head]

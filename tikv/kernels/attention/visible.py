@@ -14,6 +14,8 @@ class VisibleRange(NamedTuple):
     first: int = 2  # slot, or for a table position, of the first key behind the sinks
     recent: int = 3  # positions from that key to the end; negative when there is none
     end: int = 4  # length, at most MAX_TOKENS
+    length_high: int = 5  # the length over MAX_TOKENS and the rest, where tokens are chosen
+    length_low: int = 6
 
 
 V = VisibleRange()
@@ -49,7 +51,11 @@ def make_visible_range(c):
         fixed = ti.cast(ti.min(sinks, length), ti.i32)
         recent = ti.cast(ti.max(length - low, ti.i64(-MAX_TOKENS)), ti.i32)
         end = ti.cast(ti.min(length, ti.i64(MAX_TOKENS)), ti.i32)
-        return ti.Vector([fixed + ti.max(recent, 0), fixed, first, recent, end])
+        length_high, length_low = 0, 0
+        if ti.static(c.chosen > 0):
+            length_high = ti.cast(length // ti.i64(MAX_TOKENS), ti.i32)
+            length_low = ti.cast(length % ti.i64(MAX_TOKENS), ti.i32)
+        return ti.Vector([fixed + ti.max(recent, 0), fixed, first, recent, end, length_high, length_low])
 
     return visible_range
 

@@ -55,6 +55,7 @@ def decode_attention(
     mask: Any = None,
     parents: Any = None,
     head_dim_v: int | None = None,
+    indices: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
 
@@ -80,7 +81,8 @@ def decode_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         num_splits: parts that the keys are read in, side by side; None chooses. The result is the same within rounding.
         return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
-            the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0.
+            the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0. With
+            ``indices`` it is (B, H, T, K), of each query's tokens in their order.
         lse_base2: the log-sum-exp in base 2 rather than e.
         first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed; not where heads
             have lengths of their own.
@@ -100,6 +102,10 @@ def decode_attention(
             with ``return_mass``.
         head_dim_v: with ``v_cache=None``, values are the first so many columns of the keys (latent attention), and an
             8-bit cache has ``k_scale`` alone.
+        indices: (B, T, K) int32 or int64, or (B, H, T, K) by KV head: the tokens that each query reads, in any order,
+            counted from the first of its sequence as ``seq_lens`` counts them; -1 for none. No other row is read.
+            Those that ``causal``, ``window``, ``sinks``, a mask or a ring hides stay hidden. A token that is named
+            twice counts twice; in debug mode that is an error.
 
     Returns:
         ``out``, or a new array of q's kind: of NumPy, torch, or a library with ``from_dlpack`` such as JAX, else a
@@ -108,7 +114,8 @@ def decode_attention(
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
-            token. Those that only the device knows are bounded.
+            token; an index on the host is no token of its sequence. Those that only the device knows are bounded, and
+            an index there that is no token is none.
         CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 
@@ -124,7 +131,8 @@ def decode_attention(
         logits, slopes, masks or trees, all is float32.
     Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
         splits. Heads of different lengths take the time of as many keys in heads of one length.
-        ``return_mass`` is one more launch, which reads K once more.
+        ``return_mass`` is one more launch, which reads K once more. With ``indices`` the chosen rows are read, once for
+        the query heads of a group and each query; tensor cores do not serve them.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Examples:
@@ -138,7 +146,7 @@ def decode_attention(
     return_lse = checks.flag(return_lse, "return_lse", operation)
     request = AttendRequest(
         scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, mask=mask,
-        parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2,
+        parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
     caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
     call = contiguous_call(operation, q, caches, request, return_mass)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ALIGNMENT, ArrayView, Memory
 from tikv.ops import checks
+from tikv.ops.attention.chosen import indices_by_head
 from tikv.ops.attention.options import (
     MOST_ROWS,
     AttentionOptions,
@@ -111,10 +112,12 @@ class AttentionLaunches(Plan):
         if live.is_cpu:
             from tikv.kernels.attention import cpu
 
-            of_task = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows)
+            group = query.heads // cache.heads
+            of_task = rows_of_task(query.queries, group, None, cache.most_rows, cache.chosen)
             shape = of_task, cache.width, cache.width_v
-            chosen = choose_heads_per_task(query, cache, shares, lens_by_head(arrays) or table_by_head(arrays))
-            self.heads_per_task, self.keys_per_pass, self.prefetch = chosen
+            by_head = lens_by_head(arrays) or table_by_head(arrays) or indices_by_head(arrays)
+            found = choose_heads_per_task(query, cache, shares, by_head)
+            self.heads_per_task, self.keys_per_pass, self.prefetch = found
             codes = cache.k.format is not None or cache.v.format is not None
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task, codes)
             if of_task >= cpu.NUMBER_ROWS or not cache.alike:
@@ -174,8 +177,9 @@ class AttentionLaunches(Plan):
         params = self._params(parts if split else to, part_lse if split else lse)._replace(
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
+            **_numbers_of_chosen(arrays),
         )
-        rows = rows_of_task(self.query.queries, choices.group)
+        rows = rows_of_task(self.query.queries, choices.group, chosen=cache.chosen)
         # What attention leaves has the terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
         plain = plain._replace(rows=rows, values=None)
@@ -192,7 +196,7 @@ class AttentionLaunches(Plan):
             tree = memory.array((1,), dtypes.float32, self.scratch.tree) if choices.tree else None
             if tree is not None:
                 found.append(tree_launch(live, arrays, tree))
-            terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q]
+            terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q, arrays.get("indices", q)]
             numbers = term_numbers(arrays, tree, self.query.queries)
             term_vector = [numbers._replace(newer=self.options.newer, others=self.options.dealt[1])]
         factory, own_choices = self._factory(
@@ -219,20 +223,27 @@ class AttentionLaunches(Plan):
         to, style, cache = arrays["mass"], self.live.kernel_style, self.cache
         factory, own_choices = self._mass_factory(style, choices)
         heads, splits = self.query.batch * cache.heads, self.shares.mass_splits
-        keys = min(splits * MASS_KEYS, cache.capacity)
+        keys, blocks = min(splits * MASS_KEYS, cache.capacity), 1
+        if cache.chosen:
+            keys, blocks = arrays["indices"].shape[-1], self.query.queries
         by_key = factory.__name__ == "make_mass"  # a thread has one, not a part of a head's
-        items = heads * keys if by_key else heads * splits * _threads_of_task(style)
+        items = heads * blocks * (keys if by_key else splits * _threads_of_task(style))
         numbers = params._replace(
-            tasks=items if by_key else heads * splits,
+            tasks=items if by_key else heads * blocks * splits,
             splits=splits,
-            row_blocks=1,
+            row_blocks=blocks,
             heads_per_task=1,
             least_share=0,
             lse_first=_first(lse),
             keys=keys,
         )
         strides = strides._replace(out_first=_first(to), out_sequence=to.strides[0], out_head=to.strides[1])
-        weighed = [*(arrays.get(name, arrays["q"]) for name in ("q", "k", "lens", "table", "k_scale")), lse, to]
+        names = ["q", "k", "lens", "table", "indices", "k_scale"]
+        if factory.__name__ == "make_mass_lanes":
+            names.remove("indices")
+        if cache.chosen:
+            strides = strides._replace(out_token=to.strides[2])
+        weighed = [*(arrays.get(name, arrays["q"]) for name in names), lse, to]
         if style == "cpu":
             assert self.memory is not None
             weighed.append(self.memory.array((1,), dtypes.float32, self.scratch.work))
@@ -261,7 +272,7 @@ class AttentionLaunches(Plan):
             width=cache.width,
             width_v=cache.width_v,
             group=group,
-            rows=rows_of_task(query.queries, group, cache.tile, cache.most_rows),
+            rows=rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen),
             causal=options.causal,
             masked=masked(arrays, query, options),
             softcap=options.softcap is not None,
@@ -275,6 +286,7 @@ class AttentionLaunches(Plan):
             block=options.dealt[0],
             tree=bool(tree_of(arrays)),
             values=None if cache.alike else Kept(cache.v.kept, bits[1], scales[1]),
+            chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
@@ -306,8 +318,9 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.parameters import MAX_TOKENS, AttentionParams
 
         cache, query, options = self.cache, self.query, self.options
-        rows = query.heads // cache.heads * query.queries
-        of_task = rows_of_task(query.queries, query.heads // cache.heads, cache.tile, cache.most_rows)
+        group = query.heads // cache.heads
+        rows = group * query.queries
+        of_task = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen)
         row_blocks = -(-rows // of_task)
         return AttentionParams(
             tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
@@ -381,7 +394,7 @@ class AttentionLaunches(Plan):
         if style == "cuda":
             from tikv.kernels.attention import cuda, mass_cuda
 
-            if choices.bits == cuda.WORD_BITS:
+            if choices.bits == cuda.WORD_BITS and not choices.chosen:
                 # Without V's words there are registers for one block more.
                 shape = cuda.shape_of(self.cache.width, choices.unit, choices.rows, cuda.is_long(choices))
                 shape = shape._replace(resident=4)
@@ -401,7 +414,7 @@ def choose_most_rows(
 ) -> int:
     """Query rows of a task at most: more of a prompt on CPU, fewer on CUDA where the code of more would be too long."""
     style = live.kernel_style
-    if live.is_cpu and query.queries > 1:
+    if live.is_cpu and query.queries > 1 and not cache.chosen:
         from tikv.kernels.attention import cpu
 
         return int(cpu.NUMBER_ROWS)
@@ -420,6 +433,8 @@ def choose_most_rows(
         unit = max(unit, of // (dtype.itemsize * 8) if rows.format is None else UNIT)
         if rows.format is not None or dtype.short in FLOAT8:
             parts.add("decoded")
+    if cache.chosen:
+        parts.add("chosen")
     if masked(arrays, query, options):
         parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
     if tree_of(arrays):
@@ -431,8 +446,9 @@ def choose_most_rows(
 
 
 def masked(arrays: dict[str, ArrayView], query: QueryShape, options: AttentionOptions) -> bool:
-    """Whether queries of a task may see different keys."""
-    return options.causal and (query.queries > 1 or bool(tree_of(arrays)))
+    """Whether queries of a task may see different keys; where tokens are chosen a task is of one query."""
+    several = query.queries > 1 and "indices" not in arrays
+    return options.causal and (several or bool(tree_of(arrays)))
 
 
 def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:
@@ -483,6 +499,20 @@ def _bytes_of_rows(rows: Rows, a: ArrayView, width: int, most: int) -> int:
     jumps = (rows.sequence, rows.block, rows.token, rows.head, rows.inner[1], rows.inner[0] or width)
     common = math.gcd(most, a.ptr or 0, a.offset, *(n * a.dtype.itemsize for n in jumps))
     return common & -common
+
+
+def _numbers_of_chosen(arrays: dict[str, ArrayView]) -> dict[str, int]:
+    """Where the chosen tokens of a query stand, and how many they are, as of `AttentionParams`."""
+    if "indices" not in arrays:
+        return {}
+    a, by_head = arrays["indices"], indices_by_head(arrays)
+    return {
+        "keys": a.shape[-1],
+        "chosen_sequence": a.strides[0],
+        "chosen_head": a.strides[1] if by_head else 0,
+        "chosen_query": a.strides[-2],
+        "chosen_first": _first(a),
+    }
 
 
 def _first(array: ArrayView | None) -> int:

@@ -38,6 +38,7 @@ class CacheLayout(NamedTuple):
     ring: int = 0
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
     most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
+    chosen: bool = False  # whether a query reads some tokens only, so that no other shares its keys
 
     @property
     def alike(self) -> bool:

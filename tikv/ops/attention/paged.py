@@ -55,6 +55,7 @@ def paged_decode_attention(
     mask: Any = None,
     parents: Any = None,
     head_dim_v: int | None = None,
+    indices: Any = None,
 ) -> Any:
     """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
 
@@ -73,7 +74,8 @@ def paged_decode_attention(
         k_scale, v_scale: (N, bs, H), of int8 pools; a number, (H,) or (B, H) each, of pools of 8-bit floats; of no
             other.
         scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents,
-            head_dim_v: as in `decode_attention`; the last not in layout "VLLM".
+            head_dim_v, indices: as in `decode_attention`; head_dim_v not in layout "VLLM". Indices count tokens as
+            ``context_lens`` does.
         impl: as in `decode_attention`; torch has no attention over pages, so "auto" is "taichi".
 
     Returns:
@@ -81,7 +83,8 @@ def paged_decode_attention(
 
     Raises:
         PositionError: a context on the host that is negative, shorter than T or longer than its table; a block of it,
-            on the host, that is not in the pool. Those that only the device knows are bounded, or seen by nobody.
+            on the host, that is not in the pool; an index on the host that is no token of its sequence. Those that
+            only the device knows are bounded, or seen by nobody.
         ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
 
     Exactness, cost: as `decode_attention`.
@@ -97,7 +100,7 @@ def paged_decode_attention(
     operation = "paged_decode_attention"
     request = AttendRequest(
         scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
-        mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2,
+        mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
     pools = PagedCaches(k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v)
     call = paged_call(operation, q, pools, request)

@@ -14,6 +14,7 @@ from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, describe, handed_over, new_like, view
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
+from tikv.ops.attention.chosen import check_chosen, check_indices
 from tikv.ops.attention.hopper import choose_warpgroups
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, choose_most_rows, length_entries
 from tikv.ops.attention.options import (
@@ -35,7 +36,12 @@ from tikv.ops.indices import host_indices, values_known
 from tikv.ops.plan import NO_ENTRIES, Entries, Plan
 from tikv.runtime.cache import BoundedCache
 
-FOLLOWED = {"seq_lens": "lens", "context_lens": "lens", "block_tables": "table"}  # by parameter; may change in a graph
+FOLLOWED = {  # by parameter; may change in a graph
+    "seq_lens": "lens",
+    "context_lens": "lens",
+    "block_tables": "table",
+    "indices": "indices",
+}
 MOST_LAUNCHES = 64  # kept of a plan: for alignments of results, and splits that lengths on the host ask for
 
 
@@ -98,6 +104,9 @@ class AttentionPlan(Plan):
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
         check_terms(operation, arrays, self.query, cache, options, live)
+        if "indices" in arrays:
+            check_indices(operation, arrays, self.query, cache, live)
+            cache = cache._replace(chosen=True)
         self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
@@ -109,7 +118,9 @@ class AttentionPlan(Plan):
         )
         self.shape = (*q.shape[:-1], cache.width_v)
         self.lse_shape = q.shape[:-1]
-        self.mass_shape = (batch, cache.heads, cache.capacity)
+        self.mass_shape: tuple[int, ...] = (batch, cache.heads, cache.capacity)
+        if cache.chosen:
+            self.mass_shape = (batch, cache.heads, self.query.queries, arrays["indices"].shape[-1])
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
@@ -154,7 +165,7 @@ class AttentionPlan(Plan):
         if tokens.first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
             tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
-        lengths = self._lengths_of(arrays, tokens)
+        lengths = self._lengths(arrays, tokens.length, tokens.ahead)
         result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
         arrays["out"] = to = view(result, "out", operation)
         if out is not None and not is_new:
@@ -231,7 +242,7 @@ class AttentionPlan(Plan):
         self, arrays: dict[str, ArrayView], lse: ArrayView, mass: ArrayView, tokens: AttendedTokens = ALL
     ) -> ReadyAttention:
         """`weigh` up to where it computes."""
-        lengths = self._lengths_of(arrays, tokens)
+        lengths = self._lengths(arrays, tokens.length, tokens.ahead)
         if self.empty or 0 in mass.shape:
             return ReadyAttention()
         arrays |= {"lse": lse, "mass": mass}
@@ -254,13 +265,15 @@ class AttentionPlan(Plan):
             )
         return checks.integer(value, "first_valid", self.operation, high=high)
 
-    def _lengths_of(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> Lengths:
-        """How long the sequences of a call are, as far as the host knows."""
-        if self.device_only:
-            return Lengths(self.cache.capacity)
-        return self._lengths(arrays, tokens.length, tokens.ahead)
-
     def _lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int = 0) -> Lengths:
+        """Check the lengths that the host knows, and chosen tokens by them; the most keys that a query may have."""
+        lengths = Lengths(self.cache.capacity) if self.device_only else self._known_lengths(arrays, length, ahead)
+        if not self.cache.chosen:
+            return lengths
+        check_chosen(self.operation, arrays, self.cache, length, self.live)
+        return Lengths(arrays["indices"].shape[-1])
+
+    def _known_lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int) -> Lengths:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
         cache, operation = self.cache, self.operation
         needed = max(0, self.query.queries - ahead) if self.options.causal and not self.options.short else 0

@@ -9,7 +9,7 @@ from tikv.errors import OptionError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
-from tikv.ops.attention.terms import NO_TERMS, Terms
+from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
 from tikv.ops.indices import index_array
 
 MISSING = ("raise", "ignore")
@@ -40,7 +40,8 @@ def mass_queries_of(
     if return_mass is False and mass_queries is None:
         return 0
     return_mass = checks.flag(return_mass, "return_mass", operation)
-    uncounted = [name for name, array in terms._asdict().items() if array is not None and name != "sink_logits"]
+    given = [name for name, array in terms._asdict().items() if array is not None]
+    uncounted = [name for name in given if name in UNCOUNTED]
     if return_mass and keys is not None:
         raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
     if return_mass and uncounted:
@@ -79,6 +80,7 @@ class AttendRequest(NamedTuple):
     lse_base2: Any = False
     newer: int = 0
     short: bool = False
+    indices: Any = None
 
     def checked(self, operation: str) -> AttendRequest:
         """These options, whose choices are names and whose flags are True or False.
@@ -87,8 +89,10 @@ class AttendRequest(NamedTuple):
             OptionError: one is not.
         """
         checks.name(self.layout, "layout", operation, checks.LAYOUTS)
-        if isinstance(self.parents, list | tuple | range):  # views of it do not keep the array: these options do
-            return self._replace(parents=index_array(self.parents)).checked(operation)
+        for name in ("parents", "indices"):
+            if isinstance(given := getattr(self, name), list | tuple | range):
+                # Views of it do not keep the array: these options do.
+                return self._replace(**{name: index_array(given)}).checked(operation)
         if type(self.return_lse) is bool and type(self.return_mass) is bool:
             return self
         flags: dict[str, Any] = {
@@ -98,10 +102,11 @@ class AttendRequest(NamedTuple):
 
     @property
     def terms(self) -> Terms:
-        """What is added to the scores, and which of the new tokens queries see."""
-        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is None:
+        """What is added to the scores, which of the new tokens queries see, and which tokens they read."""
+        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
             return NO_TERMS
-        return Terms(self.sink_logits, self.alibi_slopes, self.mask, index_array(self.parents))
+        indices = index_array(self.indices)
+        return Terms(self.sink_logits, self.alibi_slopes, self.mask, index_array(self.parents), indices)
 
     def options(self, operation: str, mass: Any = False) -> AttentionOptions:
         """What a plan is made for, checked but for the window, which stands where what is behind the sinks will.
@@ -143,6 +148,10 @@ class AttendRequest(NamedTuple):
             PositionError, OptionError: as there; the mass with lengths on the device.
         """
         wanted = mass_queries_of(self.return_mass, self.mass_queries, self.terms, operation, keys)
+        if wanted and self.indices is not None:
+            raise OptionError(
+                f"{operation}: mass_queries={wanted} with indices, whose mass is of each query. Take that of the last."
+            )
         if wanted != 0 and self.seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."

@@ -89,7 +89,7 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
 def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
     """Tasks that one part of the keys has, over all sequences and KV heads, a head each."""
     group = query.heads // cache.heads
-    rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows)
+    rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen)
     return query.batch * cache.heads * -(-query.queries * group // rows)
 
 
@@ -140,7 +140,7 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
-    rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows)
+    rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows, cache.chosen)
     if rows >= cpu.NUMBER_ROWS or not cache.alike:  # each head's keys are made numbers
         return 1, near, side
     if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
@@ -160,11 +160,14 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     return min(most, -(-cache.heads // blocks)), near, side
 
 
-def rows_of_task(queries: int, group: int, tile: Any = None, most: int = MOST_ROWS) -> int:
+def rows_of_task(queries: int, group: int, tile: Any = None, most: int = MOST_ROWS, chosen: bool = False) -> int:
     """Query rows that one task computes, of those that share a KV head; by tensor cores those of a `Tile`.
 
     Those of a prompt are 4 or the most whatever its length: a kernel of its own for each would be compiled for seconds.
+    Where each query has chosen tokens of its own they are rows of one query, and none is left over.
     """
+    if chosen:
+        return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
     rows = queries * group
     if queries > 1:
         return int(tile.rows) if tile is not None else 4 if rows <= 4 else most

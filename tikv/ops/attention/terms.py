@@ -1,4 +1,4 @@
-"""What a caller adds to the scores beside q.k, and which of the new tokens queries see; and the checks of both."""
+"""What a caller adds to the scores beside q.k, which tokens queries see or read; and the checks of these."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from tikv.ops.plan import Launch
 
 
 class Terms(NamedTuple):
-    """The arrays as a caller gave them, parents by `index_array`; None for those that it did not."""
+    """The arrays as a caller gave them, parents and indices by `index_array`; None for those that it did not."""
 
     sink_logits: Any = None
     alibi_slopes: Any = None
     mask: Any = None
     parents: Any = None
+    indices: Any = None
 
     def views(self, operation: str) -> dict[str, ArrayView]:
         """A view of each array that was given, by its name; "mask_bits" is a mask of 8 keys a byte."""
         found: dict[str, ArrayView] = {}
-        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is None:
+        if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
             return found
         for name, array in zip(self._fields, self, strict=True):
             if array is None or name in ("mask", "parents"):
@@ -51,6 +52,7 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 TREES = ("mask", "mask_bits", "parents")  # names of arrays that say which of the new tokens a query sees
 NAMES = ("sink_logits", "alibi_slopes", *TREES)
+UNCOUNTED = NAMES[1:]  # by which the mass of keys is not counted
 
 
 def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
@@ -90,7 +92,7 @@ def check_terms(
     """
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
-    if options.mass and (given := [name for name in NAMES[1:] if name in arrays]):
+    if options.mass and (given := [name for name in UNCOUNTED if name in arrays]):
         raise OptionError(f"{operation}: return_mass counts no {given[0]}. Ask for one of the two.")
     name = tree_of(arrays)
     if not name:

@@ -29,6 +29,8 @@ def why_not_torch(
         return "torch attends over plain caches only: no ring, sinks, int8, softcap, num_splits or mass"
     if options.newer or options.short:
         return "queries see newer tokens, or come before the first"
+    if cache.chosen:
+        return "torch reads all tokens, and indices choose some"
     if lens_by_head(arrays):
         return "KV heads have lengths of their own"
     if given := [name for name in NAMES if name in arrays]:

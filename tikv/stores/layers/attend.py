@@ -131,9 +131,18 @@ def results_of(out: Any, lse: Any, mass: Any) -> Any:
 
 
 def weigh(
-    operation: str, memory: LayerMemory, layer: Layer, q: ArrayView, lse: ArrayView, scores: AttentionScale, like: Any
+    operation: str,
+    memory: LayerMemory,
+    layer: Layer,
+    q: ArrayView,
+    lse: ArrayView,
+    scores: AttentionScale,
+    like: Any,
+    indices: ArrayView | None = None,
 ) -> Any:
     """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
+
+    Of chosen tokens (batch, heads, T, K), in the order of `indices`.
 
     Args:
         operation: for messages.
@@ -143,11 +152,14 @@ def weigh(
         lse: the log-sum-exps of their scores.
         scores: the scale and the soft cap.
         like: the mass is a new array of its kind.
+        indices: the tokens that each query read, None for all.
     """
     length, arrays = layer.length, layer_arrays(layer, q)
     if layer.head_lengths is not None:
         arrays["lens"], length = layer.head_lengths.array, 0
-    shape = (memory.batch_size, memory.num_kv_heads, layer.most_held)
+    shape: tuple[int, ...] = (memory.batch_size, memory.num_kv_heads, layer.most_held)
+    if indices is not None:
+        arrays["indices"], shape = indices, (*shape[:2], *indices.shape[-2:])
     mass = new_like(like, shape, dtypes.float32, memory.runtime, zeroed=True)
     plan = layer_plan(memory.runtime, operation, arrays, layer, scores)
     plan.weigh(arrays, lse, view(mass, "mass", operation), AttendedTokens(length, layer.valid_from))

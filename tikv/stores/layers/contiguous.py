@@ -157,7 +157,8 @@ class ContiguousLayers(LayerStorage):
         if wanted == 0:
             return results_of(result, lse, None)
         to_lse = queries.as_read(view(lse, "lse", operation))
-        mass = weigh(operation, memory, found, *last_queries(queries.heads_first, to_lse, wanted), scores, q)
+        asking = last_queries(queries.heads_first, to_lse, wanted)
+        mass = weigh(operation, memory, found, *asking, scores, q, arrays.get("indices"))
         return results_of(result, lse if request.return_lse else None, mass)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:

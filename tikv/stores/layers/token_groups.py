@@ -39,7 +39,7 @@ from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
 from tikv.stores.row_format import RowFormat, RowFormats
 
 OPERATION = "KVCacheStore"
-REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "mask", "parents")
+REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):

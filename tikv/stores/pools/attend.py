@@ -41,7 +41,10 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), to)
     if wanted == 0:
         return results_of(result, lse, None)
-    mass = new_like(q, (len(ids), form.num_kv_heads, int(np.max(held, initial=0))), dtypes.float32, live, zeroed=True)
+    shape: tuple[int, ...] = (len(ids), form.num_kv_heads, int(np.max(held, initial=0)))
+    if request.indices is not None:
+        shape = attending.plan.mass_shape
+    mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
     to_lse = queries.as_read(view(lse, "lse", operation))
     asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
     paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))

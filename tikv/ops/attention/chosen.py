@@ -1,0 +1,101 @@
+"""Which tokens each query reads, where a caller chose some: the array `indices` and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import ArrayView, describe
+from tikv.errors import CapacityError, PositionError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.options import CacheLayout, QueryShape
+from tikv.ops.indices import host_indices
+
+MOST_RING_LENGTH = 2**30  # of a ring, given as one number, which is made smaller from there on
+
+
+def indices_by_head(arrays: Mapping[str, ArrayView]) -> bool:
+    """Whether KV heads read tokens of their own."""
+    return "indices" in arrays and arrays["indices"].ndim == 4
+
+
+def check_indices(
+    operation: str, arrays: Mapping[str, ArrayView], query: QueryShape, cache: CacheLayout, live: runtime.Runtime
+) -> None:
+    """The form of the indices fits the queries and the cache.
+
+    Raises:
+        ShapeError, DTypeError, ArchError: it does not.
+    """
+    a = arrays["indices"]
+    checks.on_device([("indices", a)], live, operation)
+    checks.indices(a, "indices", operation)
+    checks.rank(a, (3, 4), "indices", "(B, T, K), or (B, H, T, K) by KV head", operation)
+    lead = (query.batch, cache.heads) if a.ndim == 4 else (query.batch,)
+    needed = (*lead, query.queries)
+    if a.shape[:-1] != needed:
+        axes = "(B, H, T, K)" if a.ndim == 4 else "(B, T, K)"
+        shown = ", ".join(map(str, needed))
+        raise ShapeError(f"{operation}: indices is {describe(a)} where {axes} = ({shown}, K) is needed.")
+    checks.addressable(a, a.dtype.itemsize, live, "indices", operation)
+
+
+def check_chosen(
+    operation: str, arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
+) -> None:
+    """Each index that the host knows is -1 or a token of its sequence; in debug mode none is there twice for a query.
+
+    Args:
+        operation: for messages.
+        arrays: indices, and lens where there are any.
+        cache: what is attended over.
+        length: of all sequences, where there is no array of lengths.
+        live: the runtime.
+
+    Raises:
+        PositionError: one is not, or is there twice.
+        CapacityError: a ring that has come further than its indices can be counted.
+    """
+    if "lens" not in arrays and cache.place == "ring" and length >= MOST_RING_LENGTH:
+        raise CapacityError(
+            f"{operation}: indices count from the first token, and the length is {length}, beyond {MOST_RING_LENGTH}. "
+            f"Give lengths as an array."
+        )
+    known = host_indices(arrays["indices"], live)
+    if known is None or known.size == 0:
+        return
+    ends = _ends(arrays, cache, length, live)
+    if int(known.min()) < -1 or int(known.max()) >= int(ends.min()):
+        ends = ends.reshape(*ends.shape, *[1] * (known.ndim - ends.ndim))
+        wrong = (known < -1) | (known >= ends)
+        if wrong.any():
+            at = tuple(int(n) for n in np.argwhere(wrong)[0])
+            end = int(np.broadcast_to(ends, known.shape)[at])
+            raise PositionError(
+                f"{operation}: indices[{', '.join(map(str, at))}]={int(known[at])} is no token of its sequence, which "
+                f"has {end}. Use 0 to {end - 1}, or -1 for none."
+            )
+    if live.debug:
+        ordered = np.sort(known, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if twice.any():
+            at = tuple(int(n) for n in np.argwhere(twice)[0])
+            raise PositionError(
+                f"{operation}: indices[{', '.join(map(str, at[:-1]))}] name token {int(ordered[at])} more than once, "
+                f"which then counts as often. Name each once."
+            )
+
+
+def _ends(
+    arrays: Mapping[str, ArrayView], cache: CacheLayout, length: int, live: runtime.Runtime
+) -> np.ndarray[Any, Any]:
+    """Tokens of all sequences, of each, or of each KV head that has indices of its own: the most that there can be."""
+    if "lens" not in arrays:
+        return np.array(length)
+    lens = host_indices(arrays["lens"], live)
+    if lens is None:
+        return np.array(2**62 if cache.place == "ring" else cache.capacity)
+    return lens.max(axis=1) if lens.ndim == 2 and not indices_by_head(arrays) else lens
