@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,19 +62,43 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     archs = tuple(asked or runtime.ARCHS)
     if arguments.report:
         return write_report(archs, arguments.report)
-    checks = doctor.doctor(archs)
+    with progress("tikv doctor", len(archs)) as step:
+        checks = doctor.doctor(archs, step)
     if arguments.json:
         print(doctor.as_json(checks))
     else:
-        default = runtime.candidate_archs()[0]
-        rows = [(c.arch + (" *" if c.arch == default else ""), c.status, c.detail, c.remedy) for c in checks]
-        table.show(
-            "tikv doctor (* is what auto takes)",
-            ("arch", "status", "detail", "remedy"),
-            rows,
-            {"PASS": "green", "FAIL": "red", "absent": "yellow"},
-        )
+        show_checks(checks)
     return doctor.exit_status(checks) if not asked else int(any(c.status != "PASS" for c in checks))
+
+
+def show_checks(checks: Sequence[doctor.Check]) -> None:
+    """A row for each back end, and below the table a paragraph for each; no line is wider than 80 characters."""
+    default = runtime.candidate_archs()[0]
+    rows = [
+        (c.arch + (" *" if c.arch == default else ""), c.status, span(c.first_calls), span(c.later_calls))
+        for c in checks
+    ]
+    table.show(
+        "tikv doctor (* is what auto takes)",
+        ("arch", "status", "first calls", "in a later process"),
+        rows,
+        {"PASS": "green", "FAIL": "red", "absent": "yellow"},
+    )
+    told = [f"{c.arch}: {c.detail}.{' ' * bool(c.remedy)}{c.remedy}" for c in checks]
+    if any(c.first_calls for c in checks):
+        told.insert(
+            0,
+            "The first call of each kind compiles a kernel and keeps it on disk, where a later process finds it. Calls "
+            "after the first take none of this time.",
+        )
+    for text in told:
+        width = min(80, table.line_width() or 80)
+        print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def span(times: tuple[float, float] | None) -> str:
+    """The shortest and the longest of some calls."""
+    return "" if times is None else f"{times[0]:.1f} to {times[1]:.1f} s"
 
 
 def write_report(archs: tuple[str, ...], path: str) -> int:
@@ -119,13 +144,21 @@ def show_variants(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, if that is a terminal and rich is there; call it with what it shall say and how much is done."""
+    """A bar on a terminal's stderr, or a line where rich is missing; call it with what it says and how much is done."""
     if sys.stderr.isatty():
         try:
             from rich.console import Console
             from rich.progress import Progress
         except ImportError:
-            pass
+
+            def line(now: str, done: int) -> None:
+                print(f"\r\x1b[K{title}: {now} ({done} of {total})", end="", file=sys.stderr, flush=True)
+
+            try:
+                yield line
+            finally:
+                print(end="\r\x1b[K", file=sys.stderr, flush=True)
+            return
         else:
             with Progress(console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task(title, total=total)
@@ -385,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         aliases=["env-report", "diagnose"],
         help="run real operations on each back end and compare bits",
         description="Try each back end in a process of its own: run operations there, compare their bits with the "
-        "NumPy reference, and say what is missing where one does not work.",
+        "NumPy reference, and say how long first calls take, or what is missing where one does not work.",
     )
     add_archs(check, "pass")
     check.add_argument("--json", action="store_true", help="as JSON")
