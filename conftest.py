@@ -311,6 +311,11 @@ class _Outcomes:
                 file.writelines(f"{test}\n" for test in sorted(self.done))
 
     def pytest_terminal_summary(self, terminalreporter, config):
+        self._back_ends(terminalreporter, config)
+        if line := _left_out(terminalreporter.stats.get("skipped", [])):
+            terminalreporter.line(line)
+
+    def _back_ends(self, terminalreporter, config):
         counts = {arch: Counter(tests.values()) for arch, tests in self.seen.items()}
         absent, done = config.stash[_absent], config.stash[_done]
         if not counts and not done:
@@ -326,3 +331,13 @@ class _Outcomes:
             terminalreporter.line(f"{arch}: {told or 'nothing'}")
         if done:
             terminalreporter.line(f"{len(done)} more had passed in an earlier run (--done)")
+
+
+def _left_out(skipped) -> str:
+    """What was left out, in a line: how many tests, and the reasons that most of them have."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if not reasons:
+        return ""
+    most = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+    others = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+    return f"left out: {sum(reasons.values())} ({most}{others}); -rs lists them"
