@@ -15,7 +15,7 @@ import pytest
 import tikv
 from tikv import dtypes, runtime
 from tikv.arrays import Memory, new_like, read_host, to_device, write_host
-from tikv.arrays.memory import room_for
+from tikv.arrays.memory import RoomFor
 from tikv.dtypes import DType
 from tikv.runtime import engine
 from tikv.runtime.dropped import KEPT_BYTES, Array, Dropped
@@ -273,7 +273,7 @@ def test_what_was_dropped_makes_room(arch, monkeypatch):
 
 def test_another_error_is_not_taken_for_that():
     for error in (RuntimeError("device lost"), ValueError("wrong")):
-        with pytest.raises(type(error), match=str(error)) as caught, room_for(8, "cpu"):
+        with pytest.raises(type(error), match=str(error)) as caught, RoomFor(8, "cpu"):
             raise error
         assert not isinstance(caught.value, tikv.TikvError)
 
