@@ -238,7 +238,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
         except (KeyError, ValueError, IndexError, TypeError, OverflowError, MemoryError) as error:
             raise CacheFileError(
                 f"{operation}: {shown!r} is damaged: layer {i} has no {files.words(error)}. Save it again."
-            ) from error
+            ) from None
     return found
 
 

@@ -266,8 +266,8 @@ class DealtLayers(LayerStorage):
         self._require_countable(operation, slopes, counts.length)
         if 0 < counts.length < queries:
             raise PositionError(
-                f"{operation}: the length is {counts.length} for {queries} queries, whose tokens count. Use at least "
-                f"{queries}, or 0."
+                f"{operation}: the {queries} queries are those of the newest tokens, and there are {counts.length}. "
+                f"Append the tokens first, or use extend()."
             )
         if missing == "raise" and queries > 1:
             refuse_missing(operation, counts, queries, False)

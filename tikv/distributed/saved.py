@@ -114,7 +114,7 @@ def read_index(path: Path, operation: str) -> tuple[list[str], str]:
         raise CacheFileError(
             f"{operation}: {str(path)!r} is no index of a shared cache ({files.words(error)}). Give the .json that "
             f"ShardedKVCacheStore.save wrote."
-        ) from error
+        ) from None
 
 
 class Saved:

@@ -97,7 +97,7 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         raise OptionError(
             f"{OPERATION}: {name} does not say what its layers are: {error}. Use the configuration of the model's "
             f"decoder, or no cache."
-        ) from error
+        ) from None
     for i, layer in enumerate(kinds):
         if layer.kind not in ("full", "sliding", "state", "none"):
             what = _OTHER_LAYERS.get(layer.kind, "holds something else than keys and values")

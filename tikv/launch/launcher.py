@@ -72,7 +72,7 @@ def launcher_of(live: runtime.Runtime) -> tuple[str, str]:
     if unavailable is None:
         return "native", "asked for" if wanted else "cuda-bindings is installed and the driver answers"
     if wanted:
-        raise ArchError(f"launch: the native launcher was asked for and is not there: {unavailable}") from unavailable
+        raise ArchError(f"launch: the native launcher was asked for and is not there: {unavailable}") from None
     return "direct", str(unavailable)
 
 

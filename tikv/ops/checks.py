@@ -29,8 +29,8 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
             raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.")
         try:
             value = operator.index(value)
-        except TypeError as error:
-            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from error
+        except TypeError:
+            raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from None
     if not low <= value <= high:
         raise PositionError(f"{operation}: {name}={value} is outside {low}..{high}.")
     return int(value)

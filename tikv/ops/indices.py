@@ -19,7 +19,7 @@ def index_array(values: Any) -> Any:
         try:
             found = np.asarray(values)
         except ValueError as error:
-            raise ShapeError(f"an index argument is a list that is no array: {error}. Pass equal rows.") from error
+            raise ShapeError(f"an index argument is a list that is no array: {error}. Pass equal rows.") from None
         return found.astype(np.int64) if found.size == 0 else found
     return values
 
@@ -54,8 +54,8 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
             return list(values)
         try:
             values = np.asarray(values)
-        except ValueError as error:  # lists of different lengths
-            raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from error
+        except ValueError:  # lists of different lengths
+            raise ShapeError(f"{operation}: {name} must be a list of integers, not {values!r}.") from None
     if type(values) is np.ndarray and values.ndim == 1 and values.dtype.kind in "iu":
         return values.tolist()  # type: ignore[no-any-return]
     if isinstance(values, int):

@@ -67,7 +67,7 @@ def _mask(keep: Any) -> Host | None:
         try:
             keep = np.asarray(keep)
         except ValueError as error:
-            raise ShapeError(f"keep is a list that is no array: {error}. Pass equal rows, or a mask.") from error
+            raise ShapeError(f"keep is a list that is no array: {error}. Pass equal rows, or a mask.") from None
     if not str(getattr(keep, "dtype", "")).endswith("bool"):
         return None
     if hasattr(keep, "detach"):

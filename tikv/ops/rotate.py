@@ -61,7 +61,7 @@ class Rope:
         try:
             found = np.array(given, np.float64)
         except (TypeError, ValueError) as error:
-            raise OptionError(f"Rope: inv_freq is no list of numbers: {error}. Pass (D_r / 2,) of them.") from error
+            raise OptionError(f"Rope: inv_freq is no list of numbers: {error}. Pass (D_r / 2,) of them.") from None
         if found.ndim != 1 or found.size == 0:
             raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, a number for a pair.")
         if not np.isfinite(found).all():

@@ -133,12 +133,12 @@ class Staging:
             size += stretch.room
         try:
             memory = Memory(size, live)
-        except CapacityError as error:
+        except CapacityError:
             raise CapacityError(
                 f"memory: arrays of the host take {size} bytes there from their first element to their last, and "
                 f"{live.device} has no room for as many in one piece. Pass copies that are contiguous, or a part at a "
                 f"time."
-            ) from error
+            ) from None
         if not self._filled:
             return memory, places
         whole = memory.array((size,), dtypes.int8)

@@ -368,7 +368,7 @@ def _write(
         listed = {"form": FORM, "sizes": sizes._asdict(), "kernels": found, "launches": [call for call, _ in recorded]}
         (folder / INDEX).write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CacheFileError(f"export: cannot write to {str(folder)!r}: {error}.") from error
+        raise CacheFileError(f"export: cannot write to {str(folder)!r}: {error}.") from None
     return listed
 
 

@@ -90,8 +90,8 @@ def real(value: Any, name: str, operation: str) -> float | None:
         if isinstance(value, str | bytes | bool):
             raise TypeError("float() reads it")
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from error
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from None
 
 
 MOST_SPLITS = 1024
@@ -194,7 +194,8 @@ def check_length(length: int, queries: int, limit: int, cache: CacheLayout, what
         raise error(f"{operation}: {what} is {length}, and {holds}. Use lengths of at most {limit}, or ring=True.")
     if length < 0 or 0 < length < queries:
         raise PositionError(
-            f"{operation}: {what} is {length} for {queries} queries, whose tokens count. Use at least {queries}, or 0."
+            f"{operation}: {what} is {length}, and the {queries} queries are those of the newest tokens. Use at least "
+            f"{queries}, or 0 for a sequence without tokens."
         )
 
 

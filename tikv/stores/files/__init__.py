@@ -101,7 +101,7 @@ def read(
             raise CacheFileError(
                 f"{operation}: {shown} is damaged: its description cannot be read ({words(repr(error))}). Save it "
                 f"again."
-            ) from error
+            ) from None
         if not facts_as_saved:
             raise CacheFileError(
                 f"{operation}: {shown} is damaged: its description is not the one saved. Save it again."
@@ -143,7 +143,7 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
     except CapacityError as error:
         raise CacheFileCapacityError(
             f"{operation}: {str(path)!r} describes a store that is too large here: {words(str(error))}"
-        ) from error
+        ) from None
     except (CacheFileError, DTypeError):
         raise
     except (MemoryError, RuntimeError) as error:
@@ -153,11 +153,11 @@ def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None
         raise CacheFileCapacityError(
             f"{operation}: there is no memory for the store that {str(path)!r} describes ({words(str(error))}). Free "
             f"some, or save a smaller store."
-        ) from error
+        ) from None
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise CacheFileError(
             f"{operation}: {str(path)!r} does not describe a store: {words(str(error) or repr(error))}. Save it again."
-        ) from error
+        ) from None
 
 
 def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) -> None:

@@ -51,7 +51,7 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
     except (OSError, ValueError) as error:  # a name that is too long, a circle of links, a zero byte
         if isinstance(error, CacheFileError):
             raise
-        raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}. Give another name.") from error
+        raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}. Give another name.") from None
     if mode is not None and not stat.S_ISREG(mode):
         raise CacheFileError(f"{operation}: {str(target)!r} is no file, and is not replaced. Give another name.")
     return target
@@ -74,7 +74,7 @@ def replace(path: str | os.PathLike[str], data: bytes, operation: str, suffix: s
         raise CacheFileError(
             f"{operation}: cannot write {str(target)!r}: {error}. Make room, or name another file; an old one is as "
             f"it was."
-        ) from error
+        ) from None
 
 
 def _write(target: Path, data: bytes) -> None:

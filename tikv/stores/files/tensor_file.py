@@ -124,7 +124,7 @@ def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]
         reason = str(error) or "there is too little memory"
         raise CacheFileError(
             f"{operation}: cannot read {str(path)!r} as safetensors: {reason}. Save the cache again."
-        ) from error
+        ) from None
 
 
 def parsed(text: str) -> Any:

@@ -72,13 +72,14 @@ class Queries(NamedTuple):
 
     def remedy(self, tokens: int, num_kv_heads: int) -> str:
         """What to say where a sequence has fewer tokens than queries: whether the other order of axes would fit."""
-        if len(self.axes) < 3:
+        if "T" not in self.axes:
             return ""
-        _, first, second, _ = self.given.shape
+        *_, first, second, _ = self.given.shape
         others, heads = (second, first) if self.layout == "token_major" else (first, second)
         if others > tokens or heads % num_kv_heads:
             return ""
-        return f" As {named(AXES[OTHER[self.layout]])} q would fit: with layout={OTHER[self.layout]!r}."
+        axes = AXES[OTHER[self.layout]][-len(self.axes) :]
+        return f" As {named(axes)} q would fit: with layout={OTHER[self.layout]!r}."
 
     def refuse_more_than(self, operation: str, tokens: int, num_kv_heads: int) -> None:
         """A layer of some tokens has as many as there are queries.
@@ -88,8 +89,8 @@ class Queries(NamedTuple):
         """
         if 0 < tokens < self.tokens:
             raise PositionError(
-                f"{operation}: the length is {tokens} for {self.tokens} queries, whose tokens count (q: "
-                f"{describe(self.given)}, {named(self.axes)}). Use at least {self.tokens}, or 0."
+                f"{operation}: the {self.tokens} queries are those of the newest tokens, and there are {tokens} (q: "
+                f"{describe(self.given)}, {named(self.axes)}). Append the tokens first, or use extend()."
                 f"{self.remedy(tokens, num_kv_heads)}"
             )
 
