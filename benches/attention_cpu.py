@@ -7,14 +7,14 @@ One thread each, timed by the time that this thread computed, so that other work
 """
 
 import argparse
-import os
 import time
 
+import environment
 import torch
 
 import tikv
 
-KEYS, WIDTH = 4096, 128
+WIDTH = 128
 
 
 def best_times(calls, repeats, rounds):
@@ -29,7 +29,7 @@ def best_times(calls, repeats, rounds):
     return found
 
 
-def host():
+def host(rounds):
     """Calls of one token whose arithmetic takes no time."""
     heads, width = 1, 16
     q, out = torch.randn(1, heads, width), torch.empty(1, heads, width)
@@ -46,25 +46,27 @@ def host():
         "store.attend": lambda: store.attend(0, q),
         "torch SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v),
     }
-    for name, seconds in best_times(calls, 300, 20).items():
-        print(f"{name:36s} {seconds * 1e6:6.1f} us")
+    print("| call | us |\n| --- | ---: |")
+    for name, seconds in best_times(calls, 300, 4 * rounds).items():
+        print(f"| {name} | {seconds * 1e6:.1f} |")
 
 
-def prompts(tokens, rounds):
-    """The newest of 4,096 tokens attend, each by its own causal mask; 2 KV heads."""
-    print("tokens  heads  dtype     torch ms    auto     own   (times torch's speed)")
+def prompts(tokens, keys, rounds):
+    """The newest of `keys` tokens attend, each by its own causal mask; 2 KV heads."""
+    print("| new tokens | query heads a KV head | dtype | torch ms | auto, times torch's speed | own kernel |")
+    print("| ---: | ---: | --- | ---: | ---: | ---: |")
     for count in tokens:
         for group in (1, 4):
             for dtype in (torch.float32, torch.float16):
                 q = torch.randn(1, 2 * group, count, WIDTH).to(dtype)
-                k, v = torch.randn(2, 1, 2, KEYS, WIDTH).to(dtype)
-                mask = torch.ones(count, KEYS, dtype=torch.bool).tril(KEYS - count)
+                k, v = torch.randn(2, 1, 2, keys, WIDTH).to(dtype)
+                mask = torch.ones(count, keys, dtype=torch.bool).tril(keys - count)
                 calls = {
                     "torch": lambda q=q, k=k, v=v, mask=mask: torch.nn.functional.scaled_dot_product_attention(
                         q, k, v, attn_mask=mask, enable_gqa=True
                     ),
-                    "auto": lambda q=q, k=k, v=v: tikv.decode_attention(q, k, v, KEYS),
-                    "own": lambda q=q, k=k, v=v: tikv.decode_attention(q, k, v, KEYS, impl="taichi"),
+                    "auto": lambda q=q, k=k, v=v: tikv.decode_attention(q, k, v, keys),
+                    "own": lambda q=q, k=k, v=v: tikv.decode_attention(q, k, v, keys, impl="taichi"),
                 }
                 wanted = calls["torch"]().float()
                 for name in ("auto", "own"):
@@ -72,8 +74,8 @@ def prompts(tokens, rounds):
                     assert error < 5e-3, f"{name} differs from torch by {error}"
                 found = best_times(calls, 1, rounds)
                 ratios = [found["torch"] / found[name] for name in ("auto", "own")]
-                row = f"{count:6d} {group:6d}  {str(dtype).removeprefix('torch.'):8s} {found['torch'] * 1e3:9.1f}"
-                print(row + f" {ratios[0]:7.2f} {ratios[1]:7.2f}", flush=True)
+                row = f"| {count} | {group} | {str(dtype).removeprefix('torch.')} | {found['torch'] * 1e3:.1f} |"
+                print(f"{row} {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
 
 
 def main():
@@ -81,15 +83,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["host", "prompts"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--keys", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
     tikv.init("cpu", cpu_max_num_threads=1)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{environment.line(environment.environment(['cpu']))}\n")
     if given.what == "host":
-        host()
+        host(given.rounds)
     else:
-        prompts(given.tokens, given.rounds)
+        prompts(given.tokens, given.keys, given.rounds)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import argparse
 import functools
 import statistics
 
+import environment
 import torch
 import triton
 import triton.language as tl
@@ -351,6 +352,7 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
     given = parser.parse_args()
     tikv.init("cuda")
+    print(f"{environment.line(environment.environment(['cuda']))}, triton {triton.__version__}\n")
     torch.manual_seed(0)
     flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     if given.what == "decode":

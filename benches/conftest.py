@@ -2,17 +2,17 @@
 
     pytest benches --benchmark-json=bench.json        times, each result checked first
     pytest benches --benchmark-disable                the same code on small shapes, without timing
+    pytest benches --small                            with timing, once each: figures that mean nothing
 
 `pct_of_copy` is a rate as a percentage of what a plain copy of the same bytes reaches on this machine, measured right
 before and right after: all cores' memcpy on the CPU, the driver's device copy on CUDA. Times are medians.
 """
 
 import os
-import platform
 import statistics
-import subprocess
 import time
 
+import environment
 import numpy as np
 import oracle
 import pytest
@@ -79,6 +79,10 @@ def _is_smoke(config) -> bool:
     return bool(config.getoption("benchmark_disable")) or hasattr(config, "workerinput")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--small", action="store_true", help="time small shapes, once each: to see that it works")
+
+
 def pytest_itemcollected(item):
     """Without timing, a row whose parameters all have values of rows before it waits for --full, as tests do."""
     if _is_smoke(item.config):
@@ -87,8 +91,8 @@ def pytest_itemcollected(item):
 
 @pytest.fixture
 def smoke(request) -> bool:
-    """Whether this is a run without timing, on small shapes; several processes side by side can time nothing."""
-    return _is_smoke(request.config)
+    """Whether this is a run on small shapes: without timing, with --small, and in several processes side by side."""
+    return _is_smoke(request.config) or request.config.getoption("--small")
 
 
 @pytest.fixture
@@ -121,9 +125,11 @@ def timed(benchmark, arch, roof, smoke, request):
                 call()
             synchronize(arch)
 
-        if smoke:
+        if _is_smoke(request.config):
             benchmark(batch)
             return
+        if smoke:
+            calls = rounds = 1
         copy, empty = roof.copy(bytes_moved), roof.launch()
         for warm in (copy, empty, call):
             seconds(warm, arch, calls, 1)
@@ -169,18 +175,15 @@ def by_turns(arch):
     return run
 
 
-def _commit() -> str:
-    child = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return child.stdout.strip() or "unknown"
+def _archs(config) -> list[str]:
+    return [arch for arch in config.getoption("--arch").split(",") if arch != "all"]
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    names = ("taichi", "numpy", "ml_dtypes", "torch")
-    machine_info["tikv"] = {
-        "devices": {arch: runtime.device_name(arch) for arch in config.getoption("--arch").split(",") if arch != "all"},
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {name: runtime.version_of(name) for name in names},
-        "commit": _commit(),
-    }
+    machine_info["tikv"] = environment.environment(_archs(config))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Below pytest-benchmark's table: on what it was measured."""
+    if not _is_smoke(config):
+        terminalreporter.line(f"measured on {environment.line(environment.environment(_archs(config)))}")

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 
+import environment
+
 ROUNDS = 61
 SECONDS = 0.01  # of a round of one case, about
 
@@ -142,6 +144,7 @@ def main(words):
     for child in children.values():
         child.stdin.close()
         child.wait()
+    print(f"{environment.line(environment.environment(['cpu']))}\n")
     print("| case | taichi, fastest / lower quartile | quadrants | its time to taichi's |\n| --- | --- | --- | --- |")
     for name in names:
         both = [[which(seconds[engine, name]) * 1e6 for engine in children] for which in (min, lower_quartile)]

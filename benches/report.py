@@ -15,6 +15,7 @@ import pathlib
 import sys
 from collections import defaultdict
 
+import environment
 import recorded
 from picture import COLOURS, INK, number, plain, save
 
@@ -32,13 +33,7 @@ def load(paths):
             if "us" in bench["extra_info"]
         ]
         archs = sorted({row["arch"] for row in rows})
-        devices = ", ".join(about["devices"].get(arch, arch) for arch in archs)
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-        line = (
-            f"{devices}, {about['cores']} cores, {about['system']}, Python {about['python']}, {versions}; "
-            f"{data['datetime'][:10]}, commit {about['commit']}"
-        )
-        yield line, rows
+        yield environment.line(about, archs), rows
 
 
 def by_case(rows):

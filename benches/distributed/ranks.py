@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 
+import environment
 import torch
 import torch.distributed as dist
 from capture import captured
@@ -46,8 +47,8 @@ def main():
         time_attention(batch, tokens, device, cuda)
     time_transfer(256 if small else 32768, 2 if small else 32, device, rank)
     if rank == 0:
-        name = torch.cuda.get_device_name(0) if cuda else "CPU"
-        print(f"\n{world} x {name}, {dist.get_backend()}, torch {torch.__version__}\n")
+        about = environment.environment(["cuda" if cuda else "cpu"])
+        print(f"\n{world} x {environment.line(about)}, {dist.get_backend()}\n")
         for left, right in rows:
             print(f"| {left} | {right} |")
     dist.barrier()

@@ -1,0 +1,42 @@
+"""On what a bench ran: every table of these benches stands below a line that says it."""
+
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+
+from tikv import runtime
+
+PACKAGES = ("taichi", "quadrants", "numpy", "ml_dtypes", "torch", "transformers")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def environment(archs) -> dict:
+    """Devices, cores, what else the machine did, versions, commit and date; of back ends that are here."""
+    return {
+        "devices": {arch: runtime.device_name(arch) for arch in archs},
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: runtime.version_of(name) for name in PACKAGES},
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def line(about: dict, archs=None) -> str:
+    """The same as a line; `archs`: only the devices of these."""
+    devices = [device for arch, device in about["devices"].items() if archs is None or arch in archs]
+    versions = [f"{name} {version}" for name, version in about["versions"].items() if version]
+    busy = [] if about["load"] is None else [f"load {about['load']} before"]
+    parts = [*devices, f"{about['cores']} cores", *busy, about["system"], f"Python {about['python']}", *versions]
+    return f"{', '.join(parts)}; {about['date']}, commit {about['commit']}"
+
+
+def commit() -> str:
+    """The commit of the sources, and whether they were changed since."""
+    command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return child.stdout.strip() or "unknown"
