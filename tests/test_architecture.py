@@ -327,6 +327,20 @@ def test_many_parameters_are_found():
     assert with_many_parameters(copy, "tikv.ops.copy") == []
 
 
+def test_a_class_has_its_name_alone():
+    """But in kernels, where two ways to do one thing have the same parts, and in the oracle."""
+    apart = ("tikv.kernels", "tikv.reference")
+    found = [
+        (node.name, module)
+        for module in inside()
+        if not module.startswith(apart)
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = [name for name, _ in found]
+    assert [(name, module) for name, module in found if names.count(name) > 1] == []
+
+
 STORES = {"KVCacheStore": "tikv.stores.store", "PagedKVCacheStore": "tikv.stores.pool"}
 
 

@@ -16,19 +16,19 @@ from tikv.runtime.cache import BoundedCache
 class _LastCall:
     """What an operation was last given; for torch tensors also a test whether others have the same forms."""
 
-    __slots__ = ("count", "fits", "guards", "views", "whole")
+    __slots__ = ("count", "fits", "guards", "unnested", "views")
 
     def __init__(self, views: Views, fits: Callable[..., bool] | None, guards: int) -> None:
         self.views = views
         self.count = len(views)
         self.fits = fits
-        self.whole = _whole_at.get(views.key) or _whole_at.keep(views.key, BoundedCache())
+        self.unnested = _unnested_at.get(views.key) or _unnested_at.keep(views.key, BoundedCache())
         self.guards = guards  # made for these forms; inference mode and autocast ask for one of their own
 
 
 # By `Views.key`, the addresses at which torch tensors of these forms were seen to have all of their memory. To ask the
 # storage takes a microsecond for a new tensor, and tensors come and go at a few addresses.
-_whole_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache()
+_unnested_at: BoundedCache[int, BoundedCache[tuple[int, ...], bool]] = BoundedCache()
 
 MAX_GUARDS = 8
 _last_calls: dict[str, _LastCall] = {}  # one of each operation
@@ -50,11 +50,11 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
             if pointers == found.pointers:
                 if fits(*arrays):
                     return found
-            elif (pointers in last.whole or not _any_nested(arrays)) and fits(*arrays):
-                if pointers not in last.whole:
+            elif (pointers in last.unnested or not _any_nested(arrays)) and fits(*arrays):
+                if pointers not in last.unnested:
                     for array, pointer, seen, name in zip(arrays, pointers, found, names, strict=False):
                         check_torch_memory(array, pointer, seen, name, operation)
-                    last.whole[pointers] = True
+                    last.unnested[pointers] = True
                 elsewhere = found.at_addresses(pointers)
                 if elsewhere is not None:
                     last.views = elsewhere
@@ -107,7 +107,7 @@ def last_call_test(
     have all of their memory: those elsewhere go through `view_all`. None where those arrays have no such test.
     """
     last = _last_calls.get(operation)
-    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key, last.whole)
+    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key, last.unnested)
 
 
 _torch_address: Callable[[Any], int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv.compat.indices import flag
-from tikv.compat.kvcache import Arguments, Call
+from tikv.compat.kvcache import Arguments, CacheCall
 
 OPERATION = "flash_attn_with_kvcache"
 
@@ -67,7 +67,7 @@ def flash_attn_with_kvcache(
         pages of a whole row each, without a copy of the cache. Padding makes a table of all tokens of a row.
     """
     flag(return_softmax_lse, "return_softmax_lse", OPERATION)
-    call = Call(
+    call = CacheCall(
         Arguments(
             OPERATION,
             q,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tikv.compat.indices import flag, refuse_option
-from tikv.compat.kvcache import Arguments, Call
+from tikv.compat.kvcache import Arguments, CacheCall
 
 OPERATION = "flash_attn_interface.flash_attn_with_kvcache"
 
@@ -103,7 +103,7 @@ def flash_attn_with_kvcache(
         refuse_option(OPERATION, pack_gqa=(pack_gqa, "None or True"))
     if type(sm_margin) is not int or sm_margin:
         refuse_option(OPERATION, sm_margin=(sm_margin, "0"))
-    call = Call(
+    call = CacheCall(
         Arguments(
             OPERATION,
             q,

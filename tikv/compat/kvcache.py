@@ -17,7 +17,7 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
 from tikv.compat import ragged_rows
 from tikv.compat.indices import Indices, flag, for_operation, is_number, library_of, refuse_option
-from tikv.compat.ragged_rows import Rows, place
+from tikv.compat.ragged_rows import RaggedRows, place
 from tikv.errors import ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.attention.options import real
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
         return int(self.table.shape[1]) * self.page
 
 
-class Call:
+class CacheCall:
     """A call of either version, checked when it is made; `run` does it.
 
     Raises:
@@ -191,7 +191,7 @@ class Call:
         )
         return int(most)
 
-    def _new_rows(self) -> Rows | None:
+    def _new_rows(self) -> RaggedRows | None:
         if "k" not in self.views:
             return None
         found = ragged_rows.rows_of(self.index, "k", self.views["k"].shape, "cu_seqlens_k_new")
@@ -202,7 +202,7 @@ class Call:
             )
         return found
 
-    def _layout(self, added: Rows | None) -> Layout:
+    def _layout(self, added: RaggedRows | None) -> Layout:
         """Where the sequences' tokens lie, and that there is room for the new ones."""
         index, name, batch, page = self.index, self.given.table_name, self.batch, self.views["k_cache"].shape[1]
         chosen = index.array("cache_batch_idx", (batch,), "(B,)") if index.has("cache_batch_idx") else None
@@ -285,7 +285,7 @@ class Call:
         if self.sight.chunk or self.index.has("cu_seqlens_q") or views["q"].dtype in dtypes.FLOATS8:
             ragged_rows.require_library(operation, own, "Such a call")
 
-    def _slots(self, added: Rows) -> Any:
+    def _slots(self, added: RaggedRows) -> Any:
         """The slot of each new row; -1, which is not written, of one for which the device finds no room."""
         index, layout = self.index, self.layout
         position = layout.before[added.sequence] + added.number
@@ -297,7 +297,7 @@ class Call:
         fits = added.inside & (position >= 0) & (position < layout.capacity) & (block >= 0)
         return index.library.where(fits, block * layout.page + position % layout.page, nowhere)
 
-    def _rows(self, name: str, rows: Rows, by_number: bool, rotate: bool = True) -> Any:
+    def _rows(self, name: str, rows: RaggedRows, by_number: bool, rotate: bool = True) -> Any:
         """The rows (total, heads, D) of q, k or v, rotated by where their sequence starts, and by their number."""
         given, index = self.given, self.index
         x, ragged = getattr(given, name), index.has("cu_seqlens_q" if name == "q" else "cu_seqlens_k_new")
@@ -404,7 +404,7 @@ class Call:
             short=True, **seen,
         )  # fmt: skip
         ready = paged_call(self.operation, asked, pools, request).prepare(None, Results(to, True, to_lse))
-        return out, lse, ready._replace(kept=(*ready.kept, queries, scales))
+        return out, lse, ready._replace(owners=(*ready.owners, queries, scales))
 
     def _descales(self) -> dict[str, Any]:
         """The scales of K and V, a sequence and head, as attention takes them: both, or neither."""

@@ -111,14 +111,14 @@ def save_prompt_cache(
     named = (metadata or {}).items()
     if since == SINCE[0]:
         tensors |= {name: np.array(value, np.int32) for name, value in numbers.items()}
-        facts = {f"0.{name}": text for name, text in named} | {f"1.{i}": text for i, text in enumerate(classes)}
-        facts |= {"2.0": ""} | {f"2.{n}.0": name for n, name in enumerate(numbers, 1)}
-        facts |= {f"2.{n}.1": "scalar" for n in range(1, len(numbers) + 1)}
+        entries = {f"0.{name}": text for name, text in named} | {f"1.{i}": text for i, text in enumerate(classes)}
+        entries |= {"2.0": ""} | {f"2.{n}.0": name for n, name in enumerate(numbers, 1)}
+        entries |= {f"2.{n}.1": "scalar" for n in range(1, len(numbers) + 1)}
     else:
-        facts = {f"0.{i}": "" for i, text in enumerate(classes) if text == "KVCache"}
-        facts |= {f"0.{name}": str(value) for name, value in numbers.items()}
-        facts |= {f"1.{name}": text for name, text in named} | {f"2.{i}": text for i, text in enumerate(classes)}
-    files.write_tensors(file_name, tensors, facts, operation)
+        entries = {f"0.{i}": "" for i, text in enumerate(classes) if text == "KVCache"}
+        entries |= {f"0.{name}": str(value) for name, value in numbers.items()}
+        entries |= {f"1.{name}": text for name, text in named} | {f"2.{i}": text for i, text in enumerate(classes)}
+    files.write_tensors(file_name, tensors, entries, operation)
 
 
 def load_prompt_cache(

@@ -14,7 +14,7 @@ from tikv.errors import DTypeError, ShapeError
 TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
 
 
-class Rows(NamedTuple):
+class RaggedRows(NamedTuple):
     """Rows of all sequences, one sequence after the other: of which each is, and its number there."""
 
     sequence: Any
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     inside: Any  # whether a row is of any sequence
 
 
-def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str) -> Rows:
+def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str) -> RaggedRows:
     """The rows of the array `name`: (total, ...) if starts of sequences were given by that name, else (B, S, ...).
 
     Raises:
@@ -33,7 +33,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
         batch, each = shape[:2]
         sequence = index.repeat(index.arange(batch), each)
         number = index.arange(batch * each) - sequence * each
-        return Rows(sequence, number, index.arange(batch) * 0 + each, number >= 0)
+        return RaggedRows(sequence, number, index.arange(batch) * 0 + each, number >= 0)
     starts = index.array(starts_name, (None,), "(B + 1,)")
     if not starts.shape[0]:
         raise ShapeError(f"{index.operation}: {starts_name} is (0,); it has one entry more than there are sequences.")
@@ -42,7 +42,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
     inside = row < starts[-1]
     sequence = index.library.searchsorted(starts[1:], row, side="right")
     sequence = index.library.where(inside, sequence, index.library.zeros_like(sequence))
-    return Rows(sequence, row - starts[sequence], starts[1:] - starts[:-1], inside)
+    return RaggedRows(sequence, row - starts[sequence], starts[1:] - starts[:-1], inside)
 
 
 def flat(array: Any, name: str, operation: str) -> Any:

@@ -313,7 +313,7 @@ class DealtLayers(LayerStorage):
         plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
         out, lse = self._out_and_lse(parts)
         oldest = self.deal.count(counts.trimmed_to)
-        plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_part=True))
+        plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_partial=True))
 
     def _out_and_lse(self, parts: ArrayView) -> tuple[ArrayView, ArrayView]:
         """Where parts have their results, and where their log-sum-exps."""
@@ -387,7 +387,7 @@ class DealtLayers(LayerStorage):
             plan = cache_plan(live, operation, arrays, scores, at.span, *kept, dealt)
             first_query = at.first - self.deal.rank * self.deal.interleave
             tokens = AttendedTokens(at.length, at.first_valid, at.ahead, first_query)
-            plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_part=True))
+            plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
         stage.finish()
 
     def held_positions(self, layer: int) -> np.ndarray[Any, Any]:

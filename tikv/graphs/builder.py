@@ -9,7 +9,7 @@ from typing import Any
 from tikv import runtime
 from tikv.arrays import runtime_of
 from tikv.errors import OptionError
-from tikv.graphs.calls import LENGTHS, Call, Roles
+from tikv.graphs.calls import LENGTHS, GraphCall, Roles
 from tikv.graphs.graph import Graph, choose_backend
 from tikv.ops import checks
 from tikv.ops.attention import decode_attention, merge_states, paged_decode_attention
@@ -60,7 +60,7 @@ class GraphBuilder(runtime.NotCopied):
     instead = "Call its methods again in the other process."
 
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self._calls: list[GraphCall] = []
         self._compiled: dict[str, Graph] = {}  # by backend
 
     def __copy__(self) -> GraphBuilder:
@@ -206,12 +206,12 @@ class GraphBuilder(runtime.NotCopied):
         numbers = {p: n for p, n in numbers.items() if p not in lengths}
         written = tuple(p for p in arrays if p in _WRITTEN or (p.endswith("_scale") and operation.startswith("write")))
         names = {**arrays, **lengths}
-        call = Call(operation, function, names, numbers, options, tuple(outputs.values()), written)
+        call = GraphCall(operation, function, names, numbers, options, tuple(outputs.values()), written)
         self._check_names(where, call)
         self._calls.append(call)
         self._compiled.clear()
 
-    def _check_names(self, where: str, call: Call) -> None:
+    def _check_names(self, where: str, call: GraphCall) -> None:
         """Each name stands for one thing."""
         roles = Roles([*self._calls, call._replace(outputs=())])
         both = sorted((roles.arrays | roles.outputs) & roles.numbers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 LENGTHS = ("seq_lens", "context_lens")  # parameters that are an array or a number
 
 
-class Call(NamedTuple):
+class GraphCall(NamedTuple):
     """One operation of a graph: names of its arrays and numbers by parameter, options, names for what it returns."""
 
     operation: str
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 class Roles:
     """What the names of some calls stand for: arrays and numbers to be given, or either, and outputs."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[GraphCall]) -> None:
         self.arrays: set[str] = set()
         self.numbers: set[str] = set()
         self.either: set[str] = set()

@@ -16,7 +16,7 @@ import numpy as np
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Memory, handed_over, new_like, view, write_host
 from tikv.errors import ArchError, OptionError
-from tikv.graphs.calls import LENGTHS, Call, Roles
+from tikv.graphs.calls import LENGTHS, GraphCall, Roles
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.indices import index_array
@@ -64,7 +64,7 @@ class Graph(runtime.NotCopied):
 
     instead = "Let GraphBuilder.compile make another."
 
-    def __init__(self, calls: tuple[Call, ...], live: runtime.Runtime, backend: str) -> None:
+    def __init__(self, calls: tuple[GraphCall, ...], live: runtime.Runtime, backend: str) -> None:
         self.runtime = live
         self.backend = backend
         roles = Roles(calls)
@@ -201,7 +201,7 @@ class GraphPlan(Plan):
 
     def __init__(
         self,
-        calls: tuple[Call, ...],
+        calls: tuple[GraphCall, ...],
         live: runtime.Runtime,
         backend: str,
         operation: str,

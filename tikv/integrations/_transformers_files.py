@@ -51,17 +51,17 @@ def write(path: str | os.PathLike[str], made: dict[str, Any], parts: dict[str, l
         CacheFileError: as `files.write`.
     """
     files.target_of(path, operation)
-    facts: dict[str, Any] = {**made, "parts": {}}
+    metadata: dict[str, Any] = {**made, "parts": {}}
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for part, layers in parts.items():
-        facts["parts"][part] = [_facts_of(layer, i, operation) for i, layer in enumerate(layers)]
+        metadata["parts"][part] = [_metadata_of(layer, i, operation) for i, layer in enumerate(layers)]
         for i, layer in enumerate(layers):
             if getattr(layer, "store", None) is not None:
                 tensors |= {f"{part}.{i}.{name}": a for name, a in layer.store.to_host().items()}
-    files.write(path, KIND, tensors, facts, operation)
+    files.write(path, KIND, tensors, metadata, operation)
 
 
-def _facts_of(layer: Any, index: int, operation: str) -> dict[str, Any] | None:
+def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | None:
     """What a file says of a layer; None of one that caches nothing."""
     if isinstance(layer, TikvLayer) and layer._staged:
         layer._refuse_half_set()
@@ -107,20 +107,20 @@ class Loaded:
         Raises:
             CacheFileError: the file is missing, damaged, another, or of another configuration.
         """
-        tensors, facts = files.read(self._path, KIND, self._operation, self._check)
+        tensors, metadata = files.read(self._path, KIND, self._operation, self._check)
         with files.understanding(self._path, self._operation):
             for part, layers in parts_of(self.cache).items():
-                for i, (layer, said) in enumerate(zip(layers, facts["parts"][part], strict=True)):
+                for i, (layer, said) in enumerate(zip(layers, metadata["parts"][part], strict=True)):
                     if said is not None and "form" in said:
                         names = [name for name, _, _ in files.storage(said["form"])]
                         _restore(layer, said, {name: tensors[f"{part}.{i}.{name}"] for name in names}, device)
-            if facts["updated"] is not None:
-                self.cache.is_updated = {i: bool(x) for i, x in enumerate(facts["updated"])}
+            if metadata["updated"] is not None:
+                self.cache.is_updated = {i: bool(x) for i, x in enumerate(metadata["updated"])}
         return self.cache
 
-    def _check(self, facts: dict[str, Any], entries: dict[str, Entry]) -> None:
+    def _check(self, metadata: dict[str, Any], entries: dict[str, Entry]) -> None:
         """Raise CacheFileError, KeyError, TypeError or ValueError where the file is not of this configuration."""
-        saved = facts["fields"]
+        saved = metadata["fields"]
         for name in FIELDS:
             if saved[name] != self._fields[name]:
                 raise CacheFileError(
@@ -129,15 +129,15 @@ class Loaded:
                     f"the model that it was saved of."
                 )
         try:
-            self.cache = self._make(self._config, **facts["made"])
+            self.cache = self._make(self._config, **metadata["made"])
         except TikvError as error:
             raise ValueError(f"no cache is made so: {error}") from error
         parts = parts_of(self.cache)
-        if set(facts["parts"]) != set(parts):
-            raise ValueError(f"it has the parts {sorted(facts['parts'])}, not {sorted(parts)}")
+        if set(metadata["parts"]) != set(parts):
+            raise ValueError(f"it has the parts {sorted(metadata['parts'])}, not {sorted(parts)}")
         expected, nbytes = set(), 0
         for part, layers in parts.items():
-            told = files.listed(facts["parts"][part], "layers", len(layers))
+            told = files.listed(metadata["parts"][part], "layers", len(layers))
             for i, (layer, said) in enumerate(zip(layers, told, strict=True)):
                 kind = None if said is None else said["kind"]
                 if kind != (type(layer).__name__ if isinstance(layer, TikvLayer) else None):
@@ -148,8 +148,8 @@ class Loaded:
                     nbytes += size
         if expected != set(entries):
             raise ValueError(f"it has other tensors than its layers: {sorted(set(entries) ^ expected)}")
-        if facts["updated"] is not None:
-            files.listed(facts["updated"], "updated", len(self.cache.layers))
+        if metadata["updated"] is not None:
+            files.listed(metadata["updated"], "updated", len(self.cache.layers))
         files.require_memory(self._path, nbytes, self._operation)
 
 

@@ -144,7 +144,7 @@ class StreamingLayer(TikvLayer):
         over = tokens == 1 and held == self.window
         count = held if over else held + tokens
         newest = self._oldest if over else None
-        return count, _Kept(end + tokens - count, count, tokens, self.window, self.sinks, newest)
+        return count, _MaskOffset(end + tokens - count, count, tokens, self.window, self.sinks, newest)
 
     def _refuse_crop(self, length: int, target: int) -> None:
         if self.store is None:
@@ -186,10 +186,10 @@ class StreamingLayer(TikvLayer):
         return f"TikvLayer({kind}, {self.store!r})" if self.store is not None else f"TikvLayer({kind}, empty)"
 
 
-class _Kept(int):
+class _MaskOffset(int):
     """The offset of the keys for whom one number is enough, and where each of them stands for `_mask`."""
 
-    def __new__(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> _Kept:
+    def __new__(cls, offset: int, count: int, tokens: int, window: int, sinks: int, newest: int | None) -> _MaskOffset:
         found = super().__new__(cls, offset)
         found.count, found.tokens, found.window, found.sinks, found.newest = count, tokens, window, sinks, newest
         return found
@@ -220,8 +220,8 @@ def know_masks() -> None:
 
 def _knowing(made: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        kept = kwargs.get("kv_offset")
-        return _mask(made, kept, **kwargs) if isinstance(kept, _Kept) else made(*args, **kwargs)
+        offset = kwargs.get("kv_offset")
+        return _mask(made, offset, **kwargs) if isinstance(offset, _MaskOffset) else made(*args, **kwargs)
 
     mask.tikv_made_by = made  # type: ignore[attr-defined]
     return mask
@@ -229,7 +229,7 @@ def _knowing(made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mask(
     made: Callable[..., Any],
-    kept: _Kept,
+    offset: _MaskOffset,
     *,
     mask_function: Callable[..., Any],
     attention_mask: Any = None,
@@ -238,17 +238,17 @@ def _mask(
 ) -> Any:
     """The mask that `made` makes of the keys which a streaming layer has, for queries of which each has its window."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    if kept.tokens == 1 and padding is None and allow_is_causal_skip:
+    if offset.tokens == 1 and padding is None and allow_is_causal_skip:
         return None
     device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-    where = torch.as_tensor(kept.positions(), device=device)
+    where = torch.as_tensor(offset.positions(), device=device)
     if padding is not None:
-        missing = int(kept) + kept.count - padding.shape[1]
+        missing = int(offset) + offset.count - padding.shape[1]
         padding = torch.nn.functional.pad(padding, (0, max(0, missing)))
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
         position = where[key]
-        near = (position < kept.sinks) | (position > query - (kept.window - kept.sinks))
+        near = (position < offset.sinks) | (position > query - (offset.window - offset.sinks))
         found = mask_function(batch, head, query, position) & near
         return found if padding is None else found & padding[batch, position]
 

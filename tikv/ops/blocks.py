@@ -23,7 +23,7 @@ from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.indices import check_unique, host_indices, index_array
 from tikv.ops.layouts import LINEAR, Placement, Rows
-from tikv.ops.plan import Call, Launch, Plan
+from tikv.ops.plan import Launch, Plan, PlannedCall
 from tikv.ops.row_copy import bind_copy
 
 
@@ -56,7 +56,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
     blocks_call("copy_blocks", k_pool, v_pool, pairs).run()
 
 
-def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Call:
+def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> PlannedCall:
     """A call of `copy_blocks` that is checked, by the name that errors give as the operation."""
     live = runtime_of(k_pool, v_pool)
     pairs = index_array(pairs)
@@ -81,7 +81,7 @@ def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> Call:
 
     names, arrays, written = zip(*named, strict=True)
     plan = Plan(live, operation, names, written, bind if streams and index.shape[0] else None)
-    return Call(plan, arrays, (k_pool, v_pool, pairs))
+    return PlannedCall(plan, arrays, (k_pool, v_pool, pairs))
 
 
 def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:

@@ -65,8 +65,8 @@ class Rows(NamedTuple):
         return self._replace(array=self.array.without_owner(), scale=scale)
 
     @property
-    def kept(self) -> str:
-        """What kernels call the way that rows are kept: the code of the dtype, or the name of the format."""
+    def storage(self) -> str:
+        """What kernels call the way that rows are stored: the code of the dtype, or the name of the format."""
         return self.format.name if self.format else self.array.dtype.short
 
 

@@ -27,7 +27,7 @@ from tikv.ops.layouts import (
     scale_of_slots,
     scale_step,
 )
-from tikv.ops.plan import NO_ENTRIES, Call, Entries, Launch, Plan
+from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan, PlannedCall
 from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, require_slots_first
 from tikv.ops.row_copy import bind_copy
 
@@ -90,7 +90,7 @@ def slots_call(
     layout: str = "NHD",
     k_scale: Any = None,
     v_scale: Any = None,
-) -> Call:
+) -> PlannedCall:
     """A call of `write_slots` that is checked, by the name that errors give as the operation."""
     live = runtime_of(k_pool, k)
     scales: Sequence[Any] = ()
@@ -110,7 +110,7 @@ def slots_call(
     if plan is None:
         plan = live.plans.keep(key, check_write_slots(live, operation, arrays, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
-    return Call(plan, arrays, given)
+    return PlannedCall(plan, arrays, given)
 
 
 class WriteSlotsPlan(Plan):
@@ -261,7 +261,7 @@ class PoolWrite(NamedTuple):
         scales: Sequence[ArrayView | None] = (None, None),
         **params: Any,
     ) -> list[Launch]:
-        """The launch over (k, k_pool, v, v_pool, ...), or one each where K and V are kept in two ways.
+        """The launch over (k, k_pool, v, v_pool, ...), or one each where K and V are stored in two ways.
 
         Args:
             live, operation, arrays: as `bind_copy` has them.
@@ -311,7 +311,7 @@ def check_pool_write(
 ) -> PoolWrite:
     """Rows and pools, of which (k, k_pool, v, v_pool) are the first arrays, agree in shape.
 
-    `formats` are of the pools of a store, whose K and V may be kept in two ways; None for those of a caller.
+    `formats` are of the pools of a store, whose K and V may be stored in two ways; None for those of a caller.
 
     Raises:
         ShapeError, DTypeError, OptionError, ArchError: they do not, or an array lies elsewhere.
@@ -321,11 +321,11 @@ def check_pool_write(
     k, k_pool, v, v_pool = arrays[:4]
     tokens, heads = rows_shape(k, v, operation)
     shapes = []
-    kept = formats or (None, None)
+    of_pools = formats or (None, None)
     for stream, (rows, pool, name) in enumerate(((k, k_pool, "k"), (v, v_pool, "v"))):
         axes = POOL_LAYOUTS[layout][stream]
         checks.writable(pool, f"{name}_pool", operation)
-        shape = pool_shape(pool, axes, f"{name}_pool", operation, kept[stream])
+        shape = pool_shape(pool, axes, f"{name}_pool", operation, of_pools[stream])
         detail = f"{name}: {describe(rows)}, {name}_pool: {describe(pool)}, layout {layout}"
         checks.extent(shape.heads, heads, f"the number of heads of {name}_pool", operation, detail)
         checks.extent(shape.width, rows.shape[2], f"the head width of {name}_pool", operation, detail)
@@ -335,7 +335,7 @@ def check_pool_write(
     detail = f"k_pool: {describe(k_pool)}, v_pool: {describe(v_pool)}"
     checks.extent(shapes[1].blocks, shapes[0].blocks, "the number of blocks of v_pool", operation, detail)
     checks.extent(shapes[1].page, shapes[0].page, "the block size of v_pool", operation, detail)
-    return PoolWrite(layout, tokens, heads, (shapes[0], shapes[1]), kept)
+    return PoolWrite(layout, tokens, heads, (shapes[0], shapes[1]), of_pools)
 
 
 def rows_shape(k: ArrayView, v: ArrayView, operation: str) -> tuple[int, int]:

@@ -243,12 +243,12 @@ class Plan:
         stage.finish()
 
 
-class Call(NamedTuple):
+class PlannedCall(NamedTuple):
     """A plan and the arrays of one call, whose values are checked: `run` launches it."""
 
     plan: Plan
     arrays: Sequence[ArrayView]
-    kept: tuple[Any, ...] = ()  # what views do not keep alive
+    owners: tuple[Any, ...] = ()  # what views do not keep alive
 
     def prepare(self) -> None:
         """`Plan.prepare` over these arrays."""

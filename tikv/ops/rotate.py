@@ -25,9 +25,9 @@ TABLES = "rotate: tables"
 MOST_ANGLES = 1 << 22  # differences of positions between the least and the largest, for each of which is looked
 UNITS = (4, 2, 1)  # elements that a thread of a GPU takes side by side, of each half of a head
 TOGETHER = (2, 1)  # rows of a position that one thread of a GPU turns: 0.96 of memcpy on an H200, and so by 4
-KEPT_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
-KEPT_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
-KEPT_TABLES = 4  # rotations of models, of each of which a table of cosines and sines is kept
+CACHED_TURNS = 4  # for calls with the positions of one before, as each layer of a model makes
+CACHED_BYTES = 1 << 23  # that each of them may have, and its positions an eighth of it
+CACHED_TABLES = 4  # rotations of models, of each of which a table of cosines and sines is cached
 TABLE_BYTES = 1 << 25  # that it has at most: 65,536 differences of positions, for heads of 128
 SPARSE = 4  # rows of a table for each difference that was asked for, at most
 _ROTATED = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8, dtypes.int8)
@@ -185,7 +185,7 @@ class Angles(NamedTuple):
     sin: ArrayView
 
 
-class Turns(NamedTuple):
+class Shifts(NamedTuple):
     """By how much rows move: what is added to each position, and where it is not nothing."""
 
     moved: Host
@@ -199,7 +199,7 @@ class Turns(NamedTuple):
         return self.least + len(self.seen) - 1
 
 
-class Table(NamedTuple):
+class AngleTable(NamedTuple):
     """Cosines and sines of all differences from `first` on, a row each, on the device."""
 
     first: int
@@ -211,7 +211,7 @@ class Table(NamedTuple):
         return self.first <= least and largest < self.first + self.cos.shape[0]
 
 
-def turns_of(before: Host, after: Host, operation: str) -> Turns | None:
+def shifts_of(before: Host, after: Host, operation: str) -> Shifts | None:
     """By how much rows move that go from some positions to others; None where none does.
 
     Raises:
@@ -230,7 +230,7 @@ def turns_of(before: Host, after: Host, operation: str) -> Turns | None:
     seen = np.zeros(largest - least + 1, bool)
     seen[(difference - least)[moved]] = True
     first, last = (int(x) for x in np.nonzero(seen)[0][[0, -1]])
-    return Turns(moved, difference, least + first, seen[first : last + 1])
+    return Shifts(moved, difference, least + first, seen[first : last + 1])
 
 
 def _cos_and_sin(rope: Rope, differences: Host, live: runtime.Runtime) -> tuple[ArrayView, ArrayView]:
@@ -239,21 +239,21 @@ def _cos_and_sin(rope: Rope, differences: Host, live: runtime.Runtime) -> tuple[
     return to_device(np.cos(angle).astype(np.float32), live), to_device(np.sin(angle).astype(np.float32), live)
 
 
-def _table(live: runtime.Runtime, rope: Rope, turns: Turns) -> Table | None:
+def _table(live: runtime.Runtime, rope: Rope, shifts: Shifts) -> AngleTable | None:
     """The table of this rotation, which grows to twice its size at least where it lacks a difference.
 
     None where most rows of it would be of differences that nobody asked for, or it would be too large.
     """
     tables = live.plans.get(TABLES)
     if tables is None:
-        tables = live.plans.keep(TABLES, BoundedCache(KEPT_TABLES))
+        tables = live.plans.keep(TABLES, BoundedCache(CACHED_TABLES))
     key = rope.inv_freq.tobytes()
-    known: Table | None = tables.get(key)
-    least, largest = turns.least, turns.largest
+    known: AngleTable | None = tables.get(key)
+    least, largest = shifts.least, shifts.largest
     if known is not None and known.covers(least, largest):
         return known
     most = TABLE_BYTES // (8 * rope.inv_freq.size)
-    asked = int(np.count_nonzero(turns.seen))
+    asked = int(np.count_nonzero(shifts.seen))
     if known is not None:
         rows = known.cos.shape[0]
         asked += rows
@@ -265,46 +265,46 @@ def _table(live: runtime.Runtime, rope: Rope, turns: Turns) -> Table | None:
         largest = max(largest, last)
     if largest - least >= min(most, SPARSE * asked):
         return None
-    if known is not None or len(tables) >= KEPT_TABLES:
+    if known is not None or len(tables) >= CACHED_TABLES:
         live.synchronize()  # those that go may be in use
-    tables[key] = found = Table(least, *_cos_and_sin(rope, np.arange(least, largest + 1), live))
+    tables[key] = found = AngleTable(least, *_cos_and_sin(rope, np.arange(least, largest + 1), live))
     return found
 
 
 def _angles_on_device(
     live: runtime.Runtime, rope: Rope, before: Host, after: Host, operation: str
 ) -> tuple[Angles | None, bool]:
-    """By what rows are turned that go from some positions to others, and whether that is kept for later calls.
+    """By what rows are turned that go from some positions to others, and whether that is cached for later calls.
 
     None where no row moves.
 
     Raises:
         PositionError: the differences are too far apart.
     """
-    small = before.nbytes + after.nbytes <= KEPT_BYTES // 8
+    small = before.nbytes + after.nbytes <= CACHED_BYTES // 8
     key = (rope.inv_freq.tobytes(), before.shape, after.shape, before.tobytes(), after.tobytes()) if small else None
-    kept = live.plans.get(ROTATE)
-    if kept is None:
-        kept = live.plans.keep(ROTATE, BoundedCache(KEPT_TURNS))
-    for other, angles in list(kept.values()):  # compared, since to hash so many bytes takes far longer
+    cached = live.plans.get(ROTATE)
+    if cached is None:
+        cached = live.plans.keep(ROTATE, BoundedCache(CACHED_TURNS))
+    for other, angles in list(cached.values()):  # compared, since to hash so many bytes takes far longer
         if other == key:
             return angles, True
-    turns = turns_of(before, after, operation)
-    if turns is None:
+    shifts = shifts_of(before, after, operation)
+    if shifts is None:
         return None, True
-    table = _table(live, rope, turns)
+    table = _table(live, rope, shifts)
     if table is not None:
-        cos, sin, rows = table.cos, table.sin, turns.difference - table.first
+        cos, sin, rows = table.cos, table.sin, shifts.difference - table.first
     else:
-        cos, sin = _cos_and_sin(rope, np.nonzero(turns.seen)[0] + turns.least, live)
-        rows = (np.cumsum(turns.seen) - 1)[np.where(turns.moved, turns.difference - turns.least, 0)]
-    index = to_device(np.where(turns.moved, rows, -1).astype(np.int32), live)
+        cos, sin = _cos_and_sin(rope, np.nonzero(shifts.seen)[0] + shifts.least, live)
+        rows = (np.cumsum(shifts.seen) - 1)[np.where(shifts.moved, shifts.difference - shifts.least, 0)]
+    index = to_device(np.where(shifts.moved, rows, -1).astype(np.int32), live)
     found = Angles(index, *(a.restrided((1, a.shape[1]), a.strides) for a in (cos, sin)))
-    if key is None or (table is None and cos.nbytes * 2 > KEPT_BYTES):
+    if key is None or (table is None and cos.nbytes * 2 > CACHED_BYTES):
         return found, False
-    if len(kept) >= KEPT_TURNS:
+    if len(cached) >= CACHED_TURNS:
         live.synchronize()  # those that go may be in use
-    kept.keep(object(), (key, found))
+    cached.keep(object(), (key, found))
     return found, True
 
 
@@ -321,7 +321,7 @@ def rotate_rows(
 
     Each are (B, H, S) on the host, or 1 for B or H where all have the same.
     """
-    tables, kept = _angles_on_device(live, rope, before, after, operation)
+    tables, cached = _angles_on_device(live, rope, before, after, operation)
     if tables is None:
         return
     arrays = Views([*tables, k] if scale is None else [*tables, k, scale])
@@ -336,7 +336,7 @@ def rotate_rows(
 
         plan = live.plans.keep(key, Plan(live, operation, names, written, bind))
     plan.run(arrays)
-    if not kept:
+    if not cached:
         live.synchronize()  # the tables are this call's own
 
 

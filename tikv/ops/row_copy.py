@@ -187,7 +187,7 @@ def bind_copies(
     widths: Sequence[int],
     **options: Any,
 ) -> list[Launch]:
-    """`bind_copy` of K and V: one launch where they are kept alike, else one each.
+    """`bind_copy` of K and V: one launch where they are stored alike, else one each.
 
     Args:
         live, operation, src, dst, widths: as in `bind_copy`.

@@ -414,7 +414,7 @@ class FusedCall(NamedTuple):
     arrays: list[ArrayView]
     entries: Entries
     result: Any
-    kept: tuple[Any, ...]  # what views do not keep alive
+    owners: tuple[Any, ...]  # what views do not keep alive
 
     def prepare(self) -> None:
         """`Plan.prepare` over these arrays."""

@@ -10,7 +10,7 @@ import numpy as np
 from tikv import launch, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, to_device, view, write_host
 from tikv.errors import OptionError
-from tikv.graphs.calls import Call
+from tikv.graphs.calls import GraphCall
 from tikv.graphs.graph import Graph, choose_backend
 from tikv.launch.cuda import driver
 from tikv.ops import checks
@@ -84,7 +84,7 @@ class Step(runtime.NotCopied):
         positions: (batch,) int64 on the device: where each sequence's next token goes.
     """
 
-    instead = "Call compile_step for each store."
+    instead = "GraphCall compile_step for each store."
 
     def __init__(
         self, store: KVCacheStore, layer: int | None, layout: str, options: dict[str, Any] | None, backend: str
@@ -114,7 +114,7 @@ class Step(runtime.NotCopied):
         self.positions = CacheArray(positions, store.runtime)
         self.graph = Graph(self._calls(), store.runtime, self._backend)
 
-    def _calls(self) -> tuple[Call, ...]:
+    def _calls(self) -> tuple[GraphCall, ...]:
         """Append, move the positions on, and attend with each layer."""
         # Not `self`, which keeps its graph: memory goes when the step goes, not when the garbage collector comes round.
         store, stacked, asked, layers = self.store, self._stacked, self._options, self._layers
@@ -136,13 +136,13 @@ class Step(runtime.NotCopied):
             return store.attend(layers[i], mine, layout=layout, impl="taichi", seq_lens=seq_lens, **(asked or {}))
 
         calls = [
-            Call("append", append, {"k": "k", "v": "v", "positions": "positions"}, {}, {}, (), ()),
-            Call("advance", advance, {"k": "k", "positions": "positions"}, {}, {}, (), ()),
+            GraphCall("append", append, {"k": "k", "v": "v", "positions": "positions"}, {}, {}, (), ()),
+            GraphCall("advance", advance, {"k": "k", "positions": "positions"}, {}, {}, (), ()),
         ]
         for i in range(len(layers)) if asked is not None else ():
             outputs = (f"out{i}", f"lse{i}") if asked and asked["return_lse"] else (f"out{i}",)
             function, arrays = functools.partial(attend, i), {"q": "q", "seq_lens": "lens"}
-            calls.append(Call("attend", function, arrays, {"first_valid": f"first_valid{i}"}, {}, outputs, ()))
+            calls.append(GraphCall("attend", function, arrays, {"first_valid": f"first_valid{i}"}, {}, outputs, ()))
         return tuple(calls)
 
     def run(self, k: Any, v: Any, q: Any = None) -> Any:

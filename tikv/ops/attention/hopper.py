@@ -26,7 +26,7 @@ def why_not_warpgroups(
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    if cache.k.kept not in HALVES:
+    if cache.k.storage not in HALVES:
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if cache.width != cache.width_v or cache.width not in hopper.KEYS_OF:
         return f"heads are {cache.width} and {cache.width_v} wide"

@@ -68,7 +68,7 @@ ALL = AttendedTokens()
 class Scratch(NamedTuple):
     """Where in the scratch memory things lie, in bytes, and its size."""
 
-    parts: int  # of splits, from 0 on
+    partials: int  # results of splits, from 0 on
     lse: int  # of the result, where nobody asked for it
     tree: int  # words of the new tokens, where they are a tree
     work: int  # of the workers of a CPU
@@ -80,7 +80,7 @@ class AttentionLaunches(Plan):
 
     Without an array for the result they are that of the mass alone, by the log-sum-exps that attention left: of the
     keys in the order of a store's `tokens`; with one it is by slot.
-    Parts of splits, and log-sum-exps that nobody asked for, go to memory that all plans of a runtime share.
+    Results of splits, and log-sum-exps that nobody asked for, go to memory that all plans of a runtime share.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class AttentionLaunches(Plan):
         self.query, self.cache, self.options = query, cache, options
         self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
-        parts = self.rows * self.splits if self.splits > 1 else 0
-        checks.integer(parts * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
-        part_bytes = parts * cache.width_v * 4
-        own_lse = part_bytes + parts * 4
+        partials = self.rows * self.splits if self.splits > 1 else 0
+        checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
+        partial_bytes = partials * cache.width_v * 4
+        own_lse = partial_bytes + partials * 4
         tree = own_lse + (0 if "lse" in arrays else self.rows) * 4
         in_tree = query.batch * query.queries * tree_words(query.queries) if tree_of(arrays) else 0
         work = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
@@ -123,7 +123,7 @@ class AttentionLaunches(Plan):
             if of_task >= cpu.NUMBER_ROWS or not cache.alike:
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
-        self.scratch = Scratch(part_bytes, own_lse, tree, work, nbytes)
+        self.scratch = Scratch(partial_bytes, own_lse, tree, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
         self.first_valid = 0  # that the launches have
 
@@ -170,11 +170,11 @@ class AttentionLaunches(Plan):
         for name, of in zip("kv", bits, strict=True):
             checks.addressable(arrays[name], of // 8, live, name.upper(), self.operation)
         choices = self._choices(arrays, bits)
-        parts = memory.array((max(1, self.scratch.parts // 4),), dtypes.float32)
-        part_lse = memory.array((1,), dtypes.float32, self.scratch.parts)
+        partials = memory.array((max(1, self.scratch.partials // 4),), dtypes.float32)
+        partial_lse = memory.array((1,), dtypes.float32, self.scratch.partials)
         lse = arrays.get("lse") or memory.array((1,), dtypes.float32, self.scratch.lse)
         strides = self._strides(arrays, bits)
-        params = self._params(parts if split else to, part_lse if split else lse)._replace(
+        params = self._params(partials if split else to, partial_lse if split else lse)._replace(
             lens_head=arrays["lens"].strides[1] if lens_by_head(arrays) else 0,
             table_head=arrays["table"].strides[1] if table_by_head(arrays) else 0,
             **_numbers_of_chosen(arrays),
@@ -187,7 +187,7 @@ class AttentionLaunches(Plan):
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
         cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
-        written = [parts, part_lse] if split else [to, lse]
+        written = [partials, partial_lse] if split else [to, lse]
         if style == "cpu":
             written.append(memory.array((1,), dtypes.float32, self.scratch.work))
         found: list[Launch] = []
@@ -210,7 +210,7 @@ class AttentionLaunches(Plan):
             items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
             serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
             kernel = launch.kernel(live, merge.make_merge, style, serial, plain._replace(out=to.dtype.short))
-            merged, numbers = [parts, part_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
+            merged, numbers = [partials, partial_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
             found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
         if self.options.mass:
             found.append(self._mass_launch(arrays, plain, strides, params, lse))
@@ -262,7 +262,7 @@ class AttentionLaunches(Plan):
             place=cache.place,
             page=cache.page,
             sinks=cache.sinks > 0,
-            cache=cache.k.kept,
+            cache=cache.k.storage,
             bits=bits[0],
             scale=scales[0],
             k_inner=(cache.k.inner[0] // unit, cache.k.inner[1] // unit),
@@ -285,7 +285,7 @@ class AttentionLaunches(Plan):
             two_sided="alibi_slopes" in arrays and options.newer > 0,
             block=options.dealt[0],
             tree=bool(tree_of(arrays)),
-            values=None if cache.alike else Kept(cache.v.kept, bits[1], scales[1]),
+            values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
             chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,
         )
 
@@ -454,7 +454,7 @@ def masked(arrays: dict[str, ArrayView], query: QueryShape, options: AttentionOp
 def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tuple[int, int]:
     """Bits of a word of K and of V: an element on CPU, elsewhere the widest at which every row starts.
 
-    K and V that are kept alike have the same; of others a word has 32 bits at most.
+    K and V that are stored alike have the same; of others a word has 32 bits at most.
     """
     itemsize = k.dtype.itemsize
     if not cache.alike:
@@ -466,8 +466,8 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
         from tikv.kernels.attention.tensor_instructions import HALVES
 
         bits = tensor_halves.WORD_BITS
-        if cache.k.kept not in HALVES:
-            bits = tensor_codes.word_bits(cache.k.kept, cache.width, cache.width_v)
+        if cache.k.storage not in HALVES:
+            bits = tensor_codes.word_bits(cache.k.storage, cache.width, cache.width_v)
         return bits, bits
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
@@ -482,7 +482,7 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
 
 
 def _bits_of_other(rows: Rows, a: ArrayView, width: int, style: str) -> int:
-    """Bits of a word of K, or of V, beside one that is kept otherwise."""
+    """Bits of a word of K, or of V, beside one that is stored otherwise."""
     if style == "cpu" or rows.format is not None:
         return a.dtype.itemsize * 8
     return max(a.dtype.itemsize, _bytes_of_rows(rows, a, width, 4)) * 8

@@ -42,7 +42,7 @@ class CacheLayout(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether K and V are kept in one format."""
+        """Whether K and V are stored in one format."""
         return self.k.format is self.v.format and self.k.array.dtype is self.v.array.dtype
 
     @property
@@ -101,7 +101,7 @@ INTEGERS = (int, np.integer)
 
 
 def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What an `AttentionPlan` is kept under; True is no 1 among the options."""
+    """What an `AttentionPlan` is found by; True is no 1 among the options."""
     return (operation, *arrays, *[a.key for a in arrays.values()], *options, *map(type, options))
 
 

@@ -42,7 +42,7 @@ FOLLOWED = {  # by parameter; may change in a graph
     "block_tables": "table",
     "indices": "indices",
 }
-MOST_LAUNCHES = 64  # kept of a plan: for alignments of results, and splits that lengths on the host ask for
+MOST_LAUNCHES = 64  # of a plan: for alignments of results, and splits that lengths on the host ask for
 
 
 class Results(NamedTuple):
@@ -51,7 +51,7 @@ class Results(NamedTuple):
     out: Any = None  # None: a new array of the kind of the queries
     return_lse: bool = False
     lse: Any = None  # float32 of any strides; None: a new array, where it is wanted
-    is_part: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
+    is_partial: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
     is_new: bool = False  # `out` was made for this call, so that there is nothing to check
 
 
@@ -66,13 +66,13 @@ class ReadyAttention(NamedTuple):
     launches: AttentionLaunches | None = None
     arrays: Mapping[str, ArrayView] = MappingProxyType({})
     given: Any = None  # the array for the log-sum-exp, if it was the caller's
-    kept: tuple[Any, ...] = ()  # what views do not keep alive
+    owners: tuple[Any, ...] = ()  # what views do not keep alive
 
-    def prepared(self, *kept: Any) -> ReadyAttention:
+    def prepared(self, *owners: Any) -> ReadyAttention:
         """The same, with everything of `run` done that can fail, as `Plan.prepare` does it."""
         if self.launches is not None:
             self.launches.prepare(list(self.arrays.values()))
-        return self._replace(kept=kept)
+        return self._replace(owners=owners)
 
     def run(self) -> Any:
         """Attend, and give the result, or the results."""
@@ -159,7 +159,7 @@ class AttentionPlan(Plan):
     ) -> ReadyAttention:
         """`attend` up to where it computes: its values are checked, and its results have memory."""
         live, operation, options = self.live, self.operation, self.options
-        out, return_lse, lse, is_part, is_new = results
+        out, return_lse, lse, is_partial, is_new = results
         if "parents" in arrays:
             check_parents(operation, arrays["parents"], live)
         if tokens.first_valid:  # made to fit 32 bits together with a length on the host
@@ -171,7 +171,7 @@ class AttentionPlan(Plan):
         if out is not None and not is_new:
             checks.on_device([("out", to)], live, operation)
             checks.writable(to, "out", operation)
-            if not is_part:
+            if not is_partial:
                 checks.same_dtype(arrays["q"], to, "q", "out", operation)
             if to.shape != self.shape:
                 raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
@@ -341,7 +341,7 @@ class AttentionCall(NamedTuple):
     plan: AttentionPlan
     arrays: dict[str, ArrayView]
     length: int  # of all sequences, where there is no array of lengths
-    kept: tuple[Any, ...]  # what views do not keep alive
+    owners: tuple[Any, ...]  # what views do not keep alive
 
     def attend(self, like: Any, results: Results = NEW, impl: str = "taichi", first_valid: int = 0) -> Any:
         """`AttentionPlan.attend` over these arrays."""
@@ -350,12 +350,12 @@ class AttentionCall(NamedTuple):
     def prepare(self, like: Any, results: Results = NEW) -> ReadyAttention:
         """`attend` but for the computing: whatever can fail has not, and `run` of what is returned computes."""
         found = self.plan.ready(like, dict(self.arrays), AttendedTokens(self.length), results)
-        return found.prepared(like, results, *self.kept)
+        return found.prepared(like, results, *self.owners)
 
     def prepare_to_weigh(self, lse: ArrayView, mass: ArrayView) -> ReadyAttention:
         """`weigh` likewise."""
         found = self.plan.ready_to_weigh(dict(self.arrays), lse, mass, AttendedTokens(self.length))
-        return found.prepared(lse, mass, *self.kept)
+        return found.prepared(lse, mass, *self.owners)
 
     def weigh(self, lse: ArrayView, mass: ArrayView) -> None:
         """`AttentionPlan.weigh` over these arrays."""

@@ -19,7 +19,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
     from tikv.kernels.attention.tensor_instructions import HALVES
 
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    if cache.k.kept not in HALVES:
+    if cache.k.storage not in HALVES:
         if reason := _why_not_codes(q, cache):
             return reason
     elif v.dtype is not k.dtype or q.dtype is not k.dtype:
@@ -39,15 +39,15 @@ def _why_not_codes(q: ArrayView, cache: CacheLayout) -> str:
     """`why_not_tensor_cores` of what follows from K and V as codes."""
     from tikv.kernels.attention import tensor_codes
 
-    kept = cache.k.kept
-    if tensor_codes.codes_of(kept, cache.width) is None or not cache.alike:
+    storage = cache.k.storage
+    if tensor_codes.codes_of(storage, cache.width) is None or not cache.alike:
         return f"K and V are {cache.k.format or cache.k.array.dtype.name}"
     if q.dtype.short not in tensor_codes.QUERIES:
         return f"q is {q.dtype.name}, over codes"
     if cache.width not in tensor_codes.WIDTHS or cache.width_v not in tensor_codes.WIDTHS:
         return f"heads are {cache.width} and {cache.width_v} wide"
-    if not tensor_codes.word_bits(kept, cache.width, cache.width_v):
-        return f"lanes share no whole words of {kept} in heads {cache.width} and {cache.width_v} wide"
+    if not tensor_codes.word_bits(storage, cache.width, cache.width_v):
+        return f"lanes share no whole words of {storage} in heads {cache.width} and {cache.width_v} wide"
     scales = [scale.array for scale in cache.scales]
     if [a.dtype.short for a in scales] != ["f16", "f16"]:
         return f"scales are {scales[0].dtype.name}"
@@ -72,6 +72,6 @@ def choose_tile(
     from tikv.kernels.attention.tensor_instructions import HALVES
 
     rows = query.heads // cache.heads * query.queries
-    codes = cache.k.kept not in HALVES
+    codes = cache.k.storage not in HALVES
     long = query.queries > 1 and (softcap or cache.sinks > 0 or cache.place == "table")
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)

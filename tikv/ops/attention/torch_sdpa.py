@@ -12,7 +12,7 @@ from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_he
 from tikv.ops.attention.terms import NAMES
 
 BLOCK_QUERIES = 512  # of a prompt on CPU that torch attends with at once
-MOST_KEPT_BYTES = 1 << 24  # of the mask of a plan
+MOST_CACHED_BYTES = 1 << 24  # of the mask of a plan
 LEAST_QUERIES = {float32: 64, float16: 64}  # of a prompt on CPU for which torch is faster, by 4,096 keys
 
 
@@ -60,7 +60,7 @@ class TorchAttention:
         self.live = live
         self.queries = queries  # of a sequence
         self.options = options
-        self._kept_mask: Any = None  # the last one, which later calls take a part of
+        self._cached_mask: Any = None  # the last one, which later calls take a part of
 
     def attend(self, operation: str, arrays: dict[str, ArrayView], length: int, first_valid: int) -> bool:
         """Attend over `length` tokens, those before `first_valid` left out; False where the result cannot be taken.
@@ -110,13 +110,13 @@ class TorchAttention:
     def _mask(self, torch: Any, queries: int, keys: int, span: int, like: Any) -> Any:
         """What the newest `queries` of so many keys see, each `span` tokens: 0, and minus infinity elsewhere.
 
-        On CPU numbers, which torch would make of a mask of bools in each call; one is kept, of whose lower right corner
-        those of fewer keys are, where no query sees the end of its span.
+        On CPU numbers, which torch would make of a mask of bools in each call; one is cached, of whose lower right
+        corner those of fewer keys are, where no query sees the end of its span.
         """
-        kept = self._kept_mask
+        cached = self._cached_mask
         slides = span < keys
-        if kept is not None and not slides and kept.shape[0] >= queries and kept.shape[1] >= keys:
-            return kept[-queries:, -keys:]
+        if cached is not None and not slides and cached.shape[0] >= queries and cached.shape[1] >= keys:
+            return cached[-queries:, -keys:]
         width = keys if slides or not self.live.is_cpu else -(-keys // BLOCK_QUERIES) * BLOCK_QUERIES
         at = torch.arange(width - queries, width, device=like.device)[:, None]
         key = torch.arange(width, device=like.device)[None]
@@ -124,6 +124,6 @@ class TorchAttention:
         if not self.live.is_cpu:
             return sees
         found = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, float("-inf"))
-        if not slides and found.nbytes <= MOST_KEPT_BYTES:
-            self._kept_mask = found
+        if not slides and found.nbytes <= MOST_CACHED_BYTES:
+            self._cached_mask = found
         return found[:, -keys:]

@@ -233,7 +233,7 @@ class TokenGroupLayers(LayerStorage):
             return
         part = new_array(out.shape, dtypes.float32, self.runtime)
         tokens = AttendedTokens(ring.length, max(ring.valid_from, codes.tokens))
-        of_ring = plan.attend(None, arrays, tokens, Results(part, True, is_part=True))
+        of_ring = plan.attend(None, arrays, tokens, Results(part, True, is_partial=True))
         merge_into(operation, (*of_ring, *codes.attend(operation, q, scores)), False, out, lse)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:

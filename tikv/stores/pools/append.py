@@ -11,7 +11,7 @@ from tikv.arrays import ArrayView, Host, describe, new_array, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks, paged
 from tikv.ops.indices import host_integers
-from tikv.ops.plan import Call
+from tikv.ops.plan import PlannedCall
 from tikv.ops.write_qkv import fused_call
 from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
@@ -125,9 +125,9 @@ class RowWrite:
     def _arrays(self, k: ArrayView, v: ArrayView, slots: ArrayView) -> list[ArrayView]:
         return [k, self.pools[0], v, self.pools[1], slots, *self.scales.values()]
 
-    def calls(self, rows: Arrays, slots: ArrayView) -> list[Call]:
+    def calls(self, rows: Arrays, slots: ArrayView) -> list[PlannedCall]:
         """What writes rows of the form that was checked; `slots` as `ordered` has them."""
-        return [Call(self.plan, self._arrays(*part)) for part in self._parts(rows, slots)]
+        return [PlannedCall(self.plan, self._arrays(*part)) for part in self._parts(rows, slots)]
 
 
 class HeadWrite(RowWrite):
