@@ -199,12 +199,9 @@ class CopyOptions(NamedTuple):
         """These options, whose numbers are ints and whose layouts are names: calls are told apart by them.
 
         Raises:
-            CapacityError, OptionError, PositionError: one is not.
+            DTypeError, OptionError, PositionError: one is not.
         """
         window, num_tokens, src_offset, src_layout, cache_layout = self
-        ints = (window is None or type(window) is int) and (num_tokens is None or type(num_tokens) is int)
-        if ints and type(src_offset) is int and type(src_layout) is type(cache_layout) is str:
-            return self
         return CopyOptions(
             checks.integer_or_none(window, "window", operation),
             checks.integer_or_none(num_tokens, names.num_tokens, operation),
@@ -231,7 +228,10 @@ def write(
     live = runtime_of(arrays[1], arrays[0])
     if type(arrays) is not Views:
         arrays = Views(arrays)
-    options = options.checked(operation, names)
+    window, num_tokens, src_offset, src_layout, cache_layout = options
+    ints = (window is None or type(window) is int) and (num_tokens is None or type(num_tokens) is int)
+    if not (ints and type(src_offset) is int and type(src_layout) is type(cache_layout) is str):
+        options = options.checked(operation, names)
     key = (operation, arrays.key, options, format)
     plan = live.plans.get(key)
     if plan is None:

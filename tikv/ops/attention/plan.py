@@ -78,8 +78,9 @@ class ReadyAttention(NamedTuple):
         """Attend, and give the result, or the results."""
         if self.start is not None:
             self.start()
-        found = [a if a is self.given else handed_over(a) for a in self.results]
-        return tuple(found) if len(found) != 1 else found[0]
+        if len(self.results) == 1:
+            return handed_over(self.results[0])
+        return tuple([a if a is self.given else handed_over(a) for a in self.results])
 
 
 class AttentionPlan(Plan):

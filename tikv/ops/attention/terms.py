@@ -123,6 +123,8 @@ def check_scores(
     Raises:
         ShapeError, DTypeError, ArchError: it does not.
     """
+    if not arrays:
+        return
     fitting: dict[str, tuple[str, list[tuple[int, ...]]]] = {
         "sink_logits": ("(Hq,)", [(heads,)]),
         "alibi_slopes": ("(Hq,) or (B, Hq)", [(heads,), (batch, heads)]),
