@@ -304,6 +304,26 @@ def test_an_import_is_let_go_of(arch):
     assert watched() is None
 
 
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_view_keeps_its_array_alive_and_nothing_else_does(arch, library):
+    """Also where an array of its form has been seen, and that of a view that is cut from it."""
+    make = np.ones if library == "numpy" else pytest.importorskip("torch").ones
+    for _ in range(2):
+        array = make((3, 2, 8))
+        watched, seen = weakref.ref(array), arrays.view(array, "array", "test")
+        part = seen.part(0, 1, 2)
+        del array, seen
+        gc.collect()
+        assert watched() is not None
+        part = part.transposed(1, 0, 2)
+        assert watched() is not None
+        assert arrays.as_numpy(part).sum() == 16
+        del part
+        gc.collect()
+        assert watched() is None
+
+
 @pytest.mark.archs("cpu", "vulkan", "metal")
 def test_a_new_array_in_old_memory_is_a_new_array(arch, rng):
     """Arrays come and go at the same address and under the same id."""

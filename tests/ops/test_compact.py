@@ -177,7 +177,7 @@ REFUSED = [
 @pytest.mark.parametrize(("keep", "options", "error", "match"), REFUSED, ids=range(len(REFUSED)))
 def test_refused_calls_change_nothing(arch, rng, keep, options, error, match):
     case = Case(rng, arch, width=4, shape=(2, 3, 8))
-    with pytest.raises(error, match=f"^compact: .*{match}|^keep is {match}"):
+    with pytest.raises(error, match=f"^compact: .*{match}"):
         tikv.compact(case.cache, keep, **options)
     oracle.assert_same_bits(case.cache, case.before)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tikv.arrays.array_view import Views
-from tikv.arrays.readers import check_torch_memory, known_numpy_view, view
+from tikv.arrays.readers import check_torch_memory, known_numpy_view, view_without_owner
 from tikv.runtime.cache import BoundedCache
 
 
@@ -36,6 +36,8 @@ _last_calls: dict[str, _LastCall] = {}  # one of each operation
 
 def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> Views:
     """`view` of each array of a call, cheaper: where they have the forms of the call before, only addresses are read.
+
+    These views keep no NumPy array and no torch tensor alive: who calls this has to, as long as it uses them.
 
     Raises:
         As `view`.
@@ -64,7 +66,7 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
                 break
         else:
             return last.views
-    views = [view(a, name, operation) for a, name in zip(arrays, names, strict=True)]
+    views = [view_without_owner(a, name, operation) for a, name in zip(arrays, names, strict=True)]
     if last is not None and views == last.views:
         if last.fits is None:  # the very tensors of the call before, which are worth a guard too
             last.fits = _torch_guard(arrays)

@@ -51,13 +51,30 @@ def known_numpy_view(array: Any) -> ArrayView | None:
 
 
 def view(array: Any, name: str, operation: str) -> ArrayView:
-    """See `array` as an `ArrayView`. Nothing is copied; `name` and `operation` are for the message of a refusal.
+    """See `array` as an `ArrayView`, which keeps it alive. Nothing is copied.
+
+    Args:
+        array: any array.
+        name, operation: for the message of a refusal.
 
     Raises:
         DTypeError: the dtype, or the kind of object, is not one this library stores; or the object raises when asked.
         ShapeError: a torch tensor without memory, or with less than its shape needs. One that lies where another of its
             form has been seen is not asked how large its storage is.
         StaleRuntimeError: a `ti.ndarray` or `CacheArray` of a runtime that is gone.
+    """
+    found = view_without_owner(array, name, operation)
+    if found.owner is None and found is not array:
+        found = found.at_address(found.ptr)
+        found.owner = array
+    return found
+
+
+def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
+    """`view` for what is remembered from call to call: NumPy arrays and torch tensors have to be kept alive by others.
+
+    Raises:
+        As `view`.
     """
     kind = type(array)
     reader = _readers.get(kind)

@@ -156,7 +156,7 @@ def _integers(values: Any, name: str, operation: str) -> Any:
     Raises:
         DTypeError: it holds anything but integers.
     """
-    values = index_array(values)
+    values = index_array(values, name, operation)
     if is_number(values):
         values = np.asarray(int(values), np.int64)
     if not isinstance(values, np.ndarray) and library_of(values) is np:  # of another library

@@ -124,12 +124,10 @@ class Graph(runtime.NotCopied):
             missing, unknown = sorted(self._wanted - values.keys()), sorted(values.keys() - self._wanted)
             problem = f"missing {', '.join(missing)}" if missing else f"unknown {', '.join(unknown)}"
             raise OptionError(f"{operation}: {problem}. This graph takes {', '.join(sorted(self._wanted))}.")
-        # What is made of lists lives as long as the run.
-        indices = {n: index_array(values[n]) for n in self._index_arrays if n in values}
         numbers = {n: checks.integer(values[n], n, operation) for n in self.scalars}
         views: dict[str, ArrayView] = {}
         for name in (*self.arrays, *self.lengths):
-            value = indices.get(name, values[name])
+            value = index_array(values[name], name, operation) if name in self._index_arrays else values[name]
             if name in self.lengths and isinstance(value, int | np.integer):
                 numbers[name] = checks.integer(value, name, operation)
             else:

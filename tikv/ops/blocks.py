@@ -59,7 +59,7 @@ def copy_blocks(k_pool: Any, v_pool: Any, pairs: Any) -> None:
 def blocks_call(operation: str, k_pool: Any, v_pool: Any, pairs: Any) -> PlannedCall:
     """A call of `copy_blocks` that is checked, by the name that errors give as the operation."""
     live = runtime_of(k_pool, v_pool)
-    pairs = index_array(pairs)
+    pairs = index_array(pairs, "pairs", operation)
     k, v = (view_bits(a, name, operation) for name, a in (("k_pool", k_pool), ("v_pool", v_pool)))
     index = _pairs(pairs, operation)
     named = [("k_pool", k, True), ("v_pool", v, True), ("pairs", index, False)]
@@ -110,7 +110,7 @@ def swap_blocks(src_pool: Any, dst_pool: Any, pairs: Any) -> None:
     """
     operation = "swap_blocks"
     live = runtime_of(dst_pool, src_pool)
-    pairs = index_array(pairs)
+    pairs = index_array(pairs, "pairs", operation)
     src, dst, index = (
         view_bits(src_pool, "src_pool", operation),
         view_bits(dst_pool, "dst_pool", operation),

@@ -13,15 +13,28 @@ from tikv.ops import checks
 from tikv.ops.layouts import PoolShape
 
 
-def index_array(values: Any) -> Any:
-    """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is."""
+def index_array(values: Any, name: str, operation: str) -> Any:
+    """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is.
+
+    Raises:
+        ShapeError: a list that is no array.
+    """
     if isinstance(values, list | tuple | range):
         try:
             found = np.asarray(values)
         except ValueError as error:
-            raise ShapeError(f"an index argument is a list that is no array: {error}. Pass equal rows.") from None
+            raise ShapeError(f"{operation}: {name} is a list that is no array: {error}. Pass equal rows.") from None
         return found.astype(np.int64) if found.size == 0 else found
     return values
+
+
+def view_indices(values: Any, name: str, operation: str) -> ArrayView:
+    """`view` of an index argument, which may be a list.
+
+    Raises:
+        ShapeError, DTypeError: it is no array.
+    """
+    return view(index_array(values, name, operation), name, operation)
 
 
 def values_known(index: ArrayView, live: runtime.Runtime) -> bool:

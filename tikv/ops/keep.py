@@ -10,7 +10,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, as_numpy, describe, read_host, view
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.indices import host_indices, index_array
+from tikv.ops.indices import host_indices, index_array, view_indices
 
 
 class HeadRows(NamedTuple):
@@ -31,12 +31,12 @@ def kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operation: st
         ShapeError, DTypeError: an array of another shape or dtype; more rows than there are.
         PositionError: indices that the host knows fall, repeat or point outside; a mask keeps a row that is not held.
     """
-    mask = _mask(keep)
+    mask = _mask(keep, operation)
     if mask is not None:
         _check_shape(mask.shape, rows, rows.limit, "a mask", operation)
         _check_mask(mask, rows, operation)
         return indices_of_mask(mask)
-    keep = index_array(keep)
+    keep = index_array(keep, "keep", operation)
     index = view(keep, "keep", operation)
     checks.on_device([("keep", index)], live, operation)
     if index.dtype not in dtypes.INDICES:
@@ -61,13 +61,19 @@ def host_kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operatio
     return host.astype(np.int32)
 
 
-def _mask(keep: Any) -> Host | None:
-    """A mask on the host, wherever it lies; None where `keep` is none."""
+def _mask(keep: Any, operation: str) -> Host | None:
+    """A mask on the host, wherever it lies; None where `keep` is none.
+
+    Raises:
+        ShapeError: a list that is no array.
+    """
     if isinstance(keep, list | tuple):
         try:
             keep = np.asarray(keep)
         except ValueError as error:
-            raise ShapeError(f"keep is a list that is no array: {error}. Pass equal rows, or a mask.") from None
+            raise ShapeError(
+                f"{operation}: keep is a list that is no array: {error}. Pass equal rows, or a mask."
+            ) from None
     if not str(getattr(keep, "dtype", "")).endswith("bool"):
         return None
     if hasattr(keep, "detach"):
@@ -190,7 +196,7 @@ def held_lengths(lengths: Any, rows: tuple[int, int, int], live: runtime.Runtime
         return limit
     if isinstance(lengths, int):
         return checks.integer(lengths, "lengths", operation, high=limit)
-    array: ArrayView = view(index_array(lengths), "lengths", operation)
+    array: ArrayView = view_indices(lengths, "lengths", operation)
     checks.on_device([("lengths", array)], live, operation)
     checks.indices(array, "lengths", operation)
     if array.shape not in ((batch,), (batch, heads)):

@@ -103,7 +103,7 @@ def slots_call(
     elif k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
-    given = (k, k_pool, v, v_pool, index_array(slot_mapping), *scales)
+    given = (k, k_pool, v, v_pool, index_array(slot_mapping, "slot_mapping", operation), *scales)
     arrays = view_all(given, _SLOT_NAMES[: len(given)], operation)
     key = (operation, checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), formats, arrays.key)
     plan = live.plans.get(key)
@@ -419,7 +419,8 @@ def gather(
     without a scale bits are copied, those of int8 too.
     """
     live = runtime_of(pool, out, block_table)
-    block_table, index_name = index_array(block_table), "slot_mapping" if by_slot else "block_table"
+    index_name = "slot_mapping" if by_slot else "block_table"
+    block_table = index_array(block_table, index_name, operation)
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
     length = checks.integer(length, "length", operation)
     source, table = view(pool, "pool", operation), view(block_table, index_name, operation)

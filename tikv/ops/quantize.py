@@ -306,7 +306,6 @@ def _side_by_side(parts: list[ArrayView]) -> ArrayView | None:
     if all(a.strides[-1] == n or first.shape[-1] == 1 for a in parts) and all(
         a.strides[:-1] == first.strides[:-1]
         and a.handle is first.handle
-        and a.owner is first.owner
         and a.ptr + a.offset == first.ptr + first.offset + i * a.dtype.itemsize
         for i, a in enumerate(parts)
     ):

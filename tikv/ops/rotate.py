@@ -13,7 +13,7 @@ from tikv.arrays import ArrayView, Host, Views, as_numpy, describe, read_host, r
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import format_of
 from tikv.ops import checks
-from tikv.ops.indices import index_array
+from tikv.ops.indices import view_indices
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized
@@ -159,8 +159,7 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
     Raises:
         ShapeError, DTypeError: they are none.
     """
-    array = index_array(values)  # a view does not keep it alive
-    found = view(array, name, operation)
+    found = view_indices(values, name, operation)
     checks.indices(found, name, operation)
     batch, heads, rows = shape[:3]
     if found.shape not in ((rows,), (batch, rows), (batch, heads, rows)):

@@ -350,8 +350,8 @@ def fused_call(
         "q": out,
         "k_dst": k_dst,
         "v_dst": v_dst,
-        "slot_mapping": index_array(slot_mapping),
-        "rope_positions": index_array(rope_positions),
+        "slot_mapping": index_array(slot_mapping, "slot_mapping", operation),
+        "rope_positions": index_array(rope_positions, "rope_positions", operation),
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
@@ -401,7 +401,7 @@ def norm_rope(
         [[[-4.0, 3.0]]]
     """
     operation = "norm_rope"
-    given = {"x": x, "q": out, "rope_positions": index_array(rope_positions)}
+    given = {"x": x, "q": out, "rope_positions": index_array(rope_positions, "rope_positions", operation)}
     weight = checks.name(weight, "weight", operation, ("q", "k"))
     layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
     return _checked(operation, how, given, (weight, position is None, layout), check_norm_rope, position).run()

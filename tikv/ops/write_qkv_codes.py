@@ -15,7 +15,7 @@ from tikv.arrays import ArrayView, new_array, runtime_of, view, view_all
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.copy import CopyOptions, CopyPlan, check_copy
-from tikv.ops.indices import check_slots, host_indices, index_array
+from tikv.ops.indices import check_slots, host_indices, view_indices
 from tikv.ops.layouts import token_and_head_axes
 from tikv.ops.paged import WriteSlotsPlan, check_write_slots
 from tikv.ops.plan import NO_ENTRIES
@@ -64,13 +64,13 @@ def write_codes(
     given = view(qkv, "qkv", operation)
     checks.rank(given, (2,), "qkv", "(T, (Hq + 2H) * D)", operation)
     tokens = given.shape[0]
-    index = None if slot_mapping is None else view(index_array(slot_mapping), "slot_mapping", operation)
+    index = None if slot_mapping is None else view_indices(slot_mapping, "slot_mapping", operation)
     if index is None:
         _, head = token_and_head_axes(layout, "layout", operation)
     else:
         require_slots_first(operation, checks.option(layout, "layout", operation, ("NHD", "HND", "VLLM")))
         head = 2
-    rope = None if rope_positions is None else view(index_array(rope_positions), "rope_positions", operation)
+    rope = None if rope_positions is None else view_indices(rope_positions, "rope_positions", operation)
     unknown = rope is not None and host_indices(rope, live) is None  # rows beyond the tables are left out
     rows = []
     for name, array, quantised in zip(pair, codes, pair.values(), strict=True):

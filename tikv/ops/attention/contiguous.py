@@ -190,7 +190,7 @@ def contiguous_call(
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
     else:
-        seq_lens = index_array(seq_lens)  # a view does not keep an array alive
+        seq_lens = index_array(seq_lens, "seq_lens", operation)
         given["lens"] = ("seq_lens", seq_lens)
     arrays = views_of(operation, given, head_dim_v)
     if v_cache is None and v_scale is None:
@@ -210,7 +210,7 @@ def contiguous_call(
         if asked.span is not None:
             asked = asked._replace(span=asked.span - cache.sinks)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], asked))
-    return AttentionCall(plan, arrays, length, (seq_lens, terms))
+    return AttentionCall(plan, arrays, length, (seq_lens,))
 
 
 def _contiguous(

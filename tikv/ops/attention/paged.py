@@ -134,7 +134,7 @@ def paged_call(
     """
     k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
     live = runtime_of(q, k_pool)
-    block_tables = index_array(block_tables)  # a view does not keep an array alive
+    block_tables = index_array(block_tables, "block_tables", operation)
     if v_pool is None and layout == "VLLM":
         raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
@@ -148,15 +148,14 @@ def paged_call(
     if isinstance(context_lens, INTEGERS):
         length = checks.integer(context_lens, "context_lens", operation)
     else:
-        context_lens = index_array(context_lens)
+        context_lens = index_array(context_lens, "context_lens", operation)
         given["lens"] = ("context_lens", context_lens)
     arrays = views_of(operation, given, head_dim_v)
     if v_pool is None and v_scale is None:
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
-    given_terms = request.terms
-    arrays |= given_terms.views(operation) if terms is None else terms
+    arrays |= request.terms.views(operation) if terms is None else terms
     if checks.option(request.impl, "impl", operation, IMPLEMENTATIONS) == "torch":
         raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
     layout, asked = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), request.options(operation)
@@ -166,7 +165,7 @@ def paged_call(
         cache = _pages(arrays, layout, live, operation, formats or (None, None))
         window_or_none(asked.span, operation)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["table"].shape[0], asked))
-    return AttentionCall(plan, arrays, length, (block_tables, context_lens, given_terms))
+    return AttentionCall(plan, arrays, length, (block_tables, context_lens))
 
 
 def check_paged_queries(

@@ -10,7 +10,6 @@ from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
 from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
-from tikv.ops.indices import index_array
 
 MISSING = ("raise", "ignore")
 
@@ -89,10 +88,6 @@ class AttendRequest(NamedTuple):
             OptionError: one is not.
         """
         checks.name(self.layout, "layout", operation, checks.LAYOUTS)
-        for name in ("parents", "indices"):
-            if isinstance(given := getattr(self, name), list | tuple | range):
-                # Views of it do not keep the array: these options do.
-                return self._replace(**{name: index_array(given)}).checked(operation)
         if type(self.return_lse) is bool and type(self.return_mass) is bool:
             return self
         flags: dict[str, Any] = {
@@ -105,8 +100,7 @@ class AttendRequest(NamedTuple):
         """What is added to the scores, which of the new tokens queries see, and which tokens they read."""
         if self.sink_logits is self.alibi_slopes is self.mask is self.parents is self.indices is None:
             return NO_TERMS
-        indices = index_array(self.indices)
-        return Terms(self.sink_logits, self.alibi_slopes, self.mask, index_array(self.parents), indices)
+        return Terms(self.sink_logits, self.alibi_slopes, self.mask, self.parents, self.indices)
 
     def options(self, operation: str, mass: Any = False) -> AttentionOptions:
         """What a plan is made for, checked but for the window, which stands where what is behind the sinks will.

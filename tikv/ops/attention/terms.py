@@ -12,12 +12,12 @@ from tikv.arrays import ArrayView, describe, view
 from tikv.errors import CapacityError, DTypeError, OptionError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, QueryShape
-from tikv.ops.indices import host_indices
+from tikv.ops.indices import host_indices, view_indices
 from tikv.ops.plan import Launch
 
 
 class Terms(NamedTuple):
-    """The arrays as a caller gave them, parents and indices by `index_array`; None for those that it did not."""
+    """The arrays as a caller gave them, parents and indices also as lists; None for those that it did not."""
 
     sink_logits: Any = None
     alibi_slopes: Any = None
@@ -33,11 +33,11 @@ class Terms(NamedTuple):
         for name, array in zip(self._fields, self, strict=True):
             if array is None or name in ("mask", "parents"):
                 continue
-            found[name] = view(array, name, operation)
+            found[name] = (view_indices if name == "indices" else view)(array, name, operation)
         if self.mask is not None and self.parents is not None:
             raise OptionError(f"{operation}: mask and parents say the same in two ways. Pass one of them.")
         if self.parents is not None:
-            found["parents"] = view(self.parents, "parents", operation)
+            found["parents"] = view_indices(self.parents, "parents", operation)
         if self.mask is not None:
             name, array = _bytes_of(self.mask, operation)
             found[name] = view(array, "mask", operation)

@@ -74,7 +74,7 @@ def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any
     Raises:
         ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
     """
-    host = index_array(path)
+    host = index_array(path, "path", operation)
     host = np.asarray(host.tolist() if hasattr(host, "tolist") else host)
     if host.ndim == 1 and batch == 1:
         host = host[None]
