@@ -2,11 +2,13 @@
 
     python benches/attention_cpu.py host                         # microseconds a call over tiny caches
     python benches/attention_cpu.py prompts --tokens 64 512      # times torch's speed over 4,096 keys
+    python benches/attention_cpu.py chosen                       # 1,024 chosen of 32,768, beside all and beside torch
 
 One thread each, timed by the time that this thread computed, so that other work on the machine counts little.
 """
 
 import argparse
+import statistics
 import time
 
 import environment
@@ -27,6 +29,18 @@ def best_times(calls, repeats, rounds):
                 call()
             found[name] = min(found[name], (time.thread_time() - start) / repeats)
     return found
+
+
+def median_times(calls, rounds):
+    """Median seconds of each call, by turns."""
+    found = {name: [] for name in calls}
+    for n in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.thread_time()
+            call()
+            if n:  # the first turn compiles
+                found[name].append(time.thread_time() - start)
+    return {name: statistics.median(each) for name, each in found.items()}
 
 
 def host(rounds):
@@ -78,12 +92,52 @@ def prompts(tokens, keys, rounds):
                 print(f"{row} {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
 
 
+def chosen(chosen_tokens, keys, rounds):
+    """One token of 32 query heads over 8 KV heads attends to some of `keys` tokens, drawn at random."""
+    heads, group = 8, 4
+    print("| dtype | order in memory | chosen by | ms | of all tokens | of as many in a row | torch, times that |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for order in ("head_major", "token_major"):
+            for by_head in (False, True):
+                k, v = torch.randn(2, 1, heads, keys, WIDTH).to(dtype)
+                if order == "token_major":
+                    k, v = (a.transpose(1, 2).contiguous().transpose(1, 2) for a in (k, v))
+                q = torch.randn(1, heads * group, 1, WIDTH).to(dtype)
+                rows = [torch.randperm(keys)[:chosen_tokens] for _ in range(heads if by_head else 1)]
+                indices = torch.stack(rows)[None, :, None] if by_head else rows[0][None, None]
+                few_k, few_v = (a[:, :, :chosen_tokens].contiguous() for a in (k, v))
+
+                def gather(q=q, k=k, v=v, indices=indices, by_head=by_head):
+                    if by_head:
+                        at = indices[:, :, 0, :, None].expand(-1, -1, -1, WIDTH)
+                        some = [a.gather(2, at) for a in (k, v)]
+                    else:
+                        some = [a.index_select(2, indices[0, 0]) for a in (k, v)]
+                    return torch.nn.functional.scaled_dot_product_attention(q, *some, enable_gqa=True)
+
+                calls = {
+                    "chosen": lambda q=q, k=k, v=v, i=indices: tikv.decode_attention(q, k, v, keys, indices=i),
+                    "all": lambda q=q, k=k, v=v: tikv.decode_attention(q, k, v, keys, impl="taichi"),
+                    "few": lambda q=q, k=few_k, v=few_v: tikv.decode_attention(q, k, v, k.shape[2], impl="taichi"),
+                    "torch": gather,
+                }
+                error = (calls["chosen"]().float() - gather().float()).abs().max().item()
+                assert error < 5e-3, f"chosen tokens differ from torch by {error}"
+                found = median_times(calls, 5 * rounds)
+                own, name = found["chosen"], str(dtype).removeprefix("torch.")
+                row = f"| {name} | {order} | {'head' if by_head else 'sequence'} | {own * 1e3:.2f} | "
+                ratios = f"{own / found['all']:.3f} | {own / found['few']:.2f} | {found['torch'] / own:.1f} |"
+                print(row + ratios, flush=True)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["host", "prompts"])
+    parser.add_argument("what", choices=["host", "prompts", "chosen"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--keys", type=int, default=4096)
+    parser.add_argument("--keys", type=int, help="4,096 of prompts, 32,768 to choose from")
+    parser.add_argument("--chosen", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,8 +145,10 @@ def main():
     print(f"{environment.line(environment.environment(['cpu']))}\n")
     if given.what == "host":
         host(given.rounds)
+    elif given.what == "chosen":
+        chosen(given.chosen, given.keys or 32768, given.rounds)
     else:
-        prompts(given.tokens, given.keys, given.rounds)
+        prompts(given.tokens, given.keys or 4096, given.rounds)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,8 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     from tikv.kernels.attention import cpu, cpu_loops
 
     near, side = cpu_loops.CHUNK, 0
+    if cache.chosen and not (cache.k.inner[0] or cache.v.inner[0] or cache.k.format):
+        side = cpu.PREFETCH_PAGES  # no row follows another
     rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows, cache.chosen)
     if rows >= cpu.NUMBER_ROWS or not cache.alike:  # each head's keys are made numbers
         return 1, near, side
