@@ -43,11 +43,6 @@ class Terms(NamedTuple):
             found[name] = view(array, "mask", operation)
         return found
 
-    def part(self, first: int, end: int) -> Terms:
-        """The terms, which are views, of sequences `first` to `end`."""
-        slopes = self.alibi_slopes
-        return self._replace(alibi_slopes=slopes.part(0, first, end)) if slopes and slopes.ndim == 2 else self
-
 
 NO_TERMS = Terms()
 TREES = ("mask", "mask_bits", "parents")  # names of arrays that say which of the new tokens a query sees
