@@ -164,6 +164,30 @@ def test_assisted_generation(arch, name, tight):
     assert crops
 
 
+@pytest.mark.parametrize(("attention", "limit"), [("sdpa", None), ("tikv", 48)])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_lookup_in_the_prompt(arch, name, attention, limit, tight, monkeypatch):
+    """Guesses from the text itself, taken back beyond the window, from prompts shorter and longer than that."""
+    model = build(name, vocab_size=31)
+    cropped = []
+    crop = TikvCache.crop
+    monkeypatch.setattr(TikvCache, "crop", lambda self, n: (cropped.append(n), crop(self, n))[1])
+    for n in (WINDOW - 1, WINDOW + 1, 17):
+        torch.manual_seed(n)
+        ids = torch.randint(2, 31, (1, n))
+        text = ids
+        with torch.no_grad():
+            for _ in range(20):
+                text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        model.set_attn_implementation(attention)
+        end = min(set(range(31)) - set(text[0].tolist()))  # which old versions want to have
+        options = {"max_new_tokens": 20, "do_sample": False, "prompt_lookup_num_tokens": 5, "eos_token_id": end}
+        got = model.generate(ids, **given(TikvCache(model.config, limit)), **options)
+        assert torch.equal(got[:, : text.shape[1]], text)  # old versions may give a guess more than was asked for
+        model.set_attn_implementation("sdpa")
+    assert any(cropped), "no guess was wrong"
+
+
 def test_several_turns(arch, model, tight):
     caches = DynamicCache(config=model.config), TikvCache(model.config)
     texts = []
