@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tikv.compat.seeds.layers import ContiguousKVLayer as ContiguousKVLayer
     from tikv.compat.seeds.layers import KVPool as KVPool
     from tikv.compat.seeds.layers import PagedKVLayer as PagedKVLayer
-    from tikv.compat.seeds.variants import warmup as warmup
     from tikv.errors import ArchError as ArchError
     from tikv.errors import CacheFileError as CacheFileError
     from tikv.errors import CapacityError as CapacityError
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from tikv.stores.step import compile_step as compile_step
     from tikv.stores.store import KVCacheStore as KVCacheStore
     from tikv.tools.doctor import info as info
+    from tikv.tools.warmup import warmup as warmup
 
 # By the module that defines them, or of which they are modules.
 _NAMES = {
@@ -79,7 +79,6 @@ _NAMES = {
     "tikv.compat.seeds": ("variants",),
     "tikv.compat.seeds.append_plan": ("KVCacheAppendArgs", "KVCacheAppendDescriptor", "KVCacheAppendPlan"),
     "tikv.compat.seeds.layers": ("ContiguousKVLayer", "KVPool", "PagedKVLayer"),
-    "tikv.compat.seeds.variants": ("warmup",),
     "tikv.errors": (
         "ArchError",
         "CacheFileError",
@@ -114,6 +113,7 @@ _NAMES = {
     "tikv.stores.step": ("compile_step",),
     "tikv.stores.store": ("KVCacheStore",),
     "tikv.tools.doctor": ("info",),
+    "tikv.tools.warmup": ("warmup",),
 }
 
 if not TYPE_CHECKING:  # or a type checker would take any name

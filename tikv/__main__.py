@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tikv import runtime
@@ -25,6 +25,7 @@ from tikv.errors import TikvError
 from tikv.stores import picture
 from tikv.stores.files import replacing
 from tikv.tools import doctor, table
+from tikv.tools.progress import progress
 
 if TYPE_CHECKING:
     from tikv.tools import bench
@@ -140,31 +141,6 @@ def show_variants(arguments: argparse.Namespace) -> int:
     else:
         table.show("tikv variants", header, rows)
     return 0
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on a terminal's stderr, or a line where rich is missing; call it with what it says and how much is done."""
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import Progress
-        except ImportError:
-
-            def line(now: str, done: int) -> None:
-                print(f"\r\x1b[K{title}: {now} ({done} of {total})", end="", file=sys.stderr, flush=True)
-
-            try:
-                yield line
-            finally:
-                print(end="\r\x1b[K", file=sys.stderr, flush=True)
-            return
-        else:
-            with Progress(console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(title, total=total)
-                yield lambda now, done: bar.update(task, completed=done, description=f"{title}: {now}")
-            return
-    yield lambda now, done: None
 
 
 def show_support(arguments: argparse.Namespace) -> int:

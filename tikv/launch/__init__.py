@@ -10,7 +10,7 @@ Taichi 1.7, and Taichi is therefore pinned to `taichi>=1.7.4,<1.8`.
 
 `launcher` chooses and reports; `compilation` compiles kernels, `compiled` keeps and binds them; `bound`, `cuda.native`
 and `cuda.legacy_stream` launch them; `vectors` names the entries of their arguments; `recorder` and `graph` are for
-`tikv.graphs`; `ahead` compiles kernels for programs without Python.
+`tikv.graphs`; `ahead` compiles kernels for programs without Python; `notices` tells who waits for a compiler.
 """
 
 from tikv.launch.bound import Bound as Bound
@@ -31,6 +31,7 @@ from tikv.launch.launcher import multiprocessors as multiprocessors
 from tikv.launch.launcher import require_native as require_native
 from tikv.launch.launcher import why_no_tensor_cores as why_no_tensor_cores
 from tikv.launch.launcher import why_no_warpgroups as why_no_warpgroups
+from tikv.launch.notices import notice as notice
 from tikv.launch.recorder import Recorded as Recorded
 from tikv.launch.recorder import is_recording as is_recording
 from tikv.launch.recorder import recording as recording

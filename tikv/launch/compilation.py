@@ -57,6 +57,11 @@ class CompiledKernel:
             return runtime.ti.Vector([0] * self.lengths[i], runtime.ti.f32 if self.is_float[i] else runtime.ti.i32)
         return 0.0 if self.is_float[i] else 0
 
+    @property
+    def title(self) -> str:
+        """What it does, in words."""
+        return self.factory.__name__.removeprefix("make_").replace("_", " ")
+
     @functools.cached_property
     def name(self) -> str:
         """A readable identity: the factory and its choices."""

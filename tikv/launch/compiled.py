@@ -16,6 +16,7 @@ from tikv.launch.compilation import CompiledKernel, Factory
 from tikv.launch.cuda import driver
 from tikv.launch.cuda.legacy_stream import DirectOnCuda, PublicOnCuda
 from tikv.launch.cuda.native import Native, NativeBound, load_native
+from tikv.launch.notices import notice
 from tikv.launch.recorder import Recorded, bind_recorded
 
 
@@ -27,6 +28,12 @@ class Kernel(CompiledKernel):
     """A compiled kernel of one runtime, bound to arguments by the launcher of its arch."""
 
     native: Native | None = None  # as the driver launches it, once it was bound so
+
+    def compile(self) -> None:
+        """As there; who waits for long is told."""
+        if self.compiled is None:
+            with notice.compiling(self.title, self.runtime.arch):
+                super().compile()
 
     def bind(self, iterations: int, *arguments: Any) -> Bound:
         """Bind arguments in the order of the signature: an `ArrayView` an array, a tuple a vector, else a number.
@@ -68,7 +75,8 @@ class Kernel(CompiledKernel):
             if self.name in launcher.fallbacks:
                 return None
             try:
-                self.native = load_native(self)
+                with notice.compiling(self.title, self.runtime.arch):
+                    self.native = load_native(self)
             except ArchError as error:
                 if driver.capturing(self.runtime.index) or launcher.wanted_launcher() == "native":
                     raise

@@ -1,0 +1,122 @@
+"""Compile ahead what a store, a pool or a model's cache will need: its own calls are made, while it is empty.
+
+`asked` is what a caller wants, `stores` and `models` are the calls that are made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tikv import launch, runtime
+from tikv.arrays import runtime_of
+from tikv.compat.seeds import variants
+from tikv.errors import OptionError
+from tikv.stores.pool import PagedKVCacheStore
+from tikv.stores.store import KVCacheStore
+from tikv.tools.progress import is_shown, progress
+from tikv.tools.warmup import stores
+from tikv.tools.warmup.asked import OPERATION, Asked, Job, require_empty
+
+
+def warmup(
+    *what: Any,
+    query_heads: int | None = None,
+    tokens: int | Sequence[int] = (1,),
+    formats: str | Sequence[str] | None = None,
+    steps: bool = False,
+    quiet: bool = False,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+) -> list[str]:
+    """Compile now what a model will need later: kernels are otherwise compiled by the first call that needs them.
+
+    What the model will do is done with zeros, on the store itself: prompts, single tokens, at few and at many tokens
+    held, in a layer of each window. It has to be empty, and is empty again afterwards; memory is not made twice.
+
+    Args:
+        *what: a `KVCacheStore` or a `PagedKVCacheStore` without tokens; a `TikvCache` without tokens, which is copied;
+            or names of `tikv.variants`, none for all of those.
+        query_heads: heads of the model's queries. For a `TikvCache` None takes the configuration's.
+        tokens: how many new tokens a call brings, one number or several: 1 for decoding, a prompt's length. Kernels
+            for prompts of more than some hundred tokens are those of any prompt.
+        formats: dtypes of queries and of new keys and values, of "float32", "float16" and "bfloat16". None: what the
+            store stores, if it is one of them, and "float32" if not; of a `TikvCache` the configuration's.
+        steps: also the decode step of `tikv.compile_step`, of a layer each.
+        quiet: show nothing. Otherwise a bar on stderr shows what is being compiled, where that is a terminal;
+            elsewhere compiling that takes longer than 2 seconds says so once.
+        num_kv_heads, head_dim: for named variants, the shape to compile for.
+
+    Returns:
+        The names of the kernels that were made, none where all were there; of variants, their names.
+
+    Raises:
+        OptionError: it is none of these, or holds tokens; query_heads is missing; no such dtype or variant.
+        CapacityError: a layer has no room for as many tokens, or a pool too few free blocks.
+        ShapeError: num_kv_heads does not divide query_heads.
+        As `extend`.
+
+    Cost: 0.1 to 2 s a kernel in the first process, then reading it from the engine's cache on disk; and the time of the
+        calls. A layer of each window is filled once for each entry of ``tokens`` up to 8.
+
+    Examples:
+        >>> import tikv
+        >>> store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=8, capacity=32, dtype="float32")
+        >>> made = tikv.warmup(store, query_heads=4, tokens=(5, 1), quiet=True)
+        >>> tikv.warmup(store, query_heads=4, tokens=(5, 1), quiet=True), store.length
+        ([], 0)
+        >>> tikv.warmup("kv_cache_copy_f32", num_kv_heads=2, head_dim=8)
+        ['kv_cache_copy_f32']
+    """
+    if all(isinstance(name, str) for name in what):
+        return variants.warmup(*what, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    if len(what) > 1:
+        raise OptionError(f"{OPERATION}: {len(what)} objects were given. Warm up one store or cache at a time.")
+    asked, target = Asked.checked(query_heads, tokens, formats, steps), what[0]
+    if isinstance(target, KVCacheStore):
+        with target.lock:
+            require_empty(target, max(target.layer_length(i) for i in range(target.num_layers)))
+            try:
+                return _done(stores.jobs_of_store(target, asked), target.runtime, quiet)
+            finally:
+                target.reset()
+    if isinstance(target, PagedKVCacheStore):
+        with target.lock:
+            require_empty(target, len(target), "sequences")
+            return _done(stores.jobs_of_pool(target, asked), target.runtime, quiet)
+    module = sys.modules.get("tikv.integrations.transformers")
+    if module is None or not isinstance(target, module.TikvCache):
+        raise OptionError(
+            f"{OPERATION}: {type(target).__name__} cannot be warmed up. Pass a KVCacheStore, a PagedKVCacheStore, a "
+            f"TikvCache, or names of tikv.variants."
+        )
+    from tikv.tools.warmup.models import jobs_of_cache
+
+    return _done(list(jobs_of_cache(target, asked)), runtime_of(), quiet)
+
+
+def _say_nothing(now: str, done: int) -> None:
+    pass
+
+
+def _done(jobs: Sequence[Job], live: runtime.Runtime, quiet: bool) -> list[str]:
+    """Do all jobs; the names of the kernels that were made for them."""
+    before = set(live.kernels)
+    shown = is_shown() and not quiet
+    with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
+        for i, job in enumerate(jobs):
+            step(job.title, i)
+            heard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if shown or quiet:
+                heard = launch.notice.heard_by(functools.partial(_show, step, job.title, i))
+            with heard:
+                job.run()
+        live.synchronize()
+    return [kernel.name for key, kernel in live.kernels.items() if key not in before]
+
+
+def _show(step: Callable[[str, int], None], title: str, done: int, kernel: str) -> None:
+    step(f"{title}: {kernel}", done)

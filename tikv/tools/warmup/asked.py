@@ -1,0 +1,87 @@
+"""What is asked of `tikv.warmup`, and the calls that are made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tikv import dtypes
+from tikv.dtypes import DType
+from tikv.errors import OptionError, ShapeError
+from tikv.ops import checks
+
+OPERATION = "warmup"
+QUERIES = ("float32", "float16", "bfloat16")  # dtypes of queries
+FEW = 8  # new tokens at once that are tried at all lengths: a prompt's time grows with what is held
+
+
+class Asked(NamedTuple):
+    """What a caller wants to be compiled, checked."""
+
+    query_heads: int | None
+    tokens: list[int]
+    formats: list[DType] | None
+    steps: bool
+
+    @classmethod
+    def checked(cls, query_heads: Any, tokens: Any, formats: Any, steps: Any) -> Asked:
+        """Of the arguments that a caller gave."""
+        if query_heads is not None:
+            query_heads = checks.integer(query_heads, "query_heads", OPERATION, low=1)
+        numbers = list(tokens) if isinstance(tokens, (list, tuple, range)) else [tokens]
+        if not numbers:
+            raise OptionError(f"{OPERATION}: tokens={tokens!r}. Use a number of new tokens, or several.")
+        numbers = [checks.integer(n, "tokens", OPERATION, low=1) for n in numbers]
+        names = list(formats) if isinstance(formats, (list, tuple)) else None if formats is None else [formats]
+        found = names and [dtypes.parse(name, OPERATION) for name in names]
+        for dtype in found or ():
+            checks.option(dtype.name, "formats", OPERATION, QUERIES)
+        return cls(query_heads, sorted(set(numbers), reverse=True), found or None, bool(steps))
+
+    def formats_of(self, stored: Any) -> list[DType]:
+        """Those of queries, keys and values of what stores this dtype."""
+        return self.formats or [stored if getattr(stored, "name", None) in QUERIES else dtypes.float32]
+
+    def heads_over(self, kv_heads: int) -> int:
+        """Heads of queries over so many of keys."""
+        if self.query_heads is None:
+            raise OptionError(f"{OPERATION}: query_heads is missing. Say how many heads the model's queries have.")
+        if self.query_heads % kv_heads:
+            raise ShapeError(
+                f"{OPERATION}: query_heads={self.query_heads} do not divide among {kv_heads} KV heads. Use a multiple."
+            )
+        return self.query_heads
+
+
+class Job(NamedTuple):
+    """Some calls, and what they are."""
+
+    title: str
+    run: Callable[[], None]
+
+
+def require_empty(target: Any, held: int, what: str = "tokens") -> None:
+    """Refuse what holds something.
+
+    Raises:
+        OptionError: it does.
+    """
+    if held:
+        raise OptionError(
+            f"{OPERATION}: the {type(target).__name__} holds {held} {what}, and calls are made on it. Warm up before "
+            f"the first token, or give one of the same form."
+        )
+
+
+def lengths_held(tokens: int, most: int, windows: Sequence[int] = ()) -> list[int]:
+    """Numbers of tokens held, up to `most`, at which calls of so many new ones may take kernels of their own."""
+    usual = [0, 1, 64, *(4**n for n in range(4, 16))]
+    around = [n for window in windows for n in (window - 1, window, 2 * window)]
+    found = sorted({n for n in (*usual, *around, most) if 0 <= n <= most})
+    return found if tokens <= FEW else [n for n in found if n <= 64 or n in around]
+
+
+def title_of(dtype: DType, tokens: int, held: int, window: int | None = None) -> str:
+    """What a call is, for whoever waits."""
+    slides = f" in a window of {window}" if window else ""
+    return f"{dtype.name}, {tokens} new on {held}{slides}"

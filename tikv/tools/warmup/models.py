@@ -1,0 +1,117 @@
+"""Compile ahead what a `TikvCache` will need: its layers are given zeros, in a copy that goes afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tikv import dtypes
+from tikv.arrays import runtime_of
+from tikv.errors import CapacityError, OptionError
+from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._transformers_attention import ATTENTION, attend
+from tikv.integrations.transformers import TikvCache, TikvLayer
+from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
+
+MOST_HELD = 4096  # tokens of a layer that has no limit
+
+
+class Shape(NamedTuple):
+    """Heads and widths of a layer's queries, keys and values."""
+
+    query_heads: int
+    kv_heads: int
+    width: int
+    width_v: int
+
+
+def jobs_of_cache(cache: TikvCache, asked: Asked) -> Iterator[Job]:
+    """Calls of `update`, and of attention where the model has "tikv", for a layer of each kind.
+
+    Raises:
+        OptionError: the cache holds tokens; its configuration does not say what its layers are given.
+        CapacityError: more tokens at once than ``max_cache_len``.
+    """
+    require_empty(cache, max((int(layer.get_seq_length()) for layer in cache.layers), default=0))
+    kinds: dict[tuple[type, int | None, int | None, Shape], int] = {}
+    for i, layer in enumerate(_layers_of(cache)):
+        if isinstance(layer, TikvLayer):
+            shape = _shape_of(layer, asked)
+            kinds.setdefault((type(layer), layer.sliding_window, layer.limit, shape), i)
+    for dtype in asked.formats or [_dtype_of(_layers_of(cache)[min(kinds.values())].config)]:
+        own = _layers_of(copy.deepcopy(cache))
+        for (_, window, _, shape), i in kinds.items():
+            for tokens in asked.tokens:
+                for held in lengths_held(tokens, _room(own[i], tokens), [window] if window else []):
+                    run = functools.partial(_call, own[i], shape, tokens, held, getattr(torch, dtype.name))
+                    yield Job(title_of(dtype, tokens, held, window), run)
+
+
+def _layers_of(cache: Any) -> list[Any]:
+    """Those of a cache, and of an encoder-decoder's the encoder's too."""
+    crossed = getattr(cache, "cross_attention_cache", None)
+    return [*cache.layers, *(crossed.layers if crossed is not None else [])]
+
+
+def _room(layer: Any, tokens: int) -> int:
+    """Tokens that a layer may hold before it gets so many."""
+    if layer.sliding_window:
+        return int(2 * layer.sliding_window)
+    if layer.limit is None:
+        return MOST_HELD
+    if tokens > layer.limit:
+        raise CapacityError(
+            f"{OPERATION}: tokens={tokens} are more than max_cache_len={layer.limit}. Use at most as many."
+        )
+    return int(layer.limit - tokens)
+
+
+def _shape_of(layer: Any, asked: Asked) -> Shape:
+    """What the configuration says that a layer is given."""
+    text = shim.decoder_of(layer.config)
+    every = getattr(text, "per_layer_config", None)
+    config = text if every is None else every[layer.index]
+    heads = asked.query_heads or int(getattr(config, "num_attention_heads", 0))
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or 0)
+    if heads and not width:
+        width = int(getattr(config, "hidden_size", 0)) // heads
+    width_v = width
+    if getattr(config, "kv_lora_rank", None):  # keys in two parts, values of another width, of each query head
+        kv_heads, width, width_v = heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if not heads or not width or heads % kv_heads:
+        raise OptionError(
+            f"{OPERATION}: {type(text).__name__} does not say how many heads a layer has, and how wide they are. Let "
+            f"the model read a short prompt instead."
+        )
+    return Shape(heads, kv_heads, width, width_v)
+
+
+def _dtype_of(config: Any) -> Any:
+    """The configuration's dtype, as a row of ours; float32 where it has none that queries may have."""
+    named = getattr(config, "dtype", None)
+    found = None if named is None else dtypes.parse(named, OPERATION)
+    return found if found is not None and found.name in QUERIES else dtypes.float32
+
+
+def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
+    """New tokens on so many as the layer shall hold, as a model gives them: transposed views."""
+    live = runtime_of()
+    device = "cuda" if live.is_cuda else "mps" if live.arch == "metal" else "cpu"
+
+    def given(n: int, heads: int, width: int) -> torch.Tensor:
+        return torch.zeros(1, n, heads, width, dtype=dtype, device=device).transpose(1, 2)
+
+    with torch.no_grad():
+        layer.reset()
+        if held:
+            layer.update(given(held, shape.kv_heads, shape.width), given(held, shape.kv_heads, shape.width_v))
+        keys, values = layer.update(
+            given(tokens, shape.kv_heads, shape.width), given(tokens, shape.kv_heads, shape.width_v)
+        )
+        if tokens == 1 and layer.config._attn_implementation == ATTENTION:  # torch takes prompts
+            attend(torch.nn.Module(), given(tokens, shape.query_heads, shape.width), keys, values, None)
