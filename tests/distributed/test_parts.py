@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tikv.distributed import parts
+from tikv.distributed import partials
 
 torch = pytest.importorskip("torch")
 
@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch")
 def gpu(monkeypatch):
     """A GPU whose stream, and whether it is being captured, the test says."""
     found = types.SimpleNamespace(is_cuda=True, index=1, stream=0, capturing=False)
-    monkeypatch.setattr(parts.driver, "stream", lambda index: found.stream + index)
-    monkeypatch.setattr(parts.driver, "capturing", lambda index: found.capturing)
+    monkeypatch.setattr(partials.driver, "stream", lambda index: found.stream + index)
+    monkeypatch.setattr(partials.driver, "capturing", lambda index: found.capturing)
     return found
 
 
 def test_what_parts_have():
-    made = parts.Parts.of((2, 3, 4), 8, 5, "cpu")
+    made = partials.Partials.of((2, 3, 4), 8, 5, "cpu")
     assert [tuple(a.shape) for a in made[:3]] == [(2, 3, 4, 9), (5, 2, 3, 4, 9), (2, 3, 4)]
     assert {a.dtype for a in made[:3]} == {torch.float32}
     assert [a.ptr for a in made[3:]] == [a.data_ptr() for a in made[:3]]
@@ -27,7 +27,7 @@ def test_what_parts_have():
 
 
 def test_single_queries_share_memory_and_prompts_do_not(gpu):
-    of_store = parts.PartsOfStore(gpu, 8, 2)
+    of_store = partials.StorePartials(gpu, 8, 2)
     one = of_store.of((2, 3, 1), "cpu")
     assert of_store.of((2, 3, 1), "cpu") is one
     assert of_store.of((1, 3, 1), "cpu") is not one
@@ -36,7 +36,7 @@ def test_single_queries_share_memory_and_prompts_do_not(gpu):
 
 
 def test_each_stream_and_each_graph_has_its_own(gpu):
-    of_store = parts.PartsOfStore(gpu, 8, 2)
+    of_store = partials.StorePartials(gpu, 8, 2)
     one = of_store.of((2, 3, 1), "cpu")
     gpu.stream = 64
     other = of_store.of((2, 3, 1), "cpu")
@@ -50,7 +50,7 @@ def test_each_stream_and_each_graph_has_its_own(gpu):
 
 
 def test_memory_of_inference_mode_is_used_outside_of_it():
-    of_store = parts.PartsOfStore(types.SimpleNamespace(is_cuda=False), 8, 2)
+    of_store = partials.StorePartials(types.SimpleNamespace(is_cuda=False), 8, 2)
     with torch.inference_mode():
         made = of_store.of((2, 3, 1), "cpu")
     assert of_store.of((2, 3, 1), "cpu") is made

@@ -178,10 +178,10 @@ def test_all_layers_move_in_one_launch(arch, rng, monkeypatch):
     model = Model(rng, arch, "linear", 9)
     keep = np.stack([np.sort(rng.random((1, HEADS, 9)).argsort(axis=-1)[..., :4], axis=-1) for _ in range(2)])
     launches = []
-    from tikv.stores.layers import compaction
+    from tikv.stores.layers import memory as layer_memory
 
-    bind = compaction.bind_in_place
-    monkeypatch.setattr(compaction, "bind_in_place", lambda *a: launches.append(a[4]) or bind(*a))
+    bind = layer_memory.bind_in_place
+    monkeypatch.setattr(layer_memory, "bind_in_place", lambda *a: launches.append(a[4]) or bind(*a))
     model.store.compact_all(keep)
     for layer in range(2):
         for h in range(HEADS):

@@ -83,7 +83,7 @@ class Deal(NamedTuple):
         Where the newest stays, the queries are taken to stand so far ahead that all see it.
 
         Args:
-            layer: the sinks and the ring of the whole.
+            layer: the sinks and the ring over all ranks.
             valid_from: oldest position behind the sinks that may be seen, whatever a window says.
             first: the position of the first query.
             end: behind that of the last.

@@ -50,18 +50,9 @@ class CapturedDeal(NamedTuple):
 
 
 class DealtLayers(LayerStorage):
-    """A rank's part of layers whose tokens are dealt to several.
+    """A rank's part of layers whose tokens are dealt to several; `deal` says which, `own` has them as layers.
 
-    What it is given is whole, and so are its counts; its memory holds the tokens that lie on this rank. `attend_own` is
-    attention over those, a part of the whole's.
-
-    Args:
-        live: the runtime.
-        form: of the whole.
-        deal: which tokens lie here.
-
-    Attributes:
-        own: this rank's tokens, as layers of their own.
+    It is given all tokens and counts all. Its memory holds those that lie on this rank: `attend_own` attends over them.
     """
 
     title = "a store whose tokens are dealt to several processes"
@@ -75,7 +66,7 @@ class DealtLayers(LayerStorage):
         windows = [None if w is None else own_sinks + deal.most(w - sinks + behind) for w in form.windows]
         capacity = max(deal.most(form.capacity), *(w or 1 for w in windows))
         self.own = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
-        self.rows, self.lock, self.counts = self.own.rows, self.own.lock, form.counts()
+        self.rows, self.lock, self.memory, self.counts = self.own.rows, self.own.lock, self.own.memory, form.counts()
         self._forms: BoundedCache[Any, _Form] = BoundedCache()
         self._device_counts: BoundedCache[Any, ArrayView] = BoundedCache()
 
@@ -83,20 +74,6 @@ class DealtLayers(LayerStorage):
     def serves(cls, dtype: Any) -> bool:
         """None by its dtype alone: `ShardedKVCacheStore` makes it."""
         return False
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences now."""
-        return self.own.batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank."""
-        return self.own.nbytes
-
-    @property
-    def version(self) -> int:
-        return self.own.version
 
     @property
     def drawn(self) -> list[Layer]:
@@ -111,7 +88,7 @@ class DealtLayers(LayerStorage):
 
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append` of the whole's new tokens, of which this rank keeps its own."""
+        """As `LayerStorage.append` of new tokens, of which this rank stores its own."""
         to, counts = self.own.counts[layer], self.counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
         if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.deal.owns(counts.length):
@@ -123,7 +100,7 @@ class DealtLayers(LayerStorage):
 
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
-        """As `LayerStorage.append_all` of the whole's new tokens, of which this rank keeps its own."""
+        """As `LayerStorage.append_all` of new tokens, of which this rank stores its own."""
         layers = self.own.counts
         form = self._form_of(operation, layers, rows, layout, True)
         self._require_room(operation, layers, form.tokens)
@@ -135,11 +112,7 @@ class DealtLayers(LayerStorage):
             self._append_own(operation, [to], of_layer, layout, form._replace(axis=form.axis - 1), False)
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
-        """As `LayerStorage.append_at`, of one token, which is skipped where it does not lie here.
-
-        Raises:
-            OptionError: there are several tokens, which may lie on several ranks.
-        """
+        """As `LayerStorage.append_at`, of one token, which is skipped where it does not lie here."""
         layers = self.own.counts if layer is None else [self.own.counts[layer]]
         k, v, positions = given
         form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
@@ -156,7 +129,7 @@ class DealtLayers(LayerStorage):
         """As `LayerStorage.require_positions`: no layer is ever compacted."""
 
     def advance(self, operation: str, tokens: int) -> None:
-        """As `LayerStorage.advance` of the whole's tokens."""
+        """As `LayerStorage.advance` of the tokens of all ranks."""
         for counts in self.counts:
             counts.require_room(operation, tokens)
         for own, counts in zip(self.own.counts, self.counts, strict=True):
@@ -164,12 +137,8 @@ class DealtLayers(LayerStorage):
             own.grow(self.deal.count(counts.length) - own.length)
 
     def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
-        """What new rows are, checked once for each form.
-
-        Raises:
-            As `KVCacheStore.append`, but for the room.
-        """
-        key = (rows.key, layout, stacked, self.version)
+        """What new rows are, checked once for each form, but for the room."""
+        key = (rows.key, layout, stacked, self.memory.version)
         form = self._forms.get(key)
         if form is None:
             found, (token_axis, _) = self.own.appends.checked(operation, layers, rows, layout, stacked)
@@ -186,11 +155,7 @@ class DealtLayers(LayerStorage):
         return found
 
     def _require_room(self, operation: str, layers: Sequence[Layer], tokens: int) -> None:
-        """All of these layers take so many tokens.
-
-        Raises:
-            CapacityError, PositionError: they do not.
-        """
+        """Raise CapacityError or PositionError where one of these layers does not take so many tokens."""
         for to in layers:
             self.counts[to.index].require_room(operation, tokens)
         if self.runtime.is_cuda:
@@ -232,7 +197,7 @@ class DealtLayers(LayerStorage):
         operation: str,
         layer: int,
         q: ArrayView,
-        parts: ArrayView,
+        partials: ArrayView,
         scores: AttentionScale,
         missing: str,
         seq_lens: Any = None,
@@ -241,18 +206,12 @@ class DealtLayers(LayerStorage):
         """The attention of the newest tokens' queries over this rank's keys.
 
         Args:
-            operation: for messages.
-            layer: its index.
+            operation, layer, scores: of which call.
             q: (batch, Hq, T, D).
-            parts: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
-            scores: the scale and the soft cap.
-            missing, seq_lens: as in `KVCacheStore.attend`.
-            slopes: ALiBi's, by the name that attention has for them, if there are any.
-
-        Raises:
-            PositionError: more queries than tokens; or ``missing`` as said; or slopes of too far positions.
-            OptionError: `seq_lens` with several queries, with slopes, or with a window whose share of a rank they
-                decide.
+            partials: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
+            missing, seq_lens: as in `KVCacheStore.attend`; `seq_lens` not with several queries, with slopes, or with a
+                window whose share of a rank they decide.
+            slopes: ALiBi's, by the name that attention has for them, if there are any; of not too far positions.
         """
         if seq_lens is not None:
             if slopes:
@@ -260,7 +219,7 @@ class DealtLayers(LayerStorage):
                     f"{operation}: slopes with seq_lens on the device, and tokens are cut: how far keys stand from the "
                     f"query is counted on the host. Leave seq_lens out, or cut heads."
                 )
-            self._attend_at(operation, layer, q, parts, scores, view(seq_lens, "seq_lens", operation))
+            self._attend_at(operation, layer, q, partials, scores, view(seq_lens, "seq_lens", operation))
             return
         counts, queries = self.counts[layer], q.shape[2]
         self._require_countable(operation, slopes, counts.length)
@@ -275,14 +234,10 @@ class DealtLayers(LayerStorage):
         stretches: Iterable[Stretch] = self.deal.stretches(counts, counts.valid_from, first, counts.length)
         if not counts.length:
             stretches = [Stretch(first, 0, 0, 0, 0, 0)]
-        self._attend(operation, layer, q, parts, scores, stretches, first, slopes)
+        self._attend(operation, layer, q, partials, scores, stretches, first, slopes)
 
     def _require_countable(self, operation: str, slopes: Mapping[str, ArrayView], length: int) -> None:
-        """Slopes count positions that kernels have numbers for.
-
-        Raises:
-            PositionError: they would count others.
-        """
+        """Raise PositionError where slopes would count positions that kernels have no numbers for."""
         if slopes and length > MAX_COUNTED:
             raise PositionError(
                 f"{operation}: slopes over tokens that are dealt count {MAX_COUNTED} positions, and the length is "
@@ -290,7 +245,7 @@ class DealtLayers(LayerStorage):
             )
 
     def _attend_at(
-        self, operation: str, layer: int, q: ArrayView, parts: ArrayView, scores: AttentionScale, seq_lens: ArrayView
+        self, operation: str, layer: int, q: ArrayView, partials: ArrayView, scores: AttentionScale, seq_lens: ArrayView
     ) -> None:
         """`attend_own` of one query a sequence, whose lengths are where the launch reads them."""
         counts, found = self.counts[layer], self.own.counts[layer]
@@ -311,30 +266,26 @@ class DealtLayers(LayerStorage):
         arrays = {**layer_arrays(found, q), "lens": lens}
         span = counts.ring // self.deal.world
         plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
-        out, lse = self._out_and_lse(parts)
+        out, lse = self._out_and_lse(partials)
         oldest = self.deal.count(counts.trimmed_to)
         plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_partial=True))
 
-    def _out_and_lse(self, parts: ArrayView) -> tuple[ArrayView, ArrayView]:
-        """Where parts have their results, and where their log-sum-exps."""
+    def _out_and_lse(self, partials: ArrayView) -> tuple[ArrayView, ArrayView]:
+        """Where partial results lie, and where their log-sum-exps."""
         width = self.rows.v.width
-        out = parts.restrided((*parts.shape[:3], width), parts.strides)
-        return out, parts.restrided(parts.shape[:3], parts.strides[:3], width)
+        out = partials.restrided((*partials.shape[:3], width), partials.strides)
+        return out, partials.restrided(partials.shape[:3], partials.strides[:3], width)
 
     def extension(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
     ) -> tuple[Queries, Views]:
-        """What `extend` was given as q, k and v, checked: the queries and the rows.
-
-        Raises:
-            As `KVCacheStore.extend`.
-        """
+        """What `KVCacheStore.extend` was given as q, k and v, checked: the queries and the rows."""
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         found = self.own.counts[layer]
         rows = view_all(arrays[1:], ROWS, operation)
         form = self._form_of(operation, [found], rows, layout, False)
         self._require_room(operation, [found], form.tokens)
-        sizes = self.batch_size, self.own.memory.num_kv_heads, self.rows.k.width, form.tokens
+        sizes = self.batch_size, self.memory.num_kv_heads, self.rows.k.width, form.tokens
         queries = extend_queries(operation, view(arrays[0], "q", operation), layout, *sizes, self.runtime)
         layer_plan(self.runtime, operation, layer_arrays(found, queries.heads_first), found, scores)
         return queries, rows
@@ -346,7 +297,7 @@ class DealtLayers(LayerStorage):
         rows: Views,
         layout: str,
         q: ArrayView,
-        parts: ArrayView,
+        partials: ArrayView,
         scores: AttentionScale,
         slopes: Mapping[str, ArrayView] = NO_VIEWS,
     ) -> None:
@@ -361,14 +312,14 @@ class DealtLayers(LayerStorage):
             oldest = counts.valid_from  # before those of the block take its place
             self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
             stretches = self.deal.stretches(counts, oldest, first, after)
-            self._attend(operation, layer, q, parts, scores, stretches, start, slopes)
+            self._attend(operation, layer, q, partials, scores, stretches, start, slopes)
 
     def _attend(
         self,
         operation: str,
         layer: int,
         q: ArrayView,
-        parts: ArrayView,
+        partials: ArrayView,
         scores: AttentionScale,
         stretches: Iterable[Stretch],
         start: int,
@@ -376,15 +327,15 @@ class DealtLayers(LayerStorage):
     ) -> None:
         """Attention of each stretch of queries, the first of which stands at position `start`."""
         found, live = self.own.counts[layer], self.runtime
-        stage = Staging(live, [q, parts], [False, True])
-        q, parts = stage.arrays
-        out, lse = self._out_and_lse(parts)
+        stage = Staging(live, [q, partials], [False, True])
+        q, partials = stage.arrays
+        out, lse = self._out_and_lse(partials)
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some, slopes)
             dealt = (self.deal.interleave, (self.deal.world - 1) * self.deal.interleave) if slopes else (0, 0)
-            kept = found.sinks, found.ring, found.formats
-            plan = cache_plan(live, operation, arrays, scores, at.span, *kept, dealt)
+            slots = found.sinks, found.ring, found.formats
+            plan = cache_plan(live, operation, arrays, scores, at.span, *slots, dealt)
             first_query = at.first - self.deal.rank * self.deal.interleave
             tokens = AttendedTokens(at.length, at.first_valid, at.ahead, first_query)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
@@ -401,13 +352,8 @@ class DealtLayers(LayerStorage):
     ) -> None:
         """How much weight the newest tokens' queries gave this rank's keys, of those that are held.
 
-        Args:
-            operation: for messages.
-            layer: its index.
-            q: (batch, Hq, T, D).
-            lse: (batch, Hq, T), the log-sum-exps over the keys of all ranks.
-            to: a tensor (batch, num_kv_heads, n) of zeros, n at least this rank's share of `held_positions`.
-            scores: the scale and the soft cap.
+        `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; `to` is a tensor of zeros
+        (batch, num_kv_heads, n), n at least this rank's share of `held_positions`.
         """
         counts, found, live = self.counts[layer], self.own.counts[layer], self.runtime
         start = counts.length - q.shape[2]
@@ -432,27 +378,22 @@ class DealtLayers(LayerStorage):
     # --- counts, what lets go, copies
 
     def take_counts(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Let the whole have these lengths and oldest valid positions; those of this rank's tokens."""
+        """Take lengths and oldest valid positions over all ranks; those of this rank's tokens."""
         for layer, (length, valid_from) in zip(self.counts, counts, strict=True):
             layer.length, layer.valid_from = length, valid_from
         return [(self.deal.count(length), self.deal.count(valid_from)) for length, valid_from in counts]
 
     def trim(self, operation: str, n: int) -> None:
-        """As `LayerStorage.trim` of the whole's tokens."""
-        length = max(layer.end for layer in self.counts)
-        for layer in self.counts:
-            layer.refuse_trim(operation, n, length)
-        for layer in self.counts:
-            self.own.memory.trim(layer, length - n)
+        """As `LayerStorage.trim` of the tokens of all ranks."""
+        self.memory.trim(operation, self.counts, n)
         self._follow()
 
     def reset(self) -> None:
-        for layer in self.counts:
-            self.own.memory.recount(layer, 0, None)
+        self.memory.reset(self.counts)
         self._follow()
 
     def _follow(self) -> None:
-        """Let the counts of this rank's tokens be those of the whole, which went down."""
+        """Let the counts of this rank's tokens follow those of all ranks, which went down."""
         for own, counts in zip(self.own.counts, self.counts, strict=True):
             own.length = min(own.length, self.deal.count(counts.length))
             own.valid_from = min(own.valid_from, own.length)
@@ -468,16 +409,12 @@ class DealtLayers(LayerStorage):
         self.own.select(operation, index)
 
     def capture(self) -> CapturedDeal:
-        """As `LayerStorage.capture` of this rank's tokens and the whole's counts."""
+        """As `LayerStorage.capture` of this rank's tokens, with the counts of all."""
         counts = tuple((layer.length, layer.valid_from) for layer in self.counts)
         return CapturedDeal(self.own.capture(), self.deal, counts)
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """As `LayerStorage.restore` of what was captured on this rank.
-
-        Raises:
-            OptionError: it is of another rank, or of tokens dealt otherwise.
-        """
+        """As `LayerStorage.restore` of what was captured on this rank, of tokens dealt as here; or OptionError."""
         if not isinstance(captured, CapturedDeal) or captured.deal != self.deal:
             raise OptionError(
                 f"{operation}: {shown[0]} is no snapshot of tokens dealt as here ({self.deal}). Give what `snapshot` "
@@ -488,11 +425,9 @@ class DealtLayers(LayerStorage):
             counts.length, counts.valid_from = length, valid_from
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
-        """This rank's layers, as `LayerStorage.to_host`."""
         return self.own.to_host(operation)
 
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
-        """Let this rank's layers hold what `to_host` gave."""
         self.own.take_over(operation, counts, arrays)
 
     def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:

@@ -44,11 +44,7 @@ class Ranks:
             )
 
     def gather(self, mine: Any, operation: str, found: Any = None) -> Any:
-        """A tensor of each rank, stacked, in memory that is given or new: one collective.
-
-        Raises:
-            GroupError: it failed.
-        """
+        """A tensor of each rank, stacked, in memory that is given or new: one collective; or GroupError."""
         import torch
 
         if found is None:
@@ -60,11 +56,7 @@ class Ranks:
         return found
 
     def gather_objects(self, mine: Any, operation: str) -> list[Any]:
-        """A small object of each rank, in order: slow, for what happens once.
-
-        Raises:
-            GroupError: it failed.
-        """
+        """A small object of each rank, in order: slow, for what happens once; or GroupError."""
         import torch
 
         found: list[Any] = [None] * self.world
@@ -73,11 +65,7 @@ class Ranks:
         return found
 
     def require_agreement(self, operation: str, call: tuple[Any, ...]) -> None:
-        """All ranks make the same call.
-
-        Raises:
-            GroupError: they do not, with what each of them said; on all ranks.
-        """
+        """Raise GroupError on all ranks where they do not make the same call, with what each of them said."""
         calls = self.gather_objects(call, operation)
         if any(other != calls[0] for other in calls):
             said = "; ".join(f"rank {i}: {' '.join(map(str, other))}" for i, other in enumerate(calls))
@@ -87,11 +75,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def understanding(self, operation: str) -> Iterator[None]:
-        """Around what torch.distributed does: its errors are `GroupError` here.
-
-        Raises:
-            GroupError: what was done failed.
-        """
+        """Around what torch.distributed does: its errors are `GroupError` here."""
         try:
             yield
         except (RuntimeError, ValueError, AttributeError) as error:
@@ -106,12 +90,7 @@ class Ranks:
 
 
 def distributed(operation: str) -> Any:
-    """The module torch.distributed.
-
-    Raises:
-        MissingPackageError: torch is not installed.
-        GroupError: it was built without torch.distributed.
-    """
+    """The module torch.distributed, which is refused where torch is not there or was built without it."""
     dist = extras.need("torch.distributed", operation)
     if not dist.is_available():
         raise GroupError(f"{operation}: this torch was built without torch.distributed. Install one that has it.")

@@ -1,7 +1,7 @@
 """A shared cache in files: one a rank, and an index that names them. Any number of ranks loads it, however it is cut.
 
 A rank's file has the rows of its heads and tokens in the order of their positions, which follow from how they were
-dealt and what the whole held. The index is written last, so that a save that was killed leaves the old one whole.
+dealt and what all ranks held. The index is written last, so that a save that was killed leaves the old one as it was.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,14 +30,14 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 class Share(NamedTuple):
-    """What of the whole a rank has: KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
+    """What a rank has: KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
 
     first_head: int
     end_head: int
     deal: Deal
 
     def positions(self, layer: Layer) -> list[int]:
-        """The positions of this rank's tokens that a layer of the whole, by its counts, still has."""
+        """The positions of this rank's tokens that a layer, by its counts over all ranks, still has."""
         found = [p for p in range(min(layer.sinks, layer.length)) if self.deal.owns(p)]
         start = max(layer.sinks, layer.valid_from) if layer.ring else 0
         for first, end in self.deal.runs(start, layer.length):
@@ -51,16 +50,11 @@ def file_name(path: Path, number: int, count: int, save: str) -> str:
     return f"{path.stem}-{save}-{number + 1}-of-{count}{replacing.SUFFIX}"
 
 
-def new_save() -> str:
-    """A word that tells the files of one save from those of another."""
-    return secrets.token_hex(4)
-
-
 def write_share(
     path: Path,
     share: Share,
     form: dict[str, Any],
-    whole: Sequence[Layer],
+    of_all: Sequence[Layer],
     own: Sequence[tuple[Layer, Arrays]],
     save: str,
 ) -> None:
@@ -68,22 +62,22 @@ def write_share(
 
     Args:
         path, share, save: of the file, what this rank has, the word of this save.
-        form, whole: the arguments of the whole store, and its counts.
+        form, of_all: the arguments of the store, and its counts over all ranks.
         own: this rank's layers and host copies of their filled slots.
     """
     tensors = {}
-    for counts, (layer, arrays) in zip(whole, own, strict=True):
+    for counts, (layer, arrays) in zip(of_all, own, strict=True):
         slots = [layer.slot_of(share.deal.count(p)) for p in share.positions(counts)]
         for name, a in zip(layer.named, arrays, strict=True):
             tensors[f"layers.{counts.index}.{name}"] = a[:, :, slots]
-    facts = {
+    meta = {
         "save": save,
         "form": form,
-        "counts": [[layer.length, layer.valid_from] for layer in whole],
+        "counts": [[layer.length, layer.valid_from] for layer in of_all],
         "heads": [share.first_head, share.end_head],
         "deal": list(share.deal),
     }
-    files.write(path, KIND, tensors, facts, "ShardedKVCacheStore.save")
+    files.write(path, KIND, tensors, meta, "ShardedKVCacheStore.save")
 
 
 def write_index(path: Path, names: Sequence[str], save: str) -> None:
@@ -128,42 +122,42 @@ class Saved:
         self.operation = operation
         names, self.save = read_index(path, operation)
         self.paths = [path.parent / name for name in names]
-        facts = self._facts(self.paths[0])
-        self.form: dict[str, Any] = facts["form"]
-        self.counts: list[list[int]] = facts["counts"]
+        meta = self._read(self.paths[0])
+        self.form: dict[str, Any] = meta["form"]
+        self.counts: list[list[int]] = meta["counts"]
 
-    def _facts(self, path: Path, tensors: dict[str, Any] | None = None) -> dict[str, Any]:
-        found, facts = files.read(path, KIND, self.operation, _check)
-        if facts["save"] != self.save:
+    def _read(self, path: Path, tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+        found, meta = files.read(path, KIND, self.operation, _check)
+        if meta["save"] != self.save:
             raise CacheFileError(f"{self.operation}: {str(path)!r} is of another save. Save the cache again.")
         if tensors is not None:
             tensors.update(found)
-        return facts
+        return meta
 
-    def slots_for(self, share: Share, whole: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
+    def slots_for(self, share: Share, of_all: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
         """The filled slots of a rank's layers, from whichever files have their rows; or CacheFileError.
 
         Args:
             share, own: what the rank has, and its layers, with their counts.
-            whole: the counts of the saved cache.
+            of_all: the counts of the saved cache.
             batch: sequences.
         """
         kinds = files.storage(self.form)
         heads = share.end_head - share.first_head
         found = [[np.zeros((batch, heads, x.filled, *width), dtype) for _, width, dtype in kinds] for x in own]
-        places = [{p: own[x.index].slot_of(share.deal.count(p)) for p in share.positions(x)} for x in whole]
+        places = [{p: own[x.index].slot_of(share.deal.count(p)) for p in share.positions(x)} for x in of_all]
         missing = heads * sum(map(len, places))
         for path in self.paths:
             tensors: dict[str, Any] = {}
-            facts = self._facts(path, tensors)
-            if (facts["form"], facts["counts"]) != (self.form, self.counts):
+            meta = self._read(path, tensors)
+            if (meta["form"], meta["counts"]) != (self.form, self.counts):
                 raise CacheFileError(f"{self.operation}: {str(path)!r} contradicts the other files. Save again.")
-            first, end = facts["heads"]
-            theirs = Share(first, end, Deal(*facts["deal"]))
+            first, end = meta["heads"]
+            theirs = Share(first, end, Deal(*meta["deal"]))
             first, end = max(first, share.first_head), min(end, share.end_head)
             if first >= end:
                 continue
-            for counts, place, arrays in zip(whole, places, found, strict=True):
+            for counts, place, arrays in zip(of_all, places, found, strict=True):
                 rows = [(i, place[p]) for i, p in enumerate(theirs.positions(counts)) if p in place]
                 if not rows:
                     continue
@@ -179,17 +173,17 @@ class Saved:
         return found
 
 
-def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
-    form = facts["form"]
+def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    form = meta["form"]
     files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
-    rank, world, interleave = files.integers(facts["deal"], "deal", "deal", 3)
-    first, end = files.integers(facts["heads"], "heads", "a head", 2, high=heads)
+    rank, world, interleave = files.integers(meta["deal"], "deal", "deal", 3)
+    first, end = files.integers(meta["heads"], "heads", "a head", 2, high=heads)
     if rank >= world or interleave < 1 or first >= end:
         raise ValueError(f"rank {rank} of {world} with heads {first} to {end} has nothing")
     share = Share(first, end, Deal(rank, world, interleave))
-    for layer in layers_of(form, facts["counts"]):
+    for layer in layers_of(form, meta["counts"]):
         for name, width, dtype in files.storage(form):
             shape = (batch, end - first, len(share.positions(layer)), *width)
             files.require_entry(entries, f"layers.{layer.index}.{name}", shape, dtype)

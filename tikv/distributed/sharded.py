@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,19 @@ from tikv.arrays import ArrayView, describe, new_like, runtime_of, view, write_h
 from tikv.distributed import saved
 from tikv.distributed.deal import Deal
 from tikv.distributed.dealt import DealtLayers
-from tikv.distributed.parts import Parts, PartsOfStore
+from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
 from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
-from tikv.ops.attention.request import MISSING, AttentionScale, mass_queries_of
-from tikv.ops.attention.terms import Terms, check_scores
-from tikv.runtime.cache import BoundedCache
+from tikv.ops.attention.request import AttendRequest, AttentionScale
+from tikv.ops.attention.terms import check_scores
 from tikv.stores import files
 from tikv.stores.files import replacing
+from tikv.stores.files.contiguous import layers_of
 from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import last_queries, results_of
-from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.queries import Queries, attend_queries, with_tokens
+from tikv.stores.layers.queries import attend_queries, with_tokens
 from tikv.stores.layers.storage import StoreForm
 from tikv.stores.store import KVCacheStore
 
@@ -141,8 +142,7 @@ class ShardedKVCacheStore:
             self._dealt = DealtLayers(runtime_of(), of_all, deal)
             self.local = KVCacheStore.over(of_all, self._dealt)
         self._debug = self.local.runtime.debug
-        self._parts = PartsOfStore(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
-        self._fitting: BoundedCache[tuple[int, int], bool] = BoundedCache()  # forms of q and out
+        self._partials = StorePartials(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
@@ -209,45 +209,42 @@ class ShardedKVCacheStore:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
         """
         operation = "ShardedKVCacheStore.attend"
+        request = AttendRequest(
+            layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, out=out, seq_lens=seq_lens,
+            missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
+            mass_queries=mass_queries,
+        )  # fmt: skip
         added = sink_logits, alibi_slopes
         self._agree(operation, layer, q, layout, missing, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("attend", options)
         store = self._dealt
         try:
             if store is None:
-                asked = {"scale": scale, "return_lse": return_lse, "softcap": softcap, "out": out, "missing": missing}
-                asked |= {"seq_lens": seq_lens, "sink_logits": sink_logits, "alibi_slopes": alibi_slopes}
-                asked |= {"return_mass": return_mass, "mass_queries": mass_queries, "layout": layout}
-                return self.local.attend(layer, q, **asked, **options)
-            scores = AttentionScale.checked(scale, softcap, operation)
-            checks.option(missing, "missing", operation, MISSING)
-            return_lse = checks.flag(return_lse, "return_lse", operation)
+                return self.local.attend(layer, q, **_keywords(request) | options)
+            request, scores = request.checked(operation), request.scores(operation)
+            request.check_choices(operation)
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
             form = store.batch_size, len(self.heads), self.local.head_dim
             queries = attend_queries(operation, view(q, "q", operation), layout, *form, store.runtime)
             query = with_tokens(queries.heads_first, 4)
-            terms = Terms(*added)
-            sinks, slopes = self._terms(operation, terms, *query.shape[:2])
-            wanted = mass_queries_of(return_mass, mass_queries, terms, operation, store.rows.k.format)
-            if wanted != 0 and seq_lens is not None:
-                raise OptionError(
-                    f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
-                )
+            sinks, slopes = self._terms(operation, request, *query.shape[:2])
+            wanted = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
                 if seq_lens is None:
                     queries.refuse_more_than(operation, store.counts[layer].length, len(self.heads))
-                result, to = self._result(operation, q, queries, out)
-                parts = self._parts.of(query.shape[:3], self._device_of(q))
-                lse, to_lse = None, parts.lse_view
-                if return_lse or wanted != 0:
+                result, to = queries.result(operation, q, out, self.local.head_dim_v, store.runtime)
+                checks.disjoint([("q", queries.given, False), ("out", to, True)], operation)
+                partials = self._partials.of(query.shape[:3], self._device_of(q))
+                lse, to_lse = None, partials.lse_view
+                if request.return_lse or wanted != 0:
                     lse = queries.new_lse(q, store.runtime)
                     to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-                store.attend_own(operation, layer, query, parts.own_view, scores, missing, seq_lens, slopes)
-                self._merge(operation, parts, with_tokens(queries.as_read(to), 4), to_lse, sinks)
+                store.attend_own(operation, layer, query, partials.own_view, scores, missing, seq_lens, slopes)
+                self._merge(operation, partials, with_tokens(queries.as_read(to), 4), to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return results_of(result, lse if return_lse else None, mass)
+        return results_of(result, lse if request.return_lse else None, mass)
 
     def extend(
         self,
@@ -284,35 +281,36 @@ class ShardedKVCacheStore:
         Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
+        request = AttendRequest(
+            layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
+        )  # fmt: skip
         added = sink_logits, alibi_slopes
         self._agree(operation, layer, q, k, v, layout, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("extend", options)
         store = self._dealt
         try:
             if store is None:
-                asked = {"scale": scale, "softcap": softcap, "return_lse": return_lse, "sink_logits": sink_logits}
-                asked |= {"alibi_slopes": alibi_slopes, "return_mass": return_mass, "mass_queries": mass_queries}
-                return self.local.extend(layer, q, k, v, layout=layout, **asked, **options)
-            scores = AttentionScale.checked(scale, softcap, operation)
-            return_lse = checks.flag(return_lse, "return_lse", operation)
+                return self.local.extend(layer, q, k, v, **_keywords(request) | options)
+            request, scores = request.checked(operation), request.scores(operation)
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
-            wanted = mass_queries_of(return_mass, mass_queries, Terms(*added), operation, store.rows.k.format)
+            wanted = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
                 queries, rows = store.extension(operation, layer, (q, k, v), layout, scores)
                 query = queries.heads_first
-                sinks, slopes = self._terms(operation, Terms(*added), *query.shape[:2])
-                result, out = self._result(operation, q, queries, None)
+                sinks, slopes = self._terms(operation, request, *query.shape[:2])
+                result, out = queries.result(operation, q, None, self.local.head_dim_v, store.runtime)
                 lse = queries.new_lse(q, store.runtime)
                 to, to_lse = queries.as_read(out), queries.as_read(view(lse, "lse", operation))
                 with attempt(operation, [store.counts[layer], store.own.counts[layer]]):
                     if query.shape[2]:
-                        parts = self._parts.of(query.shape[:3], self._device_of(q))
-                        store.extend_own(operation, layer, rows, layout, query, parts.own_view, scores, slopes)
-                        self._merge(operation, parts, to, to_lse, sinks)
+                        partials = self._partials.of(query.shape[:3], self._device_of(q))
+                        store.extend_own(operation, layer, rows, layout, query, partials.own_view, scores, slopes)
+                        self._merge(operation, partials, to, to_lse, sinks)
                     mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
         except ShapeError as error:
             raise self._of_rank(error) from None
-        return results_of(result, lse if return_lse else None, mass)
+        return results_of(result, lse if request.return_lse else None, mass)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
@@ -346,14 +344,14 @@ class ShardedKVCacheStore:
         groups = list(self.ranks.values())
         place = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
         count = math.prod(ranks.world for ranks in groups)
-        save = self._of_all(saved.new_save(), operation)[0]
+        save = self._of_all(secrets.token_hex(4), operation)[0]  # tells the files of one save from those of another
         try:
             target = replacing.target_of(path, operation, saved.SUFFIX)
             with self.local.lock:
                 own = self.local.host_layers()
-                whole = [layer for layer, _ in own] if self._dealt is None else self._dealt.counts
+                of_all = [layer for layer, _ in own] if self._dealt is None else self._dealt.counts
                 name = saved.file_name(target, place, count, save)
-                saved.write_share(target.parent / name, self._shared(), self._form(), whole, own, save)
+                saved.write_share(target.parent / name, self._shared(), self._form(), of_all, own, save)
         except CacheFileError as error:
             failed = str(error)
         self._raise_all(failed, operation)
@@ -430,12 +428,12 @@ class ShardedKVCacheStore:
     # --- what is behind the calls
 
     def _shared(self) -> saved.Share:
-        """What of the whole this rank has."""
+        """What this rank has."""
         deal = Deal(0, 1, 1) if self._dealt is None else self._dealt.deal
         return saved.Share(self.heads.start, self.heads.stop, deal)
 
     def _form(self) -> dict[str, Any]:
-        """The arguments that make the whole, as JSON has them."""
+        """The arguments that make a store of all ranks, as JSON has them."""
         names = ("num_layers", "head_dim", "head_dim_v", "capacity", "batch_size", "sinks")
         form = {name: getattr(self.local, name) for name in names}
         dtypes_ = {name: getattr(self.local, name).name for name in ("dtype", "v_dtype", "scale_dtype")}
@@ -447,14 +445,11 @@ class ShardedKVCacheStore:
         """Hold this rank's part of a saved cache."""
         local, counts = self.local, found.counts
         own = counts if self._dealt is None else self._dealt.take_counts(counts)
-        layers = [Layer(i, 0, None, 0) for i in range(local.num_layers)]
-        for layer, (mine, _), (length, valid_from) in zip(layers, local.host_layers(), own, strict=True):
-            layer.slots, layer.sinks, layer.ring = mine.slots, mine.sinks, mine.ring
+        layers = [copy.copy(layer) for layer, _ in local.host_layers()]
+        for layer, (length, valid_from) in zip(layers, own, strict=True):
             layer.length, layer.valid_from = length, valid_from
-        whole = [Layer(i, local.capacity, w, local.sinks) for i, w in enumerate(local.windows)]
-        for layer, (length, valid_from) in zip(whole, counts, strict=True):
-            layer.length, layer.valid_from = length, valid_from
-        local.take_over(own, found.slots_for(self._shared(), whole, layers, local.batch_size), operation)
+        of_all = layers_of(found.form, counts)
+        local.take_over(own, found.slots_for(self._shared(), of_all, layers, local.batch_size), operation)
 
     def _strides(self) -> list[int]:
         """How many ranks lie between two of each group, counted through all processes."""
@@ -469,16 +464,12 @@ class ShardedKVCacheStore:
         return found
 
     def _raise_all(self, failed: str, operation: str) -> None:
-        """Raise on all processes what failed on one.
-
-        Raises:
-            CacheFileError: it did.
-        """
+        """Raise CacheFileError on all processes where something failed on one."""
         if failures := [each for each in self._of_all(failed, operation) if each]:
             raise CacheFileError(failed or f"{operation}: another process failed: {failures[0]}")
 
     def _share(self) -> str:
-        """What of the whole this rank holds, for messages."""
+        """What this rank holds, for messages."""
         found = []
         if (by := self.ranks.get("heads")) is not None:
             found.append(
@@ -496,11 +487,7 @@ class ShardedKVCacheStore:
         )
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
-        """Options of `KVCacheStore` that are not offered where tokens are cut.
-
-        Raises:
-            OptionError: there is one, and tokens are cut.
-        """
+        """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are cut."""
         if options and self._dealt is not None and options != {"impl": "auto"}:
             raise OptionError(
                 f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut. Leave it "
@@ -508,32 +495,11 @@ class ShardedKVCacheStore:
             )
 
     def _agree(self, operation: str, *call: Any) -> None:
-        """In debug mode, all ranks make this call.
-
-        Raises:
-            GroupError: they do not.
-        """
+        """In debug mode, raise GroupError where not all ranks make this call."""
         if self._debug:
             told = tuple(_told(value, operation) for value in call)
             for ranks in self.ranks.values():
                 ranks.require_agreement(operation, (operation, *told, f"length={self.local.length}"))
-
-    def _result(self, operation: str, q: Any, queries: Queries, out: Any) -> tuple[Any, ArrayView]:
-        """An array for the result, in the order of axes of q, and where it lies.
-
-        Raises:
-            ShapeError, DTypeError, ArchError: what was given as `out` does not fit.
-        """
-        live, width, given = self.local.runtime, self.local.head_dim_v, queries.given
-        if out is None:
-            out = queries.new_out(q, width, live)
-            return out, view(out, "out", operation)
-        to = view(out, "out", operation)
-        if (given.key, to.key) not in self._fitting:
-            queries.check_out(operation, to, width, live)
-            self._fitting.keep((given.key, to.key), True)
-        checks.disjoint([("q", given, False), ("out", to, True)], operation)
-        return out, to
 
     def _device_of(self, q: Any) -> Any:
         """Where torch makes tensors that go with q."""
@@ -543,21 +509,17 @@ class ShardedKVCacheStore:
         return q.device if isinstance(q, torch.Tensor) else live.device if live.is_cuda else "cpu"
 
     def _terms(
-        self, operation: str, terms: Terms, batch: int, heads: int
+        self, operation: str, request: AttendRequest, batch: int, heads: int
     ) -> tuple[ArrayView | None, dict[str, ArrayView]]:
-        """What is added to the scores of this rank's query heads: sink logits, which the merge counts, and slopes.
-
-        Raises:
-            ShapeError, DTypeError, ArchError: they do not fit.
-        """
-        found = terms.views(operation)
+        """What is added to the scores of this rank's query heads: sink logits, which the merge counts, and slopes."""
+        found = request.terms.views(operation)
         check_scores(operation, found, batch, heads, self.local.runtime)
         return found.pop("sink_logits", None), found
 
-    def _merge(self, operation: str, parts: Parts, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
-        """Gather the parts of all ranks and write what they are together, sink logits counted once."""
-        self.ranks["tokens"].gather(parts.own, operation, parts.all)
-        merge_parts(operation, parts.all_view, out, lse, sinks)
+    def _merge(self, operation: str, found: Partials, out: ArrayView, lse: ArrayView, sinks: ArrayView | None) -> None:
+        """Gather the partial results of all ranks and write what they are together, sink logits counted once."""
+        self.ranks["tokens"].gather(found.own, operation, found.all)
+        merge_parts(operation, found.all_view, out, lse, sinks)
 
     def _mass(
         self,
@@ -569,15 +531,10 @@ class ShardedKVCacheStore:
         wanted: int | None,
         scores: AttentionScale,
     ) -> Any:
-        """How much weight the last `wanted` of these queries gave each token that all ranks hold, in their order.
+        """How much weight the last `wanted` of these queries, None for all, gave each token that all ranks hold.
 
-        Args:
-            operation: for messages.
-            layer: its index.
-            like: the result is a new array of its kind.
-            q, lse: (batch, Hq, T, D) and (batch, Hq, T), the log-sum-exps over the keys of all ranks.
-            wanted: None for all.
-            scores: the scale and the soft cap.
+        `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; the result is of the kind of
+        `like`.
         """
         import torch
 
@@ -599,11 +556,7 @@ class ShardedKVCacheStore:
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
-    """The process groups that share heads and tokens, by what they share.
-
-    Raises:
-        OptionError: `shard` does not say what each dimension cuts.
-    """
+    """The process groups that share heads and tokens, by what they share; OptionError of a `shard` that is unclear."""
     names = (shard,) if isinstance(shard, str) else tuple(shard) if isinstance(shard, (tuple, list)) else ()
     mesh = group_or_mesh if hasattr(group_or_mesh, "mesh") and hasattr(group_or_mesh, "get_group") else None
     dimensions = 1 if mesh is None else mesh.ndim
@@ -620,6 +573,12 @@ def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
     if mesh is None:
         return {names[0]: group_or_mesh}
     return {name: mesh.get_group(i) for i, name in enumerate(names)}
+
+
+def _keywords(request: AttendRequest) -> dict[str, Any]:
+    """The options of a request that were given, by name."""
+    defaults = AttendRequest._field_defaults
+    return {name: value for name, value in request._asdict().items() if value is not defaults[name]}
 
 
 def _told(value: Any, operation: str) -> str:

@@ -143,20 +143,14 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
             for state, sent in zip(states, told, strict=True):
                 state.blocks = here[sent["blocks"]].tolist()
             exchange.receive(fresh)
-            numbers = list(range(sequences.next, sequences.next + len(states)))
-            sequences.restore(dict(zip(numbers, states, strict=True)))
-            sequences.next += len(numbers)
+            numbers = sequences.adopt(states)
         finally:
             sequences.blocks.release(taken)  # their sequences hold them now
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _require_pool(operation: str, pool: Any) -> None:
-    """It is a pool whose sequences can be sent.
-
-    Raises:
-        OptionError: it is not. StaleRuntimeError: its runtime is gone.
-    """
+    """Refuse what is no pool whose sequences can be sent."""
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
@@ -179,15 +173,11 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
     """What two pools have in common that exchange blocks."""
-    return {name: fact for name, fact in in_full(pool._pages.pools.facts()).items() if name != "num_blocks"}
+    return {name: value for name, value in in_full(pool._pages.pools.arguments()).items() if name != "num_blocks"}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:
-    """The sender's pool has the form of this one.
-
-    Raises:
-        ShapeError: it has not.
-    """
+    """Raise ShapeError where the sender's pool has another form than this one."""
     ours = _form(pool)
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         said = ", ".join(f"{name}={theirs.get(name)!r} there and {ours[name]!r} here" for name in other)
@@ -297,9 +287,9 @@ class _Exchange:
             apart = self._apart(len(chosen))
             _held = self._move(chosen, apart, out_of_pool=True)
             self.live.synchronize()
-            found = self._by_layer([list(map(_bytes, arrays)) for arrays in apart])
+            found = self._by_layer(apart)
         else:
-            found = self._by_layer([list(map(_bytes_of_host, arrays)) for arrays in self.pools.read_blocks(chosen)])
+            found = self._by_layer(self.pools.read_blocks(chosen))
         self.peer.exchange(dist.isend, found)
 
     def receive(self, chosen: list[int]) -> None:
@@ -314,7 +304,7 @@ class _Exchange:
             self._settle()
         elif self.direct:
             apart = self._apart(n)
-            self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes, arrays)) for arrays in apart]))
+            self.peer.exchange(dist.irecv, self._by_layer(apart))
             _held = self._move(chosen, apart, out_of_pool=False)
             self._settle()
         else:
@@ -322,7 +312,7 @@ class _Exchange:
                 [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
                 for group in self.pools.groups
             ]
-            self.peer.exchange(dist.irecv, self._by_layer([list(map(_bytes_of_host, arrays)) for arrays in host]))
+            self.peer.exchange(dist.irecv, self._by_layer(host))
             self.pools.write_blocks(host, range(n), chosen)
 
     def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
@@ -360,25 +350,21 @@ class _Exchange:
         ]
 
     def _by_layer(self, apart: list[list[Any]]) -> ByLayer:
-        """Parts of the bytes of such memory."""
+        """Parts of the bytes of such memory, here or on the host."""
         for group, arrays in zip(self.pools.groups, apart, strict=True):
-            yield from map(list, zip(*(a.chunk(group.layers) for a in arrays), strict=True))
+            yield from map(list, zip(*(_bytes(a).chunk(group.layers) for a in arrays), strict=True))
 
 
 def _side_by_side(chosen: list[int]) -> bool:
     return chosen[-1] - chosen[0] + 1 == len(chosen)
 
 
-def _bytes(array: ArrayView) -> Any:
+def _bytes(array: ArrayView | HostArray) -> Any:
     """The bytes of an array without gaps, as a tensor; the caller keeps the memory alive."""
     import torch
 
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array.reshape(-1).view(np.uint8))
     if array.device == "cpu":
         return torch.from_numpy(host_bytes(array.ptr, array.nbytes))
     return torch.as_tensor(CudaBytes(array.ptr, array.nbytes), device=array.device)
-
-
-def _bytes_of_host(array: HostArray) -> Any:
-    import torch
-
-    return torch.from_numpy(array.reshape(-1).view(np.uint8))

@@ -90,11 +90,7 @@ class History(NamedTuple):
         return History(counts, numbers, positions, self.end, self.next_position)
 
     def require_sound(self) -> None:
-        """The numbers of each head rise, below the end, and so do the positions; -1 stands behind the last.
-
-        Raises:
-            ValueError: otherwise.
-        """
+        """Raise ValueError unless numbers and positions of each head rise, below the end, with -1 behind the last."""
         for a, end in ((self.numbers, self.end), (self.positions, self.next_position)):
             there = np.arange(self.tokens) < self.counts[..., None]
             rises = np.diff(a, axis=-1, prepend=-1) > 0

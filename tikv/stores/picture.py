@@ -76,6 +76,11 @@ def _text(x: float, y: float, words: object, kind: str = "ink", size: float = 12
     )
 
 
+def _label(x: float, y: float, words: object, kind: str, room: float, most: float) -> str:
+    """Text in a cell, as large as its width allows and from 6 to `most`."""
+    return _text(x, y, words, kind, max(6.0, min(most, room / len(str(words)))))
+
+
 def _box(x: float, y: float, width: float, height: float, kind: str, opacity: float = 1.0) -> str:
     faded = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
     return f'<rect class="tk-{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4"{faded}/>'
@@ -273,8 +278,7 @@ def _wheel(row: Slots, x: float, y: float) -> list[str]:
             )
             over.append(f'<polygon class="tk-arrow" points="{points}"/>')
         if position is not None:
-            room, label = min(middle * turn, 44) - 4, row.label(slot, position)
-            over.append(_text(*at, label, "ink", max(6.0, min(12.0, room / (0.65 * len(str(label)))))))
+            over.append(_label(*at, row.label(slot, position), "ink", (min(middle * turn, 44) - 4) / 0.65, 12.0))
         rim = (cx + (outer + 13) * math.sin(angle), cy - (outer + 13) * math.cos(angle) + 3.5)
         over.append(_text(*rim, slot, "soft", 9))
     rounds = max(0, row.length - row.sinks) // ring
@@ -300,13 +304,12 @@ def _strip(row: Slots, cells: Sequence[int | None], x: float, y: float) -> list[
         parts.append(_box(left + 2, top, size - 4, 27, kind, opacity))
         if slot == row.length and not (row.wraps and slot >= row.sinks):
             parts.append(_box(left + 4, top + 2, size - 8, 23, "next"))
-        label = slot if position is None else row.label(slot, position)
-        room = max(6.0, min(11.0, (size - 8) / (0.65 * len(str(label)))))
-        parts.append(_text(left + size / 2, top + 17.5, label, "soft" if position is None else "ink", room))
+        label, ink = (slot, "soft") if position is None else (row.label(slot, position), "ink")
+        parts.append(_label(left + size / 2, top + 17.5, label, ink, (size - 8) / 0.65, 11.0))
     return parts
 
 
-def _kept(row: Slots) -> str:
+def _held(row: Slots) -> str:
     """Which positions can be read, in words."""
     if row.length == 0:
         return "no tokens" if row.true_positions else "no tokens yet"
@@ -347,7 +350,7 @@ def slots(title: str, rows: Sequence[Slots]) -> str:
         if row.wraps and row.sinks:
             form += f", {counted(row.sinks, 'sink')}"
         parts.append(_text(x, y, _fitted(f"{row.name}: {form}", PANEL, 12), anchor="start"))
-        parts.append(_text(x, y + 17, _fitted(_kept(row), PANEL, 11), "soft", 11, "start"))
+        parts.append(_text(x, y + 17, _fitted(_held(row), PANEL, 11), "soft", 11, "start"))
         y += 30
         if row.wraps:
             if row.sinks:
@@ -387,7 +390,7 @@ def _block(x: float, y: float, block: int, holders: int, filled: float, width: f
     if filled > 0:
         parts.append(_box(x, y, max(width * filled, 4), 27, kind, 0.7))
     words = f"{block} ×{holders}" if holders > 1 else str(block)
-    parts.append(_text(x + width / 2, y + 17.5, words, "ink", max(6.0, min(11.0, (width - 6) / (0.6 * len(words))))))
+    parts.append(_label(x + width / 2, y + 17.5, words, "ink", (width - 6) / 0.6, 11.0))
     return parts
 
 
@@ -447,8 +450,7 @@ def table(
             continue
         n = holders(block)
         parts.append(_box(x + 2, top, size - 4, 22, "shared" if n > 1 else "held" if n else "empty", 0.7 if n else 1.0))
-        label = max(6.0, min(10.0, (size - 8) / (0.65 * len(str(block)))))
-        parts.append(_text(x + size / 2, top + 15, block, "ink" if n else "soft", label))
+        parts.append(_label(x + size / 2, top + 15, block, "ink" if n else "soft", (size - 8) / 0.65, 10.0))
     y += 26 * -(-len(cells) // POOL_COLUMN) + 20
     entries = [("held", 0.7, "held by one sequence"), ("shared", 0.7, "shared, × its holders"), ("empty", 1.0, "free")]
     parts += _legend(MARGIN, y, entries)
@@ -499,12 +501,7 @@ def bars(title: str, note: str, groups: Sequence[Bars]) -> str:
 
 
 def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
-    """The picture to write, known to be possible before anything is done for it.
-
-    Raises:
-        OptionError: its name does not end in .svg.
-        CacheFileError: as `replacing.target_of`.
-    """
+    """The picture to write, which is possible and whose name ends in .svg, or OptionError or CacheFileError."""
     if pathlib.Path(path).suffix != ".svg":
         raise OptionError(
             f"{operation}: {os.fspath(path)!r} does not end in .svg, the only format drawn. Name the file so."
@@ -512,18 +509,8 @@ def target_of(path: str | os.PathLike[str], operation: str) -> pathlib.Path:
     return replacing.target_of(path, operation, ".svg")
 
 
-def save(svg: str, path: str | os.PathLike[str], operation: str) -> None:
-    """Write a picture to a file that ends in .svg.
-
-    Raises:
-        OptionError: another ending.
-        CacheFileError: the system refuses.
-    """
-    replacing.replace(target_of(path, operation), svg.encode(), operation, ".svg")
-
-
-def written(svg: str, path: str | os.PathLike[str] | None, operation: str) -> str:
-    """A picture, which is written to a file too where there is a path; see `save`."""
+def save(svg: str, path: str | os.PathLike[str] | None, operation: str) -> str:
+    """A picture, which is written to a file that ends in .svg too where there is a path."""
     if path is not None:
-        save(svg, path, operation)
+        replacing.replace(target_of(path, operation), svg.encode(), operation, ".svg")
     return svg

@@ -61,6 +61,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
             of its own. Such a store shares no blocks, by prefix or `fork`, does not swap or save, and has no
             `write_qkv`.
 
+    Attributes:
+        num_layers, num_kv_heads, head_dim, head_dim_v, num_blocks, block_size, layout: as given.
+        dtype: what keys are stored in, and values unless `v_dtype` says otherwise.
+        v_dtype: what values are stored in.
+        divisors: what rows of K and of V are divided by: (1,) or (H,) numbers each, or None.
+
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
@@ -109,22 +115,16 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore"
         self.runtime = runtime_of()
         self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
-        self.form = PoolForm.checked(
-            operation,
-            self.runtime,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            scale_dtype=scale_dtype,
-            layout=layout,
-            per_head=per_head,
-            v_dtype=v_dtype,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        form = self.form = PoolForm.checked(
+            operation, self.runtime, num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, scale_dtype=scale_dtype, layout=layout,
+            per_head=per_head, v_dtype=v_dtype, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        self.num_kv_heads, self.num_blocks, self.block_size = form.num_kv_heads, form.num_blocks, form.block_size
+        self.layout, (self.head_dim, self.head_dim_v) = form.layout, form.rows.widths
+        self.dtype: DType | GroupFormat = form.rows.k.dtype
+        self.v_dtype: DType | GroupFormat = form.rows.v.dtype
+        self.divisors: tuple[Divisor, Divisor] = form.rows.divisors
         self._pages = Pages(self.runtime, self.form, self.num_layers)
         self._appends = PageAppends(self._pages)
         self.lock = StoreLock()
@@ -132,51 +132,6 @@ class PagedKVCacheStore(runtime.DeepCopied):
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
 
     # --- what it is
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of K and V."""
-        return self.form.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head of K."""
-        return self.form.rows.k.width
-
-    @property
-    def head_dim_v(self) -> int:
-        """Width of a head of V."""
-        return self.form.rows.v.width
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the pool."""
-        return self.form.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.form.block_size
-
-    @property
-    def dtype(self) -> DType | GroupFormat:
-        """What keys are stored in, and values unless `v_dtype` says otherwise."""
-        return self.form.rows.k.dtype
-
-    @property
-    def v_dtype(self) -> DType | GroupFormat:
-        """What values are stored in."""
-        return self.form.rows.v.dtype
-
-    @property
-    def divisors(self) -> tuple[Divisor, Divisor]:
-        """What rows of K and of V are divided by: (1,) or (H,) numbers each, or None."""
-        return self.form.rows.divisors
-
-    @property
-    def layout(self) -> str:
-        """The layout of a layer's pools."""
-        return self.form.layout
 
     @property
     def nbytes(self) -> int:
@@ -592,7 +547,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 f"{operation}: sequence {seq} has {state.length} tokens; it cannot keep {n}. "
                 f"Keep at most {state.length}."
             )
-        self._pages.sequences.check_truncate(operation, seq, state, n)
+        state.check_truncate(operation, n)
         self._pages.sequences.truncate(state, n)
 
     @changing
@@ -771,7 +726,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         files.target_of(path, operation)
         ids = self.sequences if seqs is None else host_integers(seqs, "seqs", operation, self.runtime)
         states = self._pages.sequences.distinct(ids, operation, "Name it once.", swapped=True)
-        pool_files.write(path, self._pages.sequences, self._pages.pools, ids, states, operation)
+        pool_files.write(path, self._pages, ids, states, operation)
 
     @classmethod
     def load(
@@ -790,11 +745,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
             CapacityError, DTypeError: ``num_blocks`` are too few, or this arch cannot hold it.
         """
         operation = "PagedKVCacheStore.load"
-        contents = pool_files.read(path, operation)
-        form = pool_files.arguments(path, contents, num_blocks, operation)
+        saved = pool_files.SavedSequences(path, operation)
+        form = saved.arguments(num_blocks)
         with files.understanding(path, operation):
             store = cls(**form)
-        pool_files.restore_all(path, contents, store._pages.sequences, store._pages.pools, operation, share_prefixes)
+        saved.fill(store._pages, share_prefixes)
         return store
 
     @changing
@@ -826,8 +781,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.load_sequences"
         self._pages.refuse_per_head(operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
-        own = self._pages.sequences, self._pages.pools, operation, share_prefixes, salt_bytes(salt, operation)
-        return pool_files.add(path, pool_files.read(path, operation), *own)
+        salt = salt_bytes(salt, operation)
+        return pool_files.SavedSequences(path, operation).add_to(self._pages, share_prefixes, salt)
 
     # --- pictures and words
 
@@ -857,7 +812,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         blocks, sequences = self._pages.sequences.drawn()
         rows = [picture.Table(*of_sequence) for of_sequence in sequences]
         found = picture.table(repr(self), self.block_size, self.num_blocks, self.num_free_blocks, blocks.holders, rows)
-        return picture.written(found, path, "PagedKVCacheStore.draw")
+        return picture.save(found, path, "PagedKVCacheStore.draw")
 
     def _repr_html_(self) -> str:
         return self.draw()

@@ -90,11 +90,7 @@ class RowFormats(NamedTuple):
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> RowFormats:
-        """What the arguments that make a store mean; `KVCacheStore` describes them.
-
-        Raises:
-            DTypeError, OptionError, PositionError, ShapeError: an argument that is none, or is not offered here.
-        """
+        """What the arguments that make a store mean, or why one is none; `KVCacheStore` describes them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
         given = dtype, dtype if v_dtype is None else v_dtype
@@ -165,12 +161,8 @@ class RowFormats(NamedTuple):
     def arrays(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """The arrays that hold rows by their names in files: the shape of a row, and the dtype."""
         found = {name: ((row.stored_width,), row.stored) for name, row in zip(ROWS, self.both, strict=True)}
-        of_scales = {
-            name: (self.scale_axes, self.scale_dtype)
-            for name, row in zip(SCALES, self.both, strict=True)
-            if row.numbers
-        }
-        return {**found, **of_scales}
+        scaled = [name for name, row in zip(SCALES, self.both, strict=True) if row.numbers]
+        return {**found, **dict.fromkeys(scaled, (self.scale_axes, self.scale_dtype))}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make a store of these rows, as JSON has them."""
@@ -178,21 +170,13 @@ class RowFormats(NamedTuple):
         found["scale_dtype"] = self.scale_dtype.name
         if not self.alike:
             found["v_dtype"] = self.v.dtype.name
-        return found | {
-            name: [*row.divisor]
-            for name, row in zip(SCALES, self.both, strict=True)
-            if row.divisor is not None
-        }  # fmt: skip
+        return found | {name: [*d] for name, d in zip(SCALES, self.divisors, strict=True) if d is not None}
 
 
 def plain_format(
     dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: str, also: str = ""
 ) -> tuple[DType, DType | None]:
-    """What a cache without groups of codes stores its rows in, and their scales; ``also`` is as in `dtypes.parse`.
-
-    Raises:
-        DTypeError: it is not offered, or not on this arch.
-    """
+    """What a cache without groups of codes stores its rows in, and their scales; ``also`` is as in `dtypes.parse`."""
     format = parse_format(dtype)
     if format is not None:
         raise DTypeError(
@@ -216,11 +200,7 @@ def _stored_as(dtype: Any, scale_dtype: Any, live: runtime.Runtime, operation: s
 
 
 def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None:
-    """The dtype of the scales that lie beside rows; None for none, whatever dtype was asked for.
-
-    Raises:
-        DTypeError: it is not offered.
-    """
+    """The dtype of the scales that lie beside rows, if it is offered; None for none, whatever dtype was asked for."""
     scales, row = dtypes.parse(scale_dtype, operation), format_of(stored)
     if scales not in dtypes.SCALES:
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
@@ -230,11 +210,7 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
 
 
 def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
-    """Scales that a caller gave for K and V, or did not, are of floats of 8 bits; None is the dtype of a model.
-
-    Raises:
-        OptionError: one is of something else.
-    """
+    """Raise OptionError of scales given for K or V that are no floats of 8 bits; None is the dtype of a model."""
     for name, dtype, scale in zip(SCALES, stored, given, strict=True):
         if scale is not None and dtype not in dtypes.FLOATS8:
             shown = "the model has it" if dtype is None else dtype.name
@@ -247,13 +223,11 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
 def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
     """What K and V are divided by, as a caller's `k_scale` and `v_scale` say; 1 where only the other is given.
 
-    Raises:
-        OptionError: a scale of what is not stored in floats of 8 bits, or beside scales of rows; or no such number.
-        ShapeError: it is neither one number nor one a head.
+    Refused of what is not stored in floats of 8 bits, beside scales of rows, and neither one number nor one a head.
     """
-    found: list[Divisor] = [None, None]
     if all(scale is None for scale in given):
         return None, None
+    found: list[Divisor] = [None, None]
     check_divided(stored, given, operation)
     for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, given, strict=True)):
         row = format_of(dtype)

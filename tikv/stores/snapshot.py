@@ -33,11 +33,7 @@ class Snapshot(runtime.NotCopied):
 
 
 def require_snapshot(operation: str, snapshot: Any) -> Snapshot:
-    """What a caller gave as a snapshot.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """What a caller gave, which is a snapshot, or OptionError."""
     if not isinstance(snapshot, Snapshot):
         raise OptionError(f"{operation}: {snapshot!r} is no snapshot. Give what `snapshot` returned.")
     return snapshot

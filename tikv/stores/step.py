@@ -16,6 +16,7 @@ from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.staging import KnownOnHost
 from tikv.runtime.interrupts import Held
+from tikv.stores.layers.counts import advance_counts
 from tikv.stores.store import KVCacheStore
 
 
@@ -125,11 +126,7 @@ class Step(runtime.NotCopied):
             store.append_all(k, v, **options) if stacked else store.append(layers[0], k, v, **options)
 
         def advance(k: ArrayView, positions: ArrayView) -> None:
-            from tikv.kernels.advance import make_advance
-
-            kernel = launch.kernel(store.runtime, make_advance, store.runtime.kernel_style)
-            count, first = positions.shape[0], positions.offset // positions.dtype.itemsize
-            kernel.bind(count, positions, (first, count, k.shape[token_axis])).launch()
+            advance_counts(store.runtime, positions, k.shape[token_axis])
 
         def attend(i: int, q: ArrayView, seq_lens: ArrayView, first_valid: int) -> Any:
             mine = q.restrided(q.shape[1:], q.strides[1:], i * q.strides[0]) if stacked else q
@@ -164,7 +161,8 @@ class Step(runtime.NotCopied):
             ShapeError, DTypeError, StaleRuntimeError: as `KVCacheStore.append` and `KVCacheStore.attend`.
             ArchError: a CUDA graph is being captured, and no `prepare` or run came before it.
         """
-        return self._run("Step.run", k, v, q)
+        with self.store.lock:
+            return self._run("Step.run", k, v, q)
 
     def prepare(self, k: Any, v: Any, q: Any = None) -> None:
         """Do all that `run` does but launch and count: what a CUDA graph needs before it captures a run.
@@ -172,13 +170,10 @@ class Step(runtime.NotCopied):
         Raises:
             As `run`.
         """
-        self._run("Step.prepare", k, v, q, prepare_only=True)
+        with self.store.lock:
+            self._run("Step.prepare", k, v, q, prepare_only=True)
 
     def _run(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool = False) -> Any:
-        with self.store.lock:
-            return self._run_alone(operation, k, v, q, prepare_only)
-
-    def _run_alone(self, operation: str, k: Any, v: Any, q: Any, prepare_only: bool) -> Any:
         store = self.store
         runtime.require_alive(store.runtime, operation)
         if (q is None) != (self._options is None):

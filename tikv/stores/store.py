@@ -24,8 +24,7 @@ from tikv.stores import files, picture
 from tikv.stores.layers import saved_as, storage_for
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
-from tikv.stores.layers.counts import Layer, check_step
-from tikv.stores.layers.drawn import drawn_states
+from tikv.stores.layers.counts import Layer, check_step, drawn_states
 from tikv.stores.layers.storage import LayerStorage, StoreForm
 from tikv.stores.locking import changing, locked
 from tikv.stores.picture import counted, size_in_words
@@ -188,7 +187,7 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     def memory_version(self) -> int:
         """How often memory was made: what is bound to it knows by that when it is gone."""
-        return self._storage.version
+        return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
         """Tokens appended to one layer since `reset`, less those trimmed."""
@@ -821,14 +820,10 @@ class KVCacheStore(runtime.DeepCopied):
         by_layer = mass if isinstance(mass, dict) else {} if mass is None else {0: mass}
         with self.lock:
             found = self._drawing({i: self._mass_of(i, a) for i, a in by_layer.items()})
-            return picture.written(found, path, "KVCacheStore.draw")
+            return picture.save(found, path, "KVCacheStore.draw")
 
     def _mass_of(self, layer: int, mass: Any) -> np.ndarray[Any, Any]:
-        """The mass of a layer on the host, (batch, H, held).
-
-        Raises:
-            ShapeError: it has another shape.
-        """
+        """The mass of a layer on the host, which is (batch, H, held), or ShapeError."""
         operation = "KVCacheStore.draw"
         found = self._counts(layer, operation)
         self._storage.check_drawn_mass(operation)

@@ -1,7 +1,7 @@
 """Caches in files: safetensors with metadata, written by `replacing` and read by `tensor_file`; no pickle anywhere.
 
-A file carries checksums of every tensor, with its dtype and shape, and of the facts, so that damage anywhere is seen
-and not loaded. A checksum proves no good will: whoever writes a file writes its checksums too. So facts are compared
+A file carries checksums of every tensor, with its dtype and shape, and of its metadata, so that damage anywhere is seen
+and not loaded. A checksum proves no good will: whoever writes a file writes its checksums too. So metadata is compared
 with the tensors that are there before a tensor is read or memory is taken.
 """
 
@@ -26,8 +26,8 @@ from tikv.stores.files.tensor_file import NUMBERS, Entry
 from tikv.stores.row_format import RowFormat, RowFormats
 
 Array = np.ndarray[Any, Any]
-Facts: TypeAlias = dict[str, Any]
-Check: TypeAlias = Callable[[Facts, dict[str, Entry]], None]
+Meta: TypeAlias = dict[str, Any]
+Check: TypeAlias = Callable[[Meta, dict[str, Entry]], None]
 VERSION = 1
 MOST_SHOWN = 300  # characters of what is wrong with a file
 target_of = replacing.target_of
@@ -38,11 +38,11 @@ class CacheFileCapacityError(CacheFileError, CapacityError):
 
 
 def write(
-    path: str | os.PathLike[str], kind: str, tensors: dict[str, Array], facts: dict[str, Any], operation: str
+    path: str | os.PathLike[str], kind: str, tensors: dict[str, Array], meta: dict[str, Any], operation: str
 ) -> None:
-    """Save named arrays and JSON facts of a kind of cache, with checksums; see `write_tensors`."""
+    """Save named arrays and JSON metadata of a kind of cache, with checksums; see `write_tensors`."""
     tensors = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-    text = json.dumps(facts)
+    text = json.dumps(meta)
     checksums = {"": _checksum_of_text(text), **{name: _checksum(tensor) for name, tensor in tensors.items()}}
     metadata = {"tikv": kind, "version": str(VERSION), "facts": text, "crc32": json.dumps(checksums)}
     write_tensors(path, tensors, metadata, operation)
@@ -53,9 +53,7 @@ def write_tensors(
 ) -> None:
     """Save named arrays and strings; an old file of that name is replaced in one step or stays as it was.
 
-    Raises:
-        CacheFileError: the name does not end in .safetensors, its description would be too long to be read again, or
-            the system refuses to write.
+    CacheFileError of another ending, of a description too long to be read again, and where the system refuses.
     """
     save = extras.need("safetensors.numpy", operation).save
     target_of(path, operation)
@@ -66,18 +64,11 @@ def write_tensors(
 
 def read(
     path: str | os.PathLike[str], kind: str, operation: str, check: Check | None = None
-) -> tuple[dict[str, Array], Facts]:
-    """The arrays and facts of a file that `write` made for the same kind of cache, checked.
+) -> tuple[dict[str, Array], Meta]:
+    """The arrays and metadata of a file that `write` made for the same kind of cache, checked, or CacheFileError.
 
-    Args:
-        path: the file.
-        kind: of cache.
-        operation: for messages.
-        check: is given the facts and what the file says of its tensors before any of them is read; it raises what
-            `understanding` knows where they contradict each other.
-
-    Raises:
-        CacheFileError: the file is missing, truncated, damaged, of another kind or a later version, or `check` says no.
+    `check` is given the metadata and what the file says of its tensors before any of them is read; it raises what
+    `understanding` knows where they contradict each other.
     """
     shown = repr(str(path))
     with tensor_file.opened(path, operation) as file:
@@ -93,22 +84,22 @@ def read(
                 f"{VERSION}. Use the version that wrote it."
             )
         try:
-            facts, checksums = (tensor_file.parsed(metadata[name]) for name in ("facts", "crc32"))
-            facts_as_saved = checksums.pop("") == _checksum_of_text(metadata["facts"])
-            if type(facts) is not dict or {*checksums} != {*file.entries}:
+            meta, checksums = (tensor_file.parsed(metadata[name]) for name in ("facts", "crc32"))
+            as_saved = checksums.pop("") == _checksum_of_text(metadata["facts"])
+            if type(meta) is not dict or {*checksums} != {*file.entries}:
                 raise ValueError("it does not tell of the tensors that are there")
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             raise CacheFileError(
                 f"{operation}: {shown} is damaged: its description cannot be read ({words(repr(error))}). Save it "
                 f"again."
             ) from None
-        if not facts_as_saved:
+        if not as_saved:
             raise CacheFileError(
                 f"{operation}: {shown} is damaged: its description is not the one saved. Save it again."
             )
         if check is not None:
             with understanding(path, operation):
-                check(facts, file.entries)
+                check(meta, file.entries)
         tensors = {name: file.read(name) for name in file.entries}
     wrong = [name for name, tensor in tensors.items() if _checksum(tensor) != checksums[name]]
     if wrong:
@@ -116,22 +107,18 @@ def read(
             f"{operation}: {shown} is damaged: the bytes of {words(', '.join(sorted(wrong)))} are not those saved. "
             f"Save it again."
         )
-    return tensors, facts
+    return tensors, meta
 
 
 def kind_of(path: str | os.PathLike[str], operation: str) -> str:
-    """The kind of cache that a file says it holds; nothing of it is checked.
-
-    Raises:
-        CacheFileError: it is missing, or no such file.
-    """
+    """The kind of cache that a file says it holds; nothing of it is checked."""
     with tensor_file.opened(path, operation) as file:
         return file.metadata.get("tikv") or ""
 
 
 @contextlib.contextmanager
 def understanding(path: str | os.PathLike[str], operation: str) -> Iterator[None]:
-    """Around what makes sense of a file's facts, which are those saved: what they contradict is no fault of the caller.
+    """Around what makes sense of a file's metadata, which is as saved: what it contradicts is no fault of the caller.
 
     Raises:
         CacheFileError: for a missing or impossible fact.
@@ -171,7 +158,7 @@ def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) ->
         )
 
 
-# --- facts, which are of any type and size until they are looked at
+# --- metadata, which is of any type and size until it is looked at
 
 
 def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
@@ -194,7 +181,7 @@ def integers(value: Any, name: str, each: str, count: int | None = None, *, high
     return [integer(n, each, high=high) for n in listed(value, name, count)]
 
 
-def storage(form: Facts) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """A layer's arrays by the form of its store: the name of each, the width of its rows, its dtype; or ValueError."""
     names, scale_name = (form["dtype"], form.get("v_dtype", form["dtype"])), form.get("scale_dtype", "float16")
     stored: list[DType | GroupFormat] = []

@@ -20,12 +20,8 @@ HISTORY = ("numbers", "positions")  # int64, of a layer that was compacted
 def write(
     path: str | os.PathLike[str], form: dict[str, Any], layers: Sequence[tuple[Layer, Sequence[Any]]], operation: str
 ) -> None:
-    """Save the form of a store, and of each layer its counts, what compactions left, and its filled slots.
-
-    Raises:
-        CacheFileError: as `files.write`.
-    """
-    facts: dict[str, Any] = {"form": form, "counts": [[layer.length, layer.valid_from] for layer, _ in layers]}
+    """Save the form of a store, and of each layer its counts, what compactions left, and its filled slots."""
+    meta: dict[str, Any] = {"form": form, "counts": [[layer.length, layer.valid_from] for layer, _ in layers]}
     tensors = {
         f"layers.{layer.index}.{name}": a
         for layer, arrays in layers
@@ -33,35 +29,30 @@ def write(
     }
     histories = [layer.history for layer, _ in layers]
     if any(histories):
-        facts["kept"] = [h and [h.tokens, h.end, h.next_position] for h in histories]
+        meta["kept"] = [h and [h.tokens, h.end, h.next_position] for h in histories]
         tensors |= {f"layers.{i}.{name}": getattr(h, name) for i, h in enumerate(histories) if h for name in HISTORY}
-    files.write(path, KIND, tensors, facts, operation)
+    files.write(path, KIND, tensors, meta, operation)
 
 
 def read(
     path: str | os.PathLike[str], operation: str
 ) -> tuple[dict[str, Any], list[list[int]], list[History | None], list[list[np.ndarray[Any, Any]]]]:
-    """The arguments of a saved store; of each layer (length, oldest valid position), its history, and filled slots.
-
-    Raises:
-        CacheFileError: the file is missing, damaged, another, or contradicts itself.
-        CacheFileCapacityError: its store is larger than this machine's memory.
-    """
-    tensors, facts = files.read(path, KIND, operation, _check)
-    form, arrays = facts["form"], files.storage(facts["form"])
-    told = _histories(facts)
-    slots = sum(layer.slots for layer in layers_of(form, facts["counts"], told))
+    """The arguments of a saved store; of each layer (length, oldest valid position), its history, and filled slots."""
+    tensors, meta = files.read(path, KIND, operation, _check)
+    form, arrays = meta["form"], files.storage(meta["form"])
+    told = _histories(meta)
+    slots = sum(layer.slots for layer in layers_of(form, meta["counts"], told))
     row = sum(dtype.itemsize * (width[0] if width else 1) for _, width, dtype in arrays)
     files.require_memory(path, row * form["batch_size"] * form["num_kv_heads"] * slots, operation)
     histories = [_history(i, numbers, tensors) for i, numbers in enumerate(told)]
     filled = [[tensors[f"layers.{i}.{name}"] for name, _, _ in arrays] for i in range(form["num_layers"])]
-    return form, facts["counts"], histories, filled
+    return form, meta["counts"], histories, filled
 
 
-def _histories(facts: dict[str, Any]) -> list[Any]:
+def _histories(meta: dict[str, Any]) -> list[Any]:
     """Of each layer None, or [tokens left, tokens appended until then, the position that came next]."""
-    count = facts["form"]["num_layers"]
-    return files.listed(facts.get("kept", [None] * count), "kept", count)
+    count = meta["form"]["num_layers"]
+    return files.listed(meta.get("kept", [None] * count), "kept", count)
 
 
 def _history(index: int, numbers: list[int] | None, tensors: dict[str, np.ndarray[Any, Any]]) -> History | None:
@@ -74,13 +65,13 @@ def _history(index: int, numbers: list[int] | None, tensors: dict[str, np.ndarra
     return history
 
 
-def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
-    form = facts["form"]
+def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    form = meta["form"]
     files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     heads, batch = (files.integer(form[name], name, low=1) for name in ("num_kv_heads", "batch_size"))
-    arrays, left = files.storage(form), _histories(facts)
-    for layer, history in zip(layers_of(form, facts["counts"], left), left, strict=True):
+    arrays, left = files.storage(form), _histories(meta)
+    for layer, history in zip(layers_of(form, meta["counts"], left), left, strict=True):
         for name, width, dtype in arrays:
             files.require_entry(entries, f"layers.{layer.index}.{name}", (batch, heads, layer.filled, *width), dtype)
         if history is not None:

@@ -31,23 +31,18 @@ def write(path: str | os.PathLike[str], form: StoreForm, rows: RowFormats, layer
     tensors = {
         f"layers.{i}.{name}": a for i, (_, arrays) in enumerate(layers) for name, a in zip(NAMES, arrays, strict=True)
     }
-    facts = {"form": arguments, "quant": asdict(quant), "counts": [list(counts) for counts, _ in layers]}
-    files.write(path, KIND, tensors, facts, operation)
+    meta = {"form": arguments, "quant": asdict(quant), "counts": [list(counts) for counts, _ in layers]}
+    files.write(path, KIND, tensors, meta, operation)
 
 
 def read(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Any], Quant, Layers]:
-    """The arguments of a saved store, its format, and what each layer has.
-
-    Raises:
-        CacheFileError: the file is missing, damaged, another, or contradicts itself.
-        CacheFileCapacityError: its store is larger than this machine's memory.
-    """
-    tensors, facts = files.read(path, KIND, operation, _check)
-    form, quant = facts["form"], Quant(**facts["quant"])
+    """The arguments of a saved store, its format, and what each layer has."""
+    tensors, meta = files.read(path, KIND, operation, _check)
+    form, quant = meta["form"], Quant(**meta["quant"])
     row = sum(dtype.itemsize * int(np.prod(shape[2:])) for shape, dtype in _slot_shapes(form, quant))
     rows = form["batch_size"] * form["num_kv_heads"] * form["num_layers"]
     files.require_memory(path, rows * (form["capacity"] + quant.residual + quant.group) * row, operation)
-    layers = [(counts, [tensors[f"layers.{i}.{name}"] for name in NAMES]) for i, counts in enumerate(facts["counts"])]
+    layers = [(counts, [tensors[f"layers.{i}.{name}"] for name in NAMES]) for i, counts in enumerate(meta["counts"])]
     return form, quant, layers
 
 
@@ -66,16 +61,16 @@ def _slot_shapes(form: dict[str, Any], quant: Quant) -> list[tuple[tuple[int, ..
     ]
 
 
-def _check(facts: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the facts cannot be, or are not those of the tensors."""
-    form, quant = facts["form"], Quant(**facts["quant"])
+def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    form, quant = meta["form"], Quant(**meta["quant"])
     if quant.axis != "tokens":
         raise ValueError(f"axis is {quant.axis!r}")
     count = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     for name in ("num_kv_heads", "head_dim", "head_dim_v", "batch_size", "capacity"):
         files.integer(form[name], name, low=1)
     shapes, slots = _slot_shapes(form, quant), quant.residual + quant.group
-    for i, numbers in enumerate(files.listed(facts["counts"], "counts", count)):
+    for i, numbers in enumerate(files.listed(meta["counts"], "counts", count)):
         length, oldest, coded = files.integers(numbers, "counts of a layer", "a count", 3)
         if (
             coded % quant.group

@@ -75,14 +75,9 @@ class AppendPlan(Plan):
     def append(self, rows: Views) -> None:
         """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
 
-        The store's lock is held.
-
-        After the first run this is `entries_at`, `run` and the counts in one function, for a decode loop waits for it
-        once a layer: `benches/stores/bench_append.py`.
-
-        Raises:
-            CapacityError: a layer without a window has no room. Nothing is written.
-            ShapeError: the rows share memory with the layers.
+        The store's lock is held. After the first run this is `entries_at`, `run` and the counts in one function, for a
+        decode loop waits for it once a layer: `benches/stores/bench_append.py`. It raises CapacityError where a layer
+        without a window has no room, ShapeError where rows share memory with the layers.
         """
         layers = self.layers
         first = layers[0]
@@ -145,11 +140,7 @@ class AppendPlan(Plan):
         return not self.absolute or lengths[0] + self.tokens < 2**31
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
-        """New rows share no element with the layers.
-
-        Raises:
-            ShapeError: they do.
-        """
+        """As `refuse_shared`."""
         refuse_shared(self.operation, self.layers, arrays)
 
     def _move(self, arrays: Sequence[ArrayView], pointers: tuple[int, ...]) -> None:
@@ -173,11 +164,7 @@ class AppendPlan(Plan):
         self.pointers = pointers
 
     def move_to(self, pointers: tuple[int, ...]) -> bool:
-        """Let the launch read K and V of the checked form at these addresses; False where they are aligned otherwise.
-
-        Raises:
-            ShapeError: they share memory with the layers.
-        """
+        """Let the launch read K and V of this form at these addresses; False where they are aligned otherwise."""
         if [p % ALIGNMENT for p in pointers] != self.alignments:
             return False
         self._move_to(pointers)
@@ -206,26 +193,15 @@ class AppendPlan(Plan):
             params |= {"sinks": first.sinks, "ring": first.ring, "keep": keep}
         sequence_axis = 0 if batch == 1 else 1
         src = [
-            Rows(
-                a,
-                sequence=strides[sequence_axis],
-                token=strides[1 + self.token_axis],
-                head=strides[1 + self.head_axis],
-            )
-            for a, (_, strides) in zip(given, self._forms, strict=False)
+            Rows(a, sequence=s[sequence_axis], token=s[1 + self.token_axis], head=s[1 + self.head_axis])
+            for a, (_, s) in zip(given, self._forms, strict=False)
         ]
-        return bind_copies(
-            self.live,
-            self.operation,
-            src=src,
-            dst=[rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)],
-            widths=self.rows.widths,
-            heads=heads,
-            tokens=self.tokens,
-            groups=len(self.layers) * batch,
-            dst_place=place,
-            **params,
-        )
+        dst = [rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)]
+        return self._bind(src, dst, params | {"heads": heads, "groups": len(self.layers) * batch, "dst_place": place})
+
+    def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any]) -> list[Launch]:
+        widths, tokens = self.rows.widths, self.tokens
+        return bind_copies(self.live, self.operation, src=src, dst=dst, widths=widths, tokens=tokens, **params)
 
     def _rows_of_layers(self) -> list[Rows]:
         """Where K and V of the layers lie, which all have as many slots."""
@@ -235,17 +211,11 @@ class AppendPlan(Plan):
             size = first.k.dtype.itemsize
             both = first.k.restrided(((last.ptr + last.span - first.k.ptr) // size,), (1,))
             ends = [(both, 0), (both, (first.v.ptr - first.k.ptr) // size)]
-        return [
-            Rows(
-                a,
-                sequence=self.heads * first.slots * row.stored_width,
-                token=row.stored_width,
-                head=first.slots * row.stored_width,
-                first=start,
-                format=row.format,
-            )
-            for (a, start), row in zip(ends, self.rows.both, strict=True)
-        ]
+        found = []
+        for (a, start), row in zip(ends, self.rows.both, strict=True):
+            token, head = row.stored_width, first.slots * row.stored_width
+            found.append(Rows(a, sequence=self.heads * head, token=token, head=head, first=start, format=row.format))
+        return found
 
     def _layer_table(self) -> ArrayView:
         """(layers * batch, 4) int32 on the device: first row, rows of a head, sinks and ring of each."""
@@ -270,11 +240,7 @@ class UnevenAppendPlan(AppendPlan):
 
     @uninterrupted
     def append(self, rows: Views) -> None:
-        """Write rows behind the tokens of each head, and count them.
-
-        Raises:
-            As `AppendPlan.append`.
-        """
+        """Write rows behind the tokens of each head, and count them."""
         layer = self.layers[0]
         if layer.length + self.tokens > self.room:
             checks.fits_linear(layer.length, self.tokens, self.room, self.operation)
@@ -292,13 +258,8 @@ class UnevenAppendPlan(AppendPlan):
         even = self.batch == 1 or all(s[1] == heads * s[1 + self.head_axis] for s in strides)
         groups = heads * (self.batch if even else 1)
         keep = max(0, self.tokens - layer.ring) if layer.ring else 0
-        params: dict[str, Any] = {
-            "dst_limit": layer.slots,
-            "sinks": layer.sinks,
-            "ring": layer.ring,
-            "keep": keep,
-            "index_group": 1,
-        }
+        params: dict[str, Any] = {"sinks": layer.sinks, "ring": layer.ring, "keep": keep}
+        params |= {"dst_limit": layer.slots, "index_group": 1}
         found = []
         for b in range(1 if even else self.batch):
             first = b * heads
@@ -313,27 +274,13 @@ class UnevenAppendPlan(AppendPlan):
                 for a, w, format, scale in stored
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
-            found += bind_copies(
-                self.live,
-                self.operation,
-                src=src,
-                dst=dst,
-                widths=self.rows.widths,
-                heads=1,
-                tokens=self.tokens,
-                groups=groups,
-                dst_place=Placement("ragged", array=index),
-                **params,
-            )
+            placed = {"heads": 1, "groups": groups, "dst_place": Placement("ragged", array=index)}
+            found += self._bind(src, dst, params | placed)
         return found
 
 
 def refuse_shared(operation: str, layers: Sequence[Layer], rows: Sequence[ArrayView]) -> None:
-    """New K and V share no element with what they are appended to.
-
-    Raises:
-        ShapeError: they do.
-    """
+    """Raise ShapeError where new K and V share an element with what they are appended to."""
     for layer in layers:
         for output in (("the store's keys", layer.k, True), ("the store's values", layer.v, True)):
             for name, a in zip(ROWS, rows, strict=False):
@@ -352,13 +299,7 @@ class Appends:
     ) -> None:
         """Check new arrays, append them, and keep the plan under `key` where one plan serves all layers.
 
-        Args:
-            operation: for messages.
-            layers: what to append to.
-            given: views of K and V.
-            layout: "token_major" or "head_major".
-            key: what finds the plan in `plans`.
-            stacked: the arrays have a leading axis of layers.
+        `stacked`: the arrays have a leading axis of layers.
         """
         rows, axes = self.checked(operation, layers, given, layout, stacked)
         tokens = rows[0].shape[1 + axes[0]]
@@ -374,7 +315,11 @@ class Appends:
         if mixed and layers[0].length + tokens >= 2**31:
             together = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
         parts = self.memory.blocks if together else [[layer] for layer in layers]
-        sources = [_part_of(rows, part, stacked) for part in parts]
+        first = [part[0].index if stacked else 0 for part in parts]  # of neighbouring layers
+        sources = [
+            [a.restrided((len(part), *a.shape[1:]), a.strides, at * a.strides[0]) for a in rows]
+            for part, at in zip(parts, first, strict=True)
+        ]
         plans = []
         for i, (part, source) in enumerate(zip(parts, sources, strict=True)):
             found = None if even else self.plans.get((key, i))  # which no plan for all layers makes needless
@@ -419,7 +364,9 @@ class Appends:
             self._check_positions(operation, positions)
             if rows[0].shape[1 + axes[0]] == 0:
                 return
-            if stacked and not self._one_launch_at_positions():
+            forms = {(layer.slots, layer.ring) for layer in self.memory.layers}
+            together = self.memory.batch_size == 1 and len(self.memory.blocks) == 1 and len(forms) == 1
+            if stacked and not together:
                 for layer in layers:
                     k, v = (a.restrided(a.shape[1:], a.strides[1:], layer.index * a.strides[0]) for a in given[:2])
                     self.append_at(operation, [layer], Views([k, v, positions]), layout, False)
@@ -428,11 +375,6 @@ class Appends:
             if not launch.is_recording():
                 self.plans.keep(key, plan)
         plan.run(given)
-
-    def _one_launch_at_positions(self) -> bool:
-        """Whether one launch appends to all layers at positions it reads: one block, one sequence, one window."""
-        forms = {(layer.slots, layer.ring) for layer in self.memory.layers}
-        return self.memory.batch_size == 1 and len(self.memory.blocks) == 1 and len(forms) == 1
 
     def _check_positions(self, operation: str, positions: ArrayView) -> None:
         checks.on_device([("positions", positions)], self.memory.runtime, operation)
@@ -450,13 +392,10 @@ class Appends:
     def checked(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
     ) -> tuple[list[ArrayView], tuple[int, int]]:
-        """Check new K and V against the layers.
+        """New K and V, which fit the layers and share no memory with them, or are refused.
 
         Returns:
             Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
-
-        Raises:
-            ShapeError, DTypeError, OptionError: they do not fit the layers, or share memory with them.
         """
         memory, (k, v) = self.memory, given
         token_major = checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major"
@@ -499,9 +438,3 @@ class Appends:
         wanted = f"({lead}, {axes})" + (", or without the batch" if one else "")
         checks.rank(a, (full,), name, wanted, operation)
         return a if stacked else a.batch_of_one()
-
-
-def _part_of(rows: Sequence[ArrayView], part: list[Layer], stacked: bool) -> list[ArrayView]:
-    """Those of stacked rows that go to neighbouring layers."""
-    first = part[0].index if stacked else 0
-    return [a.restrided((len(part), *a.shape[1:]), a.strides, first * a.strides[0]) for a in rows]

@@ -34,11 +34,7 @@ def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO
 def layer_plan(
     live: runtime.Runtime, operation: str, arrays: dict[str, ArrayView], layer: Layer, scores: AttentionScale
 ) -> AttentionPlan:
-    """The plan of attention over a layer for queries of this form, checked once.
-
-    Raises:
-        ArchError, ShapeError, DTypeError, OptionError: the queries do not fit the layer.
-    """
+    """The plan of attention over a layer for queries of this form, checked once."""
     return cache_plan(live, operation, arrays, scores, layer.ring, layer.sinks, layer.ring, layer.formats)
 
 
@@ -69,10 +65,9 @@ def cache_plan(
 
 
 def refuse_missing(operation: str, layer: Layer, queries: int, on_device: bool) -> None:
-    """The first of these queries, which are several, sees no key whose slot a newer token has taken.
+    """Raise PositionError where the first of these several queries sees a key whose slot a newer token has taken.
 
-    Raises:
-        PositionError: it does; or only the device knows how many tokens there are.
+    Or where only the device knows how many tokens there are.
     """
     if layer.ring and on_device:
         raise PositionError(
@@ -113,10 +108,7 @@ def attend_in_order(
         found = plan.attend(like, arrays, tokens, results, impl)
         return found if return_lse else (found, None)
     operation, live, width = plan.operation, plan.live, plan.shape[-1]
-    result = queries.new_out(like, width, live) if out is None else out
-    to = view(result, "out", operation)
-    if out is not None:
-        queries.check_out(operation, to, width, live)
+    result, to = queries.result(operation, like, out, width, live)
     to = queries.as_read(to)
     lse = queries.new_lse(like, live) if return_lse else None
     to_lse = None if lse is None else queries.as_read(view(lse, "lse", operation))
@@ -142,17 +134,8 @@ def weigh(
 ) -> Any:
     """How much weight these queries of the newest tokens gave each key of a layer: (batch, heads, held) float32.
 
-    Of chosen tokens (batch, heads, T, K), in the order of `indices`.
-
-    Args:
-        operation: for messages.
-        memory: the layer's.
-        layer: what they attended over, their own tokens included.
-        q: (batch, Hq, D) or (batch, Hq, T, D).
-        lse: the log-sum-exps of their scores.
-        scores: the scale and the soft cap.
-        like: the mass is a new array of its kind.
-        indices: the tokens that each query read, None for all.
+    Of chosen tokens (batch, heads, T, K), in the order of `indices`. `q` are (batch, Hq, D) or (batch, Hq, T, D), `lse`
+    the log-sum-exps of their scores over their own tokens too; the mass is a new array of the kind of `like`.
     """
     length, arrays = layer.length, layer_arrays(layer, q)
     if layer.head_lengths is not None:

@@ -5,6 +5,7 @@ A group of tokens is quantised once, from the rows that a ring still has, and ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,10 @@ from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Placement, Rows, Scale
 from tikv.ops.quantize import scale_of_groups
-from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.attend import cache_plan
 from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.memory import rows_of
+from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.limits import BLOCK_BYTES
 
 ARRAYS = ("k_codes", "k_numbers", "v_codes", "v_numbers")  # by the names that files have
@@ -37,11 +37,10 @@ class ChannelCodes:
 
     Args:
         live: the runtime.
-        batch, heads, width, width_v: of the layer.
+        batch, heads, widths: of the layer, and of rows of K and V.
         room: tokens that there is memory for, whole groups.
         format: of K along tokens and of V along its columns.
-        row_dtype: of the rows that are quantised.
-        scale_dtype: of scales and biases.
+        dtype: of the rows that are quantised, and of scales and biases.
         scratch: arrays of attention, by the rows of queries of a KV head, which layers share.
 
     Attributes:
@@ -56,42 +55,32 @@ class ChannelCodes:
         live: runtime.Runtime,
         batch: int,
         heads: int,
-        width: int,
-        width_v: int,
+        widths: tuple[int, int],
         room: int,
         format: GroupFormat,
-        row_dtype: DType,
-        scale_dtype: DType,
+        dtype: DType,
         scratch: BoundedCache[int, tuple[ArrayView, ArrayView]],
     ) -> None:
         self.runtime, self.format, self.room = live, format, room
-        self.batch, self.heads, self.width, self.width_v = batch, heads, width, width_v
+        self.batch, self.heads, (self.width, self.width_v) = batch, heads, widths
         self.tokens, self._scratch = 0, scratch
-        group, lead = format.group, (batch, heads)
-        shapes = {
-            "k_codes": (*lead, room // group, width, format.words(group)),
-            "k_numbers": (*lead, room // group, width, format.numbers),
-            "v_codes": (*lead, room, format.words(width_v)),
-            "v_numbers": (*lead, room, width_v // group * format.numbers),
+        group, words = format.group, dtypes.uint32
+        forms = {
+            "k_codes": ((room // group, self.width, format.words(group)), words),
+            "k_numbers": ((room // group, self.width, format.numbers), dtype),
+            "v_codes": ((room, format.words(self.width_v)), words),
+            "v_numbers": ((room, self.width_v // group * format.numbers), dtype),
         }
-        for name, shape in shapes.items():
-            dtype = scale_dtype if name.endswith("numbers") else dtypes.uint32
-            needed, limit = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, BLOCK_BYTES[live.arch]
+        for name, (shape, stored) in forms.items():
+            needed, limit = batch * heads * math.prod(shape) * stored.itemsize, BLOCK_BYTES[live.arch]
             if needed > limit:
                 raise CapacityError(
                     f"KVCacheStore: {name} of a layer need {needed} bytes in one piece of memory, and {live.arch} "
                     f"addresses {limit}. Use a smaller capacity, or several stores."
                 )
-        self.k_codes, self.k_numbers, self.v_codes, self.v_numbers = (
-            new_array(shape, scale_dtype if name.endswith("numbers") else dtypes.uint32, live)
-            for name, shape in shapes.items()
-        )
-        self._turned = new_array((batch * heads, width, group), row_dtype, live)  # keys of a group, channel by channel
-
-    @property
-    def arrays(self) -> list[ArrayView]:
-        """The four, as `ARRAYS` names them."""
-        return [self.k_codes, self.k_numbers, self.v_codes, self.v_numbers]
+        self.arrays = [new_array((batch, heads, *shape), stored, live) for shape, stored in forms.values()]  # `ARRAYS`
+        self.k_codes, self.k_numbers, self.v_codes, self.v_numbers = self.arrays
+        self._turned = new_array((batch * heads, self.width, group), dtype, live)  # keys of a group by channel
 
     @property
     def nbytes(self) -> int:
@@ -100,42 +89,25 @@ class ChannelCodes:
 
     def encode(self, operation: str, layer: Layer) -> None:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
-        group, at = self.format.group, self.tokens
-        k, v = rows_of(layer.k), rows_of(layer.v)
-        turned = self._turned
+        group, at, live = self.format.group, self.tokens, self.runtime
         of_ring: dict[str, Any] = {"src_place": RING, "src_position": layer.slot_of(at), "ring": layer.ring}
-        of_sequences: dict[str, Any] = {"heads": self.heads, "tokens": group, "groups": self.batch}
-        one_head = self.width * group
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[k],
-            dst=[Rows(turned, sequence=self.heads * one_head, head=one_head, token=1, inner=(1, group))],
-            widths=[self.width],
-            **of_sequences,
-            **of_ring,
-        ).bound.launch()
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[Rows(turned, sequence=one_head, token=group)],
-            dst=[self._keys(at // group)],
-            widths=[group],
-            heads=1,
-            tokens=self.width,
-            groups=self.batch * self.heads,
-        ).bound.launch()
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[v],
-            dst=[self._values],
-            widths=[self.width_v],
-            dst_position=at,
-            **of_sequences,
-            **of_ring,
-        ).bound.launch()
+        k, v, shape, pairs = (
+            rows_of(layer.k),
+            rows_of(layer.v),
+            (self.batch, self.heads, group),
+            self.batch * self.heads,
+        )
+        turned, channels = self._by_channel(self._turned)
+        copy_rows(live, operation, [k], [channels], [self.width], shape, **of_ring)
+        copy_rows(live, operation, [turned], [self._keys(at // group)], [group], (pairs, 1, self.width))
+        copy_rows(live, operation, [v], [self._values], [self.width_v], shape, dst_position=at, **of_ring)
         self.tokens += group
+
+    def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
+        """Keys (B * H, groups * width, group): a channel of a group a row, and as the rows of tokens that they are."""
+        group, one_head = self.format.group, a.strides[0]
+        tokens = Rows(a, sequence=self.heads * one_head, head=one_head, block=self.width * group, token=1)
+        return Rows(a, sequence=one_head, token=group), tokens._replace(inner=(1, group))
 
     def _keys(self, group: int) -> Rows:
         """The keys of a group of tokens and those behind, a channel a row, each head a sequence of its own."""
@@ -153,42 +125,15 @@ class ChannelCodes:
 
     def decode(self, operation: str, k: ArrayView, v: ArrayView) -> None:
         """The numbers that the codes stand for, into the first tokens of (batch, H, n, D) float32 arrays."""
-        group, groups = self.format.group, self.tokens // self.format.group
-        if not groups:
+        group, channels, live = self.format.group, self.tokens // self.format.group * self.width, self.runtime
+        if not channels:
             return
-        turned = new_array((self.batch * self.heads, groups * self.width, group), dtypes.float32, self.runtime)
-        one_head = turned.strides[0]
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[self._keys(0)],
-            dst=[Rows(turned, sequence=one_head, token=group)],
-            widths=[group],
-            heads=1,
-            tokens=groups * self.width,
-            groups=self.batch * self.heads,
-        ).bound.launch()
-        of_sequences: dict[str, Any] = {"heads": self.heads, "tokens": self.tokens, "groups": self.batch}
-        to = [rows_of(k), rows_of(v)]
-        block = self.width * group
-        by_channel = Rows(turned, sequence=self.heads * one_head, head=one_head, block=block, token=1, inner=(1, group))
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[by_channel],
-            dst=to[:1],
-            widths=[self.width],
-            src_place=Placement("linear", group),
-            **of_sequences,
-        ).bound.launch()
-        bind_copy(
-            self.runtime,
-            operation,
-            src=[self._values],
-            dst=to[1:],
-            widths=[self.width_v],
-            **of_sequences,
-        ).bound.launch()
+        pairs, shape = self.batch * self.heads, (self.batch, self.heads, self.tokens)
+        turned, by_channel = self._by_channel(new_array((pairs, channels, group), dtypes.float32, live))
+        place = Placement("linear", group)
+        copy_rows(live, operation, [self._keys(0)], [turned], [group], (pairs, 1, channels))
+        copy_rows(live, operation, [by_channel], [rows_of(k)], [self.width], shape, src_place=place)
+        copy_rows(live, operation, [self._values], [rows_of(v)], [self.width_v], shape)
 
     def attend(self, operation: str, q: ArrayView, scores: AttentionScale) -> tuple[Any, Any]:
         """Attention of (batch, Hq, T, D) queries over all that is codes: float32 (batch, Hq, T, D_v) and log-sum-exps.
@@ -205,23 +150,19 @@ class ChannelCodes:
         channel_scores(
             live, operation, q, self.k_codes, self.k_numbers, products, self.format, self.tokens // self.format.group
         )
-        words, numbers = self.v_codes.strides, self.v_numbers.strides
-        arrays = {
-            "q": ones,
-            "k": products.restrided((pairs, rows, self.room, 1), (rows * self.room, self.room, 1, 1)),
-            "v": self.v_codes.restrided((pairs, rows, *self.v_codes.shape[2:]), (words[1], 0, *words[2:])),
-            "v_scale": self.v_numbers.restrided(
-                (pairs, rows, *self.v_numbers.shape[2:]), (numbers[1], 0, *numbers[2:])
-            ),
-        }
+        of_rows = [
+            a.restrided((pairs, rows, *a.shape[2:]), (a.strides[1], 0, *a.strides[2:]))
+            for a in (self.v_codes, self.v_numbers)
+        ]
+        keys = products.restrided((pairs, rows, self.room, 1), (rows * self.room, self.room, 1, 1))
+        arrays = {"q": ones, "k": keys, "v": of_rows[0], "v_scale": of_rows[1]}
         of_one = AttentionScale(width**-0.5 if scores.scale is None else scores.scale, scores.softcap)
         plan = cache_plan(live, operation, arrays, of_one, 0, 0, 0, (None, self.format))
         out, lse = plan.attend(None, arrays, AttendedTokens(self.tokens), Results(return_lse=True))
-        of_rows = (batch, q_heads, queries)
-        shapes = [(*of_rows, self.width_v), of_rows]
+        lead = (batch, q_heads, queries)
         part, sums = (
             view(a, "a part", operation).restrided(shape, contiguous_strides(shape))
-            for a, shape in zip((out, lse), shapes, strict=True)
+            for a, shape in ((out, (*lead, self.width_v)), (lse, lead))
         )
         return part, sums
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,14 +10,12 @@ import numpy as np
 
 from tikv.arrays import ArrayView, CacheArray, Host, new_array, to_device
 from tikv.errors import DTypeError, ShapeError
-from tikv.ops.compact import bind_in_place
 from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
-from tikv.ops.row_copy import bind_copies
 from tikv.stores.history import History
 from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.memory import LayerMemory
+from tikv.stores.layers.memory import LayerMemory, copy_rows, width_of
 
 
 class _Choice(NamedTuple):
@@ -35,22 +34,17 @@ def compact_layers(
     rope: Rope | None,
     one_length: bool = False,
 ) -> None:
-    """Keep some of the tokens that layers hold, drop the others, and close the gaps.
+    """Keep some of the tokens that layers hold, drop the others, and close the gaps; or refuse one and write nothing.
 
     Args:
-        operation: for messages.
-        memory: of the layers.
-        layers: of the memory, in order.
+        operation, memory, layers: of which call; layers in order.
         keeps: for each what a caller keeps, as `KVCacheStore.compact`.
         rope: by which keys are turned to their new index; None to leave them.
         one_length: all heads must keep as many.
-
-    Raises:
-        PositionError, ShapeError, DTypeError, OptionError: one of them is refused. Nothing is written.
     """
-    if rope is not None and memory.rows.k.format is not None:
-        raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} are not rotated. Leave rope out.")
     if rope is not None:
+        if memory.rows.k.format is not None:
+            raise DTypeError(f"{operation}: keys kept as {memory.rows.k.format} are not rotated. Leave rope out.")
         check_keys(layers[0].k, _scales_of_keys(layers[0]), rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for layer, choice in zip(layers, choices, strict=True):
@@ -62,7 +56,9 @@ def compact_layers(
             )
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
-            _move_to_front(operation, memory, block)
+            slots = np.concatenate([choice.slots for _, choice in block])
+            if (slots != np.where(slots < 0, -1, np.arange(slots.shape[-1]))).any():
+                memory.move_in_place(operation, [layer for layer, _ in block], slots, block[0][0].slots)
         else:
             for layer, choice in block:
                 _move_through_copy(operation, memory, layer, choice.slots)
@@ -120,35 +116,12 @@ def _movable_together(
 ) -> list[list[tuple[Layer, _Choice]]]:
     """The layers that one launch moves: neighbours in memory, of one form, that keep as many."""
     block_of = {layer.index: i for i, block in enumerate(memory.blocks) for layer in block}
-    found: list[list[tuple[Layer, _Choice]]] = []
-    key: Any = None
-    for layer, choice in zip(layers, choices, strict=True):
-        own = (block_of[layer.index], layer.slots, choice.in_order, choice.slots.shape)
-        if own == key:
-            found[-1].append((layer, choice))
-        else:
-            found.append([(layer, choice)])
-        key = own
-    return found
 
+    def form(pair: tuple[Layer, _Choice]) -> Any:
+        layer, choice = pair
+        return block_of[layer.index], layer.slots, choice.in_order, choice.slots.shape
 
-def _move_to_front(operation: str, memory: LayerMemory, block: Sequence[tuple[Layer, _Choice]]) -> None:
-    """Move kept rows down in place: K, V and scales of all of these layers in one launch."""
-    slots = np.concatenate([choice.slots for _, choice in block])
-    if slots.size == 0 or (slots == np.where(slots < 0, -1, np.arange(slots.shape[-1]))).all():
-        return
-    first = block[0][0]
-    groups = len(block) * memory.batch_size
-    lead = memory.num_kv_heads * first.slots
-    rows, widths = [], []
-    for a in first.arrays:
-        width = a.shape[3] if a.ndim == 4 else 1
-        whole = a.restrided((groups * lead * width,), (1,))
-        rows.append(Rows(whole, sequence=lead * width, token=width, head=first.slots * width))
-        widths.append(width)
-    index = to_device(slots.astype(np.int32), memory.runtime)
-    shape = (groups, memory.num_kv_heads, first.slots)
-    bind_in_place(memory.runtime, operation, rows, widths, shape, index).bound.launch()
+    return [list(pairs) for _, pairs in itertools.groupby(zip(layers, choices, strict=True), form)]
 
 
 def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots: Host) -> None:
@@ -159,8 +132,7 @@ def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots:
     index = to_device(slots.astype(np.int32), live)
     for a in layer.arrays:
         to = new_array((*slots.shape, *a.shape[3:]), a.dtype, live)
-        width = a.shape[3] if a.ndim == 4 else 1
-        _gather_by_head(operation, memory, layer, index, [_rows_by_head(a)], [to], [width])
+        _gather_by_head(operation, memory, layer, index, [_rows_by_head(a)], [to], [width_of(a)])
         memory.move_slots(to, a, count)
 
 
@@ -174,21 +146,11 @@ def _gather_by_head(
     widths: Sequence[int],
 ) -> None:
     """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
-    for launch in bind_copies(
-        memory.runtime,
-        operation,
-        src=src,
-        dst=[_rows_by_head(a) for a in to],
-        widths=widths,
-        heads=1,
-        tokens=index.shape[-1],
-        groups=memory.batch_size * memory.num_kv_heads,
-        src_place=Placement("slots", array=index),
-        src_limit=layer.slots,
-        index_group=index.shape[-1],
-        index_step=1,
-    ):
-        launch.bound.launch()
+    n, dst = index.shape[-1], [_rows_by_head(a) for a in to]
+    copy_rows(
+        memory.runtime, operation, src, dst, widths, (memory.batch_size * memory.num_kv_heads, 1, n),
+        src_place=Placement("slots", array=index), src_limit=layer.slots, index_group=n, index_step=1,
+    )  # fmt: skip
 
 
 def _rows_by_head(a: ArrayView) -> Rows:
@@ -210,11 +172,7 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
 
 
 def split_by_layer(keep: Any, layers: int, operation: str) -> list[Any]:
-    """What is kept of each layer, of an array or list with one entry for each.
-
-    Raises:
-        ShapeError: it has another number of entries.
-    """
+    """What is kept of each layer, of an array or list with one entry for each; ShapeError of another number."""
     count = len(keep) if hasattr(keep, "__len__") else 0
     if count != layers:
         raise ShapeError(f"{operation}: keep has {count} entries for num_layers={layers}. Give one a layer.")

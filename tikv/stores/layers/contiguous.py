@@ -6,6 +6,7 @@ launch appends to all of them.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,12 +57,7 @@ class Captured(NamedTuple):
 
 
 class ContiguousLayers(LayerStorage):
-    """Layers of slots, see the module.
-
-    Attributes:
-        memory: where they lie.
-        appends: the plans of appends to them.
-    """
+    """Layers of slots, see the module; `appends` has the plans of appends to them."""
 
     title = "a contiguous store"
     file_kind = "KVCacheStore"
@@ -78,20 +74,6 @@ class ContiguousLayers(LayerStorage):
     def serves(cls, dtype: Any) -> bool:
         """Every dtype but groups along tokens."""
         return not (isinstance(dtype, Quant) and dtype.axis == "tokens")
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences now."""
-        return self.memory.batch_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
-        return self.memory.nbytes
-
-    @property
-    def version(self) -> int:
-        return self.memory.version
 
     def layer(self, operation: str, layer: int) -> Layer:
         return self.counts[layer]
@@ -112,11 +94,6 @@ class ContiguousLayers(LayerStorage):
         self.appends.append_at(operation, layers, given, layout, layer is None)
 
     def require_positions(self, operation: str, remedy: str) -> None:
-        """As `LayerStorage.require_positions`.
-
-        Raises:
-            PositionError: a layer was compacted.
-        """
         require_uncompacted(self.counts, operation, remedy)
 
     def advance(self, operation: str, tokens: int) -> None:
@@ -180,15 +157,10 @@ class ContiguousLayers(LayerStorage):
         drafts.commit(operation, self.memory, path, drafted)
 
     def trim(self, operation: str, n: int) -> None:
-        length = max(layer.end for layer in self.counts)
-        for layer in self.counts:
-            layer.refuse_trim(operation, n, length)
-        for layer in self.counts:
-            self.memory.trim(layer, length - n)
+        self.memory.trim(operation, self.counts, n)
 
     def reset(self) -> None:
-        for layer in self.counts:
-            self.memory.recount(layer, 0, None)
+        self.memory.reset(self.counts)
 
     def reorder(self, operation: str, index: Any) -> None:
         """As `LayerStorage.reorder`: in place."""
@@ -202,15 +174,12 @@ class ContiguousLayers(LayerStorage):
 
     def capture(self) -> Captured:
         """As `LayerStorage.capture`: filled slots only, on the device."""
-        memory, layers = self.memory, self.counts
-        return Captured(
-            memory.batch_size,
-            self.rows.divisors,
-            [(layer.window, layer.sinks) for layer in layers],
-            [(layer.length, layer.valid_from, layer.filled) for layer in layers],
-            [layer.history for layer in layers],
-            memory.copy_filled(),
-        )
+        counts = [(layer.length, layer.valid_from, layer.filled) for layer in self.counts]
+        histories, arrays = [layer.history for layer in self.counts], self.memory.copy_filled()
+        return Captured(self.batch_size, self.rows.divisors, self._windows(), counts, histories, arrays)
+
+    def _windows(self) -> list[tuple[int | None, int]]:
+        return [(layer.window, layer.sinks) for layer in self.counts]
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         memory, (snapshot, store) = self.memory, shown
@@ -218,8 +187,7 @@ class ContiguousLayers(LayerStorage):
             raise OptionError(f"{operation}: {snapshot} is no snapshot of a store such as {store}.")
         ours = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in layer.arrays] for layer in self.counts]
         theirs = [[(a.shape[1:2] + a.shape[3:], a.dtype) for a in arrays] for arrays in captured.arrays]
-        windows = [(layer.window, layer.sinks) for layer in self.counts]
-        if (ours, windows, self.rows.divisors) != (theirs, captured.windows, captured.divisors):
+        if (ours, self._windows(), self.rows.divisors) != (theirs, captured.windows, captured.divisors):
             raise ShapeError(
                 f"{operation}: {snapshot} is not of this store ({store}). Restore it into the store it was taken from."
             )
@@ -248,24 +216,13 @@ class ContiguousLayers(LayerStorage):
         arrays: Sequence[Sequence[Any]],
         histories: Sequence[History | None] | None = None,
     ) -> None:
-        """As `LayerStorage.take_over`; with what compactions left of each layer.
-
-        Raises:
-            ShapeError: an array is not of these layers' form, or a count that they cannot have. Nothing is changed.
-        """
-        layers = self.counts
-        left = histories or [None] * len(layers)
-        before = [(layer.length, layer.valid_from) for layer in layers]
-        try:
-            for layer, (length, valid_from), found, one in zip(layers, counts, arrays, left, strict=True):
-                layer.length, layer.valid_from = int(length), int(valid_from)
-                _check_layer(operation, layer, found, one is not None and not one.even)
-        except (ShapeError, TypeError, ValueError):
-            for layer, (length, valid_from) in zip(layers, before, strict=True):
-                layer.length, layer.valid_from = length, valid_from
-            raise
-        for layer, one in zip(layers, left, strict=True):
-            self.memory.recount(layer, layer.length, one, layer.valid_from)
+        """As `LayerStorage.take_over`, with what compactions left; or ShapeError, and nothing is changed."""
+        left, counted = histories or [None] * len(self.counts), [copy.copy(layer) for layer in self.counts]
+        for layer, (length, valid_from), found, one in zip(counted, counts, arrays, left, strict=True):
+            layer.length, layer.valid_from = int(length), int(valid_from)
+            _check_layer(operation, layer, found, one is not None and not one.even)
+        for own, layer, one in zip(self.counts, counted, left, strict=True):
+            self.memory.recount(own, layer.length, one, layer.valid_from)
         live = self.runtime
         self.memory.write_filled([[to_device(np.ascontiguousarray(a), live) for a in found] for found in arrays])
 

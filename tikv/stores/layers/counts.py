@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,11 +94,6 @@ class Layer:
         return list(self.named.values())
 
     @property
-    def scales(self) -> list[ArrayView]:
-        """The scales of K and of V that there are, those of groups with their biases."""
-        return [a for a in (self.k_scale, self.v_scale) if a is not None]
-
-    @property
     def read_scales(self) -> tuple[ArrayView | None, ArrayView | None]:
         """What stored rows of K and of V are multiplied by: scales of rows, or one of all rows or each head's."""
         k, v = self.divisors
@@ -114,16 +109,11 @@ class Layer:
 
     def scales_by_head(self, numbers: int, first: int = 0) -> list[Scale | None]:
         """The same with each head a sequence of its own, from that of `first` on."""
-        of_head = self.slots * numbers
-        found: list[Scale | None] = []
-        for a in self.read_scales:
-            if a is None:
-                found.append(None)
-            elif a.ndim < 3:
-                found.append(Scale(a, sequence=head_step(a), first=first * head_step(a)))
-            else:
-                found.append(Scale(a, sequence=of_head, token=numbers, first=first * of_head))
-        return found
+        steps = [0 if a is None else head_step(a) if a.ndim < 3 else self.slots * numbers for a in self.read_scales]
+        return [
+            None if a is None else Scale(a, sequence=step, token=numbers if a.ndim > 2 else 0, first=first * step)
+            for a, step in zip(self.read_scales, steps, strict=True)
+        ]
 
     @property
     def lengths(self) -> Host:
@@ -172,11 +162,7 @@ class Layer:
         return reduced_position(position, self.sinks, self.ring)
 
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
-        """The layer can go back when a store of so many tokens drops `n` of them.
-
-        Raises:
-            PositionError: tokens behind those were dropped, or their slots taken.
-        """
+        """Raise PositionError where a store of so many tokens drops `n`, and the layer lacks some that then stay."""
         drop = self.end - (length - n)
         if drop <= 0:
             return
@@ -196,11 +182,7 @@ class Layer:
             )
 
     def require_room(self, operation: str, tokens: int) -> None:
-        """The layer takes so many tokens more.
-
-        Raises:
-            CapacityError, PositionError: it does not.
-        """
+        """Raise CapacityError or PositionError where the layer does not take so many tokens more."""
         if self.ring == 0:
             checks.fits_linear(self.length, tokens, self.slots, f"{operation} (layer {self.index})")
         checks.integer(self.length + tokens, "length", operation)
@@ -214,12 +196,7 @@ class Layer:
 
 
 class HeadLengths:
-    """The length of each head on the device, int64 (B, H), for layers whose heads have different ones.
-
-    Args:
-        live: the runtime.
-        lens: (B, H) lengths now.
-    """
+    """The length of each head on the device, int64 (B, H), for layers whose heads have different ones."""
 
     def __init__(self, live: runtime.Runtime, lens: Host) -> None:
         self.runtime = live
@@ -238,20 +215,19 @@ class HeadLengths:
         if self.runtime.is_cpu:
             as_numpy(self.array)[...] = self.host
             return
-        from tikv.kernels.advance import make_advance
+        advance_counts(self.runtime, self.array.restrided((self.host.size,), (1,)), tokens)
 
-        array, count = self.array, self.host.size
-        kernel = launch.kernel(self.runtime, make_advance, self.runtime.kernel_style)
-        flat = array.restrided((count,), (1,))
-        kernel.bind(count, flat, (array.offset // array.dtype.itemsize, count, tokens)).launch()
+
+def advance_counts(live: runtime.Runtime, counts: ArrayView, tokens: int) -> None:
+    """Add so many tokens to each of these numbers on the device, in one launch."""
+    from tikv.kernels.advance import make_advance
+
+    kernel, count = launch.kernel(live, make_advance, live.kernel_style), counts.shape[0]
+    kernel.bind(count, counts, (counts.offset // counts.dtype.itemsize, count, tokens)).launch()
 
 
 def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) -> None:
-    """Slots follow from positions, as what counts them on the device takes for granted.
-
-    Raises:
-        PositionError: a layer was compacted.
-    """
+    """Raise PositionError where a layer was compacted: then slots do not follow from positions."""
     for layer in layers:
         if layer.history is not None:
             raise PositionError(
@@ -260,11 +236,7 @@ def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) ->
 
 
 def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int]:
-    """Check that layers, of one length, take so many tokens more; what each was trimmed to.
-
-    Raises:
-        CapacityError, PositionError: they do not.
-    """
+    """What each layer was trimmed to; refused where they differ in length or do not take so many tokens more."""
     length = layers[0].length
     for layer in layers:
         if layer.length != length:
@@ -276,3 +248,28 @@ def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int
         if layer.ring == 0:
             checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})")
     return [layer.trimmed_to for layer in layers]
+
+
+def drawn_states(layer: Layer, heads: int, mass: Host | None) -> list[tuple[Any, ...]]:
+    """Of each head that is drawn by itself: its name, and what `picture.Slots` has behind a name.
+
+    All heads are drawn as one where they hold the same tokens and no mass colours them.
+    """
+    form = (layer.slots, layer.sinks, layer.ring > 0)
+    if layer.history is None and mass is None:
+        return [("", *form, layer.length, layer.valid_from)]
+    held, lens = layer.held_rows(), layer.lengths
+    slots, positions = (np.broadcast_to(a[0], (heads, a.shape[2])) for a in (held.slots, held.positions))
+    alike = mass is None and (slots == slots[0]).all() and (positions == positions[0]).all()
+    found = []
+    for h in range(1 if alike else heads):
+        there = slots[h] >= 0
+        true, weights = np.full(layer.slots, -1), np.zeros(layer.slots)
+        true[slots[h][there]] = positions[h][there]
+        if mass is not None:
+            weights[slots[h][there]] = mass[0, h][there] / max(float(mass[0, h].max(initial=0)), 1e-30)
+        length = int(np.broadcast_to(lens[0], heads)[h])
+        shown = tuple(weights.tolist()) if mass is not None else ()
+        name = "" if alike else f", head {h}"
+        found.append((name, *form, length, layer.valid_from, tuple(true.tolist()), shown))
+    return found

@@ -8,22 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays import to_device
 from tikv.errors import PositionError, ShapeError
 from tikv.ops import checks
-from tikv.ops.compact import bind_in_place
 from tikv.ops.indices import index_array
-from tikv.ops.layouts import Rows
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 
 
 def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) -> None:
-    """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`.
-
-    Raises:
-        PositionError, ShapeError: as it says. Nothing is changed.
-    """
+    """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`."""
     drafted = _drafted(operation, memory.layers, drafted)
     chosen = _path(operation, path, memory.batch_size, drafted)
     for layer in memory.layers:
@@ -41,19 +34,18 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
                 f"or restore a snapshot and append the path."
             )
     if (chosen != np.arange(chosen.shape[1])).any():
-        for together in _launches(memory):
-            _move(operation, memory, together, chosen, drafted)
+        for block in memory.blocks:
+            for _, group in itertools.groupby(block, lambda layer: layer.slots):  # through whom one stride leads
+                together = list(group)
+                slots, start = np.tile(chosen, (len(together), 1)), together[0].length - drafted
+                memory.move_in_place(operation, together, slots, drafted, start)
     for layer in memory.layers:
         layer.length -= drafted - chosen.shape[1]
         layer.newest = chosen.shape[1]
 
 
 def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:
-    """How many of the newest tokens were drafted, the same for all layers.
-
-    Raises:
-        PositionError: there are not so many, or nobody said how many.
-    """
+    """How many of the newest tokens were drafted, the same for all layers; or PositionError."""
     first = layers[0]
     for layer in layers:
         if (layer.length, layer.newest) != (first.length, first.newest):
@@ -69,11 +61,7 @@ def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> in
 
 
 def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any, Any]:
-    """The path as (B, n) int32.
-
-    Raises:
-        ShapeError, PositionError: it has another form, does not ascend, or leaves the draft.
-    """
+    """The path as (B, n) int32; refused where it has another form, does not ascend, or leaves the draft."""
     host = index_array(path, "path", operation)
     host = np.asarray(host.tolist() if hasattr(host, "tolist") else host)
     if host.ndim == 1 and batch == 1:
@@ -87,11 +75,7 @@ def _path(operation: str, path: Any, batch: int, drafted: int) -> np.ndarray[Any
 
 
 def check_ascending(operation: str, path: np.ndarray[Any, Any], drafted: int, sequence: int) -> None:
-    """The path of one sequence ascends within its draft.
-
-    Raises:
-        PositionError: it does not.
-    """
+    """Raise PositionError where the path of one sequence does not ascend within its draft."""
     wrong = (path < 0) | (path >= drafted) | (np.diff(path, prepend=-1) <= 0)
     if wrong.any():
         i = int(wrong.argmax())
@@ -99,27 +83,3 @@ def check_ascending(operation: str, path: np.ndarray[Any, Any], drafted: int, se
             f"{operation}: path[{sequence}, {i}]={int(path[i])} does not ascend within the {drafted} drafted tokens. "
             f"Use ascending indices below {drafted}."
         )
-
-
-def _launches(memory: LayerMemory) -> list[list[Layer]]:
-    """Neighbours in memory that one stride leads through."""
-    return [list(group) for block in memory.blocks for _, group in itertools.groupby(block, lambda x: x.slots)]
-
-
-def _move(
-    operation: str, memory: LayerMemory, layers: Sequence[Layer], path: np.ndarray[Any, Any], drafted: int
-) -> None:
-    """Move the kept rows of these layers to the front of the draft, in one launch."""
-    first = layers[0]
-    groups = len(layers) * memory.batch_size
-    start = first.length - drafted
-    rows, widths = [], []
-    for a in first.arrays:
-        width = a.shape[3] if a.ndim == 4 else 1
-        whole_block = a.restrided((groups, *a.shape[1:]), a.strides)  # the layers follow each other
-        sequence, head, token = a.strides[:3]
-        rows.append(Rows(whole_block, sequence=sequence, token=token, head=head, first=start * token))
-        widths.append(width)
-    index = to_device(np.tile(path, (len(layers), 1)), memory.runtime)
-    shape = (groups, memory.num_kv_heads, drafted)
-    bind_in_place(memory.runtime, operation, rows, widths, shape, index).bound.launch()

@@ -7,7 +7,7 @@ merges both by their log-sum-exps, and the rows are appended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tikv import dtypes
@@ -27,24 +27,10 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import AXES, extend_queries, heads_first
 
 
-def extend(
-    operation: str,
-    appends: Appends,
-    layer: Layer,
-    arrays: tuple[Any, Any, Any],
-    request: AttendRequest,
-) -> Any:
-    """Attend with new queries over what a layer holds and their own tokens, then append those.
+def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, Any, Any], request: AttendRequest) -> Any:
+    """Attend with new queries over what a layer holds and their own tokens, then append those; `KVCacheStore.extend`.
 
-    Args:
-        operation: for messages.
-        appends: of the layer's memory.
-        layer: what to attend over and append to.
-        arrays: q, k and v as the caller gave them.
-        request: what is asked of it.
-
-    Returns:
-        As `KVCacheStore.extend`.
+    `arrays` are q, k and v as the caller gave them.
     """
     memory, layout = appends.memory, request.layout
     live, scores, return_lse = memory.runtime, request.scores(operation), request.return_lse
@@ -84,9 +70,9 @@ def extend(
             to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
             wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
             if wraps and layer.head_lengths is not None:
-                call.token_by_token(appends, staged_q, (k, v), to, to_lse)
+                call.token_by_token(appends, (k, v), staged_q, to, to_lse)
             elif wraps:
-                call.attend_over_both(staged_q, (k, v), to, to_lse)
+                call.attend_over_both((k, v), staged_q, to, to_lse)
                 appends.append(operation, layer, k_rows, layout)
             else:
                 appends.append(operation, layer, k_rows, layout)
@@ -126,42 +112,39 @@ class _Extension:
 
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention over a layer that has the new tokens, and all that their queries see."""
-        behind, tokens = self.layer.length - q.shape[2], q.shape[2]
-        for first in range(0, tokens, self.most_queries):
-            end = min(tokens, first + self.most_queries)
-            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
-            self._over_layer(some, self.terms, behind + end, 0, Results(to, lse is not None, to_lse))
+        behind = self.layer.length - q.shape[2]
+        for _, end, some, to in self._pieces(q, out, lse, self.most_queries):
+            self._over_layer(some, self.terms, behind + end, 0, to)
 
     def token_by_token(
-        self,
-        appends: Appends,
-        q: ArrayView,
-        new: tuple[ArrayView, ArrayView],
-        out: ArrayView,
-        lse: ArrayView | None,
+        self, appends: Appends, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
         """Append each token and attend with it, where the ring of each head overwrites another token with it."""
-        for t in range(q.shape[2]):
-            k, v, some, to = (a.part(2, t, t + 1) for a in (*new, q, out))
-            appends.append(self.operation, self.layer, Views([k, v]), "head_major")
-            to_lse = None if lse is None else lse.part(2, t, t + 1)
-            self._over_layer(some, self.terms, self.layer.length, 0, Results(to, lse is not None, to_lse))
+        for t, end, some, to in self._pieces(q, out, lse, 1):
+            appends.append(self.operation, self.layer, Views([a.part(2, t, end) for a in new]), "head_major")
+            self._over_layer(some, self.terms, self.layer.length, 0, to)
 
     def attend_over_both(
-        self, q: ArrayView, new: tuple[ArrayView, ArrayView], out: ArrayView, lse: ArrayView | None
+        self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
         """Attention over a ring as it is before the new tokens come, and over those."""
-        layer, tokens = self.layer, q.shape[2]
-        stored = self._as_stored(new)
-        for first in range(0, tokens, self.most_queries):
-            end = min(tokens, first + self.most_queries)
-            some, to, to_lse = (None if a is None else a.part(2, first, end) for a in (q, out, lse))
+        layer, stored = self.layer, self._as_stored(new)
+        for first, end, some, to in self._pieces(q, out, lse, self.most_queries):
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
                 of_new = self._over_new(some, self.but_sinks, stored, end, BOTH)
                 of_layer = self._over_layer(some, self.terms, layer.length, end, BOTH)
-                merge_into(self.operation, (*of_layer, *of_new), False, to, to_lse)
+                merge_into(self.operation, (*of_layer, *of_new), False, to.out, to.lse)
             else:
-                self._over_new(some, self.terms, stored, end, Results(to, lse is not None, to_lse))
+                self._over_new(some, self.terms, stored, end, to)
+
+    def _pieces(
+        self, q: ArrayView, out: ArrayView, lse: ArrayView | None, most: int
+    ) -> Iterator[tuple[int, int, ArrayView, Results]]:
+        """Of so many queries each: the first and the end, the queries, and where their results go."""
+        for first in range(0, q.shape[2], most):
+            end = min(q.shape[2], first + most)
+            to_lse = None if lse is None else lse.part(2, first, end)
+            yield first, end, q.part(2, first, end), Results(out.part(2, first, end), lse is not None, to_lse)
 
     def _over_layer(self, q: Any, terms: Mapping[str, ArrayView], length: int, ahead: int, to: Results) -> Any:
         """Attention over the first `length` tokens of the layer, of queries that end `ahead` of them."""
@@ -173,11 +156,11 @@ class _Extension:
         return plan.attend(None, arrays, AttendedTokens(length, layer.valid_from, ahead), to)
 
     def _over_new(
-        self, q: Any, terms: Mapping[str, ArrayView], stored: dict[str, ArrayView], end: int, to: Results
+        self, q: Any, terms: Mapping[str, ArrayView], new: dict[str, ArrayView], end: int, to: Results
     ) -> Any:
         """Attention of the queries before token `end` over the new rows before it."""
-        layer, arrays = self.layer, {"q": q, **stored, **terms}
-        sinks = max(0, min(layer.sinks - layer.length, stored["k"].shape[2]))
+        layer, arrays = self.layer, {"q": q, **new, **terms}
+        sinks = max(0, min(layer.sinks - layer.length, new["k"].shape[2]))
         plan = cache_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
         return plan.attend(None, arrays, AttendedTokens(end), to)
 

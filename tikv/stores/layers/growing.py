@@ -21,7 +21,7 @@ from tikv.stores.layers.compaction import compact_layers
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.picture import counted, size_in_words
-from tikv.stores.row_format import RowFormats, Stored
+from tikv.stores.row_format import RowFormats
 
 # append_alike(k, v, room): `append` of (batch, H, T, D) tokens like the last ones, without looking at what their forms
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
@@ -38,16 +38,10 @@ class GrowingLayer(runtime.NotCopied):
     """Keys and values of one layer without a window, head-major, with room that changes.
 
     Slot ``i`` holds the token at position ``origin + i``; ``length`` counts the tokens held, ``end`` all ever appended
-    less those trimmed.
+    less those trimmed. ``rows`` says how keys and values are stored, ``dtype`` and ``v_dtype`` as what; of groups of
+    codes ``keys`` or ``values`` are words.
 
-    Args:
-        num_kv_heads, head_dim, capacity, batch_size, dtype, head_dim_v, scale_dtype, v_dtype, k_scale, v_scale:
-            as in `KVCacheStore`.
-
-    Raises:
-        As `KVCacheStore`.
-
-    Exactness: as `KVCacheStore`; making room keeps every bit.
+    Arguments, what is raised and exactness are as of `KVCacheStore`; making room keeps every bit.
     Cost: `make_room` reads and writes the tokens it keeps, once into new memory or twice in place.
 
     Examples:
@@ -87,6 +81,7 @@ class GrowingLayer(runtime.NotCopied):
         batch = checks.integer(batch_size, "batch_size", operation, low=1)
         self._memory = LayerMemory(self.runtime, [self._layer], rows, heads, batch)
         self._appends = Appends(self._memory)
+        self.rows, self.dtype, self.v_dtype = rows, rows.k.dtype, rows.v.dtype
         self.plain = rows.formats == (None, None) and rows.alike and not rows.divided  # stored as torch can write it
         self.origin = 0
         self.whole_from = 0  # position from which on no compaction dropped a token
@@ -113,21 +108,6 @@ class GrowingLayer(runtime.NotCopied):
         return self._memory.batch_size
 
     @property
-    def dtype(self) -> Stored:
-        """What keys are stored in."""
-        return self._memory.rows.k.dtype
-
-    @property
-    def v_dtype(self) -> Stored:
-        """What values are stored in."""
-        return self._memory.rows.v.dtype
-
-    @property
-    def rows(self) -> RowFormats:
-        """How keys and values are stored; of groups of codes `keys` or `values` are words."""
-        return self._memory.rows
-
-    @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales, filled or not."""
         return self._memory.nbytes
@@ -149,11 +129,7 @@ class GrowingLayer(runtime.NotCopied):
         return k, v
 
     def append(self, k: Any, v: Any) -> None:
-        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them.
-
-        Raises:
-            As `KVCacheStore.append`.
-        """
+        """Append (batch, H, T, D) tokens; `append_alike` then takes tokens like these, if torch can tell them."""
         operation = "TikvCache.update"
         require_alive(self.runtime, operation)
         rows = view_all((k, v), ROWS, operation)
@@ -207,9 +183,8 @@ class GrowingLayer(runtime.NotCopied):
     def make_room(self, *, capacity: int, drop: int = 0) -> None:
         """Forget the ``drop`` oldest tokens, move the others to the front, and have ``capacity`` slots.
 
-        Raises:
-            PositionError: fewer than ``drop`` tokens are held.
-            CapacityError: the tokens kept do not fit, or the layer would be larger than a launch can address.
+        PositionError where fewer than ``drop`` are held, CapacityError where the rest does not fit or slots are
+        more than a launch addresses.
 
         Cost: nothing if nothing changes; else one launch or two per array. With another capacity memory is allocated
             anew, and arrays handed out before keep the old.
@@ -236,18 +211,15 @@ class GrowingLayer(runtime.NotCopied):
         else:
             before, layer.slots = layer.slots, capacity
             try:
-                self._allocate()
+                memory.allocate(self.batch_size)
             except BaseException:
                 layer.slots = before
                 raise
+            self.append_alike = _takes_nothing  # what is bound writes to the memory before
         for a, b in zip(rest, layer.arrays, strict=True):
             memory.move_slots(a, b, keep)
         layer.length = keep
         self.origin += drop
-
-    def _allocate(self) -> None:
-        self._memory.allocate(self.batch_size)
-        self.append_alike = _takes_nothing  # what is bound writes to the memory before
 
     def recount(self, *, length: int, origin: int) -> None:
         """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
@@ -255,11 +227,9 @@ class GrowingLayer(runtime.NotCopied):
         self.origin = origin
 
     def decoded(self, first: int) -> tuple[CacheArray, CacheArray]:
-        """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v).
+        """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v), in one launch.
 
         int8 and groups come as float32.
-
-        Cost: one launch, each row read and written once.
         """
         operation = "GrowingLayer.decoded"
         require_alive(self.runtime, operation)
@@ -267,15 +237,9 @@ class GrowingLayer(runtime.NotCopied):
         return self._memory.tokens(operation, self._layer, first)
 
     def compact(self, keep: Any) -> None:
-        """Keep some of the tokens held, for each head its own but of all as many, and drop the others; in place.
+        """Keep some of the tokens held, for each head its own but of all as many, as `KVCacheStore.compact`; in place.
 
         Slots then count from the back: the next token still stands at ``end``.
-
-        Args:
-            keep: as in `KVCacheStore.compact`.
-
-        Raises:
-            ShapeError: heads would keep different numbers; or as `KVCacheStore.compact`. Nothing is written.
         """
         operation = "TikvLayer.compact"
         require_alive(self.runtime, operation)
@@ -288,11 +252,7 @@ class GrowingLayer(runtime.NotCopied):
             self._memory.recount(layer, left.tokens, None)
 
     def trim(self, n: int) -> None:
-        """Drop the ``n`` newest tokens.
-
-        Raises:
-            PositionError: more than `length`, or back behind a token that `compact` dropped.
-        """
+        """Drop the ``n`` newest tokens, of those behind the last that `compact` dropped; PositionError of more."""
         operation = "GrowingLayer.trim"
         require_alive(self.runtime, operation)
         n = checks.integer(n, "n", operation)
@@ -351,7 +311,7 @@ class GrowingLayer(runtime.NotCopied):
             num_kv_heads=memory.num_kv_heads,
             capacity=self.capacity,
             batch_size=memory.batch_size,
-            **memory.rows.arguments(),
+            **self.rows.arguments(),
         )
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from
@@ -364,7 +324,7 @@ class GrowingLayer(runtime.NotCopied):
     def __repr__(self) -> str:
         memory = self._memory
         return (
-            f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {memory.rows.width}, "
-            f"{memory.rows.name}, {self.length}/{counted(self.capacity, 'token')}, "
+            f"GrowingLayer(batch {memory.batch_size} x {counted(memory.num_kv_heads, 'head')} x {self.rows.width}, "
+            f"{self.rows.name}, {self.length}/{counted(self.capacity, 'token')}, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

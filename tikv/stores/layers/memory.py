@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
 from tikv.errors import CapacityError, PositionError, ShapeError
+from tikv.ops.compact import bind_in_place
 from tikv.ops.layouts import LINEAR, Placement, Rows
-from tikv.ops.row_copy import bind_copies, bind_copy
+from tikv.ops.row_copy import bind_copies
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.history import History
 from tikv.stores.layers.counts import HeadLengths, Layer
@@ -28,11 +30,8 @@ class LayerMemory:
     A block is what a launch can address. On CPU its K and V lie in one piece of memory up to `JOINT_BYTES`.
 
     Args:
-        live: the runtime.
+        live, rows, num_kv_heads, batch_size: of the store.
         layers: whose arrays are set; a layer's `slots` say how many it needs.
-        rows: how those of K and of V are stored.
-        num_kv_heads: heads of K and V.
-        batch_size: sequences now.
 
     Attributes:
         blocks: the layers of each block, in order.
@@ -66,11 +65,7 @@ class LayerMemory:
         return sum(a.nbytes for layer in self.layers for a in layer.arrays)
 
     def allocate(self, batch_size: int) -> None:
-        """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there.
-
-        Raises:
-            CapacityError: a layer is larger than a launch on this arch can address.
-        """
+        """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there."""
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
         widest = max(row.nbytes for row in self.rows.both)
         limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
@@ -86,15 +81,14 @@ class LayerMemory:
             if blocks[-1] and sum(rows[x.index] for x in blocks[-1]) * widest + needed > shared:
                 blocks.append([])
             blocks[-1].append(layer)
-        made = [self._memory_for(sum(rows[layer.index] for layer in block)) for block in blocks]
+        made = [arrays for block in blocks for arrays in self._arrays_for(block, batch_size)]
         divisors = [self._divisors_for(batch_size, numbers) for numbers in self.rows.divisors]
         self.batch_size, self.blocks = batch_size, blocks
         self.version += 1
-        for layer in self.layers:
-            layer.divisors = divisors[0], divisors[1]
         self.plans.clear()
-        for block, memory in zip(blocks, made, strict=True):
-            self._place(block, rows, *memory)
+        for layer, arrays in zip(self.layers, made, strict=True):
+            layer.k, layer.v, layer.k_scale, layer.v_scale = arrays
+            layer.divisors, layer.formats = (divisors[0], divisors[1]), self.rows.formats
 
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
         """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""
@@ -104,38 +98,27 @@ class LayerMemory:
         found = to_device(np.tile(np.array(numbers, np.float32), batch_size if heads > 1 else 1), self.runtime)
         return found.restrided((heads,), found.strides)
 
-    def _memory_for(self, rows: int) -> tuple[Memory, Memory, int, list[Memory | None]]:
-        """Memory for so many rows of K and of V, where in its own V begins, and memory for the scales of both."""
-        k_bytes, v_bytes = (rows * row.nbytes for row in self.rows.both)
-        v_first = -(-k_bytes // ALIGNMENT) * ALIGNMENT
-        if self.rows.alike and self.runtime.is_cpu and v_first + v_bytes <= JOINT_BYTES:
-            k_block = v_block = Memory(v_first + v_bytes, self.runtime)
+    def _arrays_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any, Any, Any]]:
+        """New K, V and their scales, or None for none, of each layer of a block."""
+        (k, v), alike, scale_dtype, live = self.rows.both, self.rows.alike, self.rows.scale_dtype, self.runtime
+        shapes = [(batch_size, self.num_kv_heads, layer.slots) for layer in block]
+        total = sum(map(math.prod, shapes))
+        v_first = -(-total * k.nbytes // ALIGNMENT) * ALIGNMENT
+        if alike and live.is_cpu and v_first + total * v.nbytes <= JOINT_BYTES:
+            k_block = v_block = Memory(v_first + total * v.nbytes, live)
         else:
-            k_block, v_block, v_first = Memory(k_bytes, self.runtime), Memory(v_bytes, self.runtime), 0
-        scale_bytes = rows * self.rows.numbers * self.rows.scale_dtype.itemsize
-        scales = [Memory(scale_bytes, self.runtime) if row.numbers else None for row in self.rows.both]
-        return k_block, v_block, v_first, scales
-
-    def _place(
-        self,
-        block: list[Layer],
-        rows: dict[int, int],
-        k_block: Memory,
-        v_block: Memory,
-        v_first: int,
-        scales: list[Memory | None],
-    ) -> None:
-        first, (k, v), scale_dtype = 0, self.rows.both, self.rows.scale_dtype
-        for layer in block:
-            shape = (self.batch_size, self.num_kv_heads, layer.slots)
-            layer.formats = self.rows.formats
-            layer.k = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
-            layer.v = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
-            offset = first * self.rows.numbers * scale_dtype.itemsize
-            layer.k_scale, layer.v_scale = (
-                None if m is None else m.array((*shape, *self.rows.scale_axes), scale_dtype, offset) for m in scales
-            )
-            first += rows[layer.index]
+            k_block, v_block, v_first = Memory(total * k.nbytes, live), Memory(total * v.nbytes, live), 0
+        of_row = self.rows.numbers * scale_dtype.itemsize
+        scales = [Memory(total * of_row, live) if row.numbers else None for row in (k, v)]
+        found, first = [], 0
+        for shape in shapes:
+            keys = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
+            values = v_block.array((*shape, v.stored_width), v.stored, v_first + first * v.nbytes)
+            of_rows = (*shape, *self.rows.scale_axes), scale_dtype, first * of_row
+            k_scale, v_scale = (None if m is None else m.array(*of_rows) for m in scales)
+            found.append((keys, values, k_scale, v_scale))
+            first += math.prod(shape)
+        return found
 
     def recount(self, layer: Layer, length: int, history: History | None, valid_from: int = 0) -> None:
         """Let a layer be one that holds so much, whatever it held before."""
@@ -147,18 +130,25 @@ class LayerMemory:
         if not (was_even and layer.head_lengths is None):
             self.plans.clear()  # appends to heads of one length and of several are launched otherwise
 
-    def trim(self, layer: Layer, target: int) -> None:
-        """Drop the newest tokens of a layer, down to so many appended ones; `Layer.refuse_trim` was asked."""
-        drop = layer.end - target
-        if drop <= 0:
-            return
-        left, length = layer.history, layer.length - drop
-        if left is None or length >= left.tokens:
-            layer.length, layer.valid_from, layer.newest = length, min(layer.valid_from, length), 0
-            if layer.head_lengths is not None:
-                layer.head_lengths.grow(-drop)
-        else:
-            self.recount(layer, length, left.trimmed(left.tokens - length), min(layer.valid_from, length))
+    def trim(self, operation: str, layers: Sequence[Layer], n: int) -> None:
+        """Drop the `n` newest tokens of layers of one store, or refuse; see `Layer.refuse_trim`."""
+        length = max(layer.end for layer in layers)
+        for layer in layers:
+            layer.refuse_trim(operation, n, length)
+        for layer in layers:
+            drop = max(0, layer.end - (length - n))
+            left, now = layer.history, layer.length - drop
+            if drop and left is not None and now < left.tokens:
+                self.recount(layer, now, left.trimmed(left.tokens - now), min(layer.valid_from, now))
+            elif drop:
+                layer.length, layer.valid_from, layer.newest = now, min(layer.valid_from, now), 0
+                if layer.head_lengths is not None:
+                    layer.head_lengths.grow(-drop)
+
+    def reset(self, layers: Sequence[Layer]) -> None:
+        """Forget all tokens of these layers."""
+        for layer in layers:
+            self.recount(layer, 0, None)
 
     def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
         """What a layer holds from a position on, in temporal order, as a copy, in `RowFormat.read_dtype`."""
@@ -177,26 +167,15 @@ class LayerMemory:
         """Copy the rows of consecutive positions into `out`, from its token `at` on."""
         if tokens <= 0:
             return
-        params: dict[str, Any] = {
-            "src_position": layer.slot_of(position),
-            "sinks": layer.sinks,
-            "ring": layer.ring,
-        }
         scales = layer.scales_of_rows(self.num_kv_heads, self.rows.numbers)
         stored = zip((layer.k, layer.v), self.rows.formats, scales, strict=True)
-        for launch in bind_copies(
-            self.runtime,
-            operation,
-            src=[rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored],
-            dst=[rows_of(a, at) for a in out],
-            widths=self.rows.widths,
-            heads=self.num_kv_heads,
-            tokens=tokens,
-            groups=self.batch_size,
-            src_place=Placement("ring") if layer.ring else LINEAR,
-            **params,
-        ):
-            launch.bound.launch()
+        src = [rows_of(a)._replace(format=format, scale=scale) for a, format, scale in stored]
+        shape = self.batch_size, self.num_kv_heads, tokens
+        place, slot = Placement("ring") if layer.ring else LINEAR, layer.slot_of(position)
+        copy_rows(
+            self.runtime, operation, src, [rows_of(a, at) for a in out], self.rows.widths, shape, src_place=place,
+            src_position=slot, sinks=layer.sinks, ring=layer.ring,
+        )  # fmt: skip
 
     def copy_filled(self, sequences: np.ndarray[Any, Any] | None = None) -> list[list[ArrayView]]:
         """Copies of every layer's filled slots, of the chosen sequences; None: of all."""
@@ -222,26 +201,28 @@ class LayerMemory:
         """Copy the first slots of (batch, heads, slots[, width]) arrays, from the sequences that `sequences` names."""
         if slots == 0:
             return
-        params: dict[str, Any] = {"index_group": 1} if sequences is not None else {}
-        bind_copy(
-            self.runtime,
-            "KVCacheStore",
-            src=[rows_of(src)],
-            dst=[rows_of(dst)],
-            widths=[src.shape[3] if src.ndim == 4 else 1],
-            heads=self.num_kv_heads,
-            tokens=slots,
-            groups=self.batch_size if sequences is None else sequences.shape[0],
-            src_place=Placement("group", array=sequences) if sequences is not None else LINEAR,
-            **params,
-        ).bound.launch()
+        ends, shape = ([rows_of(src)], [rows_of(dst)]), (self.batch_size, self.num_kv_heads, slots)
+        width, placed = width_of(src), dict[str, Any]()
+        if sequences is not None:
+            shape = (sequences.shape[0], *shape[1:])
+            placed = {"src_place": Placement("group", array=sequences), "index_group": 1}
+        copy_rows(self.runtime, "KVCacheStore", *ends, [width], shape, **placed)
+
+    def move_in_place(
+        self, operation: str, layers: Sequence[Layer], slots: np.ndarray[Any, Any], most: int, start: int = 0
+    ) -> None:
+        """Move rows of neighbouring layers of one form to the front of `most` slots behind `start`, in one launch.
+
+        `slots` (layers * batch[, heads], n) names them, counted from `start`, for all heads or for each.
+        """
+        arrays, groups = layers[0].arrays, len(layers) * self.batch_size
+        rows = [rows_of(a.restrided((groups, *a.shape[1:]), a.strides), start) for a in arrays]  # of all these layers
+        widths, index = [width_of(a) for a in arrays], to_device(slots.astype(np.int32), self.runtime)
+        shape = groups, self.num_kv_heads, most
+        bind_in_place(self.runtime, operation, rows, widths, shape, index).bound.launch()
 
     def reorder(self, operation: str, index: Any) -> None:
-        """Let sequence b continue from what sequence index[b] holds, in place.
-
-        Raises:
-            ShapeError, PositionError: the index has another length or leaves the batch.
-        """
+        """Let sequence b continue from what sequence index[b] holds, in place; refused as `sequences_of`."""
         chosen = self.sequences_of(operation, index)
         if len(chosen) != self.batch_size:
             raise ShapeError(
@@ -253,11 +234,7 @@ class LayerMemory:
             self._follow(chosen)
 
     def select(self, sequences: np.ndarray[Any, Any]) -> None:
-        """Keep these sequences, in this order, in new memory.
-
-        Raises:
-            CapacityError: a layer would be larger than a launch can address. Nothing is changed.
-        """
+        """Keep these sequences, in this order, in new memory; nothing changes where that is too large."""
         taken = self.copy_filled(sequences)
         self.allocate(len(sequences))
         self.write_filled(taken)
@@ -275,11 +252,7 @@ class LayerMemory:
                 self.recount(layer, length, left, oldest)
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
-        """A user's list of sequences as int32.
-
-        Raises:
-            ShapeError, PositionError: it is empty, is no list of integers, or leaves the batch.
-        """
+        """A user's list of sequences as int32; refused where it is none, is empty or leaves the batch."""
         try:
             host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
         except ValueError:  # lists of different lengths
@@ -292,6 +265,27 @@ class LayerMemory:
                 f"{operation}: index {int(wrong[0])} is outside 0..{self.batch_size - 1}, the sequences of this batch."
             )
         return host.astype(np.int32)
+
+
+def copy_rows(
+    live: runtime.Runtime,
+    operation: str,
+    src: Sequence[Rows],
+    dst: Sequence[Rows],
+    widths: Sequence[int],
+    shape: tuple[int, int, int],
+    **placed: Any,
+) -> None:
+    """Copy the rows of `shape` sequences, heads and tokens now, placed by options of `bind_copy`; see `bind_copies`."""
+    groups, heads, tokens = shape
+    sizes = {"groups": groups, "heads": heads, "tokens": tokens}
+    for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, **sizes, **placed):
+        each.bound.launch()
+
+
+def width_of(a: ArrayView) -> int:
+    """Elements of a row of a (batch, heads, slots[, width]) array."""
+    return a.shape[3] if a.ndim == 4 else 1
 
 
 def rows_of(a: ArrayView, first_token: int = 0) -> Rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like
+from tikv.arrays import ArrayView, describe, new_like, view
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -57,12 +57,19 @@ class Queries(NamedTuple):
         """A new array of the kind of `like` for the log-sum-exps."""
         return new_like(like, self.given.shape[:-1], dtypes.float32, live)
 
-    def check_out(self, operation: str, out: ArrayView, width: int, live: runtime.Runtime) -> None:
-        """An array that a caller gave for the result has its shape and dtype, and can be written.
+    def result(self, operation: str, like: Any, out: Any, width: int, live: runtime.Runtime) -> tuple[Any, ArrayView]:
+        """An array for the result, new or a caller's `out`, which fits or is refused, and where it lies."""
+        if out is None:
+            out = self.new_out(like, width, live)
+            return out, view(out, "out", operation)
+        to = view(out, "out", operation)
+        key = ("out", self.given.key, to.key, width)
+        if live.plans.get(key) is None:
+            self._check_out(operation, to, width, live)
+            live.plans.keep(key, True)
+        return out, to
 
-        Raises:
-            ShapeError, DTypeError, ArchError: it has not.
-        """
+    def _check_out(self, operation: str, out: ArrayView, width: int, live: runtime.Runtime) -> None:
         checks.on_device([("out", out)], live, operation)
         checks.writable(out, "out", operation)
         checks.same_dtype(self.given, out, "q", "out", operation)
@@ -82,11 +89,7 @@ class Queries(NamedTuple):
         return f" As {named(axes)} q would fit: with layout={OTHER[self.layout]!r}."
 
     def refuse_more_than(self, operation: str, tokens: int, num_kv_heads: int) -> None:
-        """A layer of some tokens has as many as there are queries.
-
-        Raises:
-            PositionError: it has fewer.
-        """
+        """Raise PositionError where a layer of some tokens has fewer than there are queries."""
         if 0 < tokens < self.tokens:
             raise PositionError(
                 f"{operation}: the {self.tokens} queries are those of the newest tokens, and there are {tokens} (q: "
@@ -124,11 +127,7 @@ def named(axes: str) -> str:
 
 
 def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int, detail: str, layout: str) -> None:
-    """New rows have so many heads.
-
-    Raises:
-        ShapeError: they have others; it names the other layout, if they have so many tokens.
-    """
+    """Raise ShapeError of new rows with another number of heads; it names the other layout, where that would fit."""
     if heads != wanted:
         remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}." if tokens == wanted else ""
         raise ShapeError(
@@ -143,10 +142,7 @@ def attend_queries(
 
     Token-major they are (batch, T, Hq, D), or (batch, Hq, D) of one query each. Head-major (batch, Hq, T, D), or
     (batch, Hq, D). Where the batch is 1 its axis may be left out: then three axes are (T, Hq, D) or (Hq, T, D), which
-    is (batch, Hq, D) where the first of them is 1.
-
-    Raises:
-        ShapeError, DTypeError, OptionError: they have other axes, or do not fit.
+    is (batch, Hq, D) where the first of them is 1. Others are refused.
     """
     key = ("queries", q.key, checks.name(layout, "layout", operation, checks.LAYOUTS), batch, num_kv_heads, width)
     axes = live.plans.get(key)
@@ -160,11 +156,7 @@ def attend_queries(
 
 
 def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int) -> str:
-    """Which axes the queries of `attend` have.
-
-    Raises:
-        ShapeError: they can be read in two ways.
-    """
+    """Which axes the queries of `attend` have; ShapeError of those that can be read in two ways."""
     axes = AXES[layout]
     if q.ndim == 2 and batch == 1:
         return "H"
@@ -193,10 +185,7 @@ def extend_queries(
 ) -> Queries:
     """The queries of `extend`: as many as there are new tokens, (batch, T, Hq, D) or head-major (batch, Hq, T, D).
 
-    The axis of the batch may be left out where that is 1.
-
-    Raises:
-        ShapeError, DTypeError, ArchError: they are others.
+    The axis of the batch may be left out where that is 1. Others are refused.
     """
     axes = AXES[layout]
     if q.ndim == 3 and batch == 1:
@@ -212,11 +201,7 @@ def extend_queries(
 def rows_of_queries(
     operation: str, q: ArrayView, layout: str, num_kv_heads: int, width: int, live: runtime.Runtime
 ) -> ArrayView:
-    """Queries (T, Hq, D) of several sequences, or head-major (Hq, T, D), as (T, Hq, D).
-
-    Raises:
-        ShapeError, DTypeError, ArchError, OptionError: they are others.
-    """
+    """Queries (T, Hq, D) of several sequences, or head-major (Hq, T, D), as (T, Hq, D); others are refused."""
     axes = AXES[checks.option(layout, "layout", operation, checks.LAYOUTS)][1:]
     _check(operation, q, axes, layout, (0, num_kv_heads, width), live, named(axes))
     return rows_first(q, layout)
@@ -225,11 +210,7 @@ def rows_of_queries(
 def _check(
     operation: str, q: ArrayView, axes: str, layout: str, form: tuple[int, int, int], live: runtime.Runtime, wanted: str
 ) -> None:
-    """Queries with these axes fit so many sequences and KV heads of this width.
-
-    Raises:
-        ShapeError, DTypeError, ArchError: they do not.
-    """
+    """Refuse queries with these axes that do not fit so many sequences and KV heads of this width."""
     key, (batch, num_kv_heads, width) = ("these queries fit", q.key, axes, form), form
     if live.plans.get(key) is not None:
         return

@@ -20,6 +20,7 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
 from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.locking import StoreLock
 from tikv.stores.picture import counted
 from tikv.stores.row_format import RowFormats
@@ -51,11 +52,7 @@ class StoreForm(NamedTuple):
         sinks: Any = 0,
         **rows: Any,
     ) -> StoreForm:
-        """The form that a caller's arguments mean.
-
-        Raises:
-            CapacityError, OptionError, PositionError, ShapeError: one of them is none.
-        """
+        """The form that a caller's arguments mean, or why one of them is none."""
         layers = checks.integer(num_layers, "num_layers", operation, low=1)
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         capacity = checks.integer(capacity, "capacity", operation, low=1)
@@ -77,13 +74,8 @@ class StoreForm(NamedTuple):
 
     def arguments(self, rows: RowFormats) -> dict[str, Any]:
         """The arguments that make a store of this form with these rows, as JSON has them."""
-        found: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            "capacity": self.capacity,
-        }
-        found |= {"batch_size": self.batch_size, "window": list(self.windows), "sinks": self.sinks}
-        return found | rows.arguments()
+        sizes = {name: getattr(self, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
+        return sizes | {"window": list(self.windows), "sinks": self.sinks} | rows.arguments()
 
     def counts(self) -> list[Layer]:
         """New counts for these layers."""
@@ -101,6 +93,7 @@ class LayerStorage(abc.ABC):
         remedy: the way out of a method that this kind does not offer.
         file_kind: by which `KVCacheStore.load` finds it.
         counts: of each layer how many tokens it has, by which `length`, `held`, `positions` and pictures go.
+        memory: of all tokens, of those of this process, or of the newest.
         rows: how rows are stored, for what a store says of itself.
     """
 
@@ -111,6 +104,7 @@ class LayerStorage(abc.ABC):
     runtime: Runtime
     lock: StoreLock
     counts: list[Layer]
+    memory: LayerMemory
     rows: RowFormats
 
     @abc.abstractmethod
@@ -125,19 +119,14 @@ class LayerStorage(abc.ABC):
     # --- what it is
 
     @property
-    @abc.abstractmethod
     def batch_size(self) -> int:
         """Sequences now."""
+        return self.memory.batch_size
 
     @property
-    @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes of all that is stored, filled or not."""
-
-    @property
-    def version(self) -> int:
-        """How often memory was made: what is bound to it knows by that when it is gone."""
-        return 0
+        return self.memory.nbytes
 
     def described(self, form: StoreForm) -> str:
         """What is stored, for the `repr` of a store of this form."""
@@ -190,15 +179,9 @@ class LayerStorage(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """Hold again what was captured of this storage, or of another of the same form.
+        """Hold again what `capture` gave of this storage, or of one of the same form; else refuse and change nothing.
 
-        Args:
-            operation: for messages.
-            captured: what `capture` gave.
-            shown: the snapshot and the store, for messages.
-
-        Raises:
-            OptionError, ShapeError, CapacityError: it is of another form, or has more tokens. Nothing is changed.
+        `shown` are the snapshot and the store, for messages.
         """
 
     @abc.abstractmethod

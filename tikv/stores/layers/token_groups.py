@@ -23,7 +23,6 @@ from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
 from tikv.ops.layouts import Placement
-from tikv.ops.row_copy import bind_copy
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores import files
@@ -33,7 +32,7 @@ from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import layer_arrays, layer_plan, results_of
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
-from tikv.stores.layers.memory import rows_of
+from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
 from tikv.stores.row_format import RowFormat, RowFormats
@@ -79,14 +78,14 @@ class TokenGroupLayers(LayerStorage):
         self.newest = ContiguousLayers(live, ring)
         (width, width_v), base = self.newest.rows.widths, quant.row
         base.groups(width_v, "head_dim_v", OPERATION)
-        self.runtime, self.lock = live, self.newest.lock
+        self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
         self.quant, self.form = quant, form
         self.rows = RowFormats(RowFormat(quant.by_tokens, width), RowFormat(quant.by_tokens, width_v), row_dtype)
         self.counts = form.counts()
         room = max(1, (form.capacity - quant.residual) // quant.group) * quant.group
-        sizes = form.batch_size, form.num_kv_heads, width, width_v, room
+        sizes = form.batch_size, form.num_kv_heads, (width, width_v), room
         scratch: BoundedCache[int, Any] = BoundedCache(4)  # of all layers
-        self.codes = [ChannelCodes(live, *sizes, base, row_dtype, row_dtype, scratch) for _ in self.counts]
+        self.codes = [ChannelCodes(live, *sizes, base, row_dtype, scratch) for _ in self.counts]
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
@@ -94,14 +93,9 @@ class TokenGroupLayers(LayerStorage):
         return isinstance(dtype, Quant) and dtype.axis == "tokens"
 
     @property
-    def batch_size(self) -> int:
-        """Sequences, as given."""
-        return self.newest.batch_size
-
-    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales, biases and the newest tokens, filled or not."""
-        return self.newest.nbytes + sum(codes.nbytes for codes in self.codes)
+        return self.memory.nbytes + sum(codes.nbytes for codes in self.codes)
 
     def described(self, form: StoreForm) -> str:
         return f"{self.rows.name}, {self.quant.residual} or more {self.rows.scale_dtype.name}"
@@ -163,24 +157,16 @@ class TokenGroupLayers(LayerStorage):
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`, float32."""
         ring, codes, live = self.newest.counts[layer], self.codes[layer], self.runtime
-        heads, shape = self.form.num_kv_heads, (self.batch_size, self.form.num_kv_heads, ring.length)
+        shape = self.batch_size, self.form.num_kv_heads, ring.length
         out = [new_array((*shape, width), dtypes.float32, live) for width in self.rows.widths]
         codes.decode(operation, *out)
         newest = ring.length - codes.tokens
         if newest:
-            bind_copy(
-                live,
-                operation,
-                src=[rows_of(ring.k), rows_of(ring.v)],
-                dst=[rows_of(a, codes.tokens) for a in out],
-                widths=self.rows.widths,
-                heads=heads,
-                tokens=newest,
-                groups=self.batch_size,
-                src_place=Placement("ring"),
-                src_position=ring.slot_of(codes.tokens),
-                ring=ring.ring,
-            ).bound.launch()
+            copy_rows(
+                live, operation, [rows_of(ring.k), rows_of(ring.v)], [rows_of(a, codes.tokens) for a in out],
+                self.rows.widths, (*shape[:2], newest), src_place=Placement("ring"),
+                src_position=ring.slot_of(codes.tokens), ring=ring.ring,
+            )  # fmt: skip
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:

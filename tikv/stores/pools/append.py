@@ -18,7 +18,7 @@ from tikv.runtime import Runtime
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.queries import check_heads, rows_first
 from tikv.stores.pools.form import PoolForm
-from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.sequences import AppendStep
 
 Arrays = Sequence[ArrayView]
@@ -42,7 +42,7 @@ class PageAppends:
         if write is None:
             write = self._writes.keep(key, self._write(operation, layer, rows))
         step = self._begin(operation, layer, seqs, cu_seqlens, rows[0].shape[0])
-        with pages.changing(step) as change:
+        with Changing(pages, step) as change:
             calls = write.calls(rows, pages.tables.slots(step, write.ordered))
             change.copy_shared(calls[0].prepare)
             for call in calls:
@@ -69,7 +69,7 @@ class PageAppends:
         k_pool, v_pool = pages.pools.layers[layer][:2]
         scales: dict[str, Any] = pages.pools.scales[layer]
         step = self._begin(operation, layer, seqs, cu_seqlens, rows.shape[0])
-        with pages.changing(step) as change:
+        with Changing(pages, step) as change:
             if options["norm_rope"] is not None and options["rope_positions"] is None:
                 options["rope_positions"] = pages.tables.known("positions", step.positions)
             slots = pages.tables.slots(step)
@@ -81,7 +81,7 @@ class PageAppends:
         return q
 
     def _begin(self, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
-        """Take blocks for a layer's new tokens; `Pages.changing` is around what is written, `commit` counts it."""
+        """Take blocks for a layer's new tokens; `Changing` is around what is written, `commit` counts it."""
         pages = self.pages
         ids = pages.ids(seqs, operation)
         bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)

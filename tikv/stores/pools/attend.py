@@ -29,10 +29,9 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     sizes = len(ids), form.num_kv_heads, form.rows.k.width
     queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
     if queries.tokens > 1 or sequences.compacted:
-        distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
-        for seq, state in zip(ids, states, strict=True):
+        for state in states:
             remedy = queries.remedy(state.came(layer), form.num_kv_heads)
-            sequences.check_queries(operation, layer, seq, state, queries.tokens, distances, remedy)
+            state.check_queries(operation, layer, queries.tokens, request, remedy)
     tables, lens, held = pages.tables.block_tables(layer, sequences, ids, states)
     wanted = request.asked_mass(operation, form.rows.k.format)
     caches = pages.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
@@ -73,9 +72,8 @@ def extend(
     detail, tokens = f"k: {describe(rows[0])}", rows[0].shape[AXES[request.layout].index("T") - 1]
     checks.extent(call.q.shape[0], tokens, "the number of rows of q", operation, detail)
     if sequences.compacted:
-        distances = {"window": request.window, "alibi_slopes": request.alibi_slopes}
         for seq in ids:
-            sequences.check_queries(operation, layer, seq, sequences.state(seq, operation), 1, distances)
+            sequences.state(seq, operation).check_queries(operation, layer, 1, request)
     step = None
     try:
         with Held():

@@ -38,9 +38,8 @@ def salt_bytes(salt: Any, operation: str) -> bytes:
         found = b"b" + salt
     elif isinstance(salt, int | np.integer) and not isinstance(salt, bool):
         number = int(salt)
-        found = b"i" + number.to_bytes(
-            (number.bit_length() if number >= 0 else (~number).bit_length()) // 8 + 1, "little", signed=True
-        )
+        bits = (number if number >= 0 else ~number).bit_length()
+        found = b"i" + number.to_bytes(bits // 8 + 1, "little", signed=True)
     else:
         raise DTypeError(f"{operation}: salt is {salt!r}, a {type(salt).__name__}. Use a str, bytes or an int.")
     if len(found) > MOST_SALT:
@@ -139,15 +138,9 @@ class BlockPool:
     def allocate(
         self, n: int, operation: str = "BlockPool.allocate", lost: dict[int, bytes] | None = None
     ) -> list[int]:
-        """Take ``n`` free blocks, each with one holder; all of them or none.
+        """Take ``n`` free blocks, each with one holder, or CapacityError where fewer are free.
 
-        Args:
-            n: how many.
-            operation: for the message of a refusal.
-            lost: is told the digests under which they were registered, for `give_back`.
-
-        Raises:
-            CapacityError: fewer are free. Nothing has changed.
+        ``lost`` is told the digests under which they were registered, for `give_back`.
         """
         if n > self.num_free:
             raise CapacityError(

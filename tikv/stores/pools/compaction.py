@@ -17,7 +17,7 @@ from tikv.stores.history import History
 from tikv.stores.layers.drafts import check_ascending
 from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.head_sequences import HeadSequences
-from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.rows import Moves, check_turn, move_in_place, move_rows
 from tikv.stores.pools.sequences import SequenceState
 
@@ -64,7 +64,7 @@ def _compact_alike(
     changed = (chosen != place) | ((rope is not None) & (before != place))
     first = int(changed.argmax()) if changed.any() else len(chosen)
     step = sequences.begin_compaction(operation, state, first, len(chosen))
-    with pages.changing(step) as change:
+    with Changing(pages, step) as change:
         change.copy_shared()
         src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
         moves = Moves(src, dst, before[changed], place[changed])
@@ -81,9 +81,9 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
     states = sequences.distinct(ids, operation, "Give its path once.")
     if drafted is not None:
         drafted = checks.integer(drafted, "drafted", operation)
-    counts = sequences.check_drafted(operation, ids, states, drafted)
+    counts = [state.drafted(operation, drafted) for state in states]
     step = sequences.begin_paths(operation, states, counts, _paths(operation, path, counts))
-    with pages.changing(step) as change:
+    with Changing(pages, step) as change:
         launches = _moves(operation, pages, sequences.moved_slots(step))
         change.copy_shared()
         for moves in launches:

@@ -139,7 +139,7 @@ class PoolForm:
         split = rows.reshape([extent[axis] for axis in order])
         return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
 
-    def facts(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments that make a store of this form, as JSON has them."""
         rows = self.rows.arguments()
         if not self.scale_names:
@@ -148,6 +148,6 @@ class PoolForm:
         return sizes | rows
 
 
-def in_full(facts: dict[str, Any]) -> dict[str, Any]:
-    """`PoolForm.facts` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
-    return facts | {"v_dtype": facts["dtype"], "k_scale": None, "v_scale": None} | facts
+def in_full(given: dict[str, Any]) -> dict[str, Any]:
+    """`PoolForm.arguments` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
+    return given | {"v_dtype": given["dtype"], "k_scale": None, "v_scale": None} | given

@@ -95,7 +95,7 @@ class HeadSequences(Sequences):
         for layer in self.layers:
             for _ in range(self.heads):
                 layer.add([], b"")
-        return self._insert(HeadState([], [0] * self.num_layers, number=self.next))
+        return self._insert(HeadState([], [0] * self.num_layers))
 
     def truncate(self, state: SequenceState, n: int) -> None:
         """Keep the tokens before position `n` in every layer; `check_truncate` says whether that can be."""

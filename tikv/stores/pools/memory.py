@@ -78,9 +78,9 @@ class LayerPools:
         """Bytes of keys, values and scales of all layers."""
         return sum(a.nbytes for group in self.groups for a in group.arrays)
 
-    def facts(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments that make a store of this form, as JSON has them."""
-        return {"num_layers": len(self.layers), **self.form.facts()}
+        return {"num_layers": len(self.layers), **self.form.arguments()}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks within the pools, each pair from one block to another, in all layers."""

@@ -37,10 +37,6 @@ class Pages:
         """The sequences that a caller named."""
         return tuple(host_integers(seqs, "seqs", operation, self.runtime))
 
-    def changing(self, step: AppendStep) -> Changing:
-        """Around the writes of a step: blocks that were taken for it go back where one fails."""
-        return Changing(self, step)
-
     def refuse_per_head(self, operation: str, why: str) -> None:
         """Raise OptionError where this is a per-head store, which does not do something, and say why."""
         if self.form.per_head:
@@ -53,7 +49,10 @@ class Pages:
 
 
 class Changing:
-    """See `Pages.changing`; a class, since `contextlib` would take as long as all else of an append."""
+    """Around the writes of a step: blocks that were taken for it go back where one fails.
+
+    A class, since `contextlib` would take as long as all else of an append.
+    """
 
     __slots__ = ("pages", "step")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ import numpy as np
 from tikv.arrays import Host
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
 from tikv.stores.history import History
 from tikv.stores.pools.blocks import BlockPool, chained_digests, slots_of
 
+DISTANCES = ("window", "alibi_slopes")
 no_rows = functools.partial(np.empty, 0, np.int32)
 
 
@@ -37,7 +39,7 @@ class SequenceState:
     withheld: frozenset[bytes] | None = None  # of one from a file: digests that the pool knew before, and goes on to
     left: list[History | None] = field(default_factory=list)  # of each layer, by its newest compaction
     newest: list[int] = field(default_factory=list, compare=False)  # of each layer: tokens that the last append brought
-    number: int = field(default=-1, compare=False)  # of the sequence, where its heads have tables of their own
+    number: int = field(default=-1, compare=False)  # of the sequence
 
     def __post_init__(self) -> None:
         self.left = self.left or [None] * len(self.lengths)
@@ -63,15 +65,71 @@ class SequenceState:
         left = self.left[layer]
         return left.next_position - left.tokens if left else 0
 
-    def compacted_at(self, layer: int) -> int | None:
-        """How many tokens had come to a layer when it was compacted last; None if it never was."""
-        left = self.left[layer]
-        return left.end if left else None
-
     def positions(self, layer: int) -> Host:
         """Where each token stands that a layer holds, int64."""
         left, held = self.left[layer], self.lengths[layer]
         return np.arange(held) if left is None else left.rows(held - left.tokens)[0]
+
+    def _since(self, layer: int) -> tuple[int, str]:
+        """How many tokens came to a layer since it was compacted, and how a message says so of one that was."""
+        left, came = self.left[layer], self.came(layer)
+        since = came - (left.end if left else 0)
+        return since, f", {since} of them since it was compacted" if left else ""
+
+    def check_truncate(self, operation: str, n: int) -> None:
+        """Raise PositionError where tokens behind the first `n` came before a compaction."""
+        for layer, left in enumerate(self.left):
+            if left is not None and n < left.end:
+                raise PositionError(
+                    f"{operation}: sequence {self.number} cannot keep {n} tokens: layer {layer} was compacted when it "
+                    f"had {left.end}. Keep at least so many."
+                )
+
+    def check_queries(self, operation: str, layer: int, queries: int, request: AttendRequest, remedy: str = "") -> None:
+        """Refuse several queries whose own tokens are not all held, and distances where tokens were dropped.
+
+        `DISTANCES` of a request count how far a key is from its query. `remedy` is another way out where there are more
+        queries than tokens.
+        """
+        for name in DISTANCES:
+            if getattr(request, name) is not None and self.left[layer] is not None:
+                raise OptionError(
+                    f"{operation}: {name} for sequence {self.number}, whose layer {layer} was compacted: attention "
+                    f"counts the tokens that are left, not how far they stood apart. Leave {name} out."
+                )
+        came, (since, known) = self.came(layer), self._since(layer)
+        if queries > 1 and came and queries > since:
+            raise PositionError(
+                f"{operation}: {queries} queries of sequence {self.number}, which has {came} tokens in layer "
+                f"{layer}{known}. The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
+            )
+
+    def drafted(self, operation: str, drafted: int | None) -> int:
+        """How many of the newest tokens were drafted, the same in all layers; None: those of the last append.
+
+        PositionError where a layer has not so many since it was compacted, or other ones; or nobody said how many.
+        """
+        came, newest = self.came(0), self.newest[0]
+        for layer, brought in enumerate(self.newest):
+            other = self.came(layer)
+            if other != came or (brought != newest and drafted is None):
+                raise PositionError(
+                    f"{operation}: of sequence {self.number} layer {layer} has {other} tokens, the last {brought} of "
+                    f"one call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
+                )
+        if drafted is None and newest == 0:
+            raise PositionError(
+                f"{operation}: nothing was appended to sequence {self.number} since it was cut or compacted. Say how "
+                f"many: drafted=."
+            )
+        count = newest if drafted is None else drafted
+        for layer, (since, known) in enumerate(map(self._since, range(len(self.left)))):
+            if since < count:
+                raise PositionError(
+                    f"{operation}: drafted={count}, and sequence {self.number} has {came} tokens in layer "
+                    f"{layer}{known}. Say at most so many."
+                )
+        return count
 
 
 @dataclass
@@ -204,7 +262,7 @@ class Sequences:
         return self._insert(forked)
 
     def _insert(self, state: SequenceState) -> int:
-        seq = self.next
+        seq = state.number = self.next
         self.next += 1
         self.states[seq] = state
         return seq
@@ -227,49 +285,6 @@ class Sequences:
         state.token_ids = state.token_ids[: len(state.digests) * self.block_size]
         state.registered = min(state.registered, len(state.digests))
 
-    def check_truncate(self, operation: str, seq: int, state: SequenceState, n: int) -> None:
-        """Raise PositionError where tokens are to go that came before a compaction."""
-        for layer in range(self.num_layers):
-            came = state.compacted_at(layer)
-            if came is not None and n < came:
-                raise PositionError(
-                    f"{operation}: sequence {seq} cannot keep {n} tokens: layer {layer} was compacted when it had "
-                    f"{came}. Keep at least so many."
-                )
-
-    def check_queries(
-        self,
-        operation: str,
-        layer: int,
-        seq: int,
-        state: SequenceState,
-        queries: int,
-        distances: Mapping[str, Any],
-        remedy: str = "",
-    ) -> None:
-        """Refuse several queries whose own tokens are not all held, and distances where tokens were dropped.
-
-        Args:
-            operation, layer, seq, state: what is attended over, and by which call.
-            queries: of the sequence.
-            distances: options by name that count how far a key is from its query; None for those that were not given.
-            remedy: another way out, for the message about more queries than tokens.
-        """
-        before, came = state.compacted_at(layer), state.came(layer)
-        for name, value in distances.items():
-            if value is not None and before is not None:
-                raise OptionError(
-                    f"{operation}: {name} for sequence {seq}, whose layer {layer} was compacted: attention counts the "
-                    f"tokens that are left, not how far they stood apart. Leave {name} out."
-                )
-        since = came - (before or 0)
-        if queries > 1 and came and queries > since:
-            known = f", {since} of them since it was compacted" if before is not None else ""
-            raise PositionError(
-                f"{operation}: {queries} queries of sequence {seq}, which has {came} tokens in layer {layer}{known}. "
-                f"The queries are the last tokens: append theirs first, or pass fewer.{remedy}"
-            )
-
     def begin_compaction(self, operation: str, state: SequenceState, first: int, keep: int) -> AppendStep:
         """Take blocks for copies of the shared ones in which rows change, from place `first` to `keep`; as `begin`.
 
@@ -288,40 +303,6 @@ class Sequences:
         self._cut(state, first)
         self.compacted = True
         self._changed()
-
-    def check_drafted(
-        self, operation: str, ids: Sequence[int], states: Sequence[SequenceState], drafted: int | None
-    ) -> list[int]:
-        """How many of the newest tokens of each sequence were drafted, the same in all layers; None: the last append's.
-
-        PositionError where a layer has not so many since it was compacted, or other ones; or nobody said how many.
-        """
-        found = []
-        for seq, state in zip(ids, states, strict=True):
-            came, newest = state.came(0), state.newest[0]
-            for layer in range(self.num_layers):
-                other, brought = state.came(layer), state.newest[layer]
-                if other != came or (brought != newest and drafted is None):
-                    raise PositionError(
-                        f"{operation}: of sequence {seq} layer {layer} has {other} tokens, the last {brought} of one "
-                        f"call, and layer 0 has {came} and {newest}. Append the draft to all layers first."
-                    )
-            if drafted is None and newest == 0:
-                raise PositionError(
-                    f"{operation}: nothing was appended to sequence {seq} since it was cut or compacted. Say how many: "
-                    f"drafted=."
-                )
-            count = newest if drafted is None else drafted
-            for layer in range(self.num_layers):
-                before = state.compacted_at(layer)
-                if came - (before or 0) < count:
-                    known = "" if before is None else f", {came - before} of them since it was compacted"
-                    raise PositionError(
-                        f"{operation}: drafted={count}, and sequence {seq} has {came} tokens in layer {layer}{known}. "
-                        f"Say at most so many."
-                    )
-            found.append(count)
-        return found
 
     def begin_paths(
         self,
@@ -430,12 +411,20 @@ class Sequences:
     def restore(self, states: dict[int, SequenceState]) -> None:
         """Add sequences under numbers of their own; they become holders of their blocks, which hold their data."""
         for number, state in states.items():
+            state.number = number
             self.blocks.acquire(state.blocks)
             if state.swapped is None:
                 self.register(state)
             self.states[number] = state
             self.compacted = self.compacted or any(state.left)
         self._changed()
+
+    def adopt(self, states: Sequence[SequenceState]) -> list[int]:
+        """`restore` sequences under the next numbers."""
+        numbers = list(range(self.next, self.next + len(states)))
+        self.restore(dict(zip(numbers, states, strict=True)))
+        self.next += len(numbers)
+        return numbers
 
     def register(self, state: SequenceState) -> None:
         """Let others find the full blocks that every layer has written by now."""
@@ -456,11 +445,8 @@ class Sequences:
     ) -> AppendStep:
         """Where new tokens of a layer go; blocks are taken for them. `commit` or `undo` ends it.
 
-        The store copies `copies` before it writes, unless the step was `committed` by another layer.
-
-        Raises:
-            CapacityError: too few blocks are free. Nothing has changed.
-            PositionError: a sequence is not there, is swapped out or is named twice.
+        The store copies `copies` before it writes, unless the step was `committed` by another layer. CapacityError
+        where too few blocks are free, and nothing has changed; PositionError as `distinct`.
         """
         step = self._step
         if (

@@ -41,12 +41,12 @@ class DeviceTables:
 
     def slots(self, step: AppendStep, ordered: Callable[[Host], Host] | None = None) -> ArrayView:
         """(T,) the slots of the rows of a step, in an order that is the same for all layers."""
-        kept = self._slots
-        if kept is None or kept[0] is not step:
+        last = self._slots
+        if last is None or last[0] is not step:
             self._slots = None  # while their memory is written
             found = step.slots if ordered is None else ordered(step.slots)
-            kept = self._slots = (step, self.upload("slots", found))
-        return kept[1]
+            last = self._slots = (step, self.upload("slots", found))
+        return last[1]
 
     def block_tables(
         self, layer: int, sequences: Sequences, ids: tuple[int, ...], states: Sequence[SequenceState]
@@ -57,11 +57,11 @@ class DeviceTables:
         """
         own = layer if sequences.by_head else 0
         key = (ids, sequences.version_of(layer), tuple([state.lengths[layer] for state in states]))
-        kept = self._tables.get(own)
-        if kept is None or kept[0] != key:
+        last = self._tables.get(own)
+        if last is None or last[0] != key:
             table, lens = sequences.block_tables(layer, states)
             self._tables.pop(own, None)  # while their memory is written
             # Attention shares out the keys of heads of different lengths by what the host knows of them.
             on_device = (self.known if sequences.by_head else self.upload)(f"lengths {own}", lens)
-            kept = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens
-        return kept[1:]
+            last = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens
+        return last[1:]

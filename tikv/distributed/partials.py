@@ -10,10 +10,10 @@ from tikv.launch.cuda import driver
 from tikv.runtime.cache import BoundedCache
 
 OPERATION = "ShardedKVCacheStore"
-MOST_KEPT = 8  # forms of queries, and streams
+MOST_FORMS = 8  # forms of queries, and streams
 
 
-class Parts(NamedTuple):
+class Partials(NamedTuple):
     """Float32 tensors, and where they lie.
 
     Attributes:
@@ -30,33 +30,34 @@ class Parts(NamedTuple):
     lse_view: ArrayView
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], width: int, ranks: int, device: Any) -> Parts:
+    def of(cls, shape: tuple[int, ...], width: int, ranks: int, device: Any) -> Partials:
         """New memory for so many sequences, query heads and queries, and results of this width."""
         import torch
 
         with torch.inference_mode(False):  # what is made within may not be written outside
             own = torch.empty((*shape, width + 1), dtype=torch.float32, device=device)
             tensors = own, own.new_empty((ranks, *own.shape)), own.new_empty(shape)
-        return cls(*tensors, *(view(a, "parts", OPERATION) for a in tensors))
+        return cls(*tensors, *(view(a, "partial results", OPERATION) for a in tensors))
 
 
-class PartsOfStore:
-    """The memory of a store's parts. That of one query a sequence is kept: to make it takes as long as to gather it.
+class StorePartials:
+    """The memory of a store's partial results.
 
-    Each stream has its own, since calls on two streams do not wait for each other, and so has a CUDA graph.
+    That of one query a sequence stays, since to make it takes as long as to gather it. Each stream
+    has its own, since calls on two streams do not wait for each other, and so has a CUDA graph.
     """
 
     def __init__(self, live: runtime.Runtime, width: int, ranks: int) -> None:
         self._live = live
         self._width = width
         self._ranks = ranks
-        self._kept: BoundedCache[Any, Parts] = BoundedCache(MOST_KEPT)
+        self._cache: BoundedCache[Any, Partials] = BoundedCache(MOST_FORMS)
 
-    def of(self, shape: tuple[int, ...], device: Any) -> Parts:
+    def of(self, shape: tuple[int, ...], device: Any) -> Partials:
         """Memory for so many sequences, query heads and queries, for as long as the caller holds the store's lock."""
         live = self._live
         if shape[2] != 1 or (live.is_cuda and driver.capturing(live.index)):
-            return Parts.of(shape, self._width, self._ranks, device)
+            return Partials.of(shape, self._width, self._ranks, device)
         key = (shape, device, driver.stream(live.index) if live.is_cuda else 0)
-        found = self._kept.get(key)
-        return self._kept.keep(key, Parts.of(shape, self._width, self._ranks, device)) if found is None else found
+        found = self._cache.get(key)
+        return self._cache.keep(key, Partials.of(shape, self._width, self._ranks, device)) if found is None else found
