@@ -4,7 +4,7 @@ With words behind it, such as `append index_copy`, only cases whose names have o
 
 A process has one engine, so each has a process of its own. They take turns, one short round after the other, so that
 both see the same machine. Of each case the fastest round and the lower quartile of the rounds are said: a round that
-another program disturbed is no engine's.
+another program disturbed is not an engine's.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Grouped-query attention with a norm on every query and key head, half-split rotary positions, SwiGLU, RMSNorm. The files
 read here are Hugging Face's for a Qwen3 model (config.json, model.safetensors) with the vocabulary in config.json.
-What is remembered between tokens is no part of the model: `Model.forward` hands each layer's new rows to a `Memory`.
+What is remembered between tokens is not a part of the model: `Model.forward` hands each layer's new rows to a `Memory`.
 """
 
 import json

@@ -163,7 +163,7 @@ def test_back_ends_are_named_alike(capsys):
     for command in ("doctor", "support", "bench"):
         with pytest.raises(SystemExit):
             cli.main([command, "--arch", "cpu,nowhere"])
-        assert "'nowhere' is none of auto, " in capsys.readouterr().err
+        assert "'nowhere' is not one of auto, " in capsys.readouterr().err
 
 
 def test_figures_of_a_noisy_run_are_marked(capsys):

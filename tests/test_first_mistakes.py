@@ -74,7 +74,7 @@ MISTAKES = {
     "fewer values than keys": (append(rows(3), rows(2)), "tokens of v is 2", "3 is needed"),
     "no axis for the batch": (append(rows(), rows(), batch_size=2), "3 axes", "(batch, T, H, D)"),
     "query heads that do not divide": (lambda: store(1).attend(0, rows(1, 3)), "3 query heads", "a multiple of 2"),
-    "a scale that is no number": (lambda: store(1).attend(0, rows(1, 4), scale="1"), "scale='1'", "Use a float"),
+    "a scale that is not a number": (lambda: store(1).attend(0, rows(1, 4), scale="1"), "scale='1'", "Use a float"),
     "a window wider than the store": (lambda: store(window=9), "window=9", "at most 8"),
     "windows for some layers": (lambda: store(window=[4]), "1 entries", "num_layers=2"),
     "more taken back than there is": (lambda: store(1).trim(5), "5 tokens", "Drop at most 1"),
@@ -144,8 +144,12 @@ def test_a_first_mistake_with_transformers_raises_one_error(arch):
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     for call, fault, remedy in (
-        (lambda: TikvCache(transformers.LlamaForCausalLM(config)), "LlamaForCausalLM is no conf", "Use model.config"),
-        (lambda: TikvCache("a/model"), "str is no configuration", "Use model.config"),
+        (
+            lambda: TikvCache(transformers.LlamaForCausalLM(config)),
+            "LlamaForCausalLM is not a conf",
+            "Use model.config",
+        ),
+        (lambda: TikvCache("a/model"), "str is not a configuration", "Use model.config"),
         (lambda: TikvCache(config, dtype="int4"), "unknown dtype 'int4'", "Use one of float32"),
     ):
         with pytest.raises(tikv.TikvError, match=fault) as caught:

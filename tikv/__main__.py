@@ -278,7 +278,7 @@ def back_ends(text: str) -> list[str]:
     found = list(dict.fromkeys(text.split(",")))
     for name in found:
         if name not in (*runtime.ARCHS, "auto"):
-            raise argparse.ArgumentTypeError(f"{name!r} is none of auto, {', '.join(runtime.ARCHS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of auto, {', '.join(runtime.ARCHS)}")
     return found
 
 
@@ -301,7 +301,7 @@ def seconds(text: str) -> float:
     """An argument that is a time."""
     value = float(text)
     if not 0 < value < 3600:
-        raise argparse.ArgumentTypeError(f"{text} is no time between 0 and 3600 seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a time between 0 and 3600 seconds")
     return value
 
 

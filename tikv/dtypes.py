@@ -95,7 +95,7 @@ def of_numpy(dtype: np.dtype[Any]) -> DType | None:
 
 
 def of_size(itemsize: int) -> DType | None:
-    """A row whose elements have so many bytes, for what moves bits and reads no numbers; None where there is none."""
+    """A row whose elements have so many bytes, for code that moves bits and reads no numbers; None if no dtype has."""
     return {1: int8, 2: float16, 4: int32, 8: int64}.get(itemsize)
 
 

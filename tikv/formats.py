@@ -202,7 +202,7 @@ def format_of(kept: DType | GroupFormat) -> Format | None:
 
 
 def parse_format(value: Any) -> GroupFormat | None:
-    """The row of groups that a user's argument means, a `Quant`, a name or a row; None for what is none."""
+    """The row of groups that a user's argument means, a `Quant`, a name or a row; None for anything else."""
     if isinstance(value, Quant):
         return value.format
     if isinstance(value, GroupFormat):

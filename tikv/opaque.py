@@ -85,7 +85,7 @@ def functions_of(holder: Any) -> Iterator[types.FunctionType]:
 
 
 def _tell(rules: Any) -> None:
-    """Put the files into Dynamo's list. It is no public part of torch; from torch 2.2 on it is this one."""
+    """Put the files into Dynamo's list. It is not a public part of torch; from torch 2.2 on it is this one."""
     if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "_recompile_re"):
         rules.SKIP_DIRS.extend([*_files(os.path.dirname(__file__)), *_engines()])
         rules._recompile_re()

@@ -231,7 +231,11 @@ def test_flash_attn_3_of_torch(arch, rng, monkeypatch, case, known):
         ({"cu_seqlens_q": np.array([0, 2], np.int32)}, tikv.ShapeError, "q is .* it must be .total, Hq, D"),
         ({"cu_seqlens_k_new": np.array([0, 1, 2], np.int32)}, tikv.ShapeError, "without k and v"),
         ({"attention_chunk": -1}, tikv.PositionError, "attention_chunk=-1"),
-        ({"cache_batch_idx": np.array([0, 3]), "page_table": np.array([[0], [1]])}, tikv.PositionError, "is no row of"),
+        (
+            {"cache_batch_idx": np.array([0, 3]), "page_table": np.array([[0], [1]])},
+            tikv.PositionError,
+            "is not a row of",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

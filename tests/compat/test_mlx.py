@@ -284,7 +284,7 @@ def test_mlx_refusals(arch, rng, tmp_path):
         with pytest.raises(tikv.TikvError, match=r"mlx\.load_prompt_cache|capacity=0"):
             mlx.load_prompt_cache(path, capacity=capacity)
     save_file({"a": np.ones(2, np.float32)}, path)
-    with pytest.raises(tikv.CacheFileError, match="no prompt cache"):
+    with pytest.raises(tikv.CacheFileError, match="not a prompt cache"):
         mlx.load_prompt_cache(path)
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=8, dtype="int8")
     with pytest.raises(tikv.TikvError, match="dtype='int8'"):

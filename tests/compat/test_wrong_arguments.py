@@ -13,7 +13,7 @@ F32 = np.float32
 
 
 class Unreadable:
-    """An object that is no array."""
+    """An object that is not an array."""
 
 
 def rows(*shape):

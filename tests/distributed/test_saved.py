@@ -12,6 +12,6 @@ def test_any_ranks_load_what_others_saved(three, tmp_path):
         assert counts == [4, 4], "an index and three files; those of the save before are gone"
         assert len(messages) == 4
         assert "ShardedKVCacheStore.load: there is no file" in messages[0]
-        assert "is no index of a shared cache" in messages[1]
+        assert "is not an index of a shared cache" in messages[1]
         assert "does not end in .json" in messages[2]
         assert "there is no folder" in messages[3]

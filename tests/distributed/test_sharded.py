@@ -76,7 +76,7 @@ def test_two_thousand_operations(three):
 
 
 def test_positions_in_arrays(two):
-    assert "is no multiple of 2 ranks x interleave=2" in two.run(on_ranks.at_positions)[0]
+    assert "is not a multiple of 2 ranks x interleave=2" in two.run(on_ranks.at_positions)[0]
 
 
 def test_what_is_refused(two):

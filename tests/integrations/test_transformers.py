@@ -776,7 +776,7 @@ def test_what_is_no_storage_is_refused_at_once(arch, dtype):
 
 @pytest.mark.parametrize("config", [None, "llama", torch.nn.Linear(1, 1)])
 def test_what_is_no_configuration_is_refused(arch, config):
-    with pytest.raises(tikv.OptionError, match=r"no configuration of a model. Use model\.config"):
+    with pytest.raises(tikv.OptionError, match=r"not a configuration of a model. Use model\.config"):
         TikvCache(config)
 
 

@@ -170,7 +170,7 @@ def test_wrong_files_and_configurations_are_refused(arch, tmp_path):
             TikvCache.load(path, build(**more).config)
     with pytest.raises(tikv.CacheFileError, match="model_type=llama"):
         TikvCache.load(path, transformers.MistralConfig(**{**BASE, "num_hidden_layers": 2}))
-    with pytest.raises(tikv.OptionError, match="is no configuration"):
+    with pytest.raises(tikv.OptionError, match="is not a configuration"):
         TikvCache.load(path, {"num_hidden_layers": 2})
     with pytest.raises(tikv.CacheFileError, match="there is no file"):
         TikvCache.load(tmp_path / "b.safetensors", model.config)

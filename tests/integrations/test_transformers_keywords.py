@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-# Arguments of attention functions that are no keywords of models': arrays, and what paged and flash functions pass on.
+# Arguments of attention functions that are not keywords of models': arrays, and what paged and flash functions pass on.
 POSITIONAL = {"module", "query", "key", "value", "attention_mask", "query_states", "key_states", "value_states"}
 OF_FLASH = {
     *("query_length", "softmax_scale", "use_top_left_mask", "target_dtype", "attn_implementation", "implementation"),

@@ -122,7 +122,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(errors.CacheFileError, match="holds other files"):
         export.check(str(tmp_path), *asked)
-    with pytest.raises(errors.CacheFileError, match="is no folder"):
+    with pytest.raises(errors.CacheFileError, match="is not a folder"):
         export.check(str(tmp_path / "file"), *asked)
     (tmp_path / "kernels.json").write_text("{}")
     assert export.check(str(tmp_path), *asked) == tmp_path

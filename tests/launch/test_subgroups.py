@@ -71,7 +71,7 @@ def test_the_switch(untried, monkeypatch):
         assert launch.why_no_subgroups(untried) == why
     monkeypatch.setenv("TIKV_SUBGROUPS", "never")
     untried.why_no_subgroups = None
-    with pytest.raises(tikv.OptionError, match=r"TIKV_SUBGROUPS=never is no choice\. Use one of auto, on, off"):
+    with pytest.raises(tikv.OptionError, match=r"TIKV_SUBGROUPS=never is not a choice\. Use one of auto, on, off"):
         launch.why_no_subgroups(untried)
     assert launch.subgroup_report(untried) == subgroups.NOT_TRIED
 

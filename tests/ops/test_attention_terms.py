@@ -93,7 +93,7 @@ def test_slopes_come_after_the_soft_cap_and_without_a_sink(arch, rng):
 
 
 def test_mass_with_sinks(arch, rng):
-    """What the sinks weigh is no key's."""
+    """What the sinks weigh is not a key's."""
     case = Case(rng, queries=3, group=2, lens=(40, 3, 24))
     terms = Terms(rng, case)
     arrays = [oracle.place(a, arch) for a in (case.q, case.k, case.v, np.array(case.lens))]

@@ -208,7 +208,7 @@ def test_strides_and_no_tokens(arch, rng):
 
 @pytest.mark.archs("cuda", "vulkan")
 def test_indices_that_only_the_device_knows_are_bounded(arch, rng):
-    """What is no token is none, and reads nothing."""
+    """What is not a token is none, and reads nothing."""
     case = Case(rng, queries=3, capacity=44, lens=(40, 9))
     indices = choose(rng, case, 12)
     wrong = np.where(indices < 0, rng.choice([-2, -(2**31), 40, 43, 44, 2**31 - 1], indices.shape), indices)
@@ -238,7 +238,7 @@ def test_lengths_far_beyond_a_ring(arch, rng):
 @pytest.mark.parametrize(
     ("indices", "error", "match"),
     [
-        ([[[0, 9, -1]], [[3, 9, 1]]], tikv.PositionError, r"indices\[1, 0, 1\]=9 is no token of .* which has 9"),
+        ([[[0, 9, -1]], [[3, 9, 1]]], tikv.PositionError, r"indices\[1, 0, 1\]=9 is not a token of .* which has 9"),
         ([[[0, -2, -1]], [[3, 8, 1]]], tikv.PositionError, r"indices\[0, 0, 1\]=-2"),
         (np.zeros((2, 2, 1, 3), int) + 9, tikv.PositionError, r"indices\[1, 0, 0, 0\]=9"),
         (np.zeros((2, 3), int), tikv.ShapeError, r"\(B, T, K\), or \(B, H, T, K\)"),

@@ -109,7 +109,7 @@ def test_attention_multiplies(arch, rng, place):
 @pytest.mark.parametrize(
     ("scales", "error", "match"),
     [
-        ((0.0, 1.0), tikv.OptionError, "k_scale=0.0 is no positive normal"),
+        ((0.0, 1.0), tikv.OptionError, "k_scale=0.0 is not a positive normal"),
         ((1.0, float("nan")), tikv.OptionError, "v_scale=nan"),
         ((1.0, None), tikv.ShapeError, "v_scale is missing"),
         ((np.ones(3, np.float32),) * 2, tikv.ShapeError, r"one a head: \(2,\)"),

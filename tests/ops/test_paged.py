@@ -270,8 +270,8 @@ REFUSED = {
     "one pool for both": (3, None, tikv.ShapeError, "overlap"),
     "too few slots": (4, lambda a: a[:-1], tikv.ShapeError, "length of slot_mapping"),
     "slots in two axes": (4, lambda a: a[None], tikv.ShapeError, "axes"),
-    "slots that are no integers": (4, lambda a: a.astype(np.float32), tikv.DTypeError, "int32 or int64"),
-    "slots that are no array": (4, lambda a: "slots", tikv.DTypeError, "no array"),
+    "slots that are not integers": (4, lambda a: a.astype(np.float32), tikv.DTypeError, "int32 or int64"),
+    "slots that are not an array": (4, lambda a: "slots", tikv.DTypeError, "not an array"),
 }
 
 
@@ -559,5 +559,5 @@ def test_scales_of_pages_of_one_slot_may_have_any_stride_there(arch, rng):
 
 def test_a_list_that_is_no_array_is_refused(arch):
     pool = np.zeros((4, 2, 1, 1), np.float32)
-    with pytest.raises(tikv.ShapeError, match=r"^copy_blocks: pairs is a list that is no array"):
+    with pytest.raises(tikv.ShapeError, match=r"^copy_blocks: pairs is a list that is not an array"):
         tikv.copy_blocks(pool, pool.copy(), [(0, 1), (2,)])

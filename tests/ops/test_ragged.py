@@ -312,9 +312,9 @@ REFUSED = {
     "too few offsets": (4, lambda a: a[:2], tikv.ShapeError, "length of cache_offsets"),
     "offsets in two axes": (4, lambda a: a[None], tikv.ShapeError, "axes"),
     "offsets that are a column": (4, lambda a: np.stack([a, a], axis=1)[:, 0], tikv.ShapeError, "contiguous"),
-    "offsets that are no integers": (4, lambda a: a.astype(np.float32), tikv.DTypeError, "int32 or int64"),
+    "offsets that are not integers": (4, lambda a: a.astype(np.float32), tikv.DTypeError, "int32 or int64"),
     "a cache that is read-only": (2, lambda a: np.broadcast_to(a, a.shape), tikv.ShapeError, "read-only"),
-    "no array": (1, lambda a: a.tolist(), tikv.DTypeError, "no array"),
+    "not an array": (1, lambda a: a.tolist(), tikv.DTypeError, "not an array"),
 }
 
 

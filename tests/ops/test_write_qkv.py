@@ -556,7 +556,7 @@ REFUSED = {
     "a rope position too far": ({"rope_positions": [0, 1, 24, 3, 4]}, tikv.PositionError, r"\[2\]=24"),
     "a rope position too low": ({"rope_positions": [0, -1, 2, 3, 4]}, tikv.PositionError, r"\[1\]=-1"),
     "too few rope positions": ({"rope_positions": [0, 1]}, tikv.ShapeError, "length of rope_positions"),
-    "rope positions that are no integers": ({"rope_positions": [0.5] * 5}, tikv.DTypeError, "rope_positions"),
+    "rope positions that are not integers": ({"rope_positions": [0.5] * 5}, tikv.DTypeError, "rope_positions"),
     "no such layout": ({"layout": "NHD"}, tikv.OptionError, "layout"),
     "no such q_layout": ({"q_layout": "HND"}, tikv.OptionError, "q_layout"),
     "scales that do not belong": ({"k_scale": (2, 9), "v_scale": (2, 9)}, tikv.DTypeError, "only int8"),

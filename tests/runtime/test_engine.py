@@ -41,15 +41,15 @@ def python(python, tmp_path):
 REFUSED = {
     "unknown": (
         {}, {}, "", "tikv.init(engine='taichy')", "OptionError",
-        "init: engine='taichy' is no engine. Use auto, taichi or quadrants.",
+        "init: engine='taichy' is not an engine. Use auto, taichi or quadrants.",
     ),
     "unknown in the environment": (
         {"TIKV_ENGINE": "taichy"}, {}, "", OPERATION, "OptionError",
-        "runtime: TIKV_ENGINE=taichy is no engine. Use auto, taichi or quadrants.",
+        "runtime: TIKV_ENGINE=taichy is not an engine. Use auto, taichi or quadrants.",
     ),
     "of another kind": (
         {}, {}, "", "tikv.init(engine=3)", "OptionError",
-        "init: engine=3 is no engine. Use auto, taichi or quadrants.",
+        "init: engine=3 is not an engine. Use auto, taichi or quadrants.",
     ),
     "Taichi is missing": (
         {}, {}, "sys.modules['taichi'] = None", "tikv.init(engine='taichi')", "ArchError",
@@ -165,7 +165,7 @@ def test_what_is_wrong_is_named_too(python):
         f"none|Taichi 1.6.0 is too old. {TAICHI}|Taichi has not started\n"
     )
     assert python(told, {"TIKV_ENGINE": "x"}) == (
-        "none|runtime: TIKV_ENGINE=x is no engine. Use auto, taichi or quadrants.|the engine has not started\n"
+        "none|runtime: TIKV_ENGINE=x is not an engine. Use auto, taichi or quadrants.|the engine has not started\n"
     )
 
 

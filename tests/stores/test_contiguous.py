@@ -447,7 +447,7 @@ def test_a_snapshot_of_another_store_is_refused(arch, rng, changes):
     with pytest.raises(tikv.ShapeError, match=r"Restore it into the store it was taken from\."):
         other.restore(kept.snapshot())
     assert other.length == 0
-    with pytest.raises(tikv.OptionError, match=r"^KVCacheStore\.restore: 3 is no snapshot\. Give what"):
+    with pytest.raises(tikv.OptionError, match=r"^KVCacheStore\.restore: 3 is not a snapshot\. Give what"):
         other.restore(3)
 
 

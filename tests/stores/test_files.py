@@ -171,7 +171,7 @@ def test_foreign_files_are_refused(arch, rng, tmp_path):
     path = tmp_path / "cache.safetensors"
     with pytest.raises(tikv.CacheFileError, match=r"there is no file .* Give the path of a file that save wrote"):
         tikv.KVCacheStore.load(path)
-    with pytest.raises(tikv.CacheFileError, match="3 is no path"):
+    with pytest.raises(tikv.CacheFileError, match="3 is not a path"):
         tikv.KVCacheStore.load(3)
     save_file({"a": np.ones(3, np.float32)}, path)
     with pytest.raises(tikv.CacheFileError, match="no cache of this library"):
@@ -190,7 +190,7 @@ def test_foreign_files_are_refused(arch, rng, tmp_path):
         tikv.KVCacheStore.load(path)
     with pytest.raises(tikv.CacheFileError, match="does not end in"):
         filled(rng, dtype="float32").save(tmp_path / "cache.bin")
-    with pytest.raises(tikv.CacheFileError, match="3 is no path"):
+    with pytest.raises(tikv.CacheFileError, match="3 is not a path"):
         filled(rng, dtype="float32").save(3)
     with pytest.raises(tikv.CacheFileError, match=r"there is no folder .*missing'. Make it"):
         filled(rng, dtype="float32").save(tmp_path / "missing" / "cache.safetensors")

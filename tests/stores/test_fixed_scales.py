@@ -131,10 +131,10 @@ def test_what_scales_refuse(arch, rng):
         ({"k_scale": 1.0}, tikv.OptionError, "k_scale is of floats of 8 bits, and K is kept as float16"),
         ({"dtype": "float8_e5m2", "v_dtype": "int8", "k_scale": 2.0}, tikv.OptionError, "int8 has scales of rows"),
         ({"dtype": "float8_e5m2", "v_dtype": "q8_0", "k_scale": 2.0}, tikv.OptionError, "q8_0 has scales of rows"),
-        ({"dtype": "float8_e5m2", "k_scale": 0.0}, tikv.OptionError, "k_scale=0.0 is no positive normal float32"),
-        ({"dtype": "float8_e5m2", "v_scale": [1.0, np.inf]}, tikv.OptionError, "v_scale=inf is no positive normal"),
+        ({"dtype": "float8_e5m2", "k_scale": 0.0}, tikv.OptionError, "k_scale=0.0 is not a positive normal float32"),
+        ({"dtype": "float8_e5m2", "v_scale": [1.0, np.inf]}, tikv.OptionError, "v_scale=inf is not a positive normal"),
         ({"dtype": "float8_e5m2", "v_scale": np.ones(3)}, tikv.ShapeError, r"v_scale has 3 numbers\. Give one, or one"),
-        ({"dtype": "float8_e5m2", "k_scale": "half"}, tikv.OptionError, "k_scale=half is no positive normal"),
+        ({"dtype": "float8_e5m2", "k_scale": "half"}, tikv.OptionError, "k_scale=half is not a positive normal"),
     ):
         with pytest.raises(error, match=match):
             tikv.KVCacheStore(**form, **given)

@@ -816,7 +816,7 @@ def test_refusals_say_what_is_wrong_and_change_nothing(arch, rng, what, error, w
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype"),
         ({"scale_dtype": "bfloat16"}, tikv.DTypeError, "scale_dtype bfloat16"),
         ({"layout": "nhd"}, tikv.OptionError, "unknown layout 'nhd'"),
-        ({"layout": "VLLM", "head_dim": 12}, tikv.ShapeError, "head_dim=12 is no multiple of the 8 float16"),
+        ({"layout": "VLLM", "head_dim": 12}, tikv.ShapeError, "head_dim=12 is not a multiple of the 8 float16"),
         ({"head_dim": 2.5}, tikv.DTypeError, "head_dim is 2.5"),
     ],
 )

@@ -81,7 +81,7 @@ def test_steps_grow_to_their_end(machine):
 
 
 @pytest.mark.parametrize(
-    ("path", "why"), [("no/such/folder/report.json", "there is no folder 'no/such/folder'"), (".", "'.' is no file")]
+    ("path", "why"), [("no/such/folder/report.json", "there is no folder 'no/such/folder'"), (".", "'.' is not a file")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(machine, monkeypatch, tmp_path, capsys, path, why):
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ def runtime_of(*given: Any) -> runtime.Runtime:
     """The live runtime of the GPU of the first of these that lies on one; of torch's current GPU where none does.
 
     Args:
-        given: arrays of any kind, or what holds `codes`; a refusal of those that are none is left to `view`.
+        given: arrays of any kind, or what holds `codes`; `view` refuses the others.
     """
     live = start._current  # as `current` does, without a call: this is on every call's way
     if live is None or live.front.prog is not live.program:
@@ -41,6 +41,6 @@ def _gpu_of(array: Any) -> int | None:
             return int(number or 0)
         if hasattr(array, "__cuda_array_interface__") and hasattr(array, "__dlpack_device__"):
             return int(array.__dlpack_device__()[1])
-    except Exception:  # of an object that is no array after all, of which `view` says so
+    except Exception:  # of an object that is not an array after all, of which `view` says so
         pass
     return None

@@ -119,7 +119,8 @@ _torch_guards: Any = None  # torch's class of guards; False where it does not do
 def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """A test, one call of torch's, for tensors of these very forms: type, dtype, device, shape, strides, lazy bits.
 
-    It is what guards torch's compiled functions. None for what is no plain tensor, or where torch has no such guards.
+    It is what guards torch's compiled functions. None for what is not a plain tensor, or where torch has no such
+    guards.
     """
     global _torch_address, _torch_guards
     torch: Any = sys.modules.get("torch")
@@ -135,7 +136,7 @@ def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 
 
 def _find_torch_guards(torch: Any) -> Any:
-    """Torch's guards, if they are there and tell apart what they must; they are no public part of torch."""
+    """Torch's guards, if they are there and tell apart what they must; they are not a public part of torch."""
     try:
         guards = torch._C._dynamo.guards.TensorGuards
         with torch.inference_mode(False), torch.enable_grad():

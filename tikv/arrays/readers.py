@@ -125,8 +125,8 @@ def _reader_of(array: Any, kind: type, name: str, operation: str) -> _Reader:
     if hasattr(array, "__dlpack__"):
         return dlpack.read
     raise DTypeError(
-        f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is no array. Pass a NumPy array, a torch "
-        f"tensor, a ti.ndarray or an object with __dlpack__."
+        f"{operation}: {name} is {kind.__module__}.{kind.__qualname__}, which is not an array. Pass a NumPy array, a "
+        f"torch tensor, a ti.ndarray or an object with __dlpack__."
     )
 
 

@@ -58,7 +58,7 @@ def flash_attn_with_kvcache(
         (B, Sq, Hq, D) in q's dtype; with ``return_softmax_lse`` a pair. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: a window that is no pair of integers; rotation without new keys.
+        OptionError: a window that is not a pair of integers; rotation without new keys.
         ShapeError, DTypeError, PositionError, CapacityError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
             Nothing is written. Lengths, rows, pages and padding are checked where all of them lie on the host; else
             new rows without a slot are left out, and lengths are bounded.

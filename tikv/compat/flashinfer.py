@@ -359,7 +359,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     """(B,) tokens of each request, from its pages and the filled slots of its last one; int32.
 
     Raises:
-        ShapeError, DTypeError, PositionError: arguments that are no such arrays, or do not fit each other.
+        ShapeError, DTypeError, PositionError: arguments that are not such arrays, or do not fit each other.
     """
     operation = "flashinfer.get_seq_lens"
     page_size = checks.integer(page_size, "page_size", operation, low=1)

@@ -81,7 +81,7 @@ class Indices:
         """An argument as int64 of these extents, None for any.
 
         Raises:
-            DTypeError, ShapeError: it is none.
+            DTypeError, ShapeError: it is not valid.
         """
         found = _integers(self._given[name], name, self.operation)
         if len(found.shape) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found.shape, strict=True)):

@@ -210,7 +210,9 @@ class CacheCall:
             table = index.array(name, (batch if chosen is None else None, None), "(B, pages)")
             if chosen is not None:
                 wrong = (chosen < 0) | (chosen >= table.shape[0])
-                index.refuse_where(wrong, lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is no row of the {name}.")
+                index.refuse_where(
+                    wrong, lambda b: f"cache_batch_idx{[*b]}={int(chosen[b])} is not a row of the {name}."
+                )
                 table = table[index.library.clip(chosen, 0, max(0, table.shape[0] - 1))]
         else:
             table = (index.arange(batch) if chosen is None else chosen)[:, None]
@@ -241,8 +243,8 @@ class CacheCall:
         index.refuse_where(
             ((table < 0) | (table >= blocks)) & (starts < lengths[:, None]),
             lambda at: (
-                f"sequence {at[0]} of {int(lengths[at[0]])} tokens reaches {int(table[at])}, which is no row or page "
-                f"of the {blocks} of the cache."
+                f"sequence {at[0]} of {int(lengths[at[0]])} tokens reaches {int(table[at])}, which is not a row or "
+                f"page of the {blocks} of the cache."
             ),
         )
         if pads is not None:
@@ -465,8 +467,8 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
     elif blocks > 1:
         if token == 0 or row % token:
             raise ShapeError(
-                f"{operation}: the rows of a cache ({describe(a)}, strides {a.strides} elements) are no whole number "
-                f"of tokens apart. With cache_leftpad or attention_chunk pass one whose are."
+                f"{operation}: the rows of a cache ({describe(a)}, strides {a.strides} elements) are not a whole "
+                f"number of tokens apart. With cache_leftpad or attention_chunk pass one whose are."
             )
         apart = row // token
     tokens = (blocks - 1) * apart + page if blocks else 0
@@ -477,7 +479,7 @@ def _sight(given: Arguments) -> Sight:
     """What the options say of what queries see.
 
     Raises:
-        OptionError: a window that is no pair of integers.
+        OptionError: a window that is not a pair of integers.
     """
     causal = flag(given.causal, "causal", given.operation)
     chunk = checks.integer(given.attention_chunk, "attention_chunk", given.operation, high=MOST)

@@ -204,7 +204,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     """The layers of a prompt cache, each checked before its arrays are read.
 
     Raises:
-        CacheFileError: it is none, or says what cannot be.
+        CacheFileError: it is not such a file, or says what cannot be.
         OptionError: a kind of cache that is not offered.
     """
     listed = "1." if _is_newer(file) else "2."
@@ -214,7 +214,9 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
         if name.startswith(listed) and re.fullmatch("[0-9]{1,6}", name[2:])
     }
     if not classes or sorted(classes) != list(range(len(classes))):
-        raise CacheFileError(f"{operation}: {shown!r} is no prompt cache: it names no layers. Give a file of mlx-lm's.")
+        raise CacheFileError(
+            f"{operation}: {shown!r} is not a prompt cache: it names no layers. Give a file of mlx-lm's."
+        )
     for i in range(len(classes)):
         if classes[i] not in CLASSES:
             raise OptionError(
@@ -337,7 +339,7 @@ def _number(file: tensor_file.TensorFile, name: str, newer: bool) -> int:
     """A number of a layer: an array of one integer, or a string of the metadata.
 
     Raises:
-        KeyError, ValueError: it is none.
+        KeyError, ValueError: it is not valid.
     """
     if not newer:
         text = file.metadata[name]

@@ -27,7 +27,7 @@ def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str)
     """The rows of the array `name`: (total, ...) if starts of sequences were given by that name, else (B, S, ...).
 
     Raises:
-        ShapeError, DTypeError, PositionError: starts that are none, or do not fit.
+        ShapeError, DTypeError, PositionError: the starts are not valid, or do not fit.
     """
     if not index.has(starts_name):
         batch, each = shape[:2]

@@ -251,7 +251,7 @@ def gather_and_maybe_dequant_cache(
         )
     sequence, batch = sequence[:num_tokens], table.shape[0]
     unknown = (sequence < 0) | (sequence >= batch)
-    index.refuse_where(unknown, lambda t: f"token_to_seq{[*t]}={int(sequence[t])}, which is none of {batch} sequences.")
+    index.refuse_where(unknown, lambda t: f"token_to_seq{[*t]}={int(sequence[t])}, and there are {batch} sequences.")
     source, rows = view(src_cache, "src_cache", operation), view(dst, "dst", operation)
     none = index.library.full_like(sequence, batch)
     _gather(operation, index, source, rows, table, index.library.where(unknown, none, sequence), factor)
@@ -369,7 +369,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     Raises:
         ShapeError: the lists have different lengths, or the pools different numbers of blocks.
         PositionError: a block outside the pools, or of one pair the source and of another the destination.
-        DTypeError: pools that are no arrays.
+        DTypeError: pools that are not arrays.
 
     Cost: one launch a layer. All layers are checked before any block is copied.
     """

@@ -88,7 +88,7 @@ class Deal(NamedTuple):
             first: the position of the first query.
             end: behind that of the last.
         """
-        # A window's oldest key behind the sinks moves only where that is none that was trimmed or never there.
+        # A window's oldest key behind the sinks moves only if it was not trimmed and was there before.
         fixed = max(layer.sinks, valid_from)
         far = self.most(layer.ring) + MOST_QUERIES + self.interleave
         while first < end:

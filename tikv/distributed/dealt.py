@@ -257,9 +257,9 @@ class DealtLayers(LayerStorage):
             )
         if counts.ring % around:
             raise OptionError(
-                f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is no multiple "
-                f"of {self.deal.world} ranks x interleave={self.deal.interleave}: with seq_lens on the device nobody "
-                f"on the host knows how many of them lie here. Use a window of such a multiple and the sinks."
+                f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is not a "
+                f"multiple of {self.deal.world} ranks x interleave={self.deal.interleave}: with seq_lens on the device "
+                f"nobody on the host knows how many of them lie here. Use a window of such a multiple and the sinks."
             )
         lens = self._on_device("lens")
         deal(self.runtime, operation, seq_lens, lens, self.deal, True)
@@ -417,8 +417,8 @@ class DealtLayers(LayerStorage):
         """As `LayerStorage.restore` of what was captured on this rank, of tokens dealt as here; or OptionError."""
         if not isinstance(captured, CapturedDeal) or captured.deal != self.deal:
             raise OptionError(
-                f"{operation}: {shown[0]} is no snapshot of tokens dealt as here ({self.deal}). Give what `snapshot` "
-                f"returned on this rank."
+                f"{operation}: {shown[0]} is not a snapshot of tokens dealt as here ({self.deal}). Give what "
+                f"`snapshot` returned on this rank."
             )
         self.own.restore(operation, captured.own, shown)
         for counts, (length, valid_from) in zip(self.counts, captured.counts, strict=True):

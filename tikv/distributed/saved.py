@@ -102,11 +102,11 @@ def read_index(path: Path, operation: str) -> tuple[list[str], str]:
             raise ValueError(f"it is of {files.words(found['tikv'])}, version {files.words(found['version'])}")
         names = files.listed(found["files"], "files")
         if not names or len(names) > MOST_FILES or any(type(n) is not str or Path(n).name != n for n in names):
-            raise ValueError("its files are none")
+            raise ValueError("its files are not named")
         return names, str(found["save"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFileError(
-            f"{operation}: {str(path)!r} is no index of a shared cache ({files.words(error)}). Give the .json that "
+            f"{operation}: {str(path)!r} is not an index of a shared cache ({files.words(error)}). Give the .json that "
             f"ShardedKVCacheStore.save wrote."
         ) from None
 

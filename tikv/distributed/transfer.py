@@ -42,7 +42,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         group: a process group, or None for all processes.
 
     Raises:
-        PositionError: a sequence is none, is swapped out or is named twice; or there is no such rank.
+        PositionError: a sequence does not exist, is swapped out or is named twice; or there is no such rank.
         OptionError: a ``per_head`` pool, or another store.
         GroupError: the receiver refused, with its reason, or is gone. Its pool is as it was.
 
@@ -150,7 +150,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
 
 
 def _require_pool(operation: str, pool: Any) -> None:
-    """Refuse what is no pool whose sequences can be sent."""
+    """Refuse what is not a pool whose sequences can be sent."""
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")

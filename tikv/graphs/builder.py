@@ -31,8 +31,8 @@ class GraphBuilder(runtime.NotCopied):
     name what they return, for later calls and for the caller of `Graph.run`.
 
     Raises:
-        OptionError: a name that is none, or is taken, or stands for an array here and a number there; an option that
-            the function does not have.
+        OptionError: a name that is not an identifier, or is taken, or stands for an array here and a number there; an
+            option that the function does not have.
 
     Examples:
         A decode step with a prefix that is shared: write the new token, attend to the prefix and to the sequence's own
@@ -198,7 +198,7 @@ class GraphBuilder(runtime.NotCopied):
         if unknown:
             raise OptionError(f"{where}: unknown option {', '.join(unknown)}. It has {', '.join(sorted(known))}.")
         if options.get("impl", "taichi") not in ("auto", "taichi"):
-            raise OptionError(f"{where}: impl={options['impl']!r} is none of Taichi's kernels. Leave impl out.")
+            raise OptionError(f"{where}: impl={options['impl']!r} is not a kernel of Taichi's. Leave impl out.")
         options |= {p: True for p in outputs if p.startswith("return_")}
         if "impl" in known:
             options["impl"] = "taichi"

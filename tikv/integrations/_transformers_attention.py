@@ -137,7 +137,7 @@ def _plain(
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see nothing; one with a NaN is none of them
+    blind = scores.amax(-1, keepdim=True) == float("-inf")  # queries that see nothing; one with a NaN is not among them
     weights = weights.masked_fill(blind, 0)[..., : key.shape[2]]
     return (torch.nn.functional.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 

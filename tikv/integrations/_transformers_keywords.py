@@ -191,7 +191,7 @@ def joined(module: Any, query: Any, key: Any, mask: Any, said: Sequence[str], ke
 
 
 def _chosen(indices: Any, held: int) -> Any:
-    """(batch, 1, T, held) bool: the keys whose numbers are among `indices`, (batch, T, k); -1 is none."""
+    """(batch, 1, T, held) bool: the keys whose numbers are among `indices`, (batch, T, k); -1 stands for no key."""
     numbers = indices.long()
     numbers = torch.where((numbers >= 0) & (numbers < held), numbers, held)
     chosen = torch.zeros((*indices.shape[:2], held + 1), dtype=torch.bool, device=indices.device)

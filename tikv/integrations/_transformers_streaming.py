@@ -211,7 +211,7 @@ class _MaskOffset(int):
 
 
 def know_masks() -> None:
-    """Have masks of keys that are no range made by `_mask`; all others go on being what they are."""
+    """Have masks of keys that are not a range made by `_mask`; all others go on being what they are."""
     for name in _MASKED:
         made = ALL_MASK_ATTENTION_FUNCTIONS[name]
         if not hasattr(made, "tikv_made_by"):

@@ -52,7 +52,7 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
     """The window, None for none, and the sinks of layers that attend in full.
 
     Raises:
-        OptionError: they are no such numbers; there is a limit too, or no layer that attends in full.
+        OptionError: they are not such numbers; there is a limit too, or no layer that attends in full.
     """
     sinks = _integer(sinks, "sinks", 0, "none")
     if window is None:
@@ -216,7 +216,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
-            raise OptionError(f"{OPERATION}: {name} is no configuration of a model. Use model.config.")
+            raise OptionError(f"{OPERATION}: {name} is not a configuration of a model. Use model.config.")
         if offloading:
             raise OptionError(f"{OPERATION}: offloading={offloading!r}: memory stays where the model is. Leave it out.")
         text = shim.decoder_of(config)
@@ -339,7 +339,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """
         operation = f"{OPERATION}.load"
         if not hasattr(config, "get_text_config"):
-            raise OptionError(f"{operation}: {type(config).__name__} is no configuration of a model.")
+            raise OptionError(f"{operation}: {type(config).__name__} is not a configuration of a model.")
         fields = cache_files.fields_of(shim.decoder_of(config))
         return cache_files.Loaded(cls, config, fields, path, operation).read(device)  # type: ignore[no-any-return]
 

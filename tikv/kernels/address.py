@@ -73,7 +73,7 @@ N = PageNumbers(*range(len(PageNumbers._fields)))
 STRIDES = ti.types.vector(4 * len(S), ti.i32)
 PARAMS = ti.types.vector(len(P), ti.i32)
 NUMBERS = ti.types.vector(len(N), ti.i32)
-INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}  # by its bits; 0 where there is none
+INDEX = {0: ti.i32, 32: ti.i32, 64: ti.i64}  # by its bits; 0 without an index
 PARAMS_ARRAY = ti.types.ndarray(dtype=ti.i32, ndim=1)  # on CPU: `params`, and `strides` behind them
 
 

@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     """How the groups of a format are encoded.
 
     What is known of a group is, for mlx's, its least and its largest finite number, the first above the second where
-    there is none; for GGUF's the first of the largest magnitude, of which q8_0 needs no sign, and 0.
+    there is no nonzero number; for GGUF's the first of the largest magnitude, of which q8_0 needs no sign, and 0.
     """
 
     finish: object  # finish(what is known of a group) -> its numbers

@@ -234,7 +234,7 @@ def make_worker_share(serial, kv_heads, write_token):
 
 
 def make_write_row(style, q_heads, kv_heads, width, streams, dst, transforms, scale, slot_of, rope_position):
-    """GPU: write_row(i, ...): a lane of a row. Threads whose row is none, or skipped, still meet the others."""
+    """GPU: write_row(i, ...): a lane of a row. Threads without a row, or whose row is skipped, meet the others."""
     q, k, v = streams
     lanes, normed = lanes_of(width), transforms[0].eps is not None
     q_src, q_dst = make_row_offset(0, Q_SRC), make_row_offset(0, Q_DST)

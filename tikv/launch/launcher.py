@@ -36,7 +36,9 @@ def wanted_launcher() -> str | None:
     """The launcher asked for by name, if any."""
     name = _chosen or os.environ.get("TIKV_LAUNCHER") or None
     if name is not None and name not in LAUNCHERS:
-        raise ArchError(f"launch: TIKV_LAUNCHER={name} is no launcher. Use one of {', '.join(LAUNCHERS)}, or unset it.")
+        raise ArchError(
+            f"launch: TIKV_LAUNCHER={name} is not a launcher. Use one of {', '.join(LAUNCHERS)}, or unset it."
+        )
     return name
 
 

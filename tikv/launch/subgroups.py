@@ -40,7 +40,7 @@ def why_no_subgroups(live: runtime.Runtime) -> str:
     """Why kernels of a runtime do not reduce over subgroups; empty where they do. The first call may take seconds.
 
     Raises:
-        OptionError: TIKV_SUBGROUPS is none of `CHOICES`.
+        OptionError: TIKV_SUBGROUPS is not one of `CHOICES`.
     """
     if live.why_no_subgroups is None:
         with live.lock:
@@ -59,7 +59,7 @@ def _why_not(live: runtime.Runtime) -> str:
     wanted = os.environ.get("TIKV_SUBGROUPS") or "auto"
     if wanted not in CHOICES:
         raise OptionError(
-            f"attention: TIKV_SUBGROUPS={wanted} is no choice. Use one of {', '.join(CHOICES)}, or unset it."
+            f"attention: TIKV_SUBGROUPS={wanted} is not a choice. Use one of {', '.join(CHOICES)}, or unset it."
         )
     if wanted == "off":
         return "TIKV_SUBGROUPS is off"

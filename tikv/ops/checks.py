@@ -49,7 +49,7 @@ def option(value: Any, name: str, operation: str, choices: Sequence[str]) -> str
     """One of the named choices.
 
     Raises:
-        OptionError: it is none of them.
+        OptionError: it is not one of them.
     """
     if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{operation}: unknown {name} {value!r}. Use one of {', '.join(map(repr, choices))}.")
@@ -60,7 +60,7 @@ def name(value: Any, name: str, operation: str, choices: Sequence[str]) -> str:
     """A name that calls are told apart by: any string, which `option` looks at where the call is new.
 
     Raises:
-        OptionError: it is no string.
+        OptionError: it is not a string.
     """
     return value if type(value) is str else option(value, name, operation, choices)
 

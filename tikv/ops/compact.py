@@ -167,7 +167,7 @@ def bind_in_place(
         rows: where the rows of each array lie.
         widths: elements in a row of each.
         shape: (groups, heads, rows); a group is a sequence, or one of a layer.
-        index: (groups, heads, n) or (groups, n); an index below 0 is none.
+        index: (groups, heads, n) or (groups, n); an index below 0 is ignored.
         placed: it is (groups, n, 2), rows from which and to which, where a row is written after it was read.
 
     Raises:

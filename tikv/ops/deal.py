@@ -30,7 +30,7 @@ def deal(
         counts: which of the two.
 
     Raises:
-        ShapeError, DTypeError, ArchError: `positions` are none, or others than `out`.
+        ShapeError, DTypeError, ArchError: `positions` are not valid, or do not fit `out`.
     """
     key = ("deal", positions.key, out.key, dealt, counts)
     plan: Any = live.plans.get(key)

@@ -60,11 +60,11 @@ def _checked(value: Any, name: str, operation: str) -> float:
     """A number that float32 divides by.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is not valid.
     """
     number = float(value) if _is_number(value) else math.nan
     if not (math.isfinite(number) and SMALLEST <= number <= LARGEST):
-        raise OptionError(f"{operation}: {name}={value} is no positive normal float32. Use one such as 1.0.")
+        raise OptionError(f"{operation}: {name}={value} is not a positive normal float32. Use one such as 1.0.")
     return number
 
 
@@ -98,7 +98,7 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
     """The scales of K and V, which are read by the same strides.
 
     Raises:
-        DTypeError, ShapeError: they are no such scales, or one is a number and the other one a head.
+        DTypeError, ShapeError: they are not such scales, or one is a number and the other one a head.
     """
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
         check_fixed_scale(scale, heads, name, operation, batch)

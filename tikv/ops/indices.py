@@ -17,13 +17,13 @@ def index_array(values: Any, name: str, operation: str) -> Any:
     """An index argument as an array: a list or tuple of integers becomes one, anything else is left as it is.
 
     Raises:
-        ShapeError: a list that is no array.
+        ShapeError: a list that is not an array.
     """
     if isinstance(values, list | tuple | range):
         try:
             found = np.asarray(values)
         except ValueError as error:
-            raise ShapeError(f"{operation}: {name} is a list that is no array: {error}. Pass equal rows.") from None
+            raise ShapeError(f"{operation}: {name} is a list that is not an array: {error}. Pass equal rows.") from None
         return found.astype(np.int64) if found.size == 0 else found
     return values
 
@@ -32,7 +32,7 @@ def view_indices(values: Any, name: str, operation: str) -> ArrayView:
     """`view` of an index argument, which may be a list.
 
     Raises:
-        ShapeError, DTypeError: it is no array.
+        ShapeError, DTypeError: it is not an array.
     """
     return view(index_array(values, name, operation), name, operation)
 
@@ -60,7 +60,7 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
     """A list of integers, from wherever they lie; those of a device are read back.
 
     Raises:
-        DTypeError, ShapeError: it is none.
+        DTypeError, ShapeError: it is not valid.
     """
     if isinstance(values, list | tuple | range):
         if all(type(n) is int for n in values):

@@ -62,17 +62,17 @@ def host_kept_indices(keep: Any, rows: HeadRows, live: runtime.Runtime, operatio
 
 
 def _mask(keep: Any, operation: str) -> Host | None:
-    """A mask on the host, wherever it lies; None where `keep` is none.
+    """A mask on the host, wherever it lies; None if `keep` is not a mask.
 
     Raises:
-        ShapeError: a list that is no array.
+        ShapeError: a list that is not an array.
     """
     if isinstance(keep, list | tuple):
         try:
             keep = np.asarray(keep)
         except ValueError as error:
             raise ShapeError(
-                f"{operation}: keep is a list that is no array: {error}. Pass equal rows, or a mask."
+                f"{operation}: keep is a list that is not an array: {error}. Pass equal rows, or a mask."
             ) from None
     if not str(getattr(keep, "dtype", "")).endswith("bool"):
         return None
@@ -120,7 +120,7 @@ def _check_mask(mask: Host, rows: HeadRows, operation: str) -> None:
 
 
 def check_ascending(index: Host, held: Any, operation: str) -> None:
-    """Each list of indices rises, from 0 on and below what is held; -1 at its end is none.
+    """Each list of indices rises, from 0 on and below what is held; -1 at its end stands for no index.
 
     Raises:
         PositionError: one does not.

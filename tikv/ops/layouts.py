@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         block: from a block of a pool to the next; `token` then counts within a block.
         inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
         format: of codes, whose array holds words; None for rows of numbers.
-        scale: by which rows that are not numbers are stored and read; None where there is none.
+        scale: by which rows that are not numbers are stored and read; None if there are no scales.
     """
 
     array: ArrayView

@@ -73,7 +73,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
 
     Raises:
         DTypeError: another dtype of x or of the scale.
-        ShapeError: x has no axis, or rows without elements, or of which groups are no whole part.
+        ShapeError: x has no axis, or rows without elements, or of which groups are not a whole part.
         OptionError: an unknown format.
 
     Exactness: of groups the bits of mlx 0.32 and gguf 0.19 on a CPU. Of int8 ``|x - q * scale| <= scale / 2`` for every

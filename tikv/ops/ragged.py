@@ -33,7 +33,7 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
 
     Raises:
         ShapeError: arrays that do not agree, overlap, are read-only, or have no contiguous last axis.
-        DTypeError: no conversion exists, or the offsets are no integers.
+        DTypeError: no conversion exists, or the offsets are not integers.
 
     Exactness: bit-exact for equal dtypes; a narrowing rounds to nearest even; groups of codes as in `quantize`.
         Deterministic.

@@ -77,7 +77,7 @@ class NormRope:
         checks.option(self.mode, "mode", operation, tuple(MODES))
         pairs, normed = MODES[self.mode]
         if normed and not 0 <= self.eps < float("inf"):
-            raise PositionError(f"{operation}: eps={self.eps} is no small number. Use one such as 1e-6.")
+            raise PositionError(f"{operation}: eps={self.eps} is not a small number. Use one such as 1e-6.")
         used = {"cos": pairs != "", "sin": pairs != "", "q_weight": normed, "k_weight": normed}
         for name, needed in used.items():
             given = getattr(self, name) is not None

@@ -61,7 +61,7 @@ class Rope:
         try:
             found = np.array(given, np.float64)
         except (TypeError, ValueError) as error:
-            raise OptionError(f"Rope: inv_freq is no list of numbers: {error}. Pass (D_r / 2,) of them.") from None
+            raise OptionError(f"Rope: inv_freq is not a list of numbers: {error}. Pass (D_r / 2,) of them.") from None
         if found.ndim != 1 or found.size == 0:
             raise ShapeError(f"Rope: inv_freq has shape {found.shape} where (D_r / 2,) is needed, a number for a pair.")
         if not np.isfinite(found).all():
@@ -157,7 +157,7 @@ def _positions(values: Any, name: str, shape: Sequence[int], live: runtime.Runti
     """Positions on the host, (B, H, S), (B, 1, S) or (1, 1, S) as they are given.
 
     Raises:
-        ShapeError, DTypeError: they are none.
+        ShapeError, DTypeError: they are not valid.
     """
     found = view_indices(values, name, operation)
     checks.indices(found, name, operation)

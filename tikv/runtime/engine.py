@@ -51,7 +51,7 @@ def wanted(asked: str = "auto") -> tuple[Engine, str]:
     by_environment = os.environ.get("TIKV_ENGINE") or "auto"
     for name, where in ((asked, f"init: engine={asked!r}"), (by_environment, f"runtime: TIKV_ENGINE={by_environment}")):
         if name != "auto" and name not in engines.ALL:
-            raise OptionError(f"{where} is no engine. Use auto, {' or '.join(engines.ALL)}.")
+            raise OptionError(f"{where} is not an engine. Use auto, {' or '.join(engines.ALL)}.")
     if _module is not None:
         if asked not in ("auto", _engine.name):
             other = engines.ALL[asked]

@@ -69,7 +69,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
-        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+        DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 and groups are as in
         `tikv.quantize`: a token is quantised once.
@@ -308,7 +308,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             CapacityError: the pool has too few free blocks for all of it. Every sequence is as it was.
-            PositionError: a sequence is none, is swapped out or is named twice.
+            PositionError: a sequence does not exist, is swapped out or is named twice.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: arrays or a layout that do not fit.
 
         Exactness, cost: as the class says; shared blocks that are written into are copied first, in one more launch.
@@ -403,8 +403,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             position, or with ``indices`` (B, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: a sequence is none, is swapped out, or has some tokens but fewer than queries; an index on
-                the host is no token of its sequence.
+            PositionError: a sequence does not exist, is swapped out, or has some tokens but fewer than queries; an
+                index on the host is not a token of its sequence.
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
@@ -489,7 +489,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         With ``per_head`` the length is what the head with most tokens holds, and zeros follow those of the others.
 
         Raises:
-            PositionError: ``seq`` is none, or is swapped out.
+            PositionError: ``seq`` does not exist, or is swapped out.
 
         Cost: each row is read once and written once; a launch for K and one for V.
         """
@@ -520,7 +520,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             The number of the new sequence.
 
         Raises:
-            PositionError: ``seq`` is none, or is swapped out.
+            PositionError: ``seq`` does not exist, or is swapped out.
             OptionError: a ``per_head`` store.
 
         Cost: none on the device now; later one block in all layers for each shared block that is written into.
@@ -534,8 +534,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
 
         Raises:
-            PositionError: ``seq`` is none or is swapped out, or holds fewer than ``n``; or a layer was compacted when
-                it had more. Nothing is changed.
+            PositionError: ``seq`` does not exist or is swapped out, or holds fewer than ``n``; or a layer was compacted
+                when it had more. Nothing is changed.
 
         Cost: none on the device.
         """
@@ -555,7 +555,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
 
         Raises:
-            PositionError: ``seq`` is none.
+            PositionError: ``seq`` does not exist.
 
         Cost: none on the device.
         """
@@ -621,9 +621,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: an index falls, repeats or leaves the draft; layers of a sequence to which different numbers
-                of tokens came; a draft that is older than a `compact`; a sequence is none, is swapped out or is named
-                twice.
-            ShapeError: the path is no list of integers for each sequence.
+                of tokens came; a draft that is older than a `compact`; a sequence does not exist, is swapped out or is
+                named twice.
+            ShapeError: the path is not a list of integers for each sequence.
             CapacityError: too few blocks are free for copies of those that another sequence shares.
             OptionError: layout VLLM. Nothing is changed.
 
@@ -654,7 +654,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Until then it has a `length` and can be freed, and nothing else.
 
         Raises:
-            PositionError: ``seq`` is none, or is swapped out already.
+            PositionError: ``seq`` does not exist, or is swapped out already.
             OptionError: a ``per_head`` store.
 
         Cost: its blocks in all layers are read once; waits for the device.
@@ -670,7 +670,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             CapacityError: too few blocks are free.
-            PositionError: ``seq`` is none, or is not swapped out.
+            PositionError: ``seq`` does not exist, or is not swapped out.
             Whatever is raised, the sequence stays swapped out and the blocks taken for it are free again.
 
         Cost: the blocks that are not shared are written once in all layers.
@@ -704,7 +704,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             CacheFileError: another ending, or the system refuses. An old file stays as it was.
-            PositionError: a sequence is none, or is named twice.
+            PositionError: a sequence does not exist, or is named twice.
 
         Exactness: every bit. Cost: their blocks, once to the host and once to the disk.
 

@@ -90,7 +90,8 @@ class RowFormats(NamedTuple):
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> RowFormats:
-        """What the arguments that make a store mean, or why one is none; `KVCacheStore` describes them."""
+        """What the arguments that make a store mean, or an error that says which is wrong; `KVCacheStore` describes
+        them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
         given = dtype, dtype if v_dtype is None else v_dtype
@@ -210,7 +211,7 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
 
 
 def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
-    """Raise OptionError of scales given for K or V that are no floats of 8 bits; None is the dtype of a model."""
+    """Raise OptionError of scales given for K or V that are not floats of 8 bits; None is the dtype of a model."""
     for name, dtype, scale in zip(SCALES, stored, given, strict=True):
         if scale is not None and dtype not in dtypes.FLOATS8:
             shown = "the model has it" if dtype is None else dtype.name

@@ -35,5 +35,5 @@ class Snapshot(runtime.NotCopied):
 def require_snapshot(operation: str, snapshot: Any) -> Snapshot:
     """What a caller gave, which is a snapshot, or OptionError."""
     if not isinstance(snapshot, Snapshot):
-        raise OptionError(f"{operation}: {snapshot!r} is no snapshot. Give what `snapshot` returned.")
+        raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
     return snapshot

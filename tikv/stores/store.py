@@ -72,7 +72,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
-        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+        DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
     Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
     Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
@@ -455,7 +455,7 @@ class KVCacheStore(runtime.DeepCopied):
             ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is no token.
+            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is not a token.
             OptionError: mass with ``seq_lens``, by which the host does not know what is held; ``indices`` where keys
                 are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
@@ -640,7 +640,7 @@ class KVCacheStore(runtime.DeepCopied):
             PositionError: an index falls, repeats or leaves the draft; layers of different lengths, or a layer whose
                 heads `compact` left with different ones; a sliding layer whose drafted tokens have overwritten older
                 ones, unless all are kept. Nothing is changed.
-            ShapeError: the path is no list of integers for each sequence, all of one length.
+            ShapeError: the path is not a list of integers for each sequence, all of one length.
 
         Exactness: the bits of a store that had only the path appended.
         Cost: one launch; on layers of different windows one for each stretch of equal ones. A path of the first
@@ -726,7 +726,7 @@ class KVCacheStore(runtime.DeepCopied):
         dtypes. Its capacity may be another: this store keeps its own, which has to hold the snapshot's tokens.
 
         Raises:
-            OptionError, ShapeError: it is no snapshot, or one of a store of another form.
+            OptionError, ShapeError: it is not a snapshot, or one of a store of another form.
             CapacityError: a layer has too little room for its tokens, or one of its batch would be larger than a launch
                 can address. Nothing is changed.
             StaleRuntimeError: the runtime of one of them is gone.

@@ -393,7 +393,7 @@ def check(name: str, case: str, contender: Contender) -> None:
     """Compare a contender's results with the reference.
 
     Raises:
-        TikvError: they differ; a time without a right result is none.
+        TikvError: they differ; a time without a right result means nothing.
     """
     for got, want in contender.results():
         host = (

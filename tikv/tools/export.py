@@ -259,7 +259,7 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
 
     Raises:
         OptionError: an arch, operation or dtype that is not exported; sizes that no model has.
-        CacheFileError: the path is no folder, or one that holds other things.
+        CacheFileError: the path is not a folder, or one that holds other things.
     """
     for what, asked, known in (("arch", archs, ARCHS), ("op", operations, OPERATIONS), ("dtype", names, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
@@ -276,7 +276,7 @@ def check(path: str, archs: Sequence[str], operations: Sequence[str], names: Seq
         )
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise CacheFileError(f"export: {path!r} is no folder. Name a new one.")
+        raise CacheFileError(f"export: {path!r} is not a folder. Name a new one.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / INDEX).is_file():
         raise CacheFileError(f"export: {path!r} holds other files. Name a new folder, or one of an earlier export.")
     return folder

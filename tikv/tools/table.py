@@ -110,5 +110,5 @@ def _draw(rich: Any, title: str, part: list[list[str]], widths: list[int], style
     for name, width in zip(part[0], widths, strict=True):
         drawn.add_column(rich.text.Text(name), overflow="fold", min_width=min(width, NARROWEST), max_width=width)
     for row in part[1:]:
-        drawn.add_row(*(rich.text.Text(c, styles.get(c, "")) for c in row))  # a path in brackets is no markup
+        drawn.add_row(*(rich.text.Text(c, styles.get(c, "")) for c in row))  # a path in brackets is not markup
     rich.console.Console().print(drawn)

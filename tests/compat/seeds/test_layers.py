@@ -268,7 +268,7 @@ def test_dropping_tokens_and_blocks(arch, rng):
         (lambda p, c, x: paged(layout="HND", pool=p.pool), tikv.ShapeError, "layout=HND where the pool has NHD"),
         (lambda p, c, x: ContiguousKVLayer.alloc_contig(0, 1, 1), tikv.PositionError, "capacity=0"),
         (lambda p, c, x: ContiguousKVLayer.alloc_contig(1, 1, 1, dtype="int32"), tikv.DTypeError, "int32"),
-        (lambda p, c, x: KVPool(4, 4, 1, 12, layout="VLLM"), tikv.ShapeError, "no multiple"),
+        (lambda p, c, x: KVPool(4, 4, 1, 12, layout="VLLM"), tikv.ShapeError, "not a multiple"),
     ],
 )
 @pytest.mark.archs("cpu")

@@ -49,7 +49,7 @@ def cpp_source(metal, offsets=()):
         text, changed = re.subn(
             rf"(struct {struct}\s*{{\s*)(\w+) _m0\[1\];", r"\1on_cpu::device_array<\2> _m0;", text, count=1
         )
-        assert changed, f"{struct} is no array"
+        assert changed, f"{struct} is not an array"
     if found := UNKNOWN.search(text.replace(f"kernel void main0({listed})", "")):
         raise NotMetal(f"{found[0]}: not in Metal, or without C++")
     checks = [f"static_assert(offsetof({parameters.arguments}, _m{n}) == {at});" for n, at in enumerate(offsets)]

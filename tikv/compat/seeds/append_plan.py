@@ -103,7 +103,7 @@ class KVCacheAppendPlan(runtime.NotCopied):
 
         Raises:
             ShapeError: an extent is negative.
-            DTypeError: the dtype is none that a cache has, or the arch lacks it; or an extent is no integer.
+            DTypeError: no cache has the dtype, or the arch lacks it; or an extent is not an integer.
         """
         operation = "KVCacheAppendPlan.select"
         for name in ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v"):

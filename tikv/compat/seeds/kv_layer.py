@@ -47,7 +47,7 @@ class KVLayer(runtime.DeepCopied):
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block; 0 where there are none."""
+        """Tokens of a block; 0 without blocks."""
         return self._block_size
 
     @property

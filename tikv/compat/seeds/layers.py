@@ -65,7 +65,7 @@ class ContiguousKVLayer(KVLayer):
         scale_dtype: of the int8 scales (num_kv_heads, capacity), float16 or float32.
 
     Raises:
-        DTypeError, PositionError: an argument that is none.
+        DTypeError, PositionError: an argument is not valid.
 
     Threads: each call that writes or reads is whole, and calls of several threads come one after the other.
     Source: ``KvLayer::alloc_contig``, whose int8 form panics; here every dtype works.
@@ -245,7 +245,7 @@ class KVPool(runtime.DeepCopied):
 
     Raises:
         CapacityError: it is larger than a launch on this arch can address.
-        DTypeError, OptionError, PositionError, ShapeError: an argument that is none.
+        DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
     """
 
     instead = "Use copy.deepcopy(); for another process, copy_to_host() what `keys` and `values` hold."

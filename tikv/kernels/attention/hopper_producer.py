@@ -42,7 +42,8 @@ def make_produce(c):
         v += ti.cast(task[T.v_first], ti.u64) * ti.u64(8)
         before, slot, coming = -1, -1, -1  # slots of a lane's key of three tiles: the next is looked up ahead
         tiles, stage, phase = seen[R.tiles], 0, 1
-        # Keys of a tile, then values of the tile before, as they are asked for; first and last of tiles there are none.
+        # Keys of a tile, then values of the tile before, as they are asked for; the first and the last of these do not
+        # exist.
         for n in range(ti.select(tiles > 0, 2 * tiles + 4, 0)):
             of_v, round = n & 1, n >> 1
             if of_v == 0:

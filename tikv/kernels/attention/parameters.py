@@ -135,7 +135,7 @@ class AttentionParams(NamedTuple):
     queries: int = 1
     row_blocks: int = 1  # tasks of a KV head and split
     length: int = 0  # of every sequence, when there is no array of lengths
-    capacity: int = 0  # slots that lengths of a cache that is no ring are bounded by
+    capacity: int = 0  # slots that lengths of a cache that is not a ring are bounded by
     sinks: int = 0
     window: int = MAX_TOKENS  # tokens behind the sinks that a query sees, itself included
     ring: int = 0  # slots behind the sinks that wrap

@@ -62,7 +62,7 @@ class Pieces(NamedTuple):
 
 
 def codes_of(cache: str, width: int) -> Codes | None:
-    """How codes of a cache lie in rows of a width; None for what is no codes that tensor cores take."""
+    """How codes of a cache lie in rows of a width; None for what is not codes that tensor cores take."""
     row = OF_CODE.get(cache)
     if row is None or row.bits not in BITS or row.rule not in ZEROS:
         return None
@@ -83,7 +83,7 @@ def pieces(cache: str, width: int, width_v: int) -> tuple[Pieces, Pieces]:
 
 
 def word_bits(cache: str, width: int, width_v: int) -> int:
-    """Bits of the words that K and V are read in; 0 where pieces are no words of 32."""
+    """Bits of the words that K and V are read in; 0 where pieces are not words of 32."""
     least = min(piece.words for piece in pieces(cache, width, width_v))
     return 64 if least >= 2 else 32 * least
 

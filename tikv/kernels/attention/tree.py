@@ -46,8 +46,8 @@ def make_tree(style, form):
                         bits = bits | (ti.u32(1) << ti.cast(p % 32, ti.u32))
                     depth += 1
                     found = source[params[R.source] + b * params[R.source_sequence] + p * params[R.source_token]]
-                    # A parent that does not come before, which nobody could check, is none. Without signs: Vulkan takes
-                    # a negative number, widened to 64 bits, for one above 0.
+                    # A parent that does not come before, which nobody could check, counts as no parent. Without signs:
+                    # Vulkan takes a negative number, widened to 64 bits, for one above 0.
                     p = ti.select(ti.cast(found, ti.u64) < ti.cast(p, ti.u64), ti.cast(found, ti.i32), -1)
             words[at + 1 + w] = bits
             words[at] = ti.cast(depth, ti.u32)

@@ -12,7 +12,7 @@ class VisibleRange(NamedTuple):
     count: int = 0  # keys that some query sees
     sinks: int = 1  # of which fixed
     first: int = 2  # slot, or for a table position, of the first key behind the sinks
-    recent: int = 3  # positions from that key to the end; negative when there is none
+    recent: int = 3  # positions from that key to the end; negative without such a key
     end: int = 4  # length, at most MAX_TOKENS
     length_high: int = 5  # the length over MAX_TOKENS and the rest, where tokens are chosen
     length_low: int = 6

@@ -29,7 +29,7 @@ def folder() -> pathlib.Path:
 
 
 def read(key: str) -> str | None:
-    """The text kept under a key; None if there is none, or it is not, whole, what was written under this key."""
+    """The text kept under a key; None if nothing is, or if it is not, whole, what was written under this key."""
     path = folder() / f"{key}.ptx"
     try:
         raw = path.read_bytes()

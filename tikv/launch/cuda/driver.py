@@ -195,8 +195,8 @@ def _find_torch() -> bool:
 def _streams_of(torch: Any) -> tuple[Callable[[int], int], Callable[[], bool]]:
     """Torch's current stream of a device, and whether it is being captured, by the cheapest calls.
 
-    torch.cuda.current_stream() takes seven microseconds; what it is made of takes a tenth of one, but is no public part
-    of torch, and is used if it is there and says the same.
+    torch.cuda.current_stream() takes seven microseconds; what it is made of takes a tenth of one, but is not a public
+    part of torch, and is used if it is there and says the same.
     """
 
     def current(device: int) -> int:

@@ -75,8 +75,8 @@ def check_chosen(
             at = tuple(int(n) for n in np.argwhere(wrong)[0])
             end = int(np.broadcast_to(ends, known.shape)[at])
             raise PositionError(
-                f"{operation}: indices[{', '.join(map(str, at))}]={int(known[at])} is no token of its sequence, which "
-                f"has {end}. Use 0 to {end - 1}, or -1 for none."
+                f"{operation}: indices[{', '.join(map(str, at))}]={int(known[at])} is not a token of its sequence, "
+                f"which has {end}. Use 0 to {end - 1}, or -1 for none."
             )
     if live.debug:
         ordered = np.sort(known, axis=-1)

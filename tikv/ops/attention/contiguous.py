@@ -114,8 +114,8 @@ def decode_attention(
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
-            token; an index on the host is no token of its sequence. Those that only the device knows are bounded, and
-            an index there that is no token is none.
+            token; an index on the host is not a token of its sequence. Those that only the device knows are bounded,
+            and an index that is not a token's is ignored.
         CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
         ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
 

@@ -91,7 +91,7 @@ def real(value: Any, name: str, operation: str) -> float | None:
             raise TypeError("float() reads it")
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise OptionError(f"{operation}: {name}={value!r} is no number. Use a float, or None.") from None
+        raise OptionError(f"{operation}: {name}={value!r} is not a number. Use a float, or None.") from None
 
 
 MOST_SPLITS = 1024
@@ -218,7 +218,7 @@ def check_table(
     if wrong.any():
         at = tuple(int(x) for x in np.argwhere(wrong)[0])
         raise PositionError(
-            f"{operation}: block_tables[{', '.join(map(str, at))}]={int(table[at])} is none of the pool's "
+            f"{operation}: block_tables[{', '.join(map(str, at))}]={int(table[at])} is not one of the pool's "
             f"{cache.blocks} blocks, and the context of {int(lens[at[:-1]])} tokens needs it."
         )
 
@@ -239,7 +239,7 @@ def views_of(operation: str, given: dict[str, tuple[str, Any]], head_dim_v: Any)
 
 
 def values_of(k: ArrayView, v: Any, head_dim_v: Any, name: str, operation: str) -> ArrayView:
-    """The values: an array's, or where there is none the first `head_dim_v` columns of the keys.
+    """The values: an array's, or without an array the first `head_dim_v` columns of the keys.
 
     Raises:
         ShapeError: neither is given, or both differ; or the keys have fewer columns.
@@ -273,7 +273,7 @@ def add_scales(
 
     Raises:
         ShapeError: one is missing.
-        OptionError: a number that is no scale.
+        OptionError: a number that is not a scale.
     """
     if both and (k_scale is None or v_scale is None):
         missing = "k_scale" if k_scale is None else "v_scale"

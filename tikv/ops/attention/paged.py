@@ -83,7 +83,7 @@ def paged_decode_attention(
 
     Raises:
         PositionError: a context on the host that is negative, shorter than T or longer than its table; a block of it,
-            on the host, that is not in the pool; an index on the host that is no token of its sequence. Those that
+            on the host, that is not in the pool; an index on the host that is not a token of its sequence. Those that
             only the device knows are bounded, or seen by nobody.
         ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
 

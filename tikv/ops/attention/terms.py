@@ -68,7 +68,7 @@ def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
 
 
 def tree_of(arrays: Mapping[str, ArrayView]) -> str:
-    """The name of the array that says which of the new tokens a query sees; empty where there is none."""
+    """The name of the array that says which of the new tokens a query sees; empty if no array says it."""
     return next((name for name in TREES if name in arrays), "")
 
 
@@ -149,8 +149,8 @@ def check_parents(operation: str, parents: ArrayView, live: runtime.Runtime) -> 
     if wrong.any():
         b, t = (int(n) for n in np.argwhere(wrong)[0])
         raise PositionError(
-            f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is no token before token {t}. Use one from -1, "
-            f"the prefix, to {t - 1}."
+            f"{operation}: parents[{b}, {t}]={int(known[b, t])}, which is not a token before token {t}. Use one from "
+            f"-1, the prefix, to {t - 1}."
         )
 
 

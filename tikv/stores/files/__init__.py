@@ -162,7 +162,7 @@ def require_memory(path: str | os.PathLike[str], nbytes: int, operation: str) ->
 
 
 def integer(value: Any, name: str, *, low: int = 0, high: int = NUMBERS) -> int:
-    """A fact, which is an integer of [low, high], or ValueError; true and 1.0 are none."""
+    """A fact, which is an integer of [low, high], or ValueError; true and 1.0 are not integers here."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {reprlib.repr(value)} and must be an integer from {low} to {high}")
     return value

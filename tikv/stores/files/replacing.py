@@ -33,13 +33,13 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
     """The file to write, behind a link if `path` is one, known to be possible before anything is done for it.
 
     Raises:
-        CacheFileError: that is no path, its name does not end in `suffix`, its folder is not there, or what is there
-            is no file.
+        CacheFileError: that is not a path, its name does not end in `suffix`, its folder is not there, or what is there
+            is not a file.
     """
     try:
         target = Path(path)
     except TypeError:
-        raise CacheFileError(f"{operation}: {path!r} is no path. Give the name of a file.") from None
+        raise CacheFileError(f"{operation}: {path!r} is not a path. Give the name of a file.") from None
     if suffix and target.suffix != suffix:
         raise CacheFileError(f"{operation}: {str(target)!r} does not end in {suffix}. Name the file so.")
     try:
@@ -53,7 +53,7 @@ def target_of(path: str | os.PathLike[str], operation: str, suffix: str = SUFFIX
             raise
         raise CacheFileError(f"{operation}: cannot write {str(target)!r}: {error}. Give another name.") from None
     if mode is not None and not stat.S_ISREG(mode):
-        raise CacheFileError(f"{operation}: {str(target)!r} is no file, and is not replaced. Give another name.")
+        raise CacheFileError(f"{operation}: {str(target)!r} is not a file, and is not replaced. Give another name.")
     return target
 
 
@@ -104,7 +104,7 @@ def _write(target: Path, data: bytes) -> None:
 
 
 def _mode_of(target: Path) -> int | None:
-    """What a file is and who may do what with it; None if there is none."""
+    """What a file is and who may do what with it; None if it does not exist."""
     try:
         return os.stat(target).st_mode
     except FileNotFoundError:

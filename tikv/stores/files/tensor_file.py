@@ -107,7 +107,7 @@ def opened(path: str | os.PathLike[str], operation: str) -> Iterator[TensorFile]
     try:
         name = os.fspath(path)
     except TypeError:
-        raise CacheFileError(f"{operation}: {path!r} is no path. Give that of a file that save wrote.") from None
+        raise CacheFileError(f"{operation}: {path!r} is not a path. Give that of a file that save wrote.") from None
     try:
         with open(name, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
@@ -155,11 +155,11 @@ def _open_at_once(name: str, flags: int) -> int:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _described(file: IO[bytes], size: int) -> TensorFile:
-    """What a file of that many bytes says is in it; ValueError where it is no safetensors, or says what cannot be."""
+    """What a file of that many bytes says is in it; ValueError if it is not safetensors, or says what cannot be."""
     length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
     first = 8 + length
     if size < 8 or first > size:
@@ -196,7 +196,9 @@ def _entry(name: str, said: Any, first: int) -> Entry:
         or any(type(n) is not int or not 0 <= n < NUMBERS for n in [*shape, *span])
         or span[0] > span[1]
     ):
-        raise ValueError(f"what it says of {reprlib.repr(name)} is no dtype, shape and place: {reprlib.repr(said)}")
+        raise ValueError(
+            f"what it says of {reprlib.repr(name)} is not a dtype, a shape and a place: {reprlib.repr(said)}"
+        )
     entry = Entry(stored, tuple(shape), first + span[0], first + span[1])
     # Of a dtype that is unknown here the size of an element is, too.
     if stored in DTYPES and math.prod(shape) * DTYPES[stored].itemsize != entry.nbytes:

@@ -52,7 +52,7 @@ class StoreForm(NamedTuple):
         sinks: Any = 0,
         **rows: Any,
     ) -> StoreForm:
-        """The form that a caller's arguments mean, or why one of them is none."""
+        """The form that a caller's arguments mean, or an error that says which is wrong."""
         layers = checks.integer(num_layers, "num_layers", operation, low=1)
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         capacity = checks.integer(capacity, "capacity", operation, low=1)

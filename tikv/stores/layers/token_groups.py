@@ -187,7 +187,7 @@ class TokenGroupLayers(LayerStorage):
         newest = ring.length - self.codes[layer].tokens
         if ring.length and queries.tokens > newest:
             raise PositionError(
-                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {layer} are no codes "
+                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {layer} are not codes "
                 f"yet. Attend with at most so many, or use extend(), which attends as it appends."
                 f"{queries.remedy(newest, heads)}"
             )

@@ -94,7 +94,7 @@ def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
 
 
 def _check_rows(operation: str, form: PoolForm, given: Arrays, layout: str) -> None:
-    """Refuse new K and V without the axes of the layout and the heads of the store, and what is no layout."""
+    """Refuse new K and V without the axes of the layout and the heads of the store, and what is not a layout."""
     checks.option(layout, "layout", operation, checks.LAYOUTS)
     for name, a in zip("kv", given, strict=True):
         check_rank(operation, name, a, layout)

@@ -23,7 +23,7 @@ def salt_bytes(salt: Any, operation: str) -> bytes:
     r"""A user's salt as bytes, no two salts as the same ones: 1, "1" and b"1" are three. None is no bytes.
 
     Raises:
-        DTypeError: it is no str, bytes or int.
+        DTypeError: it is not a str, bytes or int.
         CapacityError: it is longer than `MOST_SALT`.
 
     Examples:

@@ -27,7 +27,7 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
     pages.refuse_pieces(operation)
     if rope is not None:
         check_turn(pages.form, pages.pools.layers[layer], rope, operation)
-    # Indices or a mask of one sequence, with an axis of sequences; what is no array is left for others to refuse.
+    # Indices or a mask of one sequence, with an axis of sequences; what is not an array is left for others to refuse.
     of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
     held = pages.sequences.held(layer, state)
     rows = HeadRows(1, pages.form.num_kv_heads, int(np.max(held)), held[None] if pages.form.per_head else held)

@@ -43,7 +43,7 @@ class PoolForm:
         per_head: bool = False,
         **rows: Any,
     ) -> PoolForm:
-        """The form that a user's arguments mean, or why it is none; `rows` are those of `RowFormats.checked`."""
+        """The form that a user's arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         form = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
@@ -72,7 +72,7 @@ class PoolForm:
         chunk = CHUNK_BYTES // keys.stored.itemsize
         if "X" in POOL_LAYOUTS[form.layout][0] and keys.width % chunk:
             raise ShapeError(
-                f"{operation}: head_dim={keys.width} is no multiple of the {chunk} {keys.dtype.name} elements of a "
+                f"{operation}: head_dim={keys.width} is not a multiple of the {chunk} {keys.dtype.name} elements of a "
                 f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
             )
         for needed, limit in form._sizes(live):
