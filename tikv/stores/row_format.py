@@ -90,8 +90,7 @@ class RowFormats(NamedTuple):
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> RowFormats:
-        """What the arguments that make a store mean, or an error that says which is wrong; `KVCacheStore` describes
-        them."""
+        """What the arguments that make a store mean, or an error about one; `KVCacheStore` describes them."""
         width = checks.integer(head_dim, "head_dim", operation, low=1)
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
         given = dtype, dtype if v_dtype is None else v_dtype

@@ -252,8 +252,7 @@ class LayerMemory:
                 self.recount(layer, length, left, oldest)
 
     def sequences_of(self, operation: str, index: Any) -> np.ndarray[Any, Any]:
-        """A user's list of sequences as int32; refused if it is not a list of integers, is empty or leaves the
-        batch."""
+        """A user's list of sequences as int32; refused if it is another thing, is empty or leaves the batch."""
         try:
             host = np.asarray(index.tolist() if hasattr(index, "tolist") else index)
         except ValueError:  # lists of different lengths

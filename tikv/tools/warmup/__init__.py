@@ -54,7 +54,7 @@ def warmup(
         The names of the kernels that were made, none where all were there; of variants, their names.
 
     Raises:
-        OptionError: it is none of these, or holds tokens; query_heads is missing; no such dtype or variant.
+        OptionError: it is not one of these, or holds tokens; query_heads is missing; no such dtype or variant.
         CapacityError: a layer has no room for as many tokens, or a pool too few free blocks.
         ShapeError: num_kv_heads does not divide query_heads.
         As `extend`.
