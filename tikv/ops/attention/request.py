@@ -20,37 +20,6 @@ class AttentionScale(NamedTuple):
     scale: float | None
     softcap: float | None
 
-    @classmethod
-    def checked(cls, scale: Any, softcap: Any, operation: str) -> AttentionScale:
-        """The numbers that a caller gave."""
-        return cls(real(scale, "scale", operation), real(softcap, "softcap", operation))
-
-
-def mass_queries_of(
-    return_mass: Any, mass_queries: Any, terms: Terms, operation: str, keys: GroupFormat | None = None
-) -> int | None:
-    """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
-
-    Raises:
-        PositionError: less than one.
-        OptionError: a number, and no mass is wanted; or the mass of scores with slopes, or of a tree, or of keys in
-            groups of codes.
-    """
-    if return_mass is False and mass_queries is None:
-        return 0
-    return_mass = checks.flag(return_mass, "return_mass", operation)
-    given = [name for name, array in terms._asdict().items() if array is not None]
-    uncounted = [name for name in given if name in UNCOUNTED]
-    if return_mass and keys is not None:
-        raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
-    if return_mass and uncounted:
-        raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
-    if mass_queries is None:
-        return None if return_mass else 0
-    if not return_mass:
-        raise OptionError(f"{operation}: mass_queries={mass_queries} without return_mass=True. Ask for the mass too.")
-    return checks.integer(mass_queries, "mass_queries", operation, low=1)
-
 
 class AttendRequest(NamedTuple):
     """The options of one call of attention as a caller gave them, as `decode_attention` and `KVCacheStore.attend` do.
@@ -124,7 +93,7 @@ class AttendRequest(NamedTuple):
 
     def scores(self, operation: str) -> AttentionScale:
         """The scale and the soft cap, checked."""
-        return AttentionScale.checked(self.scale, self.softcap, operation)
+        return AttentionScale(real(self.scale, "scale", operation), real(self.softcap, "softcap", operation))
 
     def check_choices(self, operation: str, impl: Iterable[str] = IMPLEMENTATIONS) -> None:
         """`impl` and `missing` are some that there are.
@@ -136,17 +105,34 @@ class AttendRequest(NamedTuple):
         checks.option(self.missing, "missing", operation, MISSING)
 
     def asked_mass(self, operation: str, keys: GroupFormat | None = None) -> int | None:
-        """`mass_queries_of` these options.
+        """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
 
         Raises:
-            PositionError, OptionError: as there; the mass with lengths on the device.
+            PositionError: less than one.
+            OptionError: a number, and no mass is wanted; or the mass with lengths on the device, of scores with slopes,
+                of a tree, of some of the queries with indices, or of `keys` in groups of codes.
         """
-        wanted = mass_queries_of(self.return_mass, self.mass_queries, self.terms, operation, keys)
-        if wanted and self.indices is not None:
-            raise OptionError(
-                f"{operation}: mass_queries={wanted} with indices, whose mass is of each query. Take that of the last."
-            )
-        if wanted != 0 and self.seq_lens is not None:
+        if self.return_mass is False and self.mass_queries is None:
+            return 0
+        return_mass = checks.flag(self.return_mass, "return_mass", operation)
+        wanted: int | None = self.mass_queries
+        uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
+        if return_mass and keys is not None:
+            raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
+        if return_mass and uncounted:
+            raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
+        if wanted is None and not return_mass:
+            return 0
+        if not return_mass:
+            raise OptionError(f"{operation}: mass_queries={wanted} without return_mass=True. Ask for the mass too.")
+        if wanted is not None:
+            wanted = checks.integer(wanted, "mass_queries", operation, low=1)
+            if self.indices is not None:
+                raise OptionError(
+                    f"{operation}: mass_queries={wanted} with indices, whose mass is of each query. Take that of the "
+                    f"last."
+                )
+        if self.seq_lens is not None:
             raise OptionError(
                 f"{operation}: return_mass with seq_lens: the mass is of the tokens that the store counts."
             )
