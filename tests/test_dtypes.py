@@ -3,6 +3,8 @@
 A new row is tested here without a line of its own.
 """
 
+import copy
+
 import numpy as np
 import oracle
 import pytest
@@ -75,3 +77,9 @@ def test_the_reference_has_the_same_conversions():
 def test_tikv_support_tries_every_dtype_of_a_cache():
     """Its columns, which the README shows."""
     assert {stored for _, stored in support.DTYPES.values()} - set(formats.GROUP_FORMATS) == set(dtypes.APPENDED)
+
+
+def test_a_dtype_that_a_storage_has_for_itself_is_copied_as_itself():
+    own = dtypes.DType("halves", "halves", np.dtype(np.float32), (2, 32))
+    assert copy.deepcopy([own])[0] is own
+    assert copy.deepcopy(dtypes.int8) is dtypes.int8

@@ -33,6 +33,9 @@ class DType:
     def __reduce__(self) -> Any:
         return parse, (self.name, "unpickling")  # a copy, and what pickle brings back, is the same object
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DType:
+        return self  # also one that a storage has for itself, which `parse` does not know
+
     def __repr__(self) -> str:
         return self.name
 

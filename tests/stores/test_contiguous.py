@@ -845,3 +845,18 @@ def test_memory_of_a_dropped_store_is_given_back(arch):
     del k, v, memory, kept
     gc.collect()
     assert [w() is None for w in watched] == [True] * 4
+
+
+@pytest.mark.archs("cpu", "vulkan")
+def test_tokens_are_copied_into_some_of_the_columns(arch, rng):
+    """As a storage does whose columns lie in several parts, also of a ring that has gone round behind its sinks."""
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, capacity=6, dtype="float32", window=6, sinks=2)
+    for rows in np.split(rng.standard_normal((9, 2, 8)).astype(np.float32), 3):
+        store.append(0, rows, 2 * rows)
+    memory, live = store._storage.memory, store.runtime
+    k, v = (arrays.new_array((1, 2, 6, 20), dtypes.float32, live, zeroed=True) for _ in "kv")
+    memory.copy_tokens("test", memory.layers[0], k.part(3, 8, 16), v.part(3, 4, 12))
+    for a, first, held in zip((k, v), (8, 4), store.tokens(0), strict=True):
+        found = arrays.read_host(a, live)
+        np.testing.assert_array_equal(found[..., first : first + 8], held.numpy())
+        assert not np.delete(found, np.s_[first : first + 8], -1).any()

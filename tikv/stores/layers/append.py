@@ -301,10 +301,7 @@ class Appends:
 
         `stacked`: the arrays have a leading axis of layers.
         """
-        rows, axes = self.checked(operation, layers, given, layout, stacked)
-        tokens = rows[0].shape[1 + axes[0]]
-        for layer in layers:
-            layer.require_room(operation, tokens)
+        rows, axes, tokens = self.checked_for_room(operation, layers, given, layout, stacked)
         if tokens == 0:
             return
         launch.refuse_during_capture(self.memory.runtime, operation)
@@ -388,6 +385,20 @@ class Appends:
         """Whether one stride leads from each sequence to the next and from the last of a layer to the next layer's."""
         batch = self.memory.batch_size
         return batch == 1 or len(self.memory.layers) == 1 or all(a.strides[0] == batch * a.strides[1] for a in rows)
+
+    def checked_for_room(
+        self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool
+    ) -> tuple[list[ArrayView], tuple[int, int], int]:
+        """All that can be refused of an append: `checked`, and how many tokens there are, for which there is room.
+
+        Raises:
+            CapacityError, PositionError: a layer is full. Others as `checked`.
+        """
+        rows, axes = self.checked(operation, layers, given, layout, stacked)
+        tokens = rows[0].shape[1 + axes[0]]
+        for layer in layers:
+            layer.require_room(operation, tokens)
+        return rows, axes, tokens
 
     def checked(
         self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool

@@ -36,9 +36,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     live, scores, return_lse = memory.runtime, request.scores(operation), request.return_lse
     mass_queries = request.asked_mass(operation, memory.rows.k.format)
     k_rows = view_all(arrays[1:], ROWS, operation)
-    rows, (token_axis, _) = appends.checked(operation, [layer], k_rows, layout, False)
-    tokens = rows[0].shape[1 + token_axis]
-    layer.require_room(operation, tokens)
+    rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
     sizes = memory.batch_size, memory.num_kv_heads, memory.rows.k.width, tokens
     queries = extend_queries(operation, view(like, "q", operation), layout, *sizes, live)

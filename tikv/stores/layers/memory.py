@@ -152,14 +152,21 @@ class LayerMemory:
 
     def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
         """What a layer holds from a position on, in temporal order, as a copy, in `RowFormat.read_dtype`."""
-        fixed = max(0, min(layer.length, layer.sinks) - first)
-        start = max(layer.valid_from, layer.sinks, first)
-        held = fixed + max(0, layer.length - start)
-        shape = (self.batch_size, self.num_kv_heads, held)
-        out = [new_array((*shape, row.width), row.read_dtype, self.runtime) for row in self.rows.both]
-        self._gather(operation, layer, out, tokens=fixed, position=first, at=0)
-        self._gather(operation, layer, out, tokens=held - fixed, position=start, at=fixed)
-        return CacheArray(out[0], self.runtime), CacheArray(out[1], self.runtime)
+        fixed, start = self._fixed_and_start(layer, first)
+        shape = (self.batch_size, self.num_kv_heads, fixed + max(0, layer.length - start))
+        k, v = (new_array((*shape, row.width), row.read_dtype, self.runtime) for row in self.rows.both)
+        self.copy_tokens(operation, layer, k, v, first)
+        return CacheArray(k, self.runtime), CacheArray(v, self.runtime)
+
+    def copy_tokens(self, operation: str, layer: Layer, k: ArrayView, v: ArrayView, first: int = 0) -> None:
+        """`tokens` into arrays of that dtype, (batch, heads, slots, width), or some of the columns of such."""
+        fixed, start = self._fixed_and_start(layer, first)
+        self._gather(operation, layer, [k, v], tokens=fixed, position=first, at=0)
+        self._gather(operation, layer, [k, v], tokens=layer.length - start, position=start, at=fixed)
+
+    def _fixed_and_start(self, layer: Layer, first: int) -> tuple[int, int]:
+        """How many sinks a layer holds from a position on, and where what goes round begins behind them."""
+        return max(0, min(layer.length, layer.sinks) - first), max(layer.valid_from, layer.sinks, first)
 
     def _gather(
         self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
