@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from tikv.ops.copy import copy as copy
     from tikv.ops.copy import copy_kv as copy_kv
     from tikv.ops.copy import linearize as linearize
+    from tikv.ops.page_scores import page_scores as page_scores
+    from tikv.ops.page_scores import summarize_pages as summarize_pages
     from tikv.ops.paged import gather_paged as gather_paged
     from tikv.ops.paged import write_slots as write_slots
     from tikv.ops.quantize import Quantized as Quantized
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from tikv.ops.rope import NormRope as NormRope
     from tikv.ops.rotate import Rope as Rope
     from tikv.ops.rotate import rotate as rotate
+    from tikv.ops.select import select as select
     from tikv.ops.write_qkv import norm_rope as norm_rope
     from tikv.ops.write_qkv import write_qkv as write_qkv
     from tikv.runtime import init as init
@@ -101,11 +104,13 @@ _NAMES = {
     "tikv.ops.blocks": ("copy_blocks", "swap_blocks"),
     "tikv.ops.compact": ("compact",),
     "tikv.ops.copy": ("copy", "copy_kv", "linearize"),
+    "tikv.ops.page_scores": ("page_scores", "summarize_pages"),
     "tikv.ops.paged": ("gather_paged", "write_slots"),
     "tikv.ops.quantize": ("Quantized", "dequantize", "quantize"),
     "tikv.ops.ragged": ("append_ragged",),
     "tikv.ops.rope": ("NormRope",),
     "tikv.ops.rotate": ("Rope", "rotate"),
+    "tikv.ops.select": ("select",),
     "tikv.ops.write_qkv": ("norm_rope", "write_qkv"),
     "tikv.runtime": ("init",),
     "tikv.stores.pool": ("PagedKVCacheStore",),

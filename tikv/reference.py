@@ -687,3 +687,49 @@ def attention(
             return np.zeros(len(scores)) @ values, -np.inf
         weights = np.exp(scores - scores.max())
         return weights @ values / weights.sum(), float(scores.max() + np.log(weights.sum()))
+
+
+def summarize_pages(keys: Array, length: int, page: int) -> tuple[Array, Array]:
+    """The least and the greatest number of each column of `keys` (S, D), of pages of the first `length` rows.
+
+    NaN where one is there; 0 in both of a page without rows.
+
+    Examples:
+        >>> [a.ravel().tolist() for a in summarize_pages(np.array([[3.0], [1.0], [2.0]]), 3, 2)]
+        [[1.0, 2.0], [3.0, 2.0]]
+    """
+    pages = -(-len(keys) // page)
+    least, greatest = np.zeros((2, pages, keys.shape[1]), keys.dtype)
+    for n in range(-(-length // page)):
+        rows = keys[n * page : min((n + 1) * page, length)]
+        least[n], greatest[n] = rows.min(axis=0), rows.max(axis=0)
+    return least, greatest
+
+
+def page_scores(queries: Array, least: Array, greatest: Array) -> Array:
+    """The most that a key of each page can score, summed over `queries` (n, D); summaries are (P, D); in float64.
+
+    Examples:
+        >>> page_scores(np.array([[1.0], [-1.0]]), np.array([[1.0]]), np.array([[3.0]])).tolist()
+        [2.0]
+    """
+    q = queries.astype(np.float64)[:, None]
+    found: Array = (q * np.where(q > 0, greatest.astype(np.float64), least.astype(np.float64))).sum(axis=(0, 2))
+    return found
+
+
+def select(scores: Array, k: int, valid: int, *, page: int = 1, sinks: int = 0, recent: int = 0) -> list[int]:
+    """The tokens of the k highest of a row of scores, by a stable sort, with those that are always kept; in order.
+
+    Examples:
+        >>> select(np.array([0.5, 3.0, 3.0]), 1, 3), select(np.array([0.5, 3.0]), 1, 3, page=2, recent=1)
+        ([1], [2])
+    """
+    ranks = []
+    for entry, score in enumerate(scores):
+        tokens = range(entry * page, min((entry + 1) * page, valid))
+        kept = any(token < sinks or token >= valid - recent for token in tokens)
+        if tokens and (kept or score != -np.inf):
+            ranks.append((not kept, not np.isnan(score), 0.0 if np.isnan(score) else -float(score), entry))
+    chosen = sorted(rank[-1] for rank in sorted(ranks)[:k])
+    return [token for entry in chosen for token in range(entry * page, min((entry + 1) * page, valid))]

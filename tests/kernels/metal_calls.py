@@ -160,6 +160,7 @@ def attention(values):
     yield from attend_in_parts(values, F32)
     yield from attend_with_terms(values)
     yield from scores_by_channel(values)
+    yield from chosen_tokens(values)
 
 
 def attention_in_parts(values):
@@ -225,6 +226,17 @@ def scores_by_channel(values):
     views = [view(a, "a", "channel_scores") for a in arrays]
     channel_scores(runtime.current(), "channel_scores", *views, FORMATS["quant4_32"], 2)
     yield "channel_scores", [scores]
+
+
+def chosen_tokens(values):
+    keys, q = values((1, 2, 40, 32), F32), values((1, 4, 2, 32), F32)
+    least, greatest = tikv.summarize_pages(keys, np.array([37]), page=8)
+    yield "summarize_pages", [least, greatest]
+    yield "page_scores", [tikv.page_scores(q, least, greatest, np.array([37]), page=8)]
+    for valid in (None, np.array([[700, 3]])):
+        yield "select", [tikv.select(values((1, 2, 2, 700), F32), 130, sinks=2, recent=5, valid=valid)]
+    indices = np.array([[[3, 0, 36, -1, 17], [35, 1, 9, 8, 7]]])
+    yield "decode_attention", tikv.decode_attention(q, keys, keys, 37, indices=indices, return_mass=True)
 
 
 GROUPS = {f.__name__: f for f in (copies, stores, scattered, fused, wide_norms, attention, attention_in_parts)}

@@ -1,0 +1,230 @@
+"""The highest scores of a row, found without sorting: first the lowest of them, bit by bit, then where they stand.
+
+A score counts by an unsigned key that orders as the scores do. The k-th highest key is the largest that k keys reach:
+its bits are found from the highest on, each by counting. Then what lies above it is written in the order of the row,
+and of what equals it as much as is left, the oldest first. On CPU a thread has a row, elsewhere a block of threads.
+"""
+
+import zlib
+from typing import NamedTuple
+
+from tikv.kernels.address import index_array
+from tikv.kernels.attention.parameters import FLOATS, INFINITY
+from tikv.kernels.lanes import BLOCK, LEAST_ITERATIONS, SPIRV_THREADS
+from tikv.runtime import ti
+
+KEPT, NOT_A_NUMBER = 0xFFFFFFFF, 0xFFFFFFFE  # keys above those of all scores
+LOWEST = 0x007FFFFF  # the key of -infinity, which is never chosen
+
+
+class SelectParams(NamedTuple):
+    """Numbers of a launch."""
+
+    rows: int = 0
+    heads: int = 1
+    queries: int = 1
+    entries: int = 0  # scores of a row
+    k: int = 1  # of which so many are chosen
+    page: int = 1  # tokens of an entry
+    sinks: int = 0
+    recent: int = 0
+    valid: int = 0  # tokens of every row, where there is no array of them
+    score_sequence: int = 0
+    score_head: int = 0
+    score_query: int = 0
+    score_first: int = 0
+    valid_sequence: int = 0
+    valid_query: int = 0
+    valid_first: int = 0
+    out_first: int = 0
+
+
+P = SelectParams(*range(len(SelectParams._fields)))
+PARAMS = ti.types.vector(len(P), ti.i32)
+OUT = ti.types.ndarray(dtype=ti.i32, ndim=1)
+
+
+@ti.func
+def key_of(score, entry, valid, page, sinks, recent):
+    """The key of an entry: 0 where it is not to be chosen; zeros of both signs have one."""
+    bits = ti.bit_cast(score, ti.u32)
+    magnitude = bits & ti.u32(0x7FFFFFFF)
+    key = ti.select(bits == magnitude, bits | ti.u32(0x80000000), ~bits)
+    key = ti.select(magnitude == ti.u32(0), ti.u32(0x80000000), key)
+    key = ti.select(key == ti.u32(LOWEST), ti.u32(0), key)
+    key = ti.select(magnitude > ti.u32(INFINITY), ti.u32(NOT_A_NUMBER), key)
+    first = entry * page
+    newest = ti.select(recent > 0, valid - recent, valid + page)
+    kept = ti.select(first < sinks, 1, 0) | ti.select(first + page > newest, 1, 0)
+    key = ti.select(kept != 0, ti.u32(KEPT), key)
+    return ti.select(first < valid, key, ti.u32(0))
+
+
+def make_row_of(valid_bits):
+    """row_of(row, valid, params) -> (where its scores begin, its tokens): at most those that it has scores for."""
+
+    @ti.func
+    def row_of(row, valid: ti.template(), params):
+        t, kv_head = row % params[P.queries], row // params[P.queries]
+        b, h = kv_head // params[P.heads], kv_head % params[P.heads]
+        first = params[P.score_first] + b * params[P.score_sequence] + h * params[P.score_head]
+        tokens = params[P.valid]
+        if ti.static(valid_bits > 0):
+            at = params[P.valid_first] + b * params[P.valid_sequence] + t * params[P.valid_query]
+            most = ti.cast(params[P.entries] * params[P.page], ti.i64)
+            tokens = ti.cast(ti.min(ti.max(ti.cast(valid[at], ti.i64), ti.i64(0)), most), ti.i32)
+        return first + t * params[P.score_query], tokens
+
+    return row_of
+
+
+def make_select(style, serial, valid_bits):
+    """select(scores, valid, out, params): out has k * page tokens of each row in their order, and -1 behind them.
+
+    Not cached: its real functions belong to one Taichi program. On CPU the extent of scores is the rows, and
+    `LEAST_ITERATIONS` for each where it is not `serial`; on CUDA `BLOCK` for each.
+    """
+    VALID = index_array(valid_bits)
+    if style == "cpu":
+        return make_select_cpu(serial, valid_bits, VALID)
+    select_row = make_select_row(make_row_of(valid_bits))
+
+    @ti.kernel
+    def select(scores: FLOATS, valid: VALID, out: OUT, params: PARAMS):
+        ti.loop_config(block_dim=BLOCK)
+        if ti.static(style == "spirv"):
+            for i in range(SPIRV_THREADS):
+                thread, block = i % BLOCK, i // BLOCK
+                for n in range((params[P.rows] - block + SPIRV_THREADS // BLOCK - 1) // (SPIRV_THREADS // BLOCK)):
+                    select_row(thread, block + n * (SPIRV_THREADS // BLOCK), scores, valid, out, params)
+        else:
+            for i in range(scores.shape[0]):
+                select_row(i % BLOCK, i // BLOCK, scores, valid, out, params)
+
+    return select
+
+
+def make_select_row(row_of):
+    """select_row(thread, row, scores, valid, out, params): a thread's share of a row, which all of a block call."""
+
+    @ti.func
+    def select_row(thread, row, scores: ti.template(), valid: ti.template(), out: ti.template(), params):
+        above = ti.simt.block.SharedArray((BLOCK,), ti.i32)
+        equal = ti.simt.block.SharedArray((BLOCK,), ti.i32)
+        first, tokens = row_of(row, valid, params)
+        page, sinks, recent, k = params[P.page], params[P.sinks], params[P.recent], params[P.k]
+        entries = ti.min((tokens + page - 1) // page, params[P.entries])
+        lowest = ti.u32(0)
+        for step in range(32):
+            wanted = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
+            count = 0
+            for n in range((entries - thread + BLOCK - 1) // BLOCK):
+                entry = n * BLOCK + thread
+                key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
+                count += ti.select(key >= wanted, 1, 0)
+            ti.simt.block.sync()
+            above[thread] = count
+            ti.simt.block.sync()
+            for halving in ti.static(range(BLOCK.bit_length() - 1)):
+                if thread < ti.static(BLOCK >> (halving + 1)):
+                    above[thread] = above[thread] + above[thread + ti.static(BLOCK >> (halving + 1))]
+                ti.simt.block.sync()
+            lowest = ti.select(above[0] >= k, wanted, lowest)
+        # Each thread has neighbouring entries, so that what it writes follows what the threads before it write.
+        each = (entries + BLOCK - 1) // BLOCK
+        begin, end = thread * each, ti.min((thread + 1) * each, entries)
+        more, same = 0, 0
+        for entry in range(begin, end):
+            key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
+            more += ti.select(key > lowest, 1, 0)
+            same += ti.select(key == lowest, 1, 0)
+        ti.simt.block.sync()
+        above[thread], equal[thread] = more, same
+        ti.simt.block.sync()
+        all_above, above_before, equal_before = 0, 0, 0
+        for j in range(BLOCK):
+            all_above += above[j]
+            above_before += ti.select(j < thread, above[j], 0)
+            equal_before += ti.select(j < thread, equal[j], 0)
+        room = ti.select(lowest == ti.u32(0), 0, k - all_above)  # of those that equal the lowest
+        to = params[P.out_first] + row * k * page
+        place = above_before + ti.min(equal_before, room)
+        for entry in range(begin, end):
+            key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
+            chosen = 0
+            if key > lowest:
+                chosen = 1
+            elif key == lowest:
+                chosen = ti.select(equal_before < room, 1, 0)
+                equal_before += 1
+            if chosen != 0:
+                for j in range(page):
+                    token = entry * page + j
+                    out[to + place * page + j] = ti.select(token < tokens, token, -1)
+                place += 1
+        all_equal = 0
+        for j in range(BLOCK):
+            all_equal += equal[j]
+        written = (all_above + ti.min(all_equal, room)) * page
+        for n in range((k * page - written - thread + BLOCK - 1) // BLOCK):
+            out[to + written + n * BLOCK + thread] = -1
+
+    return select_row
+
+
+def make_select_cpu(serial, valid_bits, VALID):
+    """`make_select` on CPU, whose loops over entries are real functions, for LLVM to vectorise them."""
+    uid = zlib.crc32(repr(("select", serial, valid_bits)).encode()) >> 1
+    row_of, every = make_row_of(valid_bits), 1 if serial else LEAST_ITERATIONS
+
+    @ti.real_func
+    def count(scores: FLOATS, first: ti.i32, entries: ti.i32, tokens: ti.i32, page: ti.i32, sinks: ti.i32,
+              recent: ti.i32, wanted: ti.u32, number: ti.i32) -> ti.i32:  # fmt: skip
+        found = 0
+        for entry in range(entries):
+            key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
+            found += ti.select(key >= wanted, 1, 0)
+        return found
+
+    @ti.real_func
+    def write(scores: FLOATS, out: OUT, first: ti.i32, entries: ti.i32, tokens: ti.i32, page: ti.i32, sinks: ti.i32,
+              recent: ti.i32, lowest: ti.u32, room: ti.i32, to: ti.i32, end: ti.i32, number: ti.i32):  # fmt: skip
+        place, left = to, room
+        for entry in range(entries):
+            key = key_of(scores[first + entry], entry, tokens, page, sinks, recent)
+            equal = ti.select(key == lowest, ti.select(left > 0, 1, 0), 0)
+            left -= equal
+            if ti.select(key > lowest, 1, equal) != 0:
+                for j in range(page):
+                    token = entry * page + j
+                    out[place + j] = ti.select(token < tokens, token, -1)
+                place += page
+        for at in range(place, end):
+            out[at] = -1
+
+    @ti.func
+    def select_row(row, scores: ti.template(), valid: ti.template(), out: ti.template(), params):
+        first, tokens = row_of(row, valid, params)
+        page, sinks, recent, k = params[P.page], params[P.sinks], params[P.recent], params[P.k]
+        entries = ti.min((tokens + page - 1) // page, params[P.entries])
+        lowest = ti.u32(0)
+        for step in range(32):
+            wanted = lowest | (ti.u32(0x80000000) >> ti.cast(step, ti.u32))
+            found = count(scores, first, entries, tokens, page, sinks, recent, wanted, uid)
+            lowest = ti.select(found >= k, wanted, lowest)
+        room = 0
+        if lowest == ti.u32(KEPT):
+            room = k
+        elif lowest > ti.u32(0):
+            room = k - count(scores, first, entries, tokens, page, sinks, recent, lowest + ti.u32(1), uid)
+        to = params[P.out_first] + row * k * page
+        write(scores, out, first, entries, tokens, page, sinks, recent, lowest, room, to, to + k * page, uid)
+
+    @ti.kernel
+    def select(scores: FLOATS, valid: VALID, out: OUT, params: PARAMS):
+        ti.loop_config(serialize=serial)
+        for i in range(scores.shape[0]):
+            if i % every == 0:
+                select_row(i // every, scores, valid, out, params)
+
+    return select

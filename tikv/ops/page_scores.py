@@ -1,0 +1,250 @@
+"""What the keys of a page have between them, and the most that one of them can score: how queries choose pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tikv import dtypes, launch, runtime
+from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.errors import CapacityError, DTypeError, ShapeError
+from tikv.ops import checks
+from tikv.ops.attention.options import INTEGERS, QUERIES
+from tikv.ops.indices import host_indices, index_array
+from tikv.ops.plan import Launch, Plan
+from tikv.ops.quantize import Quantized
+
+SUMMARIZED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, *dtypes.FLOATS8)
+CHANNELS = 8  # that a thread of a CPU takes together
+SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another is awake
+
+
+def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any, Any]:
+    """The least and the greatest number of each channel of the keys of each page of neighbouring tokens.
+
+    Args:
+        k_cache: (B, H, S, D) float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; any strides with a contiguous
+            last axis. Token ``p`` of a sequence is row ``p``.
+        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence; or one int for all.
+        page: tokens of a page.
+
+    Returns:
+        (least, greatest), each (B, H, ceil(S / page), D) of the keys' dtype and kind. A page whose last tokens are not
+        there has those of the others, one without tokens 0 in both.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree, or keys that are int8 or codes.
+        CapacityError: a length on the host beyond S; on the device it is bounded.
+
+    Exactness: exact. A NaN among the keys is the least and the greatest.
+    Cost: one launch, which reads the keys once.
+    Source: Quest (Tang et al., 2024), whose pages these are.
+
+    Examples:
+        >>> import numpy as np, tikv
+        >>> keys = np.array([3, 1, 2, 5, 4], np.float32).reshape(1, 1, 5, 1)
+        >>> [a.ravel().tolist() for a in tikv.summarize_pages(keys, 5, page=2)]
+        [[1.0, 2.0, 4.0], [3.0, 5.0, 4.0]]
+    """
+    operation = "summarize_pages"
+    if isinstance(k_cache, Quantized):
+        raise DTypeError(f"{operation}: k_cache is codes of {k_cache.format}. Pass the keys that they were made of.")
+    live = runtime_of(k_cache)
+    size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
+    k = view(k_cache, "k_cache", operation)
+    lens, length, kept = _lengths(seq_lens, operation)
+    arrays = [k, *lens]
+    key = (operation, *[a.key for a in arrays], size)
+    plan: Any = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, _summary_plan(live, operation, arrays, size))
+    shape, entries = (*k.shape[:2], -(-k.shape[2] // size), k.shape[3]), _entries(arrays, length, k.shape[2], plan)
+    found = tuple(new_like(k_cache, shape, k.dtype, live) for _ in range(2))
+    plan.run([*arrays, *(view(a, "out", operation) for a in found)], entries)
+    del kept
+    return handed_over(found[0]), handed_over(found[1])
+
+
+def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int = 16) -> Any:
+    """The most that ``q.k`` of a key of each page can be, summed over the query heads of a KV head.
+
+    Of each channel the least or the greatest counts, whichever gives more: no key of the page scores higher.
+
+    Args:
+        q: (B, Hq, D) or (B, Hq, T, D) float32, float16 or bfloat16, the newest tokens' queries; any strides with a
+            contiguous last axis.
+        least, greatest: (B, H, P, D), as `summarize_pages` gives them; H divides Hq.
+        seq_lens: (B,) int32 or int64, or one int for all: tokens of each sequence, the newest included.
+        page: tokens of a page.
+
+    Returns:
+        (B, H, T, P) float32 of q's kind. A page that begins behind a query's own token has -infinity.
+
+    Raises:
+        ShapeError, DTypeError: arrays that do not agree.
+        CapacityError: a length on the host beyond the pages; on the device it is bounded.
+
+    Exactness: products and sums in float32. A NaN in a query, or in both summaries of a page, shows.
+    Cost: one launch, which reads the summaries once for each query head.
+
+    Examples:
+        >>> import numpy as np, tikv
+        >>> keys = np.array([3, 1, 2, 5, 4], np.float32).reshape(1, 1, 5, 1)
+        >>> least, greatest = tikv.summarize_pages(keys, 5, page=2)
+        >>> scores = tikv.page_scores(np.full((1, 1, 1), -1, np.float32), least, greatest, 5, page=2)
+        >>> scores.tolist(), tikv.select(scores, 2, page=2, valid=5).tolist()
+        ([[[[-1.0, -2.0, -4.0]]]], [[[[0, 1, 2, 3]]]])
+    """
+    operation = "page_scores"
+    live = runtime_of(q, least)
+    size = checks.integer(page, "page", operation, low=1, high=2**31 - 1)
+    names = ("q", "least", "greatest")
+    lens, length, kept = _lengths(seq_lens, operation)
+    arrays = [*(view(a, name, operation) for a, name in zip((q, least, greatest), names, strict=True)), *lens]
+    key = (operation, *[a.key for a in arrays], size)
+    plan: Any = live.plans.get(key)
+    if plan is None:
+        plan = live.plans.keep(key, _score_plan(live, operation, arrays, size))
+    entries = _entries(arrays, length, arrays[1].shape[2] * size, plan)
+    queries = arrays[0].shape[2] if arrays[0].ndim == 4 else 1
+    out = new_like(q, (*arrays[1].shape[:2], queries, arrays[1].shape[2]), dtypes.float32, live)
+    plan.run([*arrays, view(out, "out", operation)], entries)
+    del kept
+    return handed_over(out)
+
+
+def _lengths(seq_lens: Any, operation: str) -> tuple[list[ArrayView], int, Any]:
+    """(the view of an array of lengths, if it is one; the number, if it is that; what the view does not keep)."""
+    if isinstance(seq_lens, INTEGERS):
+        return [], checks.integer(seq_lens, "seq_lens", operation), None
+    kept = index_array(seq_lens, "seq_lens", operation)
+    return [view(kept, "seq_lens", operation)], 0, kept
+
+
+def _entries(arrays: Sequence[ArrayView], length: int, capacity: int, plan: Plan) -> dict[str, int]:
+    """The entry of one length for all sequences; lengths are checked where the host knows them.
+
+    Raises:
+        CapacityError: one is negative or beyond the capacity.
+    """
+    given = "seq_lens" in plan.names
+    known = host_indices(arrays[-1], plan.live) if given else None
+    for number in (length,) if known is None else (known.min(initial=0), known.max(initial=0)):
+        if not 0 <= number <= capacity:
+            raise CapacityError(f"{plan.operation}: seq_lens has {number} where 0 to {capacity} is possible.")
+    return {} if given else {"length": length}
+
+
+def _check_lengths(lens: Sequence[ArrayView], batch: int, operation: str) -> None:
+    for a in lens:
+        checks.indices(a, "seq_lens", operation)
+        checks.rank(a, (1,), "seq_lens", "(B,)", operation)
+        checks.extent(a.shape[0], batch, "the number of lengths", operation)
+
+
+def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], page: int) -> Plan:
+    """A summary of pages of keys of this form."""
+    k, lens = arrays[0], arrays[1:]
+    names = ("k_cache", *["seq_lens"] * len(lens), "least", "greatest")
+    checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
+    checks.rank(k, (4,), "k_cache", "(B, H, S, D)", operation)
+    checks.readable(k, "k_cache", operation)
+    if k.dtype not in SUMMARIZED:
+        raise DTypeError(f"{operation}: k_cache is {describe(k)}; keys are {', '.join(a.name for a in SUMMARIZED)}.")
+    _check_lengths(lens, k.shape[0], operation)
+    batch, heads, capacity, width = k.shape
+    pages, channels = -(-capacity // page), math.gcd(width, CHANNELS) if live.is_cpu else 1
+    items = checks.integer(batch * heads * pages * width // channels, "channels of pages", operation, high=2**31 - 1)
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        from tikv.kernels.page_scores import PageParams, make_summarize_pages
+
+        k, least, greatest = arrays[0], *arrays[-2:]
+        numbers = PageParams(
+            items=items, heads=heads, pages=pages, page=page, capacity=capacity, **_numbers_of_lengths(arrays[1:-2]),
+            **_strides("k", k), **_strides("least", least), **_strides("greatest", greatest),
+        )  # fmt: skip
+        serial = live.is_cpu and batch * heads * capacity * width < SERIAL_NUMBERS
+        bits = arrays[1].dtype.itemsize * 8 if len(arrays) > 3 else 0
+        kernel = launch.kernel(
+            live, make_summarize_pages, live.kernel_style, serial, k.dtype.short, width, channels, bits
+        )
+        given = [k, arrays[1] if bits else k, least, greatest]
+        return [Launch(kernel.bind(items, *given, numbers), given)]
+
+    return _plan(live, operation, names, arrays, 2, bind if items else None)
+
+
+def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], page: int) -> Plan:
+    """Scores of pages of this form."""
+    q, least, greatest, lens = *arrays[:3], arrays[3:]
+    names = ("q", "least", "greatest", *["seq_lens"] * len(lens), "out")
+    checks.on_device(list(zip(names, arrays, strict=False)), live, operation)
+    checks.rank(q, (3, 4), "q", "(B, Hq, D) or (B, Hq, T, D)", operation)
+    for a, name in zip(arrays[:3], names, strict=False):
+        checks.readable(a, name, operation)
+    for a, name in ((least, "least"), (greatest, "greatest")):
+        checks.rank(a, (4,), name, "(B, H, P, D)", operation)
+        if a.dtype not in SUMMARIZED:
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; pass what `summarize_pages` gives.")
+    checks.same_dtype(least, greatest, "least", "greatest", operation)
+    if q.dtype not in QUERIES:
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+    if greatest.shape != least.shape:
+        raise ShapeError(f"{operation}: greatest is {describe(greatest)} where {least.shape} is needed, as of least.")
+    detail = f"q: {describe(q)}, least: {describe(least)}"
+    batch, heads, pages, width = least.shape
+    checks.extent(q.shape[0], batch, "the batch of q", operation, detail)
+    checks.extent(q.shape[-1], width, "the head width of q", operation, detail)
+    if heads == 0 or q.shape[1] % heads:
+        raise ShapeError(f"{operation}: {q.shape[1]} query heads do not divide among {heads} KV heads ({detail}).")
+    _check_lengths(lens, batch, operation)
+    queries = q.shape[2] if q.ndim == 4 else 1
+    items = checks.integer(batch * heads * queries * pages, "scores", operation, high=2**31 - 1)
+
+    def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
+        from tikv.kernels.page_scores import PageParams, make_page_scores
+
+        q, least, greatest, out = *arrays[:3], arrays[-1]
+        numbers = PageParams(
+            items=items, heads=heads, group=q.shape[1] // heads, queries=queries, pages=pages, page=page,
+            capacity=pages * page, out_first=out.offset // 4, **_numbers_of_lengths(arrays[3:-1]),
+            **_strides("k", q), **_strides("least", least), **_strides("greatest", greatest),
+        )  # fmt: skip
+        serial = live.is_cpu and items * width * q.shape[1] // heads < SERIAL_NUMBERS
+        bits = arrays[3].dtype.itemsize * 8 if len(arrays) > 4 else 0
+        codes = q.dtype.short, least.dtype.short
+        kernel = launch.kernel(live, make_page_scores, live.kernel_style, serial, *codes, width, bits)
+        given = [q, least, greatest, arrays[3] if bits else q, out]
+        return [Launch(kernel.bind(items, *given, numbers), given)]
+
+    return _plan(live, operation, names, arrays, 1, bind if items else None)
+
+
+def _plan(
+    live: runtime.Runtime,
+    operation: str,
+    names: Sequence[str],
+    arrays: Sequence[ArrayView],
+    results: int,
+    bind: Callable[[Sequence[ArrayView]], list[Launch]] | None,
+) -> Plan:
+    """A plan that reads these arrays and writes so many results."""
+    for a, name in zip(arrays, names, strict=False):
+        checks.addressable(a, a.dtype.itemsize, live, name, operation)
+    return Plan(live, operation, tuple(names), [False] * len(arrays) + [True] * results, bind)
+
+
+def _numbers_of_lengths(lens: Sequence[ArrayView]) -> dict[str, int]:
+    if not lens:
+        return {}
+    return {"lens_sequence": lens[0].strides[0], "lens_first": lens[0].offset // lens[0].dtype.itemsize}
+
+
+def _strides(name: str, a: ArrayView) -> dict[str, int]:
+    """Where rows of an array begin, as of `PageParams`: of sequences, heads, and tokens or pages."""
+    token = "token" if name == "k" else "page"
+    found = {f"{name}_sequence": a.strides[0], f"{name}_head": a.strides[1], f"{name}_first": a.offset}
+    found[f"{name}_first"] //= a.dtype.itemsize
+    return found | {f"{name}_{token}": a.strides[2] if a.ndim == 4 else 0}
