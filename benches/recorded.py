@@ -257,7 +257,7 @@ def panels(docs: pathlib.Path = ROOT / "docs") -> tuple[list[list[Panel]], str]:
     work = table(here, "work", "tikv", "peer", "ratio", "device memcpy")
     kept = only([each for each in here if each.columns == ["work", "tikv", "peer"]], "the table of compact")
     decode = only([each for each in here if {"pages", "Triton"} <= set(each.columns)], "the table with Triton")
-    roof = only(re.findall(r"`torch\.sum` has ([\d,]+)", part), "what torch.sum has")
+    roof = only(re.findall(r"`torch\.sum` reaches ([\d,]+)", part), "what torch.sum has")
     left = [copies(work, kept), calls(work), formats(table(here, "kept as", "write"))]
     right = [
         decodes(decode, float(roof.replace(",", ""))),
