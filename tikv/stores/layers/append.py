@@ -293,6 +293,7 @@ class Appends:
     def __init__(self, memory: LayerMemory) -> None:
         self.memory = memory
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
+        self._fitting: BoundedCache[Any, bool] = BoundedCache()  # what new rows look like that fit
 
     def append_first(
         self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
@@ -408,9 +409,18 @@ class Appends:
         Returns:
             Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
         """
+        axes = (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
+        key = (given.key, layout, stacked, len(layers), self.memory.batch_size)
+        if self._fitting.get(key) is None:
+            self._check(operation, layers, given, layout, stacked)
+            self._fitting.keep(key, True)
+        refuse_shared(operation, layers, given)
+        return [self._rows(a, stacked) for a in given], axes
+
+    def _check(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+        """New K and V have the axes, the dtype and the extents of what is appended to the layers, or are refused."""
         memory, (k, v) = self.memory, given
-        token_major = checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major"
-        token_axis, head_axis = (1, 2) if token_major else (2, 1)
+        token_axis, head_axis = (1, 2) if layout == "token_major" else (2, 1)
         named = (("k", k), ("v", v))
         checks.on_device(named, memory.runtime, operation)
         checks.same_dtype(k, v, "k", "v", operation)
@@ -421,10 +431,14 @@ class Appends:
                 f"{operation}: cannot append {k.dtype.name} to a {memory.rows.name} store (k: {describe(k)}). Append "
                 f"{' or '.join(allowed)}{store}."
             )
+        axes, lead = "T, H, D" if token_axis == 1 else "H, T, D", "num_layers, batch" if stacked else "batch"
+        shape = f"({lead}, {axes})" + (", or without the batch" if memory.batch_size == 1 else "")
+        full = 5 if stacked else 4
         rows = []
         for name, a in named:
             checks.readable(a, name, operation)
-            rows.append(self._rows(operation, name, a, token_axis, stacked))
+            checks.rank(a, (full - 1, full) if memory.batch_size == 1 else (full,), name, shape, operation)
+            rows.append(self._rows(a, stacked))
         tokens = rows[0].shape[1 + token_axis]
         for (name, whole), a, width in zip(named, rows, memory.rows.widths, strict=True):
             detail = f"{name}: {describe(whole)}, {layout}"
@@ -435,17 +449,11 @@ class Appends:
             checks.extent(a.shape[4], width, f"the head width of {name}", operation, detail)
             of_k = f"k: {describe(k)}"
             checks.extent(a.shape[1 + token_axis], tokens, f"the number of tokens of {name}", operation, of_k)
-        refuse_shared(operation, layers, (k, v))
-        return rows, (token_axis, head_axis)
 
-    def _rows(self, operation: str, name: str, a: ArrayView, token_axis: int, stacked: bool) -> ArrayView:
+    @staticmethod
+    def _rows(a: ArrayView, stacked: bool) -> ArrayView:
         """The array as (layers, batch, ., ., width), whichever of the leading axes it came without."""
-        full, one = 5 if stacked else 4, self.memory.batch_size == 1
-        if a.ndim == full - 1 and one:
-            at = 1 if stacked else 0
+        at = 1 if stacked else 0
+        if a.ndim == at + 3:
             a = a.restrided((*a.shape[:at], 1, *a.shape[at:]), (*a.strides[:at], 0, *a.strides[at:]))
-        axes = "T, H, D" if token_axis == 1 else "H, T, D"
-        lead = "num_layers, batch" if stacked else "batch"
-        wanted = f"({lead}, {axes})" + (", or without the batch" if one else "")
-        checks.rank(a, (full,), name, wanted, operation)
         return a if stacked else a.batch_of_one()
