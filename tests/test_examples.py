@@ -1,5 +1,6 @@
 """examples/: the model is the one its files describe, and a cache changes how fast it writes, never what."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -245,6 +246,81 @@ def test_hf_generate_says_what_is_wrong(arguments, words, monkeypatch, capsys):
     assert end.value.code == 2, said
     assert words in said
     assert "Traceback" not in said
+
+
+@pytest.fixture
+def whole_model(monkeypatch):
+    """The example, with a model that is smaller still; in this process, which has imported transformers already."""
+    pytest.importorskip("transformers")
+    example = importlib.import_module("whole_model")
+    tiny = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "vocabulary": 97}
+    monkeypatch.setattr(example, "SIZES", {"small": (tiny, 24, "float32"), "large": example.SIZES["large"]})
+    return example
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.filterwarnings("default")
+def test_whole_model_compares_time_memory_and_text(whole_model, arch, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.svg"
+    command = ["whole_model.py", "--device", "cpu", "--tokens", "6", "--rounds", "1", "--formats", "model", "int8"]
+    monkeypatch.setattr(sys, "argv", [*command, "--window", "20", "--json", "--plot", str(picture)])
+    whole_model.main()
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    names = ["DynamicCache", "TikvCache", "TikvCache, window 20", "TikvCache, int8", "TikvCache, int8, window 20"]
+    assert [row["name"] for row in rows] == names
+    numbers = 2 * 2 * 64 * 29  # K and V, layers, width, tokens held
+    assert rows[0]["cache_mb"] == numbers * 4 / 1e6
+    assert rows[1]["cache_mb"] == 2 * 2 * 64 * 30 * 4 / 1e6
+    assert rows[3]["cache_mb"] == 2 * 2 * (64 + 2) * 30 / 1e6
+    assert [row["as_dynamic"] for row in rows[:2]] == [6, 6]
+    assert [row["as_eager"] for row in rows] == [6] * 5
+    for row in rows:
+        assert min(row["first_call_s"], row["prompt_ms"]) > 0
+        assert row["token_ms"] >= 0
+    assert all(name in picture.read_text(encoding="utf-8") for name in names)
+    lines = whole_model.table([whole_model.Row(**row) for row in rows] + [whole_model.Row("more", failed="no room")])
+    assert lines[2].split()[-6:] == ["6", "of", "6"] * 2
+    assert lines[-1].split() == ["more", "no", "room"]
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.filterwarnings("default")
+def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
+    import torch
+
+    class Forgets(whole_model.TikvCache):
+        def update(self, keys, values, layer, *args, **kwargs):
+            keys, values = super().update(keys, values, layer, *args, **kwargs)
+            return keys, values * 0.5 if keys.shape[2] > 24 else values
+
+    model = whole_model.model_of("small", "cpu", torch.float32)
+    model.generation_config.eos_token_id = None
+    ways = whole_model.ways_of(model.config, ["model"], 40, None, False)
+    ways.append(whole_model.Way("forgets", lambda: Forgets(model.config)))
+    ids = torch.arange(1, 49).reshape(2, 24)
+    rows = whole_model.measure(model, ids, ways, 12, 1, lambda what: None)
+    assert [row.as_dynamic for row in rows[:2]] == [12, 12]
+    assert rows[2].as_dynamic < 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "1"], "--tokens 1: at least 2"),
+        (["--batch", "0"], "--batch 0: at least 1"),
+        (["--window", "4"], "--window 4: more than its 4 sinks"),
+        (["--formats", "int7"], "invalid choice: 'int7'"),
+        (["nowhere/at/all"], "nowhere/at/all: "),
+    ],
+)
+def test_whole_model_says_what_is_wrong(whole_model, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["whole_model.py", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as end:
+        whole_model.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    assert words in said
 
 
 def test_a_tree_of_guesses_writes_the_text_of_plain_decoding(model):

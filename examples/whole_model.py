@@ -1,0 +1,367 @@
+"""What a cache costs inside of a whole `generate`: milliseconds a token, memory, and whether the text is the same.
+
+    python examples/whole_model.py                                  a small Llama with random weights, in a minute
+    python examples/whole_model.py --prompt 4096 --formats model int8
+    python examples/whole_model.py --batch 8 --window 256           also a window of 256 tokens with 4 sinks
+    python examples/whole_model.py --size medium                    8 layers of 512; large, as on a GPU: 16 of 2,048
+    python examples/whole_model.py path/to/checkpoint               any causal model on disk
+    python examples/whole_model.py --json > table.json
+    python examples/whole_model.py --plot table.svg                 needs matplotlib
+
+Each row is one cache: transformers' DynamicCache; its StaticCache, which `generate` compiles, where a GPU is; and
+TikvCache with attention "tikv", in each format. All write as many tokens from the same random prompt, by turns; medians
+count. The columns:
+
+    first call     seconds of the first `generate`, compiling included
+    prompt         milliseconds until the first token is there
+    a token        milliseconds of each token after that
+    peak           memory at its highest, beyond the model and what was there before; on a CPU of the process, to a few
+                   megabytes, so that small caches do not show in it
+    cache          memory of keys, values and scales when the text is written
+    as Dynamic     how many tokens are those of DynamicCache, before the first that is another
+    as eager       the same, of the cache itself, with torch's attention and nothing compiled
+
+With float32 all of a text should be the same. With bfloat16 it may part where two tokens are nearly as likely, with
+fewer bits sooner. To know what a format costs in quality, see examples/formats.py.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import inspect
+import json
+import os
+import statistics
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import tikv
+from tikv import extras
+
+try:
+    import torch
+    import transformers
+
+    from tikv.integrations.transformers import TikvCache
+except ImportError as error:
+    sys.exit(f"{__doc__}\n{extras.missing('This example', error, 'transformers')}")
+
+# The argument has this name since transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+SIZES = {  # of the model; its prompt; dtype
+    "small": ({"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "vocabulary": 4096}, 128, "float32"),
+    "medium": ({"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 4096}, 512, "float32"),
+    "large": ({"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "vocabulary": 32000}, 4096, "bfloat16"),
+}
+FORMATS = {
+    "model": None,
+    "float16": "float16",
+    "float8": "float8_e4m3fn",
+    "int8": "int8",
+    "q8_0": "q8_0",
+    "4 bits": tikv.Quant(bits=4, group=32),
+}
+SINKS = 4
+
+
+@dataclasses.dataclass
+class Way:
+    """A cache to be measured: `make` gives an empty one; `attention` and `eager` are how the model runs with it."""
+
+    name: str
+    make: object
+    attention: str = "sdpa"
+    eager: bool = False
+
+
+@dataclasses.dataclass
+class Row:
+    """What was measured of it; None where this machine does not tell."""
+
+    name: str
+    first_call_s: float | None = None
+    prompt_ms: float | None = None
+    token_ms: float | None = None
+    peak_mb: float | None = None
+    cache_mb: float | None = None
+    as_dynamic: int | None = None
+    as_eager: int | None = None
+    tokens: int = 0
+    failed: str = ""
+
+
+def model_of(size, device, dtype):
+    """A Llama with random weights, so large that attention counts and the text does not repeat itself at once."""
+    numbers = SIZES[size][0]
+    config = transformers.LlamaConfig(
+        vocab_size=numbers["vocabulary"],
+        hidden_size=numbers["hidden"],
+        intermediate_size=4 * numbers["hidden"],
+        num_hidden_layers=numbers["layers"],
+        num_attention_heads=numbers["heads"],
+        num_key_value_heads=numbers["kv_heads"],
+        head_dim=128 if size == "large" else 64,
+        max_position_embeddings=131072,
+        initializer_range=numbers["hidden"] ** -0.5,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def ways_of(config, names, most, window, on_gpu):
+    """The rows of the table, in order."""
+    found = [Way("DynamicCache", lambda: transformers.DynamicCache(config=config))]
+    if on_gpu:
+        found.append(Way("StaticCache, compiled", lambda: transformers.StaticCache(config=config, max_cache_len=most)))
+    for name in names:
+        dtype = FORMATS[name]
+        title = "TikvCache" if dtype is None else f"TikvCache, {name}"
+        found.append(Way(title, lambda dtype=dtype: TikvCache(config, max_cache_len=most, dtype=dtype), "tikv"))
+        if window:
+            made = lambda dtype=dtype: TikvCache(config, window=window, sinks=SINKS, dtype=dtype)  # noqa: E731
+            found.append(Way(f"{title}, window {window}", made, "tikv"))
+    return found
+
+
+class Memory:
+    """How much memory is taken beyond what was there at `start`: of the GPU, or resident memory of a Linux process."""
+
+    def __init__(self, on_gpu):
+        self.on_gpu = on_gpu
+        self.before = 0
+
+    def start(self):
+        """From here on."""
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest so far
+        self.before = self._status("VmRSS") or 0
+
+    def peak(self):
+        """Bytes, or None."""
+        if self.on_gpu:
+            return torch.cuda.max_memory_allocated() - self.before
+        highest = self._status("VmHWM")
+        return None if highest is None else max(0, highest - self.before)
+
+    @staticmethod
+    def _status(name):
+        try:
+            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)
+
+
+def bytes_of(cache):
+    """Memory of keys, values and scales."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes
+    arrays = [a for layer in cache.layers for a in (layer.keys, layer.values)]
+    return sum(a.untyped_storage().nbytes() for a in arrays)
+
+
+def generate(model, ids, way, tokens):
+    """(the new tokens, seconds, the cache)."""
+    model.set_attn_implementation(way.attention)
+    cache = way.make()
+    options = {"disable_compile": True} if way.eager else {}
+    wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    out = model.generate(ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False, **options)
+    wait()
+    return out[:, ids.shape[1] :], time.perf_counter() - start, cache
+
+
+def same(text, other):
+    """How many of the tokens, counted in the sequence where they are fewest, come before the first that differs."""
+    alike = (text == other).int().cumprod(1)
+    return int(alike.sum(1).min())
+
+
+def measure(model, ids, ways, tokens, rounds, say):
+    """A row for each way. Timed runs go by turns, so that all meet the same machine."""
+    rows, texts, times = [], {}, {}
+    memory = Memory(ids.is_cuda)
+    for way in ways:
+        say(f"{way.name}: first call")
+        row = Row(way.name, tokens=tokens)
+        rows.append(row)
+        try:
+            if ids.is_cuda:
+                torch._dynamo.reset()
+            _, row.first_call_s, _ = generate(model, ids, way, 4)
+            memory.start()
+            texts[way.name], _, cache = generate(model, ids, way, tokens)
+            peak, row.cache_mb = memory.peak(), bytes_of(cache) / 1e6
+            row.peak_mb = None if peak is None else peak / 1e6
+            del cache
+            row.as_dynamic = same(texts[way.name], texts.get(ways[0].name, texts[way.name]))
+            own = dataclasses.replace(way, attention="sdpa", eager=True)
+            row.as_eager = same(texts[way.name], generate(model, ids, own, tokens)[0])
+            times[way.name] = [], []
+        except (torch.OutOfMemoryError, tikv.CapacityError) as error:
+            row.failed = f"does not fit: {str(error).splitlines()[0][:80]}"
+    for turn in range(rounds):
+        for way in ways:
+            if way.name in times:
+                say(f"{way.name}: round {turn + 1} of {rounds}")
+                for found, n in zip(times[way.name], (1, tokens), strict=True):
+                    found.append(generate(model, ids, way, n)[1])
+    for row in rows:
+        if row.name in times:
+            first, whole = map(statistics.median, times[row.name])
+            row.prompt_ms = 1000 * first
+            row.token_ms = 1000 * max(0.0, whole - first) / (tokens - 1)
+    return rows
+
+
+def table(rows):
+    """The rows as lines of text."""
+
+    def number(value, digits):
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    def share(row, value):
+        return "" if value is None else f"{value} of {row.tokens}"
+
+    head = ("cache", "first call, s", "prompt, ms", "a token, ms", "peak, MB", "cache, MB", "as Dynamic", "as eager")
+    lines = [head]
+    for row in rows:
+        numbers = (row.first_call_s, 1), (row.prompt_ms, 1), (row.token_ms, 2), (row.peak_mb, 1), (row.cache_mb, 1)
+        cells = [number(*each) for each in numbers] + [share(row, row.as_dynamic), share(row, row.as_eager)]
+        lines.append((row.name, *cells) if not row.failed else (row.name, row.failed, *[""] * 6))
+    told = [line for line, row in zip(lines, (None, *rows), strict=True) if row is None or not row.failed]
+    widths = [max(len(line[i]) for line in told) for i in range(len(head))]
+    widths[0] = max(len(line[0]) for line in lines)
+    found = []
+    for line in lines:
+        cells = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        found.append("  ".join((line[0].ljust(widths[0]), *cells)).rstrip())
+    return found
+
+
+def plot(rows, title, path):
+    """Bars of milliseconds a token and of memory."""
+    matplotlib = extras.need("matplotlib", "--plot")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn = [row for row in rows if not row.failed][::-1]
+    names = [row.name for row in drawn]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 1.5 + 0.35 * len(drawn)), layout="constrained", sharey=True)
+    bars = left.barh(names, [row.token_ms for row in drawn], color="C0")
+    left.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    left.set(title="milliseconds a token")
+    if all(row.peak_mb is not None for row in drawn):
+        right.barh(names, [row.peak_mb for row in drawn], color="C7", label="peak")
+    bars = right.barh(names, [row.cache_mb for row in drawn], color="C1", height=0.5, label="cache")
+    right.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    right.set(title="megabytes")
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.margins(x=0.15)
+    figure.suptitle(textwrap.fill(title, 120), fontsize=8)
+    figure.savefig(path, dpi=120)
+    print(f"{path} written", file=sys.stderr)
+
+
+def parsed():
+    """The arguments, and the parser for what is found wrong later."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", help="a folder with a causal model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU where there is one")
+    parser.add_argument("--size", choices=SIZES, help="of the random model (small on a CPU, large on a GPU)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the model (float32, bfloat16)")
+    parser.add_argument("--prompt", type=int, help="tokens of the prompt (small 128, medium 512, large 4096)")
+    parser.add_argument("--tokens", type=int, default=32, help="to write (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="texts at once (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (default %(default)s)")
+    parser.add_argument("--window", type=int, help=f"also with a window of so many tokens, {SINKS} sinks among them")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
+                        help=f"of TikvCache, of {', '.join(FORMATS)}; model is the model's dtype")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
+    parser.add_argument("--plot", type=Path, help="write a picture there")
+    given = parser.parse_args()
+    given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
+    given.size = given.size or ("large" if given.device == "cuda" else "small")
+    given.dtype = given.dtype or SIZES["large" if given.device == "cuda" else "small"][2]
+    given.prompt = SIZES[given.size][1] if given.prompt is None else given.prompt
+    for name, least in (("prompt", 1), ("tokens", 2), ("batch", 1), ("rounds", 1)):
+        if getattr(given, name) < least:
+            parser.error(f"--{name} {getattr(given, name)}: at least {least}")
+    if given.window is not None and given.window <= SINKS:
+        parser.error(f"--window {given.window}: more than its {SINKS} sinks")
+    if given.plot:
+        try:
+            extras.need("matplotlib", "--plot")
+        except tikv.MissingPackageError as error:
+            parser.error(str(error))
+    return given, parser
+
+
+def main():
+    """Measure and print."""
+    given, parser = parsed()
+    tikv.init(given.device)
+    transformers.logging.set_verbosity_error()
+    dtype = getattr(torch, given.dtype)
+    if given.checkpoint:
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                given.checkpoint, local_files_only=True, dtype=dtype
+            )
+        except (OSError, ValueError) as error:
+            parser.error(f"{given.checkpoint}: {str(error).splitlines()[0]}")
+        model = model.to(given.device).eval()
+    else:
+        model = model_of(given.size, given.device, dtype)
+    model.generation_config.eos_token_id = None  # all texts are of one length
+    text = model.config.get_text_config()
+    torch.manual_seed(1)
+    ids = torch.randint(1, text.vocab_size, (given.batch, given.prompt)).to(given.device)
+    ways = ways_of(model.config, dict.fromkeys(given.formats), given.prompt + given.tokens, given.window, ids.is_cuda)
+
+    def say(what):
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+    rows = measure(model, ids, ways, given.tokens, given.rounds, say)
+    say("")
+    name = f"CPU, {torch.get_num_threads()} of {os.cpu_count()} threads"
+    if ids.is_cuda:
+        name = torch.cuda.get_device_name()
+    about = (
+        f"{type(model).__name__}, {text.num_hidden_layers} layers of {text.hidden_size}, {given.dtype}; batch "
+        f"{given.batch}, prompt {given.prompt:,}, {given.tokens} tokens; {name}; torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, tikv {tikv.__version__}"
+    )
+    if given.json:
+        print(json.dumps({"about": about, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2))
+    else:
+        print(about, *table(rows), sep="\n")
+        if not ids.is_cuda:
+            print("StaticCache, which generate compiles on a GPU alone, is left out.")
+    if given.plot:
+        plot(rows, about, given.plot)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
