@@ -36,7 +36,11 @@ FORMATS = {
     "int8": "int8",
     "q8_0": "q8_0",
     "q4_0": "q4_0",
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
     **{f"quant{bits}_32": tikv.Quant(bits=bits, group=32) for bits in (8, 4, 3, 2)},
+    **{f"quant{bits}_32_hadamard": tikv.Quant(bits=bits, group=32, rotate="hadamard") for bits in (4, 3, 2)},
 }
 PLAIN = "float32"  # what the others are compared with
 TURNS = 7  # of the timing over a long cache, of which the median counts
@@ -149,9 +153,9 @@ def main() -> None:
         parser.error(f"--text {error}")
 
     rows = measure(model, excerpts, given.formats, given.context)
-    print(f"{'format':<14} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
+    print(f"{'format':<18} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
     for name, nbytes, loss, rate, long_rate in rows:
-        print(f"{name:<14} {nbytes:>13,} {loss:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
+        print(f"{name:<18} {nbytes:>13,} {loss:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
     if given.plot:
         plot(rows, given.plot)
 

@@ -20,7 +20,8 @@ def parts_by_reference(row, x):
     if row.rule == "int8":
         codes, *numbers = reference.quantize(x)
     else:
-        codes, *numbers = reference.quantize_groups(x, row.bits, row.group, row.rule, np.float16)
+        scales = row.scale_dtypes[0].numpy
+        codes, *numbers = reference.quantize_groups(x, row.bits, row.group, row.rule, scales)
     return codes, [part for part in numbers if part is not None]
 
 

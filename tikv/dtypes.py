@@ -46,6 +46,7 @@ bfloat16 = DType("bfloat16", "bf16", np.dtype(ml_dtypes.bfloat16), (4, 16))
 float64 = DType("float64", "f64", np.dtype(np.float64), (2, 64))
 float8_e4m3fn = DType("float8_e4m3fn", "e4m3", np.dtype(ml_dtypes.float8_e4m3fn), (10, 8))
 float8_e5m2 = DType("float8_e5m2", "e5m2", np.dtype(ml_dtypes.float8_e5m2), (12, 8))
+float8_e8m0fnu = DType("float8_e8m0fnu", "e8m0", np.dtype(ml_dtypes.float8_e8m0fnu), (14, 8))  # powers of two
 int8 = DType("int8", "i8", np.dtype(np.int8), (0, 8))
 int32 = DType("int32", "i32", np.dtype(np.int32), (0, 32))
 int64 = DType("int64", "i64", np.dtype(np.int64), (0, 64))
@@ -56,7 +57,7 @@ uint32 = DType("uint32", "u32", np.dtype(np.uint32), (1, 32))  # words of codes,
 
 INDICES = (int32, int64)
 STORED = (*FLOATS, int8)
-ALL = (*STORED, *INDICES, uint32)
+ALL = (*STORED, *INDICES, uint32, float8_e8m0fnu)
 QUANTIZABLE = (float32, float16, bfloat16)  # into int8, and by a scale into 8 bits of floating point
 SCALES = (float16, float32)  # of int8
 GROUP_SCALES = (float16, float32, bfloat16)  # of groups of codes
@@ -73,6 +74,7 @@ CONVERSIONS = {
     "int32": ("int32",),
     "int64": ("int64",),
     "uint32": ("uint32",),
+    "float8_e8m0fnu": ("float8_e8m0fnu",),
 }
 """What a copy may turn a source dtype into, without being asked for more."""
 

@@ -8,6 +8,8 @@ all rows of a head, or of all heads, which the caller gives. The rules are in `k
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +21,9 @@ WORD_BITS = 32  # codes of groups lie in words of so many bits, the first in the
 BITS = (2, 3, 4, 8)
 GROUPS = (32, 64, 128)
 MOST_RESIDUAL = 1 << 30
+HADAMARD = "hadamard"
+MOST_SEED = 1 << 31
+FLOAT_RULES = ("mxfp8", "mxfp4", "nvfp4")  # whose codes are floats themselves
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Format:
     name: str
     scale_of: Literal["row", "group", "head"]  # that of a head, or of all heads, is the caller's
     bits: int
-    rule: str  # "int8", "float8", "affine", "q8_0" or "q4_0"
+    rule: str  # "int8", "float8", "affine", "q8_0", "q4_0", or one of `FLOAT_RULES`
     stored: DType
     scale_dtypes: tuple[DType, ...]
 
@@ -69,6 +74,8 @@ class GroupFormat(Format):
 
     group: int  # codes
     numbers: int  # 2: a scale and a bias; 1: a scale
+    tensor_scale: float = 1.0  # of nvfp4: what all numbers are divided by before they are encoded
+    seed: int | None = None  # of the signs by which rows are turned before that; None where they are not
 
     @property
     def code(self) -> str:
@@ -86,6 +93,34 @@ class GroupFormat(Format):
     def columns(self, words: int) -> int:
         """Columns of a row of so many words."""
         return words * WORD_BITS // self.bits
+
+    def __str__(self) -> str:
+        rotation = "" if self.seed is None else f"_{HADAMARD}{self.seed or ''}"
+        return f"{self.name}{rotation}"
+
+    @property
+    def unturned(self) -> GroupFormat:
+        """The same of rows that are not turned: of values, where this is of keys."""
+        return self if self.seed is None else replace(self, seed=None)
+
+    def scaled(self, tensor_scale: float) -> GroupFormat:
+        """The same whose numbers are all divided by a scale first."""
+        return replace(self, tensor_scale=tensor_scale)
+
+    @property
+    def own_scale_dtype(self) -> DType | None:
+        """The dtype of its scales where no other is offered, and ``scale_dtype`` says nothing of them."""
+        return self.scale_dtypes[0] if self.is_float else None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are floats, and scales floats of 8 bits."""
+        return self.rule in FLOAT_RULES
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether all numbers have a scale, beside those of their groups."""
+        return self.rule == "nvfp4"
 
     def groups(self, width: int, what: str, operation: str) -> int:
         """Groups of a row.
@@ -111,9 +146,15 @@ class Quant:
         axis: "head_dim", along the columns of a row; or "tokens": of keys a channel over a group of tokens, of values
             still along the columns, as KIVI has it. A `tikv.KVCacheStore` keeps it.
         residual: with "tokens", how many of the newest tokens, at least, stay as they came; not below the group.
+        rotate: "hadamard": keys are turned before they become codes, by signs and a Hadamard matrix of the largest
+            power of two that divides their width, in the launch that writes them; so are the queries of each call of
+            attention, once, and rounded to their dtype. Values are not turned, and keys that are read as numbers are
+            turned back. Not with "tokens", whose channels have scales of their own. A NaN or an infinity reaches all
+            numbers of its block.
+        seed: which signs, from 0 on. Each is compiled for.
 
     Raises:
-        OptionError: another number of bits or columns, another axis, or a residual that does not fit.
+        OptionError: another number of bits or columns, another axis, a residual that does not fit, or another rotation.
 
     Examples:
         >>> Quant(bits=4).format.name
@@ -124,6 +165,8 @@ class Quant:
     group: int = 64
     axis: str = "head_dim"
     residual: int = 0
+    rotate: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name, value, offered in (("bits", self.bits, BITS), ("group", self.group, GROUPS)):
@@ -136,15 +179,27 @@ class Quant:
         ):
             wanted = f"an int from {self.group}, the group, on" if self.axis == "tokens" else "0 with axis='head_dim'"
             raise OptionError(f"Quant: residual={self.residual!r} is not offered. Use {wanted}.")
+        if self.rotate not in (None, HADAMARD):
+            raise OptionError(f"Quant: rotate={self.rotate!r} is not offered. Use None or {HADAMARD!r}.")
+        if type(self.seed) is not int or not 0 <= self.seed < MOST_SEED or (self.seed and self.rotate is None):
+            wanted = f"an int from 0 to {MOST_SEED - 1}" if self.rotate else f"0, or rotate={HADAMARD!r}"
+            raise OptionError(f"Quant: seed={self.seed!r} is not offered. Use {wanted}.")
+        if self.rotate and self.axis == "tokens":
+            raise OptionError(
+                "Quant: rotate with axis='tokens' is not offered: each channel has scales of its own there, and turned "
+                "keys have no channels. Use axis='head_dim', or rotate=None."
+            )
 
     def __repr__(self) -> str:
         residual = f", residual={self.residual}" if self.residual else ""
-        return f"Quant(bits={self.bits}, group={self.group}, axis={self.axis!r}{residual})"
+        rotate = f", rotate={self.rotate!r}, seed={self.seed}" if self.rotate else ""
+        return f"Quant(bits={self.bits}, group={self.group}, axis={self.axis!r}{residual}{rotate})"
 
     @property
     def row(self) -> GroupFormat:
         """The row of the table, by which groups are encoded, whatever their axis."""
-        return GROUP_FORMATS[f"quant{self.bits}_{self.group}"]
+        name = f"quant{self.bits}_{self.group}"
+        return GROUP_FORMATS[name] if self.rotate is None else turned(name, self.seed)
 
     @property
     def format(self) -> GroupFormat:
@@ -178,6 +233,9 @@ FORMATS: dict[str, Format] = {
         *(Format(row.name, "head", 8, "float8", row, dtypes.SCALES) for row in dtypes.FLOATS8),
         _group_format("q8_0", 8, 32, "q8_0"),
         _group_format("q4_0", 4, 32, "q4_0"),
+        GroupFormat("mxfp8", "group", 8, "mxfp8", dtypes.uint32, (dtypes.float8_e8m0fnu,), 32, 1),
+        GroupFormat("mxfp4", "group", 4, "mxfp4", dtypes.uint32, (dtypes.float8_e8m0fnu,), 32, 1),
+        GroupFormat("nvfp4", "group", 4, "nvfp4", dtypes.uint32, (dtypes.float8_e4m3fn,), 16, 1),
         *(_group_format(f"quant{bits}_{group}", bits, group, "affine") for bits in BITS for group in GROUPS),
     )
 }
@@ -187,8 +245,10 @@ GROUP_FORMATS = {name: row for name, row in FORMATS.items() if isinstance(row, G
 OF_CODE = {row.code: row for row in FORMATS.values()}
 _OF_DTYPE = {row.stored: row for row in FORMATS.values() if not isinstance(row, GroupFormat)}
 
+_TURNED = re.compile(rf"(.+)_{HADAMARD}(\d{{,10}})")
+
 # What a message about a dtype adds where a format is taken as well.
-OR_FORMATS = ", q8_0, q4_0, or a tikv.Quant of 2, 3, 4 or 8 bits"
+OR_FORMATS = ", q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits"
 
 
 def format_of(kept: DType | GroupFormat) -> Format | None:
@@ -201,10 +261,31 @@ def format_of(kept: DType | GroupFormat) -> Format | None:
     return kept if isinstance(kept, Format) else _OF_DTYPE.get(kept)
 
 
+@functools.cache
+def turned(name: str, seed: int) -> GroupFormat:
+    """The row of that name, of rows that are turned by signs of that seed."""
+    return replace(GROUP_FORMATS[name], seed=seed)
+
+
+def block_of(width: int) -> int:
+    """Columns of a row of that width that are turned together: the largest power of two that divides it.
+
+    Examples:
+        >>> block_of(128), block_of(96), block_of(80)
+        (128, 32, 16)
+    """
+    return width & -width
+
+
 def parse_format(value: Any) -> GroupFormat | None:
     """The row of groups that a user's argument means, a `Quant`, a name or a row; None for anything else."""
     if isinstance(value, Quant):
         return value.format
     if isinstance(value, GroupFormat):
         return value
-    return GROUP_FORMATS.get(value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    found = _TURNED.fullmatch(value)
+    if found and found[1] in GROUP_FORMATS and int(found[2] or 0) < MOST_SEED:
+        return turned(found[1], int(found[2] or 0))
+    return GROUP_FORMATS.get(value)

@@ -444,8 +444,74 @@ def dequantize(q: Array, scale: Array, dtype: Any = np.float32) -> Array:
     return encode(q.astype(np.float32) * scale.astype(np.float32)[..., None], dtype)
 
 
+def hadamard_signs(width: int, seed: int = 0) -> Array:
+    """Of each column 1 or -1, by which rows that are turned are multiplied first, float32.
+
+    Examples:
+        >>> hadamard_signs(8).astype(int).tolist()
+        [1, 1, -1, 1, 1, 1, 1, 1]
+    """
+    signs = []
+    for column in range(width):
+        x = (column * 0x9E3779B1 + seed * 0x85EBCA77) % 2**32
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            x = (x ^ (x >> shift)) * factor % 2**32
+        signs.append(-1 if x >= 2**31 else 1)
+    return np.array(signs, np.float32)
+
+
+def hadamard(rows: Array, seed: int = 0, *, back: bool = False, dtype: Any = np.float32) -> Array:
+    """Rows (..., D) turned by signs and a Hadamard matrix, or turned back, in the arithmetic of `dtype`.
+
+    Blocks of n columns, the largest power of two that divides D, are multiplied by the matrix and by n ** -0.5.
+
+    Examples:
+        >>> hadamard(np.float32([[1.0, 0.0, 0.0, 0.0]])).tolist()
+        [[0.5, 0.5, 0.5, 0.5]]
+    """
+    width = rows.shape[-1]
+    n, signs = width & -width, hadamard_signs(width, seed).astype(dtype)
+    x = rows.astype(dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        x = (x if back else x * signs).reshape(-1, n)
+        apart = 1
+        while apart < n:
+            pairs = x.reshape(-1, n // (2 * apart), 2, apart)
+            x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(-1, n)
+            apart *= 2
+        x = (x * x.dtype.type(n**-0.5)).reshape(rows.shape)
+        found: Array = x * signs if back else x
+    return found
+
+
+_ELEMENTS: dict[str, Any] = {
+    "mxfp8": ml_dtypes.float8_e4m3fn,
+    "mxfp4": ml_dtypes.float4_e2m1fn,
+    "nvfp4": ml_dtypes.float4_e2m1fn,
+}
+
+
+def _float_groups(x: Array, rule: str, tensor_scale: Any) -> tuple[Array, Array]:
+    """The codes and scales of groups (n, group) of float32 whose codes are floats, saturated at their largest."""
+    element, largest = _ELEMENTS[rule], 448.0 if rule == "mxfp8" else 6.0
+    edge = np.where(np.isfinite(x), abs(x), 0).max(1)
+    x, edge = (np.divide(a, tensor_scale, dtype=np.float32) for a in (x, edge))
+    if rule == "nvfp4":
+        scales = np.minimum(edge / np.float32(6), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    else:
+        power = np.frexp(edge)[1] - np.frexp(largest)[1]  # the largest magnitude in the last octave of an element
+        scales = np.exp2(np.where(edge < 2.0**-126, -126, np.maximum(power, -126)).astype(np.float32))
+    nothing = (edge < 2.0**-100) if rule != "nvfp4" else scales == 0
+    y = np.nan_to_num(x, nan=np.nan, posinf=np.finfo(np.float32).max, neginf=-np.finfo(np.float32).max)
+    y = np.where(nothing[:, None], y * 0, y / np.where(nothing, 1, scales)[:, None]).astype(np.float32)
+    y = np.clip(y, -largest, largest)
+    if rule != "mxfp8":
+        y = np.where(np.isnan(y), np.float32(0), y)
+    return np.where(np.isnan(y), np.uint8(0x7F), y.astype(element).view(np.uint8)), scales
+
+
 def quantize_groups(
-    rows: Array, bits: int, group: int, rule: str, scale_dtype: Any = np.float16
+    rows: Array, bits: int, group: int, rule: str, scale_dtype: Any = np.float16, tensor_scale: float = 1.0
 ) -> tuple[Array, Array, Array | None]:
     """Groups of columns as codes with a scale, and with a bias where the rule is mlx's.
 
@@ -453,8 +519,9 @@ def quantize_groups(
         rows: (..., D) float32, float16 or bfloat16.
         bits: of a code.
         group: columns of a group.
-        rule: "affine", "q8_0" or "q4_0".
-        scale_dtype: of scales and biases.
+        rule: "affine", "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4".
+        scale_dtype: of scales and biases; of the last three float8_e8m0fnu, and of nvfp4 float8_e4m3fn.
+        tensor_scale: what all numbers are divided by first, of nvfp4.
 
     Returns:
         (..., D * bits / 32) uint32, (..., D / group) and the same or None.
@@ -468,7 +535,9 @@ def quantize_groups(
     known, largest = np.isfinite(x), np.finfo(np.float32).max
     biases = None
     with np.errstate(all="ignore"):
-        if rule == "affine":
+        if rule in _ELEMENTS:
+            codes, scales = _float_groups(x, rule, np.float32(tensor_scale))
+        elif rule == "affine":
             steps = np.float32(2**bits - 1)
             low, high = np.where(known, x, largest).min(1), np.where(known, x, -largest).max(1)
             low, high = (np.where(known.any(1), edge, np.float32(0)) for edge in (low, high))
@@ -501,7 +570,13 @@ def quantize_groups(
 
 
 def dequantize_groups(
-    words: Array, scales: Array, biases: Array | None, bits: int, rule: str, dtype: Any = np.float32
+    words: Array,
+    scales: Array,
+    biases: Array | None,
+    bits: int,
+    rule: str,
+    dtype: Any = np.float32,
+    tensor_scale: float = 1.0,
 ) -> Array:
     """The numbers that codes of groups stand for, rounded once to `dtype`.
 
@@ -516,11 +591,15 @@ def dequantize_groups(
         q = codes.view(np.int8).astype(np.float32)
     elif rule == "q4_0":
         q = codes.reshape(*words.shape[:-1], -1, 16, 2).swapaxes(-1, -2).reshape(codes.shape).astype(np.float32) - 8
+    elif rule in _ELEMENTS:
+        q = codes.view(_ELEMENTS[rule]).astype(np.float32)
     each = q.shape[-1] // scales.shape[-1]
     with np.errstate(all="ignore"):
         found = q * np.repeat(scales.astype(np.float32), each, axis=-1)
         if biases is not None:
             found = found + np.repeat(biases.astype(np.float32), each, axis=-1)
+        if rule == "nvfp4":
+            found = found * np.float32(tensor_scale)
         return encode(found.astype(np.float32), dtype)
 
 

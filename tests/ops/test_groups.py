@@ -12,7 +12,7 @@ from tikv.ops import row_copy
 BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDTH = 128
 FULL = pytest.mark.full
-FORMATS = ["quant2_32", "quant3_64", "quant4_64", "quant8_128", "q8_0", "q4_0"]
+FORMATS = ["quant2_32", "quant3_64", "quant4_64", "quant8_128", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4"]
 
 
 def awkward_groups(rng, dtype):
@@ -44,6 +44,11 @@ def compare(got, want, name):
             oracle.assert_same_bits(a, b, what=f"{what} of {name}")
 
 
+def scales_of(row, dtype=np.float32):
+    """The dtype of scales of rows of a dtype, where nothing else is asked for."""
+    return np.dtype(dtype) if row.rule == "affine" else row.scale_dtypes[0].numpy
+
+
 def reference_of(x, row, scale_dtype):
     return reference.quantize_groups(x, row.bits, row.group, row.rule, scale_dtype)
 
@@ -54,7 +59,7 @@ def test_the_rule(arch, rng, name):
     row = formats.FORMATS[name]
     dtype = {"quant2_32": np.float16, "quant3_64": BF16}.get(name, np.float32)
     x = awkward_groups(rng, dtype)
-    scale_dtype = np.dtype(dtype if row.rule == "affine" else np.float16)
+    scale_dtype = scales_of(row, dtype)
     got = tikv.quantize(oracle.place(x, arch), name)
     want = reference_of(x, row, scale_dtype)
     compare(split(got), want, name)
@@ -66,14 +71,14 @@ def test_the_rule(arch, rng, name):
     oracle.assert_same_bits(out, reference.dequantize_groups(*want, row.bits, row.rule, out_dtype))
 
 
-@pytest.mark.parametrize("name", ["quant4_64", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["quant4_64", "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4"])
 def test_numbers_that_are_none(arch, rng, name):
     """A NaN and an infinity leave the others of their group as they would be without them."""
     row = formats.FORMATS[name]
     x = rng.standard_normal((6, WIDTH)).astype(np.float32)
     x[0, 3], x[1, 70], x[2, 5], x[3] = np.nan, np.inf, -np.inf, np.nan
     x[4, :64] = np.inf
-    want = reference_of(x, row, np.float32 if row.numbers == 2 else np.float16)
+    want = reference_of(x, row, scales_of(row))
     compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
 
 
@@ -96,12 +101,48 @@ def ties(row, rng, groups):
     return np.where((rng.random(x.shape) < 0.5) & (x != 0), near, x)
 
 
+def float_ties(row, rng):
+    """Groups of every scale: numbers half-way between two floats of few bits, next to them, and beyond the largest."""
+    element = ml_dtypes.float8_e4m3fn if row.bits == 8 else ml_dtypes.float4_e2m1fn
+    codes = np.arange(128 if row.bits == 8 else 8, dtype=np.uint8).view(element).astype(np.float32)
+    codes = codes[np.isfinite(codes)]
+    middles = np.concatenate([(codes[1:] + codes[:-1]) / 2, codes, codes[-1] * np.float32([1, 1.01, 1.07, 1.25, 1.32])])
+    x = rng.choice(middles, (400, WIDTH)) * rng.choice(np.float32([-1, 1]), (400, WIDTH))
+    x[:, :: row.group] = codes[-1]  # so that the scale is one by which they are half-way, of MX's blocks
+    least, most = (-9, 8) if row.rule == "nvfp4" else (-80, 60)
+    x = x * np.exp2(rng.integers(least, most, (400, 1))).astype(np.float32)
+    near = (x.view(np.int32) + rng.integers(-2, 3, x.shape, np.int32)).view(np.float32)
+    return np.where((rng.random(x.shape) < 0.5) & (x != 0), near, x)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_floats_half_way(arch, rng, name):
+    """Also the least numbers of float32, of which none is lost but by its scale, and blocks that count as 0."""
+    row = formats.FORMATS[name]
+    x = np.concatenate([float_ties(row, rng), np.zeros((14, WIDTH), np.float32)])
+    for i, power in enumerate((-149, -127, -126, -117, -109, -101, -100, -99, -20, -10, -9, 9, 100, 127)):
+        x[400 + i] = np.ldexp(rng.uniform(-1, 1, WIDTH), power)
+    compare(split(tikv.quantize(oracle.place(x, arch), name)), reference_of(x, row, scales_of(row)), name)
+
+
+@pytest.mark.parametrize("scale", [0.0625, 3.1e-3])
+def test_a_scale_of_the_tensor(arch, rng, scale):
+    """By which numbers are divided first; one that is no power of two is rounded."""
+    row, x = formats.FORMATS["nvfp4"], awkward_groups(rng, np.float32)
+    want = reference.quantize_groups(x, 4, 16, "nvfp4", scales_of(row), tensor_scale=scale)
+    got = tikv.quantize(oracle.place(x, arch), "nvfp4", tensor_scale=scale)
+    compare(split(got), want, "nvfp4")
+    back = reference.dequantize_groups(*want, 4, "nvfp4", tensor_scale=scale)
+    oracle.assert_same_bits(tikv.dequantize(got), back)
+    assert not np.array_equal(want[0], reference_of(x, row, scales_of(row))[0])
+
+
 @pytest.mark.parametrize("name", ["quant4_64", "quant8_64", "q8_0", "q4_0"])
 def test_numbers_half_way(arch, rng, name):
     """Where a product with a reciprocal is on one side, and the quotient on the other."""
     row = formats.FORMATS[name]
     x = ties(row, rng, 2000 * WIDTH // row.group).reshape(-1, WIDTH)
-    want = reference_of(x, row, np.float32 if row.numbers == 2 else np.float16)
+    want = reference_of(x, row, scales_of(row))
     compare(split(tikv.quantize(oracle.place(x, arch), name)), want, name)
 
 
@@ -120,7 +161,7 @@ def test_codes_whose_bytes_are_not_counted(arch, rng, name, monkeypatch):
     """Arrays above 2 GiB, whose codes are stored by words: all arrays count as such."""
     monkeypatch.setattr(row_copy, "BYTES_COUNTED", 0)
     row, x = formats.FORMATS[name], awkward_groups(rng, np.float16)
-    compare(split(tikv.quantize(x, name)), reference_of(x, row, np.float16), name)
+    compare(split(tikv.quantize(x, name)), reference_of(x, row, scales_of(row, np.float16)), name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in formats.FORMATS.items() if row.rule == "affine"])
@@ -163,6 +204,9 @@ def test_gguf_gives_the_same_bits(arch, rng, name):
         ("quant4_64", 4, None, None),
         ("quant3_32", 1, None, None),
         ("q4_0", 1, 3, None),
+        ("mxfp8", 1, 3, None),
+        ("nvfp4", 4, None, None),
+        pytest.param("mxfp4", 4, None, None, marks=pytest.mark.full),
         pytest.param("q8_0", 1, None, 24, marks=pytest.mark.full),
     ],
 )
@@ -208,7 +252,7 @@ def test_caches_that_attention_refuses(arch, change, error, match):
         tikv.decode_attention(q, k, v, 3, k_scale=1.0, v_scale=1.0)
 
 
-SHARED = ["quant4_64", pytest.param("q8_0", marks=pytest.mark.full)]
+SHARED = ["quant4_64", *(pytest.param(name, marks=pytest.mark.full) for name in ("q8_0", "mxfp8", "nvfp4"))]
 
 
 def caches_of(rng, arch, name, *shape):
@@ -221,7 +265,7 @@ def check_rows(caches, before, rows, places, name):
     """`places` gives the row that each slot of a cache got, and every other bit is as it was."""
     row = formats.FORMATS[name]
     for cache, was, new in zip(caches, before, rows, strict=True):
-        coded = reference_of(np.ascontiguousarray(new), row, np.float32 if row.numbers == 2 else np.float16)
+        coded = reference_of(np.ascontiguousarray(new), row, scales_of(row))
         want = [None if a is None else a.copy() for a in was]
         for to, source in places:
             for a, b in zip(want, coded, strict=True):
@@ -411,6 +455,10 @@ def test_strided_rows_and_parts_of_others(arch, rng):
         (lambda x: tikv.Quant(bits=4, axis="rows"), tikv.OptionError, "axis='rows' is not offered"),
         (lambda x: tikv.quantize(x[:, :96], tikv.Quant(4, 64)), tikv.ShapeError, "x is 96 wide"),
         (lambda x: tikv.quantize(x, "q5_0"), tikv.DTypeError, "unknown dtype 'q5_0'"),
+        (lambda x: tikv.quantize(x, "float8_e4m3fn"), tikv.OptionError, "'int8', 'q8_0', 'q4_0', 'mxfp8', 'mxfp4'"),
+        (lambda x: tikv.quantize(x, "mxfp4", scale_dtype="float16"), tikv.DTypeError, "Use float8_e8m0fnu"),
+        (lambda x: tikv.quantize(x, "mxfp4", tensor_scale=2.0), tikv.OptionError, "mxfp4 has no scale of a whole"),
+        (lambda x: tikv.quantize(x, "nvfp4", tensor_scale=0.0), tikv.OptionError, "tensor_scale"),
         (lambda x: tikv.quantize(x.astype(np.float64), "q8_0"), tikv.DTypeError, "Pass float32"),
         (lambda x: tikv.quantize(x, "q8_0", scale_dtype="float32"), tikv.DTypeError, "not offered for q8_0"),
         (lambda x: tikv.dequantize(tikv.quantize(x, "q8_0"), x), tikv.OptionError, "Leave scale out"),

@@ -702,7 +702,11 @@ def test_an_empty_store_is_true(arch):
         ({"capacity": -1}, tikv.PositionError, "capacity=-1 is outside"),
         ({"dtype": "int32"}, tikv.DTypeError, "dtype int32 is not stored"),
         ({"dtype": "float8"}, tikv.DTypeError, "unknown dtype 'float8'"),
-        ({"dtype": "int4"}, tikv.DTypeError, "int8, q8_0, q4_0, or a tikv.Quant of 2, 3, 4 or 8 bits"),
+        (
+            {"dtype": "int4"},
+            tikv.DTypeError,
+            "int8, q8_0, q4_0, mxfp8, mxfp4, nvfp4, or a tikv.Quant of 2, 3, 4 or 8 bits",
+        ),
         ({"window": [4, 4]}, tikv.ShapeError, "window has 2 entries for num_layers=3"),
         ({"dtype": None}, tikv.DTypeError, "unknown dtype None"),
         ({"window": 0}, tikv.PositionError, "window=0 is outside"),

@@ -66,9 +66,9 @@ def save_prompt_cache(
     operation = "mlx.save_prompt_cache"
     checks.option(since, "since", operation, SINCE)
     format = cache.dtype if isinstance(cache.dtype, GroupFormat) and cache.dtype.rule == "affine" else None
-    if cache.v_dtype is not cache.dtype:
+    if cache.v_dtype != cache.dtype:
         raise OptionError(
-            f"{operation}: dtype={cache.dtype.name!r} and v_dtype={cache.v_dtype.name!r} differ, which is not offered. "
+            f"{operation}: dtype={str(cache.dtype)!r} and v_dtype={str(cache.v_dtype)!r} differ, which is not offered. "
             f"Use a store of one dtype."
         )
     if format is None and cache.dtype.name not in ("float32", "float16", "bfloat16"):

@@ -180,7 +180,7 @@ def _check_layer(layer: Any, said: dict[str, Any], name: str, entries: dict[str,
         names.add(f"{name}.{part}")
         nbytes += batch * heads * capacity * (width[0] if width else 1) * dtype.itemsize
     for mine, key in ((layer.storage.k, "dtype"), (layer.storage.v, "v_dtype")):
-        wanted = said["dtype"] if mine is None else mine.name
+        wanted = said["dtype"] if mine is None else str(mine)
         if form.get(key, form["dtype"]) != wanted:
             raise ValueError(f"{name} is stored as {files.words(form.get(key, form['dtype']))}, not {wanted}")
     return names, nbytes

@@ -9,7 +9,7 @@ from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError
 from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, parse_format
-from tikv.stores.row_format import appended, check_divided
+from tikv.stores.row_format import appended, check_divided, values_of
 
 OPERATION = "TikvCache"
 
@@ -32,6 +32,8 @@ def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: An
     """
     k = _stored_as(dtype, "dtype")
     v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype")
+    if isinstance(v, GroupFormat):
+        v = values_of(v, v_dtype, OPERATION)
     check_divided((k, v), (k_scale, v_scale), OPERATION)
     return Storage(k, v, k_scale, v_scale)
 
@@ -43,7 +45,7 @@ def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
     if isinstance(found, DType) and found.name not in APPENDED:
         raise DTypeError(
             f"{OPERATION}: {name}={found.name} is not stored. Use None for the model's, a tikv.Quant, or one of "
-            f"{', '.join(APPENDED)}, q8_0, q4_0."
+            f"{', '.join(APPENDED)}, q8_0, q4_0, mxfp8, mxfp4, nvfp4."
         )
     return found
 
@@ -61,10 +63,10 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
         model = dtypes.parse(states.dtype, name)
         if model.name not in appended(stored):
             fit = [row for row, sources in APPENDED.items() if model.name in sources]
-            gguf = [format for format in GROUP_FORMATS.values() if format.numbers == 1]
-            fit += [format.name for format in gguf if model.name in appended(format)]
+            named = [format for format in GROUP_FORMATS.values() if format.numbers == 1]
+            fit += [format.name for format in named if model.name in appended(format)]
             raise DTypeError(
-                f"{name}: {what} of {model.name} are not stored as {stored.name}. Use dtype=None, or one of "
+                f"{name}: {what} of {model.name} are not stored as {stored}. Use dtype=None, or one of "
                 f"{', '.join(fit)}."
             )
         if isinstance(stored, GroupFormat):

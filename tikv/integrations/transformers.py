@@ -151,8 +151,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             Where all layers slide, a sequence goes on beyond it, as with transformers' own static cache: a new token
             sees its window, or the newest ``max_cache_len`` tokens where these are fewer.
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
-            or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0" or "q4_0",
-            whose groups divide the heads. What is stored narrower is widened for each read.
+            or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
+            "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. What is stored narrower is widened for each
+            read.
         v_dtype: what values are stored in, where that is another than keys; as ``dtype``.
         k_scale, v_scale: of 8-bit floats, a number or one a KV head of every layer, as in `tikv.KVCacheStore`.
         window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
@@ -229,8 +230,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         self._limit = limit
         self._made = {
             "max_cache_len": limit,
-            "dtype": None if storage.k is None else storage.k.name,
-            "v_dtype": None if v_dtype is None or storage.v is None else storage.v.name,
+            "dtype": None if storage.k is None else str(storage.k),
+            "v_dtype": None if v_dtype is None or storage.v is None else str(storage.v),
             "k_scale": None if k_scale is None else np.asarray(k_scale, np.float64).tolist(),
             "v_scale": None if v_scale is None else np.asarray(v_scale, np.float64).tolist(),
             "window": window,

@@ -48,6 +48,8 @@ class CopyParams(NamedTuple):
     scale_head: int = 0
     k_scale: int = 0  # first entry of each scale array
     v_scale: int = 0
+    k_tensor: int = 0  # the bits of the scale of a tensor, of formats that have one
+    v_tensor: int = 0
 
 
 class PageNumbers(NamedTuple):

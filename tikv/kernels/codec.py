@@ -13,9 +13,16 @@ from tikv.runtime import ti
 
 WORD = {8: ti.u8, 16: ti.u16, 32: ti.u32, 64: ti.u64}
 SIZE = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "i8": 1}
-SCALE_WORD = {"": ti.u32, "f16": ti.u16, "bf16": ti.u16, "f32": ti.u32}  # of a row's or a group's scale
+SCALE_WORD = {
+    "": ti.u32,
+    "f16": ti.u16,
+    "bf16": ti.u16,
+    "f32": ti.u32,
+    "e4m3": ti.u8,
+    "e8m0": ti.u8,
+}  # of a row's or a group's scale
 # As CPU kernels see an array whose words are elements.
-ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "e4m3": ti.u8, "e5m2": ti.u8, "i8": ti.i8}
+ELEMENT = {"f32": ti.f32, "f16": ti.f16, "bf16": ti.u16, "e4m3": ti.u8, "e5m2": ti.u8, "i8": ti.i8, "e8m0": ti.u8}
 
 
 class Codec(NamedTuple):
@@ -26,6 +33,7 @@ class Codec(NamedTuple):
     elements: int
     src_bits: int
     dst_bits: int
+    turn: tuple[int, int] | None = None  # of codes of turned rows: columns of a block and seed, see `hadamard`
 
     @property
     def finds_scale(self) -> bool:
@@ -87,6 +95,23 @@ def e4m3_to_f32(bits):
 def e5m2_to_f32(bits):
     """The value of float8_e5m2 bits, the upper half of a float16's; exact."""
     return ti.cast(ti.bit_cast(ti.cast((bits & ti.u32(0xFF)) << ti.u32(8), ti.u16), ti.f16), ti.f32)
+
+
+@ti.func
+def e8m0_to_f32(bits):
+    """The value of float8_e8m0fnu bits, the exponent field of a float32; exact. The least is subnormal, 255 is NaN."""
+    special = ti.select(
+        bits == ti.u32(0), ti.u32(0x400000), ti.select(bits == ti.u32(255), ti.u32(0x400000), ti.u32(0))
+    )
+    return ti.bit_cast((bits << ti.u32(23)) | special, ti.f32)
+
+
+@ti.func
+def e2m1_to_f32(bits):
+    """The value of a float of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, whose doubles are the digits of a number."""
+    doubled = (ti.u32(0xC8643210) >> ((bits & ti.u32(7)) << ti.u32(2))) & ti.u32(15)
+    value = ti.cast(ti.cast(doubled, ti.i32), ti.f32) * ti.f32(0.5)
+    return ti.bit_cast(ti.bit_cast(value, ti.u32) | ((bits & ti.u32(8)) << ti.u32(28)), ti.f32)
 
 
 class Float8(NamedTuple):
@@ -253,6 +278,8 @@ def make_bits_to_f32(code):
             value = e4m3_to_f32(ti.cast(bits, ti.u32))
         elif ti.static(code == "e5m2"):
             value = e5m2_to_f32(ti.cast(bits, ti.u32))
+        elif ti.static(code == "e8m0"):
+            value = e8m0_to_f32(ti.cast(bits, ti.u32))
         else:
             value = ti.cast(ti.cast(ti.cast(bits, ti.u8), ti.i8), ti.f32)
         return value
@@ -273,6 +300,8 @@ def make_element_to_f32(code):
             found = e4m3_to_f32(ti.cast(x, ti.u32))
         elif ti.static(code == "e5m2"):
             found = e5m2_to_f32(ti.cast(x, ti.u32))
+        elif ti.static(code == "e8m0"):
+            found = e8m0_to_f32(ti.cast(x, ti.u32))
         else:
             found = ti.cast(x, ti.f32)
         return found
@@ -295,6 +324,8 @@ def make_f32_to_bits(code, style):
             bits = ti.cast(f32_to_f16(value), ti.u32)
         elif ti.static(code in FLOAT8):
             bits = f32_to_float8(value)
+        elif ti.static(code == "e8m0"):  # of powers of two alone
+            bits = (ti.bit_cast(value, ti.u32) >> ti.u32(23)) & ti.u32(0xFF)
         else:
             bits = ti.cast(f32_to_bf16(value), ti.u32)
         return bits

@@ -44,7 +44,7 @@ from tikv.kernels.codec import (
     word_array,
 )
 from tikv.kernels.exact import make_ratio
-from tikv.kernels.group_lanes import make_shared_groups
+from tikv.kernels.group_lanes import make_shared_groups, make_turn_back
 from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_unit
 from tikv.kernels.lanes import make_loop, make_row_max
@@ -266,10 +266,10 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
         if is_v:
             if ti.static(two):
                 rows_v(vs, vd, v_scale, ok, v_from, v_to, v_at, params[P.v_units], strides[V_SRC + S.head], v_head,
-                       scale_head)  # fmt: skip
+                       scale_head, ti.bit_cast(params[P.v_tensor], ti.f32))  # fmt: skip
         else:
             rows_k(ks, kd, k_scale, ok, k_from, k_to, k_at, params[P.k_units], strides[K_SRC + S.head], k_head,
-                   scale_head)  # fmt: skip
+                   scale_head, ti.bit_cast(params[P.k_tensor], ti.f32))  # fmt: skip
 
     return move_token_rows
 
@@ -277,18 +277,22 @@ def make_move_token_rows(heads, streams, src, dst, scale, types, uid):
 def make_token_rows(heads, stream, src_inner, dst_inner, scale, types, uid):
     """CPU: token_rows(src, dst, scales, ok, ...): a token's rows, if it is copied; the rest as `make_rows` has it."""
     codec = stream.codec
+    groups = codec.dst in GROUP_FORMATS or codec.src in GROUP_FORMATS
     if codec.dst in GROUP_FORMATS:
         rows = make_quantise_rows(heads, codec, scale, types)
     elif codec.src in GROUP_FORMATS:
-        rows = make_dequantise_rows(heads, codec, scale)
+        rows = make_dequantise_rows(heads, codec, scale, types, uid)
     else:
         rows = make_rows(heads, stream, src_inner, dst_inner, scale, types)
 
     @ti.func
     def token_rows(a: ti.template(), b: ti.template(), scales: ti.template(), ok, src_row, dst_row, scale_at, units,
-                   src_head, dst_head, scale_head):  # fmt: skip
+                   src_head, dst_head, scale_head, tensor):  # fmt: skip
         if ok:
-            rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
+            if ti.static(groups):
+                rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, tensor, uid)
+            else:
+                rows(a, b, scales, src_row, dst_row, scale_at, units, src_head, dst_head, scale_head, uid)
 
     return token_rows
 
@@ -310,10 +314,30 @@ def make_move_groups(style, streams, src, dst, lanes, scale):
         if ok:
             k_to, v_to = k_dst(b, d, h, strides), v_dst(b, d, h, strides)
             for n in range((k.units - lane + lanes - 1) // lanes):
-                move_k(ks, kd, k_scale, k_from, k_to, k_at, lane + n * lanes)
+                move_k(ks, kd, k_scale, k_from, k_to, k_at, lane + n * lanes, ti.bit_cast(params[P.k_tensor], ti.f32))
             if ti.static(two):
                 for n in range((v.units - lane + lanes - 1) // lanes):
-                    move_v(vs, vd, v_scale, v_from, v_to, v_at, lane + n * lanes)
+                    move_v(
+                        vs, vd, v_scale, v_from, v_to, v_at, lane + n * lanes, ti.bit_cast(params[P.v_tensor], ti.f32)
+                    )
+
+    return move_row
+
+
+def make_move_turned(style, streams, src, dst, scale):
+    """GPU: `make_move_row` of codes of turned rows that become numbers, of K or of V."""
+    (stream,) = streams
+    turn_back = make_turn_back(style, stream.codec, stream.units, scale)
+    row_at, row_to = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)
+
+    @ti.func
+    def move_row(i, b, h, lane, is_v, rows: ti.template(), arrays: ti.template(), strides, params):
+        ks, kd, k_scale = ti.static((arrays[0], arrays[1], arrays[5]))
+        ok, s, src_sequence, d, scale_offset, _, _, _ = rows
+        s = ti.select(ok, s, 0)
+        scale_at = ti.select(ok, scale_offset, 0) + params[P.k_scale]
+        turn_back(ks, kd, k_scale, i, lane, ok, row_at(src_sequence, s, h, strides), row_to(b, d, h, strides), scale_at,
+                  ti.bit_cast(params[P.k_tensor], ti.f32))  # fmt: skip
 
     return move_row
 
@@ -322,6 +346,8 @@ def make_move_row(style, streams, src, dst, lanes, scale):
     """GPU: move_row(...): a lane's part of a row, of K and of V."""
     k, v = streams[0], streams[-1]
     two = len(streams) == 2
+    if k.codec.src in GROUP_FORMATS and k.codec.turn is not None:
+        return make_move_turned(style, streams, src, dst, scale)
     if k.codec.src in GROUP_FORMATS:
         return make_move_groups(style, streams, src, dst, lanes, scale)
     if k.codec.dst in GROUP_FORMATS:
@@ -342,13 +368,14 @@ def make_move_row(style, streams, src, dst, lanes, scale):
         # A row that is skipped is read all the same, from slot 0, one of no sequence from sequence 0: a load without a
         # test is under way sooner.
         s = ti.select(ok, s, 0)
+        k_tensor, v_tensor = ti.bit_cast(params[P.k_tensor], ti.f32), ti.bit_cast(params[P.v_tensor], ti.f32)
         k_held = read_k(ks, lane, k_src(src_sequence, s, h, strides))
         if ti.static(two):
             v_held = read_v(vs, lane, v_src(src_sequence, s, h, strides))
-            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
-            write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held)
+            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held, k_tensor)
+            write_v(vd, v_scale, i, lane, ok, v_to, v_at, v_held, v_tensor)
         else:
-            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held)
+            write_k(kd, k_scale, i, lane, ok, k_to, k_at, k_held, k_tensor)
 
     return move_row
 
@@ -458,7 +485,8 @@ def make_rows(heads, stream, src_inner, dst_inner, scale, types):
 def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
     """(read_row, write_row): a lane's units of a row shared by `lanes` threads of a GPU, read before one is written.
 
-    read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector).
+    read_row(src, lane, src_row) -> vector. write_row(dst, scales, thread, lane, ok, dst_row, scale_at, vector,
+    scale of a tensor).
     """
     codec, units = stream.codec, stream.units
     quantising = codec.finds_scale
@@ -487,7 +515,7 @@ def make_shared_row(style, lanes, stream, src_inner, dst_inner, scale):
         return held
 
     @ti.func
-    def write_row(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held):
+    def write_row(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held, tensor):
         factor = ti.f32(1.0)
         if ti.static(quantising):
             m = ti.u32(0)

@@ -6,7 +6,7 @@ infinity, by the rule itself.
 """
 
 from tikv.formats import GROUP_FORMATS
-from tikv.kernels.codec import SCALE_WORD, SIZE, WORD, make_decode, make_f32_to_bits
+from tikv.kernels.codec import SCALE_WORD, SIZE, WORD, make_bits_to_f32, make_decode, make_f32_to_bits, make_store
 from tikv.kernels.exact import OFF, TAME_BITS, make_product, near_reciprocal, upper_half
 from tikv.kernels.group_rows import BELOW_HALF
 from tikv.kernels.groups import (
@@ -16,20 +16,25 @@ from tikv.kernels.groups import (
     LARGEST,
     ORIGIN,
     SCALE,
+    UNIT,
     magnitude,
+    make_column,
+    make_divided,
+    make_float_code,
+    make_load_unit,
     make_rule,
     unit_of,
 )
+from tikv.kernels.hadamard import HELD, Place, make_turn_lanes, place_in_order
 from tikv.kernels.lanes import make_row_max
 from tikv.runtime import ti
 
-HELD = 16  # numbers of a row that a thread holds, if a unit has no more: what a group needs of each is shared by these
 PART = 4  # numbers that follow one another in memory in every format
 ROUNDING = 12582912.0  # 1.5 * 2**23: added, it leaves the nearest whole number in the low bits
 
 
 def lanes_of_group(name):
-    """Threads that share a group."""
+    """Threads that share a group: each holds `HELD` numbers, if a unit has no more, which share what a group needs."""
     return GROUP_FORMATS[name].group // max(HELD, unit_of(name)[0])
 
 
@@ -112,6 +117,7 @@ def make_quick(name, style):
     """
     row, product = GROUP_FORMATS[name], make_product(style)
     last = float((1 << row.bits) - 1)
+    float_code = make_float_code(name, style) if row.is_float else None
     by_floor = style == "spirv"  # whose compilers may take the sum and the difference of one number for nothing
 
     @ti.func
@@ -144,6 +150,8 @@ def make_quick(name, style):
             scaled = product(value, factor, first_word)
             whole = ti.min(ti.cast(ti.abs(scaled) + ti.f32(BELOW_HALF), ti.i32), 127)
             code = ti.cast(ti.select(scaled < ti.f32(0.0), -whole, whole) & 0xFF, ti.u32)
+        elif ti.static(row.is_float):
+            code = float_code(value, factor)
         else:
             scaled = product(value, factor, first_word) + ti.f32(8.5)
             code = ti.cast(ti.min(ti.max(ti.cast(scaled, ti.i32), 0), 15), ti.u32)
@@ -207,6 +215,17 @@ def make_pack(name, held_numbers):
     return pack, pack_any
 
 
+def place_of(block, group, rounds, unit, share, stride, columns, places):
+    """The `Place` of the numbers that threads hold, of as many groups as a block of a turned row has."""
+
+    def column(lane, i):
+        place = places[i % unit]
+        within = (lane % share + i // unit * share) * stride + columns[place // PART] + place % PART
+        return lane // share * group + within
+
+    return Place(tuple(tuple(column(lane, i) for i in range(rounds * unit)) for lane in range(block // group * share)))
+
+
 def make_shared_groups(style, stream, scale):
     """(read, write): the words of a thread's numbers, and their codes, as `make_shared_row` of `kernels.copy`.
 
@@ -245,6 +264,11 @@ def make_shared_groups(style, stream, scale):
     settled, settle = style == "cuda" and row.rule == "affine", make_settle(name)
     edges, (prepare, quick) = make_edges(name, style, held_numbers, column_of), make_quick(name, style)
     pack, pack_any = make_pack(name, held_numbers)
+    divided, has_tensor_scale = make_divided(name, style), row.has_tensor_scale
+    turned, turn = codec.turn is not None, None
+    if codec.turn is not None:
+        place = place_of(codec.turn[0], row.group, rounds, unit, share, stride, columns, places)
+        turn = make_turn_lanes(style, place, codec.turn[1])
 
     @ti.func
     def read(a: ti.template(), lane, src_row):
@@ -259,9 +283,15 @@ def make_shared_groups(style, stream, scale):
         return held
 
     @ti.func
-    def write(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held):
+    def write(b: ti.template(), scales: ti.template(), thread, lane, ok, dst_row, scale_at, held,
+              tensor):  # fmt: skip
         group, member = lane // share, lane % share
         values = numbers_of(held)
+        if ti.static(turned):
+            values = turn(thread, lane, values, dst_row)
+        if ti.static(has_tensor_scale):
+            for i in ti.static(range(held_numbers)):
+                values[i] = divided(values[i], tensor)
         found_edges, finite = edges(thread, member, values)
         found = rule.finish(found_edges)
         factor, tame = prepare(found, found_edges)
@@ -297,3 +327,45 @@ def make_shared_groups(style, stream, scale):
                     b[to + w] = packed[n * words + w]
 
     return read, write
+
+
+def make_turn_back(style, codec, units, scale):
+    """turn_back(a, b, scales, thread, lane, ok, ...): a thread's `HELD` columns of a row of codes, turned back.
+
+    All of a block call it together; threads of a row: `units`.
+    """
+    kind, column = GROUP_FORMATS[codec.src], make_column(codec.src)
+    load_unit = make_load_unit(codec.src, make_bits_to_f32(scale), style)
+    store, product = make_store(codec.dst, 1, codec.dst_bits, style), make_product(style)
+    block, seed = codec.turn
+    parts = HELD // UNIT
+    # A thread's codes follow one another; their columns may not.
+    place = place_in_order(block)
+    if kind.rule == "q4_0":
+        place = Place(tuple(tuple(_column_of_halves(c) for c in of) for of in place.columns))
+    turn = make_turn_lanes(style, place, seed, True)
+
+    @ti.func
+    def turn_back(a: ti.template(), b: ti.template(), scales: ti.template(), thread, lane, ok, src_row, dst_row,
+                  scale_at, tensor):  # fmt: skip
+        inside = ok and lane < units
+        at = ti.min(lane, units - 1) * parts
+        values = ti.Vector.zero(ti.f32, HELD)
+        for n in ti.static(range(parts)):
+            found = load_unit(a, scales, src_row, scale_at, at + n)
+            for e in ti.static(range(UNIT)):
+                x = found[e]
+                if ti.static(kind.has_tensor_scale):
+                    x = product(x, tensor, src_row)
+                values[n * UNIT + e] = x
+        values = turn(thread, lane, values, src_row)
+        if inside:
+            for e in ti.static(range(HELD)):
+                store(b, dst_row + column(at * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))
+
+    return turn_back
+
+
+def _column_of_halves(place):
+    """`make_column` of q4_0."""
+    return (place & ~31) + ((place & 31) >> 1) + (place & 1) * 16

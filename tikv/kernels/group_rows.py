@@ -8,7 +8,20 @@ from numbers that lie far apart.
 
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.codec import SCALE_WORD, WORD, make_bits_to_f32, make_f32_to_bits, round_half_even_by_addition
-from tikv.kernels.groups import BIAS, FACTOR, INFINITE, ORIGIN, SCALE, make_dequantise_group, make_rule
+from tikv.kernels.groups import (
+    BIAS,
+    FACTOR,
+    INFINITE,
+    ORIGIN,
+    SCALE,
+    make_column,
+    make_dequantise_group,
+    make_divided,
+    make_float_code,
+    make_rule,
+    make_value_of_code,
+)
+from tikv.kernels.hadamard import add_pair, local_row, make_sign_of, steps_of, with_sign
 from tikv.runtime import ti
 
 BELOW_HALF = 0.49999997  # the float before 0.5: with it added, what is cut to a whole number was rounded half up
@@ -18,6 +31,7 @@ WORDS = {
     "f16": (ti.i16, ti.u16, 0x7C00, 0x7FFF, 15),
     "bf16": (ti.i16, ti.u16, 0x7F80, 0x7FFF, 15),
 }
+WORD_OF = {"f32": ti.u32, "f16": ti.u16, "bf16": ti.u16}
 
 
 @ti.func
@@ -36,6 +50,7 @@ def make_code_of(name):
     """code_of(value, origin, factor) -> the code of a number as an i32, by what `Rule.finish` found."""
     row = GROUP_FORMATS[name]
     last = float((1 << row.bits) - 1)
+    float_code = make_float_code(name, "cpu") if row.is_float else None
 
     @ti.func
     def code_of(value, origin, factor):
@@ -48,6 +63,8 @@ def make_code_of(name):
             a = below(above(ti.abs(scaled), ti.f32(0.0)), ti.f32(127.0))
             whole = ti.cast(a + ti.f32(BELOW_HALF), ti.i32)
             found = ti.select(scaled < ti.f32(0.0), -whole, whole)
+        elif ti.static(row.is_float):
+            found = ti.cast(float_code(value, factor), ti.i32)
         else:
             scaled = value * factor
             scaled = ti.select(scaled == scaled, scaled, ti.f32(0.0))
@@ -62,9 +79,13 @@ def make_quantise_rows(heads, codec, scale, types):
 
     Words of the source are elements.
     """
-    name, source, word_bits = codec.dst, codec.src, codec.dst_bits
+    name, source, word_bits = codec.dst, codec.src if codec.turn is None else "f32", codec.dst_bits
     row, finish = GROUP_FORMATS[name], make_rule(name, "cpu").finish
+    turned, load = codec.turn is not None, make_bits_to_f32(codec.src)
+    block, seed = codec.turn or (GROUP_FORMATS[name].group, 0)
+    steps, sign_of, ROW = steps_of(block), make_sign_of(seed), local_row(block if turned else 1)
     decode, encode, code_of = make_bits_to_f32(source), make_f32_to_bits(scale, "cpu"), make_code_of(name)
+    divided = make_divided(name, "cpu")
     kind, unsigned, infinite, mask, sign_at = WORDS[source]
     size, bits, numbers, scale_word = row.group, row.bits, row.numbers, SCALE_WORD[scale]
     # What an iteration finds and the words that it fills; of each word the codes that have a part in it.
@@ -74,13 +95,13 @@ def make_quantise_rows(heads, codec, scale, types):
     columns, step = range(codes), codes
     if row.rule == "q4_0":
         columns, step = [e // 2 + e % 2 * 16 for e in range(codes)], codes // 2
-    iterations = size // codes
+    iterations, per_block = size // codes, block // size
     WORD_TYPE = WORD[word_bits]
     affine, by_sign = row.rule == "affine", row.rule == "q4_0"
     SRC, DST, SCALES = types
 
     @ti.func
-    def turned(i):
+    def turned_over(i):
         """An integer that orders as the float of bits `i` does; again, and it is `i`."""
         return i ^ ti.cast(ti.cast(i >> kind(sign_at), unsigned) >> unsigned(1), kind)
 
@@ -89,69 +110,152 @@ def make_quantise_rows(heads, codec, scale, types):
         m = ti.cast(word, kind) & kind(mask)
         return ti.select(m < kind(infinite), m, kind(0))
 
+    @ti.func
+    def word_at(a: ti.template(), row: ti.template(), first, begin, e):
+        """The bits of a number, of the source or of a row that was turned."""
+        found = WORD_OF[source](0)
+        if ti.static(turned):
+            found = ti.bit_cast(row[begin + e], ti.u32)
+        else:
+            found = a[first + begin + e]
+        return found
+
+    # Loops stand in the real function itself: those of a function that is called there end the process.
     @ti.real_func
     def quantise_rows(a: SRC, b: DST, scales: SCALES, src_row: ti.i32, dst_row: ti.i32, scale_at: ti.i32, units: ti.i32,
-                      src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, number: ti.i32):  # fmt: skip
+                      src_head: ti.i32, dst_head: ti.i32, scale_head: ti.i32, tensor: ti.f32,
+                      number: ti.i32):  # fmt: skip
         sign = ti.cast(ti.cast(units, ti.u32) >> ti.u32(31), ti.i32)
+        row, other = ROW(0.0), ROW(0.0)
         for h in range(heads + sign):
-            for u in range(units):
-                first = src_row + h * src_head + u * size
-                to = dst_row + h * dst_head + u * iterations * filled
-                at = scale_at + h * scale_head + u * numbers
-                low, high = kind(mask), kind(-mask)
-                if ti.static(affine):
-                    for e in range(size):
-                        i = ti.cast(a[first + e], kind)
-                        finite = (i & kind(mask)) < kind(infinite)
-                        order = turned(i)
-                        low = ti.min(low, ti.select(finite, order, kind(mask)))
-                        high = ti.max(high, ti.select(finite, order, kind(-mask)))
-                    low, high = turned(low), turned(high)
-                else:
-                    low = kind(0)
-                    for e in range(size):
-                        low = ti.max(low, magnitude_of(a[first + e]))
-                    if ti.static(by_sign):
-                        place = kind(size)
-                        for e in range(size):
-                            here = magnitude_of(a[first + e]) == low
-                            place = ti.min(place, ti.select(here, ti.cast(e, kind), kind(size)))
-                        edge = ti.cast(a[first + ti.cast(place, ti.i32)], kind)
-                        low = ti.select((edge & kind(mask)) < kind(infinite), edge, kind(0))
-                found = finish(ti.Vector([decode(low), decode(high)]))
-                scales[at] = ti.cast(encode(found[SCALE]), scale_word)
-                if ti.static(numbers == 2):
-                    scales[at + 1] = ti.cast(encode(found[BIAS]), scale_word)
-                origin, factor = found[ORIGIN], found[FACTOR]
-                if ti.static(affine):
-                    factor = ti.select(factor == ti.f32(0.0), ti.bit_cast(ti.u32(INFINITE), ti.f32), factor)
-                for n in range(iterations):
-                    begin = first + n * step
-                    found_codes = ti.Vector([code_of(decode(a[begin + e]), origin, factor) for e in columns])
-                    for word in ti.static(range(filled)):
-                        packed = ti.u32(0)
-                        for e in ti.static(parts[word]):
-                            code = ti.cast(found_codes[e], ti.u32) & ti.u32((1 << bits) - 1)
-                            shift = ti.static(e * bits - word * word_bits)
-                            if ti.static(shift >= 0):
-                                packed = packed | (code << ti.u32(shift))
+            for n in range(units // per_block):
+                first = src_row + h * src_head + n * block
+                if ti.static(turned):
+                    for i in range(block):
+                        x = with_sign(load(a[first + i]), sign_of(n * block + i))
+                        if ti.static(steps % 2 == 1):
+                            other[i] = x
+                        else:
+                            row[i] = x
+                    for z in ti.static(range(steps)):
+                        for i in range(block // 2):
+                            if ti.static((steps - z) % 2 == 1):
+                                add_pair(other, row, i)
                             else:
-                                packed = packed | (code >> ti.u32(-shift))
-                        b[to + n * filled + word] = ti.cast(packed, WORD_TYPE)
+                                add_pair(row, other, i)
+                    for i in range(block):
+                        row[i] = row[i] * ti.f32(ti.static(block**-0.5))
+                for m in range(per_block):
+                    u, of_group = n * per_block + m, m * size
+                    to = dst_row + h * dst_head + u * iterations * filled
+                    at = scale_at + h * scale_head + u * numbers
+                    low, high = kind(mask), kind(-mask)
+                    if ti.static(affine):
+                        for e in range(size):
+                            i = ti.cast(word_at(a, row, first, of_group, e), kind)
+                            finite = (i & kind(mask)) < kind(infinite)
+                            order = turned_over(i)
+                            low = ti.min(low, ti.select(finite, order, kind(mask)))
+                            high = ti.max(high, ti.select(finite, order, kind(-mask)))
+                        low, high = turned_over(low), turned_over(high)
+                    else:
+                        low = kind(0)
+                        for e in range(size):
+                            low = ti.max(low, magnitude_of(word_at(a, row, first, of_group, e)))
+                        if ti.static(by_sign):
+                            place = kind(size)
+                            for e in range(size):
+                                here = magnitude_of(word_at(a, row, first, of_group, e)) == low
+                                place = ti.min(place, ti.select(here, ti.cast(e, kind), kind(size)))
+                            edge = ti.cast(word_at(a, row, first, of_group, ti.cast(place, ti.i32)), kind)
+                            low = ti.select((edge & kind(mask)) < kind(infinite), edge, kind(0))
+                    found = finish(ti.Vector([divided(decode(low), tensor), decode(high)]))
+                    scales[at] = ti.cast(encode(found[SCALE]), scale_word)
+                    if ti.static(numbers == 2):
+                        scales[at + 1] = ti.cast(encode(found[BIAS]), scale_word)
+                    origin, factor = found[ORIGIN], found[FACTOR]
+                    if ti.static(affine):
+                        factor = ti.select(factor == ti.f32(0.0), ti.bit_cast(ti.u32(INFINITE), ti.f32), factor)
+                    for k in range(iterations):
+                        begin = of_group + k * step
+                        values = [divided(decode(word_at(a, row, first, begin, e)), tensor) for e in columns]
+                        found_codes = ti.Vector([code_of(value, origin, factor) for value in values])
+                        for word in ti.static(range(filled)):
+                            packed = ti.u32(0)
+                            for e in ti.static(parts[word]):
+                                code = ti.cast(found_codes[e], ti.u32) & ti.u32((1 << bits) - 1)
+                                shift = ti.static(e * bits - word * word_bits)
+                                if ti.static(shift >= 0):
+                                    packed = packed | (code << ti.u32(shift))
+                                else:
+                                    packed = packed | (code >> ti.u32(-shift))
+                            b[to + k * filled + word] = ti.cast(packed, WORD_TYPE)
 
     return quantise_rows
 
 
-def make_dequantise_rows(heads, codec, scale):
+def make_dequantise_rows(heads, codec, scale, types, uid):
     """dequantise_rows(...): a token's rows of codes as numbers, otherwise as `make_quantise_rows`."""
-    dequantise_group = make_dequantise_group(codec.src, codec.dst, scale)
+    turned, row = codec.turn is not None, GROUP_FORMATS[codec.src]
+    block = codec.turn[0] if turned else row.group
+    dequantise_group = None if turned else make_dequantise_group(codec.src, codec.dst, scale)
+    dequantise_block = make_dequantise_block(codec, scale, types) if turned else None
+    words, per_block = block * row.bits // 32, block // row.group
 
     @ti.func
     def dequantise_rows(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, units,
-                        src_head, dst_head, scale_head, number):  # fmt: skip
+                        src_head, dst_head, scale_head, tensor, number):  # fmt: skip
         for h in range(heads):
             src, dst, at = src_row + h * src_head, dst_row + h * dst_head, scale_at + h * scale_head
-            for u in range(units):
-                dequantise_group(a, b, scales, src, dst, at, u)
+            if ti.static(turned):
+                for n in range(units // per_block):
+                    dequantise_block(a, b, scales, src + n * words, dst + n * block, at + n * per_block * row.numbers,
+                                     n * block, tensor, uid)  # fmt: skip
+            else:
+                for u in range(units):
+                    dequantise_group(a, b, scales, src, dst, at, u, tensor)
 
     return dequantise_rows
+
+
+def make_dequantise_block(codec, scale, types):
+    """dequantise_block(a, b, scales, ...): a block of a row of codes as numbers, turned back; `first` is its column."""
+    name, (block, seed) = codec.src, codec.turn
+    row, column, value_of_code = GROUP_FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
+    encode, decode_scale, word_type = make_f32_to_bits(codec.dst, "cpu"), make_bits_to_f32(scale), WORD[codec.dst_bits]
+    size, bits, mask = row.group, row.bits, (1 << row.bits) - 1
+    steps, sign_of, ROW = steps_of(block), make_sign_of(seed), local_row(block)
+    SRC, DST, SCALES = types
+
+    @ti.real_func
+    def dequantise_block(a: SRC, b: DST, scales: SCALES, src: ti.i32, dst: ti.i32, at: ti.i32, first: ti.i32,
+                         tensor: ti.f32, number: ti.i32):  # fmt: skip
+        turned, other = ROW(0.0), ROW(0.0)
+        for e in range(block):
+            group = at + e // size * row.numbers
+            step, bias = decode_scale(scales[group]), ti.f32(0.0)
+            if ti.static(row.numbers == 2):
+                bias = decode_scale(scales[group + 1])
+            word, shift = src + (e * bits >> 5), e * bits & 31
+            code = a[word] >> ti.cast(shift, ti.u32)
+            if ti.static(32 % bits != 0):  # of a code that lies in one word, that word again, shifted out
+                behind = a[word + ti.select(shift + bits > 32, 1, 0)]
+                code = code | ((behind << ti.u32(1)) << ti.cast(31 - shift, ti.u32))
+            x = value_of_code(code & ti.u32(mask), step, bias, 0)
+            if ti.static(row.has_tensor_scale):
+                x = x * tensor
+            if ti.static(steps % 2 == 1):
+                other[column(e)] = x
+            else:
+                turned[column(e)] = x
+        for z in ti.static(range(steps)):
+            for i in range(block // 2):
+                if ti.static((steps - z) % 2 == 1):
+                    add_pair(other, turned, i)
+                else:
+                    add_pair(turned, other, i)
+        for i in range(block):
+            x = with_sign(turned[i] * ti.f32(ti.static(block**-0.5)), sign_of(first + i))
+            b[dst + i] = ti.cast(encode(x), word_type)
+
+    return dequantise_block

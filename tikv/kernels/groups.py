@@ -3,14 +3,22 @@
 Each rule gives the bits of the library it is of, on every back end: quotients are the nearest float32
 (`exact.make_ratio`), a product is rounded before it is added to, and whatever else could be rounded in two ways is done
 in integers. A range is that of the finite numbers; a NaN gets the code of 0, or 0, and an infinity the last code on its
-side.
+side. Codes that are floats keep the sign of a 0, and those of 8 bits a NaN.
 """
 
 import functools
 from typing import NamedTuple
 
-from tikv.formats import GROUP_FORMATS
-from tikv.kernels.codec import make_bits_to_f32, make_f32_to_bits, make_store
+from tikv.formats import FLOAT_RULES, GROUP_FORMATS
+from tikv.kernels.codec import (
+    FLOAT8,
+    e2m1_to_f32,
+    e4m3_to_f32,
+    make_bits_to_f32,
+    make_f32_to_bits,
+    make_f32_to_float8,
+    make_store,
+)
 from tikv.kernels.exact import OFF, TAME_BITS, make_product, make_ratio, make_small_ratio, near_reciprocal
 from tikv.runtime import ti
 
@@ -20,6 +28,12 @@ SMALL_BITS = (127 - 100) << 23  # groups below 2**-100 count as 0 for GGUF's rul
 INFINITE = 0x7F800000
 LARGE_BITS = (127 + 20) << 23  # of quotients from 2**20 on the fraction is not known without their rounding
 UNIT = 4  # codes that a thread of a GPU takes at a time in attention
+LARGEST_BITS = 0x7F7FFFFF
+# Of a float of 4 bits: half-way between two neighbours from 0 on; of two that are as near the even code is taken.
+HALF_WAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+POWER = {"mxfp8": 8, "mxfp4": 2}  # of the largest power of two that an element has
+BEYOND_BITS = (127 + 20) << 23  # what is above 2**20 is beyond the largest number by any scale of 8 bits
+NOTHING = 2.0**30  # in place of a block's scale of 0
 SCALE, BIAS, FACTOR, ORIGIN = range(4)  # of a group's numbers: as stored, and by what codes are found
 
 
@@ -164,9 +178,94 @@ def make_gguf(bits, style):
 
 
 @functools.cache
+def make_divided(name, style):
+    """divided(x, tensor): x by the scale of a whole tensor, of a format that has one; of another x itself."""
+    has_scale, ratio = GROUP_FORMATS[name].has_tensor_scale, make_ratio(style)
+
+    @ti.func
+    def divided(x, tensor):
+        found = x
+        if ti.static(has_scale and style == "cpu"):
+            found = x / tensor
+        elif ti.static(has_scale):
+            if tensor != ti.f32(1.0):
+                found = ratio(x, tensor)
+        return found
+
+    return divided
+
+
+@functools.cache
+def make_float_code(name, style):
+    """float_code(value, factor): the float of 8 or 4 bits nearest to a number, by the factor that `finish` gave."""
+    row = GROUP_FORMATS[name]
+    to_float8 = make_f32_to_float8("e4m3", style)
+    by_scale = row.rule == "nvfp4"  # compared with multiples of the scale, which are exact, and a quotient is not
+
+    @ti.func
+    def float_code(value, factor):
+        u = ti.bit_cast(value, ti.u32)
+        a = ti.cast(u & ti.u32(0x7FFFFFFF), ti.i32)
+        size = ti.bit_cast(ti.min(a, LARGEST_BITS), ti.f32)
+        code = ti.u32(0)
+        if ti.static(row.bits == 8):
+            code = to_float8(size * factor) | ((u >> ti.u32(24)) & ti.u32(0x80))
+            code = ti.select(a > INFINITE, ti.u32(FLOAT8["e4m3"].nan), code)
+        else:
+            unit = ti.f32(1.0)
+            if ti.static(by_scale):
+                size, unit = ti.bit_cast(ti.min(a, BEYOND_BITS), ti.f32), factor
+            else:
+                size = size * factor
+            count = 0
+            for n in ti.static(range(len(HALF_WAY))):
+                if ti.static(n % 2 == 0):
+                    count = count + ti.select(size > unit * ti.f32(HALF_WAY[n]), 1, 0)
+                else:
+                    count = count + ti.select(size >= unit * ti.f32(HALF_WAY[n]), 1, 0)
+            code = ti.cast(count, ti.u32) | ((u >> ti.u32(28)) & ti.u32(8))
+            code = ti.select(a > INFINITE, ti.u32(0), code)
+        return code
+
+    return float_code
+
+
+def make_float(name, style):
+    """Codes that are floats: OCP's blocks with a power of two, NVIDIA's with a float of 8 bits for their scale.
+
+    A power is such that the largest magnitude is in the last octave of an element, above whose largest number it is
+    saturated. It is a normal float32, and blocks below 2**-100 count as 0, as those of GGUF's rules.
+    """
+    rule, float_code, ratio = GROUP_FORMATS[name].rule, make_float_code(name, style), make_ratio(style)
+    to_float8 = make_f32_to_float8("e4m3", style)
+
+    @ti.func
+    def finish(state):
+        edge = magnitude(state[0])
+        scale, factor = ti.f32(1.0), ti.f32(0.0)
+        if ti.static(rule == "nvfp4"):
+            scale = e4m3_to_f32(to_float8(ratio(ti.bit_cast(edge, ti.f32), ti.f32(6.0))))
+            factor = ti.select(scale > ti.f32(0.0), scale, ti.f32(NOTHING))
+        else:
+            field = ti.max(ti.cast(edge >> ti.u32(23), ti.i32) - POWER[rule], 1)
+            scale = ti.bit_cast(ti.cast(field, ti.u32) << ti.u32(23), ti.f32)
+            inverse = ti.bit_cast(ti.cast(254 - field, ti.u32) << ti.u32(23), ti.f32)
+            factor = ti.select(edge < ti.u32(SMALL_BITS), ti.f32(0.0), inverse)
+        return ti.Vector([scale, ti.f32(0.0), factor, ti.f32(0.0)])
+
+    @ti.func
+    def code(value, numbers, row):
+        return float_code(value, numbers[FACTOR])
+
+    return Rule(finish, code)
+
+
+@functools.cache
 def make_rule(name, style):
     """The `Rule` of a format."""
     row = GROUP_FORMATS[name]
+    if row.is_float:
+        return make_float(name, style)
     return make_affine(row.bits, style) if row.rule == "affine" else make_gguf(row.bits, style)
 
 
@@ -217,6 +316,10 @@ def make_value_of_code(name, style):
             q = ti.cast(ti.cast(code << ti.u32(24), ti.i32) >> 24, ti.f32)
         elif ti.static(rule == "q4_0"):
             q = q - ti.f32(8.0)
+        elif ti.static(rule == "mxfp8"):
+            q = e4m3_to_f32(ti.cast(code, ti.u32))
+        elif ti.static(rule in FLOAT_RULES):
+            q = e2m1_to_f32(ti.cast(code, ti.u32))
         found = product(q, scale, row)
         if ti.static(rule == "affine"):
             found = found + bias
@@ -233,14 +336,21 @@ def unit_of(name):
 
 def offset_of(name):
     """What is added to a code as `make_code` reads it, where a scale has no bias beside it."""
-    return {"affine": 0.0, "q8_0": -128.0, "q4_0": -8.0}[GROUP_FORMATS[name].rule]
+    return {"q8_0": -128.0, "q4_0": -8.0}.get(GROUP_FORMATS[name].rule, 0.0)
 
 
 def step_of_code(name, e):
     """What `make_code` multiplies code e of a unit by: a power of two, which takes nothing of its precision."""
     bits = GROUP_FORMATS[name].bits
     shift = e * bits % 32
+    if GROUP_FORMATS[name].is_float:
+        return 1.0
     return float(1 << shift) if shift + bits < 32 else 1.0
+
+
+def make_code_to_f32(row):
+    """The function from the bits of a code that is a float to its number."""
+    return e4m3_to_f32 if row.bits == 8 else e2m1_to_f32
 
 
 @functools.cache
@@ -252,6 +362,12 @@ def make_code(name):
     """
     row = GROUP_FORMATS[name]
     bits, flip = row.bits, 0x80808080 if row.rule == "q8_0" else 0
+    to_f32, is_float = make_code_to_f32(row), row.is_float
+
+    @ti.func
+    def float_of(words: ti.template(), e: ti.template()):
+        x = words[ti.static(e * bits // 32)] >> ti.u32(ti.static(e * bits % 32))
+        return to_f32(x & ti.u32(ti.static((1 << bits) - 1)))
 
     @ti.func
     def code(words: ti.template(), e: ti.template()):
@@ -266,7 +382,7 @@ def make_code(name):
             x = x & ti.u32(ti.static(((1 << bits) - 1) << shift))
         return ti.cast(ti.bit_cast(x, ti.i32), ti.f32)
 
-    return code
+    return float_of if is_float else code
 
 
 @functools.cache
@@ -301,14 +417,19 @@ def make_load_unit(name, scale_value, style="cpu"):
 
 
 def make_dequantise_unit(codec, style, scale):
-    """dequantise_unit(a, b, scales, src_row, dst_row, scale_at, u): unit `u` of a row of codes as numbers, on a GPU."""
+    """dequantise_unit(a, b, scales, src_row, dst_row, scale_at, u, tensor): unit `u` of codes as numbers, on a GPU."""
     load_unit, column = make_load_unit(codec.src, make_bits_to_f32(scale), style), make_column(codec.src)
     halves = has_halves(codec.src)
     store = make_store(codec.dst, 1 if halves else UNIT, codec.dst_bits, style)
+    has_tensor_scale, product = GROUP_FORMATS[codec.src].has_tensor_scale, make_product(style)
 
     @ti.func
-    def dequantise_unit(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, u):
+    def dequantise_unit(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, u,
+                        tensor):  # fmt: skip
         values = load_unit(a, scales, src_row, scale_at, u)
+        if ti.static(has_tensor_scale):
+            for e in ti.static(range(UNIT)):
+                values[e] = product(values[e], tensor, src_row)
         if ti.static(halves):
             for e in ti.static(range(UNIT)):
                 store(b, dst_row + column(u * UNIT + e), ti.Vector([values[e]]), ti.f32(1.0))
@@ -319,7 +440,7 @@ def make_dequantise_unit(codec, style, scale):
 
 
 def make_dequantise_group(name, to, scale):
-    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group): the numbers of a group of codes, on CPU."""
+    """dequantise_group(a, b, scales, src_row, dst_row, scale_at, group, tensor): the numbers of a group, on CPU."""
     row, column, value_of_code = GROUP_FORMATS[name], make_column(name), make_value_of_code(name, "cpu")
     encode, decode_scale = make_f32_to_bits(to, "cpu"), make_bits_to_f32(scale)
     size, bits, numbers = row.group, row.bits, row.numbers
@@ -327,7 +448,8 @@ def make_dequantise_group(name, to, scale):
     word_type = {"f32": ti.u32, "f16": ti.u16, "bf16": ti.u16}[to]
 
     @ti.func
-    def dequantise_group(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, group):
+    def dequantise_group(a: ti.template(), b: ti.template(), scales: ti.template(), src_row, dst_row, scale_at, group,
+                         tensor):  # fmt: skip
         first, word = dst_row + group * size, src_row + group * ti.static(size * bits // 32)
         step, bias = decode_scale(scales[scale_at + group * numbers]), ti.f32(0.0)
         if ti.static(numbers == 2):
@@ -339,6 +461,8 @@ def make_dequantise_group(name, to, scale):
                 if shift + bits > 32:
                     code = code | (a[at + 1] << ti.cast(32 - shift, ti.u32))
             value = value_of_code(code & ti.u32(mask), step, bias, first)
+            if ti.static(row.has_tensor_scale):
+                value = value * tensor
             b[first + column(e)] = ti.cast(encode(value), word_type)
 
     return dequantise_group

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from tikv import runtime
 from tikv.arrays import ArrayView, Views, describe, runtime_of, view, view_all
-from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.layouts import Placement, Rows, reduced_position, token_and_head_axes
+from tikv.ops.layouts import Formats, Placement, Rows, reduced_position, token_and_head_axes
 from tikv.ops.plan import Entries, Launch, Plan
 from tikv.ops.quantize import Quantized, codes_and_numbers, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
@@ -66,14 +65,14 @@ def copy(
         [[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     """
     scales: Sequence[Any] = ()
-    format = None
+    formats: Formats = (None, None)
     if isinstance(cache, Quantized):
-        format = cache.format
+        formats = cache.format, None
         cache, numbers = codes_and_numbers(runtime_of(cache, src), "copy", cache, "cache's ", written=True)
         scales = (numbers,)
     arrays = view_all((src, cache, *scales), (*_SINGLE, *_SCALES[: len(scales)]), "copy")
     options = _new(CopyOptions, (window, num_tokens, src_offset, src_layout, cache_layout))
-    write("copy", _SINGLE, arrays, position, options, format=format)
+    write("copy", _SINGLE, arrays, position, options, formats=formats)
 
 
 def copy_kv(
@@ -113,13 +112,13 @@ def copy_kv(
         ([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     """
     scales: Sequence[Any] = ()
-    format = None
+    formats: Formats = (None, None)
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
-        (k_cache, v_cache), scales, format = codes_of_pair(runtime_of(k_cache, k), "copy_kv", pair, written=True)
+        (k_cache, v_cache), scales, formats = codes_of_pair(runtime_of(k_cache, k), "copy_kv", pair, written=True)
     arrays = view_all((k, k_cache, v, v_cache, *scales), (*_PAIR, *_SCALES[: len(scales)]), "copy_kv")
     options = _new(CopyOptions, (window, num_tokens, src_offset, src_layout, cache_layout))
-    write("copy_kv", _PAIR, arrays, position, options, format=format)
+    write("copy_kv", _PAIR, arrays, position, options, formats=formats)
 
 
 class CopyPlan(Plan):
@@ -221,12 +220,12 @@ def write(
     position: int,
     options: CopyOptions,
     names: checks.RangeNames = checks.RANGE_NAMES,
-    format: GroupFormat | None = None,
+    formats: Formats = (None, None),
 ) -> None:
     """The contiguous write behind `copy`, `copy_kv` and the named variants; one or two streams.
 
-    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers. `format` is of caches
-    of groups of codes, whose numbers follow the named arrays.
+    `array_names` and `names` are what the caller of `operation` calls `arrays`, and its numbers. `formats` are of
+    caches of groups of codes, whose numbers follow the named arrays.
     """
     live = runtime_of(arrays[1], arrays[0])
     if type(arrays) is not Views:
@@ -235,10 +234,10 @@ def write(
     ints = (window is None or type(window) is int) and (num_tokens is None or type(num_tokens) is int)
     if not (ints and type(src_offset) is int and type(src_layout) is type(cache_layout) is str):
         options = options.checked(operation, names)
-    key = (operation, arrays.key, options, format)
+    key = (operation, arrays.key, options, formats)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, options, names, format))
+        plan = live.plans.keep(key, check_copy(live, operation, arrays, array_names, options, names, formats))
     plan.write(arrays, position)
 
 
@@ -249,7 +248,7 @@ def check_copy(
     array_names: tuple[str, ...],
     options: CopyOptions,
     names: checks.RangeNames = checks.RANGE_NAMES,
-    format: GroupFormat | None = None,
+    formats: Formats = (None, None),
 ) -> CopyPlan:
     """Check everything but the position and what lies where."""
     window, num_tokens, src_offset, src_layout, cache_layout = options
@@ -265,7 +264,7 @@ def check_copy(
     for name, a in zip(dst_names, dst, strict=True):
         checks.rank(a, (3,), name, "(H, capacity, D)" if dst_head == 0 else "(capacity, H, D)", operation)
         checks.writable(a, name, operation)
-    for a, c, a_name, c_name in zip(src, dst, src_names, dst_names, strict=True):
+    for a, c, a_name, c_name, format in zip(src, dst, src_names, dst_names, formats, strict=False):
         if format is None:
             checks.convertible(a, c, a_name, c_name, operation)
         else:
@@ -308,7 +307,7 @@ def check_copy(
                     targets[i],
                     token=targets[i].strides[dst_slot],
                     head=targets[i].strides[dst_head],
-                    format=format,
+                    format=formats[i],
                     scale=scale_of_groups(scales[i], token=dst_slot, head=dst_head) if scales else None,
                 )
                 for i in streams

@@ -98,8 +98,7 @@ def slots_call(
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}
-        (k_pool, v_pool), scales, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
-        formats = format, format
+        (k_pool, v_pool), scales, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
     elif k_scale is not None or v_scale is not None:
         _both_scales(k_scale, v_scale, operation)
         scales = [scale_given(s, live, name, operation) for name, s in (("k_scale", k_scale), ("v_scale", v_scale))]
@@ -270,7 +269,8 @@ class PoolWrite(NamedTuple):
             **params: as `bind_copy` has them.
         """
         rows, pools, shape = arrays[0:4:2], arrays[1:4:2], self.shapes[0]
-        alike = pools[0].dtype is pools[1].dtype and self.formats[0] is self.formats[1]
+        names = [None if format is None else format.name for format in self.formats]
+        alike = pools[0].dtype is pools[1].dtype and names[0] == names[1]
         found = []
         for streams in [self.streams] if alike else [[i] for i in self.streams]:
             bound = bind_copy(

@@ -14,8 +14,9 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, CacheArray, describe, new_array, read_host, runtime_of, to_device, view
 from tikv.errors import DTypeError, OptionError, ShapeError
-from tikv.formats import FORMATS, Format, GroupFormat, parse_format
+from tikv.formats import FORMATS, GROUP_FORMATS, Format, GroupFormat, parse_format
 from tikv.ops import checks
+from tikv.ops.fixed_scales import fixed_numbers
 from tikv.ops.layouts import Rows, Scale
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.row_copy import bind_copy
@@ -44,13 +45,22 @@ class Quantized(NamedTuple):
         return int(self.codes.nbytes + self.scales.nbytes + (0 if self.biases is None else self.biases.nbytes))
 
 
-def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
+def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Any:
     """Quantise the rows of the last axis, in one launch: to int8 with a scale a row, or to groups of codes.
 
     Formats of groups give the bits of the libraries they come from: `tikv.Quant` mlx's words, scales and biases,
     "q8_0" and "q4_0" GGUF's codes and float16 scales (whose blocks put each scale before its codes). A range or a
     largest magnitude is that of the group's finite numbers; a NaN gets code 0, of GGUF's formats that of 0, and an
     infinity the last code on its side. A range beyond the largest float32 counts as that one.
+
+    Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, e4m3 of 8 bits or e2m1 of 4, rounded to the nearest, of
+    two to the even one. They saturate: what is beyond the largest, 448 or 6, infinity too, becomes that one. A NaN
+    stays one in mxfp8, and is 0 where there is none. Zeros keep their sign.
+
+    - OCP's blocks of 32 have a power of two, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` of mxfp8, ``- 2`` of
+      mxfp4, not below 2**-126; a block below 2**-100 counts as 0.
+    - NVIDIA's blocks of 16 have a float8_e4m3fn: ``max|x| / 6``, to the nearest, at most 448; 0 makes all codes 0.
+      All numbers are divided by ``tensor_scale`` before.
 
     int8 is symmetric. The rule, in float32, that every int8 cache here follows:
 
@@ -64,9 +74,13 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
 
     Args:
         x: (..., D) float32, float16 or bfloat16; any strides with a contiguous last axis that two loops can follow.
-        format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0". The dtype of int8's scales may stand in its place.
+        format: "int8"; a `tikv.Quant`; "q8_0" or "q4_0"; "mxfp8", "mxfp4" or "nvfp4"; of one of groups, with
+            "_hadamard" and maybe a seed behind it, rows are turned first, as `tikv.Quant` has it. The dtype of int8's
+            scales may stand in its place.
         scale_dtype: of int8 "float16", the default, or "float32"; of a `tikv.Quant` one of them or bfloat16, by default
-            that of x, as mlx has it. Others have float16.
+            that of x, as mlx has it. Those of GGUF are float16, those of floats are of their formats.
+        tensor_scale: of "nvfp4" the float32 by which all numbers are divided first; None for 1. NVIDIA's choice is
+            the largest magnitude / (6 * 448).
 
     Returns:
         Of int8 ``q`` (..., D) int8 and ``scale`` (...), new arrays on the device; else a `Quantized` of such.
@@ -96,13 +110,18 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None) -> Any:
     if row is None and scale_dtype is None:
         row, scale_dtype = FORMATS["int8"], format
     if row is None or not row.finds_scales:
-        raise OptionError(f"{operation}: unknown format {format!r}. Use 'int8', 'q8_0', 'q4_0' or a tikv.Quant.")
+        offered = ", ".join(repr(name) for name in ("int8", *GROUP_FORMATS) if not name.startswith("quant"))
+        raise OptionError(f"{operation}: unknown format {format!r}. Use {offered} or a tikv.Quant.")
+    if tensor_scale is not None:
+        if not isinstance(row, GroupFormat) or not row.has_tensor_scale:
+            raise OptionError(f"{operation}: {row} has no scale of a whole tensor. Leave tensor_scale out.")
+        row = row.scaled(fixed_numbers(tensor_scale, 1, "tensor_scale", operation)[0])
     rows = view(x, "x", operation)
     checks.on_device([("x", rows)], live, operation)
     if rows.dtype not in dtypes.QUANTIZABLE:
         raise DTypeError(f"{operation}: x is {describe(rows)}. Pass float32, float16 or bfloat16.")
     if scale_dtype is None:
-        scales = rows.dtype if row.rule == "affine" else dtypes.float16
+        scales = rows.dtype if row.rule == "affine" else row.scale_dtypes[0]
     else:
         scales = row.check_scale_dtype(dtypes.parse(scale_dtype, operation), operation)
     checks.readable(rows, "x", operation)
@@ -235,11 +254,11 @@ def codes_and_numbers(
 
 def codes_of_pair(
     live: runtime.Runtime, operation: str, pair: Mapping[str, Any], scales: Sequence[Any] = (), written: bool = False
-) -> tuple[list[ArrayView], list[ArrayView], GroupFormat]:
-    """(the codes of K and V, the numbers of their groups, the format) of two `Quantized`, given by name.
+) -> tuple[list[ArrayView], list[ArrayView], tuple[GroupFormat, GroupFormat]]:
+    """(the codes of K and V, the numbers of their groups, their formats) of two `Quantized`, given by name.
 
     Raises:
-        OptionError: scales are given beside them.
+        OptionError: scales are given beside them; or the values are turned, which only keys may be.
         DTypeError, ShapeError: one is no `Quantized`, or they are of two formats, or their numbers do not lie alike.
     """
     if any(scale is not None for scale in scales):
@@ -248,8 +267,12 @@ def codes_of_pair(
     for name, given in pair.items():
         if not isinstance(given, Quantized):
             raise DTypeError(f"{operation}: {name} is a {type(given).__name__}. Pass a Quantized for both, or neither.")
-    if k.format is not v.format:
+    if k.format.name != v.format.name:
         raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format.")
+    if v.format.seed is not None:
+        raise OptionError(
+            f"{operation}: {v_name} is {v.format}, whose rows are turned, and values are not. Use {v.format.unturned}."
+        )
     found = [codes_and_numbers(live, operation, given, f"{name}'s ", written) for name, given in pair.items()]
     codes, numbers = ([each[i] for each in found] for i in (0, 1))
     if numbers[0].dtype is not numbers[1].dtype or numbers[0].strides[:-1] != numbers[1].strides[:-1]:
@@ -257,7 +280,7 @@ def codes_of_pair(
             f"{operation}: the scales of {k_name} are {describe(numbers[0])} and those of {v_name} "
             f"{describe(numbers[1])}. Use K and V of one width and one dtype of scales."
         )
-    return codes, numbers, k.format
+    return codes, numbers, (k.format, v.format)
 
 
 def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 from tikv import runtime
 from tikv.arrays import ArrayView, describe, runtime_of, view_all
-from tikv.formats import GroupFormat
 from tikv.ops import checks
-from tikv.ops.layouts import Placement, Rows, Scale
+from tikv.ops.layouts import Formats, Placement, Rows, Scale
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized, codes_of_pair, require_quantizable, scale_of_groups
 from tikv.ops.row_copy import bind_copy
@@ -52,24 +51,24 @@ def append_ragged(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offs
     operation = "append_ragged"
     live = runtime_of(k_cache, k_new)
     scales: Sequence[Any] = ()
-    format = None
+    formats: Formats = (None, None)
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
-        (k_cache, v_cache), scales, format = codes_of_pair(live, operation, pair, written=True)
+        (k_cache, v_cache), scales, formats = codes_of_pair(live, operation, pair, written=True)
     given = (k_new, k_cache, v_new, v_cache, cache_offsets, *scales)
     arrays = view_all(given, (*NAMES, *_SCALES)[: len(given)], operation)
-    key = (operation, format, arrays.key)
+    key = (operation, formats, arrays.key)
     plan = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_append(live, operation, arrays, format))
+        plan = live.plans.keep(key, check_append(live, operation, arrays, formats))
     plan.run(arrays)
 
 
 def check_append(
-    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
+    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], formats: Formats = (None, None)
 ) -> Plan:
-    """Check everything but where the arrays lie; `format` is of caches of groups, whose numbers come last."""
-    check_arrays(live, operation, arrays[:5], format)
+    """Check everything but where the arrays lie; `formats` are of caches of groups, whose numbers come last."""
+    check_arrays(live, operation, arrays[:5], formats)
     k_new, k_cache, v_new = arrays[:3]
     batch, heads, tokens, _ = k_new.shape
     capacity = k_cache.shape[2]
@@ -82,7 +81,7 @@ def check_append(
             live,
             operation,
             src=[_rows(new[i]) for i in streams],
-            dst=[_rows(caches[i])._replace(format=format, scale=_scale(scales, i)) for i in streams],
+            dst=[_rows(caches[i])._replace(format=formats[i], scale=_scale(scales, i)) for i in streams],
             widths=[widths[i] for i in streams],
             heads=heads,
             tokens=tokens,
@@ -108,9 +107,9 @@ def _scale(scales: Sequence[ArrayView], stream: int) -> Scale | None:
 
 
 def check_arrays(
-    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], format: GroupFormat | None = None
+    live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], formats: Formats = (None, None)
 ) -> None:
-    """New rows, caches and offsets, in the order of `NAMES`, fit each other.
+    """New rows, caches and offsets, in the order of `NAMES`, fit each other; formats are alike but for being turned.
 
     Raises:
         ShapeError, DTypeError, ArchError: they do not.
@@ -124,6 +123,7 @@ def check_arrays(
     for name in ("k_cache", "v_cache"):
         checks.rank(named[name], (4,), name, "(B, H, M, D)", operation)
         checks.writable(named[name], name, operation)
+    format, _ = formats
     checks.same_dtype(k_new, v_new, "k_new", "v_new", operation)
     checks.same_dtype(k_cache, v_cache, "k_cache", "v_cache", operation)
     if format is None:

@@ -10,10 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tikv import launch, runtime
 from tikv.arrays import describe
 from tikv.errors import ShapeError
-from tikv.formats import GROUP_FORMATS
+from tikv.formats import GROUP_FORMATS, block_of
 from tikv.ops import checks
 from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.ops.plan import Launch
@@ -53,9 +55,10 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
     from tikv.kernels.codec import Codec
     from tikv.kernels.group_lanes import PART
     from tikv.kernels.groups import UNIT, has_halves
+    from tikv.kernels.hadamard import HELD
 
     found = src.format or dst.format
-    if found is not None and src.format is not dst.format:
+    if found is not None and src.format != dst.format:
         if any(((e.array.ptr or 0) + e.array.offset) % e.array.dtype.itemsize for e in (src, dst)):
             raise unaligned(operation, src, dst)
         names = [e.format.name if e.format else e.array.dtype.short for e in (src, dst)]
@@ -64,11 +67,14 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
             bits[0] = min(alignment(src, width), PART * src.array.dtype.itemsize) * 8
         elif dst.format and dst.array.offset + dst.array.span <= BYTES_COUNTED:
             bits[1] = 8
-        elif src.format and style != "cpu":
+        turn = None if found.seed is None else (block_of(width), found.seed)
+        if src.format and style != "cpu" and turn:
+            return width // HELD, Codec(*names, HELD, *bits, turn)
+        if src.format and style != "cpu":
             if not has_halves(src.format.name):
                 bits[1] = min(alignment(dst, width), UNIT * dst.array.dtype.itemsize, 8) * 8
             return width // UNIT, Codec(*names, UNIT, *bits)
-        return width // found.group, Codec(*names, found.group, *bits)
+        return width // found.group, Codec(*names, found.group, *bits, turn)
     src_align, dst_align = alignment(src, width), alignment(dst, width)
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
@@ -89,8 +95,14 @@ def choose_lanes(streams: Sequence[Any], cooperative: bool) -> int:
     """
     from tikv.kernels.group_lanes import lanes_of_group
 
+    turns = [s.codec.turn[0] for s in streams if s.codec.turn]
     if streams[0].codec.dst in GROUP_FORMATS:
-        return max(int(s.units * lanes_of_group(s.codec.dst)) for s in streams)
+        lanes = max(int(s.units * lanes_of_group(s.codec.dst)) for s in streams)
+        kind = GROUP_FORMATS[streams[0].codec.dst]
+        together = max((n // kind.group * lanes_of_group(kind.name) for n in turns), default=1)
+        return -(-lanes // together) * together  # those of a block of a turned row begin at a multiple of their number
+    if turns:
+        return max(int(s.units) for s in streams)
     units = max(s.units for s in streams)
     rounds = max(1, WORDS_IN_FLIGHT // sum(s.codec.src_words for s in streams))
     lanes = min(32, -(-units // rounds))
@@ -134,7 +146,8 @@ def bind_copy(
     scale_code = scales[0].array.dtype.short if scales else ""
     streams, strides = _streams(live, operation, src, dst, widths, scale_code)
     codecs = [streams[0].codec, streams[-1].codec]
-    cooperative = not cpu and any(s.codec.finds_scale or s.codec.dst in GROUP_FORMATS for s in streams)
+    together = [s for s in streams if s.codec.finds_scale or s.codec.turn or s.codec.dst in GROUP_FORMATS]
+    cooperative = not cpu and bool(together)
     shared_by = 1 if cpu else choose_lanes(streams, cooperative)
     # On CPU an iteration is a token of one stream, else a unit.
     iterations = groups * tokens * (len(streams) if cpu else heads * shared_by)
@@ -168,7 +181,7 @@ def bind_copy(
         for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
             if place.array is not None:
                 params[entry] = params.get(entry, 0) + place.array.offset // place.array.dtype.itemsize
-        params |= scale_entries(scales)
+        params |= scale_entries(scales) | tensor_entries(src, dst)
     params.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
     vectors: list[Any] = [launch.joined(numbers, strides)] if cpu else [strides, numbers]
@@ -194,7 +207,8 @@ def bind_copies(
         **options: the others of `bind_copy`.
     """
     ends = zip(src, dst, strict=True)
-    kinds = {(a.format, a.array.dtype, b.format, b.array.dtype, (a.scale or b.scale) is None) for a, b in ends}
+    # Rows of one format, of which those of K alone are turned, are written together.
+    kinds = {(a.format, a.array.dtype, b.storage, b.array.dtype, (a.scale or b.scale) is None) for a, b in ends}
     parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
     return [bind_copy(live, operation, src=src[part], dst=dst[part], widths=widths[part], **options) for part in parts]
 
@@ -206,6 +220,18 @@ def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:
     firsts = [scale.first + scale.array.offset // scale.array.dtype.itemsize for scale in scales]
     steps = {"scale_group": scales[0].sequence, "scale_step": scales[0].token, "scale_head": scales[0].head}
     return {**steps, **dict(zip(("k_scale", "v_scale"), firsts, strict=False))}
+
+
+def tensor_entries(src: Sequence[Rows], dst: Sequence[Rows]) -> dict[str, int]:
+    """The entries of `kernels.address.CopyParams` of the scales of whole tensors, as the bits of float32."""
+    formats = [b.format or a.format for a, b in zip(src, dst, strict=True)]
+    scales = [1.0 if format is None else format.tensor_scale for format in formats]
+    return {name: bits_of(scale) for name, scale in zip(("k_tensor", "v_tensor"), scales, strict=False)}
+
+
+def bits_of(x: float) -> int:
+    """The bits of a float32, as a signed integer."""
+    return int(np.float32(x).view(np.int32))
 
 
 def _streams(

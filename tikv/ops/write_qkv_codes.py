@@ -16,7 +16,7 @@ from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.copy import CopyOptions, CopyPlan, check_copy
 from tikv.ops.indices import check_slots, host_indices, view_indices
-from tikv.ops.layouts import token_and_head_axes
+from tikv.ops.layouts import Formats, token_and_head_axes
 from tikv.ops.paged import WriteSlotsPlan, check_write_slots
 from tikv.ops.plan import NO_ENTRIES
 from tikv.ops.quantize import codes_of_pair, require_slots_first
@@ -55,7 +55,7 @@ def write_codes(
     k_dst, v_dst, position, window, slot_mapping, layout, k_scale, v_scale = target
     live = runtime_of(qkv, k_dst)
     pair = {"k_dst": k_dst, "v_dst": v_dst}
-    codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
+    codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale), written=True)
     if (position is None) is (slot_mapping is None) or (slot_mapping is not None and window is not None):
         raise PositionError(
             f"{operation}: position, and maybe a window, says where rows go in caches, slot_mapping in pools. Pass one "
@@ -80,11 +80,11 @@ def write_codes(
     arrays = [rows[0], codes[0], rows[1], codes[1]]
     plan: CopyPlan | WriteSlotsPlan
     if index is None:
-        plan, entries = _into_caches(live, operation, arrays, numbers, position, window, layout, format)
+        plan, entries = _into_caches(live, operation, arrays, numbers, position, window, layout, formats)
         arrays += numbers
     else:
         arrays += [index, *numbers]
-        plan, entries = _into_pools(live, operation, arrays, layout, format), NO_ENTRIES
+        plan, entries = _into_pools(live, operation, arrays, layout, formats), NO_ENTRIES
     named: list[tuple[str, ArrayView, bool]] = [("qkv", given, False)]
     if out is not None:
         named.append(("out", view(out, "out", operation), True))
@@ -105,28 +105,28 @@ def _into_caches(
     position: Any,
     window: Any,
     layout: str,
-    format: Any,
+    formats: Formats,
 ) -> tuple[CopyPlan, Any]:
     """The plan that quantises rows into contiguous caches, and its entries; all is checked."""
     window = checks.integer_or_none(window, "window", operation)
     found = view_all((*arrays, *numbers), (*_CONTIGUOUS, "k_scale", "v_scale"), operation)
-    key = (operation, "codes", found.key, window, layout, format)
+    key = (operation, "codes", found.key, window, layout, formats)
     plan: CopyPlan | None = live.plans.get(key)
     if plan is None:
         options = CopyOptions(window, cache_layout=layout)
-        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, options, format=format))
+        plan = live.plans.keep(key, check_copy(live, operation, found, _CONTIGUOUS, options, formats=formats))
     return plan, plan.entries_at(position)
 
 
 def _into_pools(
-    live: runtime.Runtime, operation: str, arrays: list[ArrayView], layout: str, format: Any
+    live: runtime.Runtime, operation: str, arrays: list[ArrayView], layout: str, formats: Formats
 ) -> WriteSlotsPlan:
     """The plan that quantises rows into pools; the slots are checked."""
     names = ("k", "k_dst", "v", "v_dst", "slot_mapping", "k_scale", "v_scale")
     found = view_all(tuple(arrays), names, operation)
-    key = (operation, "codes", found.key, layout, format)
+    key = (operation, "codes", found.key, layout, formats)
     plan: WriteSlotsPlan | None = live.plans.get(key)
     if plan is None:
-        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, (format, format)))
+        plan = live.plans.keep(key, check_write_slots(live, operation, found, layout, formats))
     check_slots(arrays[4], plan.pool, live, operation)
     return plan

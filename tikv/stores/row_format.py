@@ -95,6 +95,13 @@ class RowFormats(NamedTuple):
         width_v = width if head_dim_v is None else checks.integer(head_dim_v, "head_dim_v", operation, low=1)
         given = dtype, dtype if v_dtype is None else v_dtype
         (k, k_scales), (v, v_scales) = (_stored_as(x, scale_dtype, live, operation) for x in given)
+        v = values_of(v, v_dtype, operation)
+        if k_scales and v_scales and k_scales is not v_scales:
+            raise DTypeError(
+                f"{operation}: the scales of K as {k} are {k_scales.name} and those of V as {v} {v_scales.name}; "
+                f"attention finds both in arrays of one dtype. Use formats whose scales do, or a dtype for one."
+            )
+        (k, v), (k_scale, v_scale) = _scaled_whole((k, v), (k_scale, v_scale), operation)
         of_k, of_v = _divisors((k, v), (k_scale, v_scale), num_kv_heads, operation)
         for name, stored, columns in (("head_dim", k, width), ("head_dim_v", v, width_v)):
             if isinstance(stored, GroupFormat):
@@ -129,8 +136,8 @@ class RowFormats(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether K and V are stored in one dtype or format."""
-        return self.k.dtype is self.v.dtype
+        """Whether K and V are stored in one dtype or format; keys alone may be turned."""
+        return self.k.dtype.name == self.v.dtype.name
 
     @property
     def numbers(self) -> int:
@@ -140,7 +147,7 @@ class RowFormats(NamedTuple):
     @property
     def name(self) -> str:
         """What K and V are stored as, for messages and a `repr`."""
-        return self.k.dtype.name if self.alike else f"{self.k.dtype.name}|{self.v.dtype.name}"
+        return str(self.k.dtype) if self.alike else f"{self.k.dtype}|{self.v.dtype}"
 
     @property
     def width(self) -> str:
@@ -166,11 +173,15 @@ class RowFormats(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make a store of these rows, as JSON has them."""
-        found: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": self.k.dtype.name}
-        found["scale_dtype"] = self.scale_dtype.name
-        if not self.alike:
-            found["v_dtype"] = self.v.dtype.name
-        return found | {name: [*d] for name, d in zip(SCALES, self.divisors, strict=True) if d is not None}
+        found: dict[str, Any] = {"head_dim": self.k.width, "head_dim_v": self.v.width, "dtype": str(self.k.dtype)}
+        found["scale_dtype"] = "float16" if self.scale_dtype not in dtypes.GROUP_SCALES else self.scale_dtype.name
+        if str(self.v.dtype) != found["dtype"]:
+            found["v_dtype"] = str(self.v.dtype)
+        for name, row in zip(SCALES, self.both, strict=True):
+            whole = 1.0 if row.format is None else row.format.tensor_scale
+            if row.divisor is not None or whole != 1.0:
+                found[name] = [whole] if row.divisor is None else [*row.divisor]
+        return found
 
 
 def plain_format(
@@ -206,17 +217,57 @@ def _scales_of(stored: Stored, scale_dtype: Any, operation: str) -> DType | None
         raise DTypeError(f"{operation}: scale_dtype {scales.name} is not offered. Use float16 or float32.")
     if row is None or not row.finds_scales:
         return None
+    if isinstance(row, GroupFormat) and row.own_scale_dtype:
+        if scales is not dtypes.float16:
+            raise DTypeError(
+                f"{operation}: scale_dtype {scales.name} is not offered for {row}, whose scales are "
+                f"{row.own_scale_dtype.name}. Leave scale_dtype out."
+            )
+        return row.own_scale_dtype
     return row.check_scale_dtype(scales, operation)
+
+
+def values_of(stored: Any, given: Any, operation: str) -> Any:
+    """What values are stored as: not turned, where keys are.
+
+    Raises:
+        OptionError: a format of turned rows was given for them.
+    """
+    if not isinstance(stored, GroupFormat) or stored.seed is None:
+        return stored
+    if given is not None:
+        raise OptionError(
+            f"{operation}: v_dtype {stored} is of turned rows, and values are not turned: what attention makes of them "
+            f"would have to be turned back. Use {stored.unturned}."
+        )
+    return stored.unturned
+
+
+def _scaled_whole(
+    stored: tuple[Stored, Stored], given: tuple[Any, Any], operation: str
+) -> tuple[tuple[Stored, Stored], tuple[Any, Any]]:
+    """Formats with the scale of a tensor that was given, and what was given for others.
+
+    Raises:
+        ShapeError, OptionError: it is no number that float32 divides by.
+    """
+    found: list[Stored] = [*stored]
+    rest = [*given]
+    for i, (name, dtype, scale) in enumerate(zip(SCALES, stored, given, strict=True)):
+        if isinstance(dtype, GroupFormat) and dtype.has_tensor_scale and scale is not None:
+            found[i], rest[i] = dtype.scaled(fixed_numbers(scale, 1, name, operation)[0]), None
+    return (found[0], found[1]), (rest[0], rest[1])
 
 
 def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operation: str) -> None:
     """Raise OptionError of scales given for K or V that are not floats of 8 bits; None is the dtype of a model."""
     for name, dtype, scale in zip(SCALES, stored, given, strict=True):
-        if scale is not None and dtype not in dtypes.FLOATS8:
-            shown = "the model has it" if dtype is None else dtype.name
+        whole = isinstance(dtype, GroupFormat) and dtype.has_tensor_scale
+        if scale is not None and dtype not in dtypes.FLOATS8 and not whole:
+            shown = "the model has it" if dtype is None else str(dtype)
             raise OptionError(
                 f"{operation}: {name} is of floats of 8 bits, and {name[0].upper()} is kept as {shown}. Leave it out, "
-                f"or use float8_e4m3fn or float8_e5m2."
+                f"or use float8_e4m3fn, float8_e5m2 or nvfp4."
             )
 
 

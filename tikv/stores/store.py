@@ -42,15 +42,16 @@ class KVCacheStore(runtime.DeepCopied):
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
         dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
-            and head; or groups of a few bits: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`. With groups along
+            and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4", see
+            `tikv.quantize`. Where keys are turned before, by ``rotate="hadamard"``, values are not. With groups along
             tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
             ``scale_dtype``; older ones are quantised once, a group at a time, by their position: keys by channel,
             values along their columns. `append`, `append_all`, `attend`, `extend`, `trim` as far as to the codes,
             `reset`, `snapshot`, `save` and `draw` are what such a store has, and ``quantised(layer)``, the number of
             tokens that are codes; it has no window.
         v_dtype: storage of V, where that is another than that of K.
-        k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,): rows are divided by it before they are stored,
-            and multiplied where they are read. None for 1.
+        k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,), of "nvfp4" a number: rows are divided by it
+            before they are stored, and multiplied where they are read. None for 1.
         window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
             layer.
         sinks: first tokens that a sliding layer keeps for ever.

@@ -37,7 +37,7 @@ from tikv.kernels.attention.parameters import (
     X,
     array_types,
 )
-from tikv.kernels.attention.softmax import exp2, inverse_of, is_masked, make_store_lse
+from tikv.kernels.attention.softmax import exp2, is_masked, make_inverse, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
@@ -480,7 +480,7 @@ def make_softmax(load_scales, row_loops, uid, c):
 
 def make_store_rows(row_loops, uid, parts, c):
     """store_rows(heads, rows, task, ...): a task's rows, divided by the sums of their weights, and log-sum-exps."""
-    output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    output_offsets, store_lse, inverse = make_output_offsets(parts, c), make_store_lse(parts), make_inverse(c)
 
     @ti.func
     def store_rows(heads, rows, task, memory, out: ti.template(), lse: ti.template(), work: ti.template(), strides,
@@ -490,7 +490,7 @@ def make_store_rows(row_loops, uid, parts, c):
             if z % rows < c.rows and r < params[P.queries] * c.group:
                 total = work[memory[M.sums] + z]
                 at, lse_at = output_offsets(task[T.kv_head] + z // rows, r, task[T.split], strides, params)
-                row_loops.store(out, work, memory[M.acc] + z * c.width_v, at, inverse_of(total), uid)
+                row_loops.store(out, work, memory[M.acc] + z * c.width_v, at, inverse(total, scalars), uid)
                 store_lse(lse, lse_at, work[memory[M.maxima] + z], total, scalars)
 
     return store_rows

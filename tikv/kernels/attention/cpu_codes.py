@@ -14,10 +14,18 @@ from tikv.kernels.attention.cpu_loops import CHUNK, ROW, before, rows_per_band
 from tikv.kernels.attention.parameters import FLOATS, array_types
 from tikv.kernels.attention.softmax import is_masked
 from tikv.kernels.codec import SIZE, make_element_to_f32, make_load, make_store
-from tikv.kernels.groups import make_code, make_column, make_place, offset_of, step_of_code, unit_of
+from tikv.kernels.groups import (
+    make_code,
+    make_code_to_f32,
+    make_column,
+    make_place,
+    offset_of,
+    step_of_code,
+    unit_of,
+)
 from tikv.runtime import ti
 
-LEAST_GROUP = 32
+LEAST_GROUP = 16
 LANES = 8  # that a vector of most CPUs has
 KEYS = 2  # that are multiplied with queries together
 SUMS = 8  # vectors of them that a pass over a chunk's keys adds up in registers
@@ -260,8 +268,16 @@ def make_part(name, p):
 
 def make_code_of_part(name):
     """(code_of_part(x, e), steps): code e of what `make_part` gives, as a float times steps[e]."""
-    bits = GROUP_FORMATS[name].bits
-    steps = [1.0 if (e + 1) * bits == 32 else float(1 << e * bits) for e in range(32 // bits)]
+    bits, is_float, to_f32 = (
+        GROUP_FORMATS[name].bits,
+        GROUP_FORMATS[name].is_float,
+        make_code_to_f32(GROUP_FORMATS[name]),
+    )
+    steps = [1.0 if is_float or (e + 1) * bits == 32 else float(1 << e * bits) for e in range(32 // bits)]
+
+    @ti.func
+    def float_of_part(x, e: ti.template()):
+        return to_f32((x >> ti.u32(ti.static(e * bits))) & ti.u32(ti.static((1 << bits) - 1)))
 
     @ti.func
     def code_of_part(x, e: ti.template()):
@@ -272,7 +288,7 @@ def make_code_of_part(name):
             found = x & ti.u32(ti.static(((1 << bits) - 1) << (e * bits)))
         return ti.cast(ti.bit_cast(found, ti.i32), ti.f32)
 
-    return code_of_part, steps
+    return (float_of_part if is_float else code_of_part), steps
 
 
 def make_weigh(name, width, careful):

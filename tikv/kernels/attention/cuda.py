@@ -20,7 +20,7 @@ from tikv.kernels.attention.parameters import (
     X,
     make_attend_kernel,
 )
-from tikv.kernels.attention.softmax import inverse_of, is_masked, make_logit, make_store_lse
+from tikv.kernels.attention.softmax import is_masked, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
@@ -462,6 +462,7 @@ def make_merge_groups(x, parts, c):
 def make_store_rows(x, parts, c):
     """store_rows(thread, task, tops, totals, sums, ...): the task's rows of the result, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    inverse_of_sum = make_inverse(c)
     store = make_store(c.out, 1, SIZE[c.out] * 8, "cuda")
     DV, groups = c.width_v, x.groups
     columns = -(-DV // BLOCK)
@@ -475,7 +476,7 @@ def make_store_rows(x, parts, c):
             total = ti.f32(0.0)
             for j in range(groups):
                 total = total + totals[g * groups + j]
-            inverse = inverse_of(total)
+            inverse = inverse_of_sum(total, scalars)
             for n in range(columns):
                 d = n * BLOCK + thread
                 if d < DV:

@@ -167,6 +167,7 @@ class AttentionScalars(NamedTuple):
     logit_scale: float = 1.0  # with a soft cap, divided by it; else times log2(e)
     softcap: float = 1.0  # times log2(e)
     lse_scale: float = 1.0  # from base 2 to the base asked for
+    value_scale: float = 1.0  # of the whole of V, where its format has one: by codes of groups alone
 
 
 class AttentionTerms(NamedTuple):

@@ -5,6 +5,7 @@ What is asked of a number that may be NaN is asked of its bits: compilers of fas
 for true or false as they like, and either for the greater. Sums and products of a NaN are NaN everywhere.
 """
 
+from tikv.formats import GROUP_FORMATS
 from tikv.kernels.attention.parameters import INFINITY, LOG2E, MASKED_BITS, MINUS_INFINITY, NAN, X
 from tikv.runtime import ti
 
@@ -63,6 +64,21 @@ def is_nothing(l):
 def inverse_of(l):
     """1 / l of a sum of weights, by which a result is divided; 0 where nothing was seen."""
     return ti.select(is_nothing(l), ti.f32(0.0), ti.f32(1.0) / l)
+
+
+def make_inverse(c):
+    """inverse(l, scalars): `inverse_of`, times the scale of the whole of V where its format has one."""
+    row = GROUP_FORMATS.get(c.of_values.cache)
+    scaled = row is not None and row.has_tensor_scale
+
+    @ti.func
+    def inverse(l, scalars):
+        found = inverse_of(l)
+        if ti.static(scaled):
+            found = found * scalars[X.value_scale]
+        return found
+
+    return inverse
 
 
 def make_logit(c):

@@ -18,7 +18,7 @@ from tikv.kernels.attention.parameters import (
     X,
     make_attend_kernel,
 )
-from tikv.kernels.attention.softmax import exp2, inverse_of, is_masked, is_nan, make_logit, make_store_lse
+from tikv.kernels.attention.softmax import exp2, is_masked, is_nan, make_inverse, make_logit, make_store_lse
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_bias, make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_index_of, make_place_of
@@ -413,6 +413,7 @@ def make_add_sharers(shape, c):
 def make_store_rows(style, shape, parts, c):
     """store_rows(...): the task's rows of the result, divided by the sums of their weights, and log-sum-exps."""
     output_offsets, store_lse = make_output_offsets(parts, c), make_store_lse(parts)
+    inverse_of_sum = make_inverse(c)
     store = make_store(c.out, 1, SIZE[c.out] * 8, style)
     R, U, rounds, column_of = c.rows, c.unit, shape.rounds, make_column(c.cache)
 
@@ -425,7 +426,7 @@ def make_store_rows(style, shape, parts, c):
                 total = ti.f32(0.0)
                 for j in range(position[G.groups]):
                     total = total + of_groups[j * R + g]
-                inverse = inverse_of(total)
+                inverse = inverse_of_sum(total, scalars)
                 at, lse_at = output_offsets(task[T.kv_head], r, task[T.split], strides, params)
                 for z in ti.static(range(rounds)):
                     u = z * BLOCK + column

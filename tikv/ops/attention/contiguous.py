@@ -182,10 +182,9 @@ def contiguous_call(
     of_groups: dict[str, ArrayView] = {}
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
-        codes, numbers, format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
         given |= {"k": ("k_cache", codes[0]), "v": ("v_cache", codes[1])}
         of_groups = dict(zip(("k_scale", "v_scale"), numbers, strict=True))
-        formats = format, format
         head_dim_v = None
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)

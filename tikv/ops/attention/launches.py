@@ -27,6 +27,7 @@ from tikv.ops.attention.splits import MASS_KEYS, SERIAL_PRODUCTS, Shares, choose
 from tikv.ops.attention.terms import term_numbers, tree_launch, tree_of, tree_words
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
+from tikv.ops.turned import turn_launch
 
 LEAST_SCRATCH = 1 << 16  # bytes
 
@@ -71,6 +72,7 @@ class Scratch(NamedTuple):
     partials: int  # results of splits, from 0 on
     lse: int  # of the result, where nobody asked for it
     tree: int  # words of the new tokens, where they are a tree
+    turned: int  # queries, where keys are stored turned
     work: int  # of the workers of a CPU
     nbytes: int
 
@@ -106,7 +108,9 @@ class AttentionLaunches(Plan):
         own_lse = partial_bytes + partials * 4
         tree = own_lse + (0 if "lse" in arrays else self.rows) * 4
         in_tree = query.batch * query.queries * tree_words(query.queries) if tree_of(arrays) else 0
-        work = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
+        turned = -(-(tree + in_tree * 4) // ALIGNMENT) * ALIGNMENT
+        in_turned = 0 if self._seed is None else self.rows * cache.width * arrays["q"].dtype.itemsize
+        work = -(-(turned + in_turned) // ALIGNMENT) * ALIGNMENT
         nbytes = work
         self.heads_per_task, self.keys_per_pass, self.prefetch, self.work_floats = 1, 0, 0, 0
         if live.is_cpu:
@@ -123,9 +127,14 @@ class AttentionLaunches(Plan):
             if of_task >= cpu.NUMBER_ROWS or not cache.alike:
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
-        self.scratch = Scratch(partial_bytes, own_lse, tree, work, nbytes)
+        self.scratch = Scratch(partial_bytes, own_lse, tree, turned, work, nbytes)
         self.memory: Memory | None = None  # that the launches are bound to
         self.first_valid = 0  # that the launches have
+
+    @property
+    def _seed(self) -> int | None:
+        """By whose signs the keys are turned; None where they are not."""
+        return None if self.cache.k.format is None else self.cache.k.format.seed
 
     def check_overlaps(self, arrays: Sequence[ArrayView]) -> None:
         """Nothing: an `out` that was given was looked at, and what is new overlaps nothing."""
@@ -164,6 +173,11 @@ class AttentionLaunches(Plan):
         arrays = dict(zip(self.names, given, strict=True))
         live, cache, memory = self.live, self.cache, self.memory
         assert memory is not None
+        found: list[Launch] = []
+        if self._seed is not None:
+            given_q = arrays["q"]
+            arrays["q"] = memory.array(given_q.shape, given_q.dtype, self.scratch.turned)
+            found.append(turn_launch(live, self.operation, given_q, arrays["q"], self._seed))
         style, split, q = live.kernel_style, self.splits > 1, arrays["q"]
         to = arrays.get("out", q)
         bits = word_bits(arrays["k"], arrays["v"], cache, style)
@@ -190,7 +204,6 @@ class AttentionLaunches(Plan):
         written = [partials, partial_lse] if split else [to, lse]
         if style == "cpu":
             written.append(memory.array((1,), dtypes.float32, self.scratch.work))
-        found: list[Launch] = []
         terms, term_vector = [], []
         if choices.terms:
             tree = memory.array((1,), dtypes.float32, self.scratch.tree) if choices.tree else None
@@ -294,7 +307,7 @@ class AttentionLaunches(Plan):
         from tikv.kernels.attention.parameters import AttentionStrides
 
         to, lens, table = arrays.get("out", arrays["q"]), arrays.get("lens"), arrays.get("table")
-        found: list[int] = [*self.query.strides, _first(arrays["q"])]
+        found: list[int] = [*query_shape(arrays["q"], "q", self.operation).strides, _first(arrays["q"])]
         found += [*query_shape(to, "out", self.operation).strides, _first(to)]
         found += self._lse_strides(arrays.get("lse"))
         for rows, a, of in ((self.cache.k, arrays["k"], bits[0]), (self.cache.v, arrays["v"], bits[1])):
@@ -351,11 +364,14 @@ class AttentionLaunches(Plan):
 
         options, cap = self.options, self.options.softcap
         scale = 1 / math.sqrt(self.cache.width) if options.scale is None else options.scale
+        of_keys, of_values = (1.0 if a is None else a.tensor_scale for a in (self.cache.k.format, self.cache.v.format))
+        scale *= of_keys
         return tuple(
             AttentionScalars(
                 logit_scale=scale * LOG2E if cap is None else scale / cap,
                 softcap=1.0 if cap is None else cap * LOG2E,
                 lse_scale=1.0 if options.base2 else math.log(2),
+                value_scale=of_values,
             )
         )
 

@@ -19,6 +19,7 @@ QUERIES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 
 
 IMPLEMENTATIONS = ("auto", "taichi", "torch")
+READ_SCALES = (*dtypes.SCALES, dtypes.float8_e8m0fnu, dtypes.float8_e4m3fn)  # the last two of formats that are checked
 MOST_ROWS = 8  # query rows that share a pass over the keys
 
 
@@ -42,8 +43,8 @@ class CacheLayout(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether K and V are stored in one format."""
-        return self.k.format is self.v.format and self.k.array.dtype is self.v.array.dtype
+        """Whether K and V are stored in one format; keys alone may be turned."""
+        return self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
 
     @property
     def scales(self) -> list[Scale]:
@@ -141,7 +142,7 @@ def check_form(
     if options.mass and cache.k.format is not None:
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
     for scale in [found.array for found in cache.scales]:
-        if scale.dtype not in (dtypes.float16, dtypes.float32):
+        if scale.dtype not in READ_SCALES:
             raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales are float16 or float32.")
         checks.same_dtype(cache.scales[0].array, scale, "k_scale", "v_scale", operation)
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")

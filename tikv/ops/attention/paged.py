@@ -140,8 +140,7 @@ def paged_call(
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}
-        (k_pool, v_pool), (k_scale, v_scale), format = codes_of_pair(live, operation, pair, (k_scale, v_scale))
-        formats = format, format
+        (k_pool, v_pool), (k_scale, v_scale), formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
         head_dim_v = None
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_pool", k_pool), "v": ("v_pool", v_pool)}
     given["table"], length = ("block_tables", block_tables), 0

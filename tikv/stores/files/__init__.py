@@ -192,7 +192,8 @@ def storage(form: Meta) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
         stored.append(format or dtypes.parse(name, ""))
     if scale_name not in [row.name for row in dtypes.SCALES]:
         raise ValueError(f"scale_dtype {reprlib.repr(scale_name)} is not offered")
-    scale = dtypes.parse(scale_name, "")
+    own = [row.own_scale_dtype for row in stored if isinstance(row, GroupFormat) and row.own_scale_dtype]
+    scale = own[0] if own else dtypes.parse(scale_name, "")
     width = integer(form["head_dim"], "head_dim", low=1)
     width_v = width if form.get("head_dim_v") is None else integer(form["head_dim_v"], "head_dim_v", low=1)
     rows = RowFormats(RowFormat(stored[0], width), RowFormat(stored[1], width_v), scale)

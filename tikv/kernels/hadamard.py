@@ -1,0 +1,270 @@
+"""Rows turned by signs and a Hadamard matrix, so that few columns that are large become many that are not.
+
+A row of D columns is taken in blocks of n, the largest power of two that divides D: a column gets its sign, a block is
+multiplied by the matrix of Sylvester's order, and all of it by n ** -0.5. Turned back, signs come last; both are exact
+but for the rounding of sums. In each step two numbers become their sum and their difference, first neighbours, then
+those 2, 4, 8 apart: the order of `reference.hadamard`, which float32 shows.
+"""
+
+import functools
+import zlib
+from typing import NamedTuple
+
+from tikv.kernels.codec import SIZE, element_array, make_load, make_store
+from tikv.kernels.exact import apart, make_product
+from tikv.kernels.lanes import ALL, BLOCK, make_loop
+from tikv.runtime import ti
+
+HELD = 16  # columns of a row that a thread of a GPU holds, where nothing else says which
+MIX = (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B)  # odd numbers by which the signs are drawn
+
+
+@functools.cache
+def make_sign_of(seed):
+    """sign_of(column): the sign bit of a column."""
+    start = seed * MIX[1] & 0xFFFFFFFF
+
+    @ti.func
+    def sign_of(column):
+        x = ti.cast(column, ti.u32) * ti.u32(MIX[0]) + ti.u32(start)
+        x = (x ^ (x >> ti.u32(16))) * ti.u32(MIX[2])
+        x = (x ^ (x >> ti.u32(15))) * ti.u32(MIX[3])
+        return (x ^ (x >> ti.u32(16))) & ti.u32(0x80000000)
+
+    return sign_of
+
+
+@ti.func
+def with_sign(x, sign):
+    """x, or -x where the sign bit is set."""
+    return ti.bit_cast(ti.bit_cast(x, ti.u32) ^ sign, ti.f32)
+
+
+def steps_of(n):
+    """Steps of a block of n."""
+    return n.bit_length() - 1
+
+
+def local_row(n):
+    """The type of a block of a row that a function of the CPU holds."""
+    return ti.types.vector(n, ti.f32)
+
+
+@ti.func
+def add_pair(a: ti.template(), b: ti.template(), i):
+    """A step's sum and difference of neighbours, into the two halves of another vector.
+
+    So LLVM makes vectors of it, and after all steps each number is where it belongs. The loops over pairs stand in the
+    real functions that hold the vectors, which can call no function with a loop.
+    """
+    x, y = a[2 * i], a[2 * i + 1]
+    b[i] = x + y
+    b[i + ti.static(b.n // 2)] = x - y
+
+
+class Place(NamedTuple):
+    """Which columns the threads of a block of a row hold: `columns[lane][i]` is number i of a thread's."""
+
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def lanes(self):
+        """Threads of a block."""
+        return len(self.columns)
+
+    @property
+    def held(self):
+        """Numbers of a thread."""
+        return len(self.columns[0])
+
+    def partner(self, distance):
+        """(lane distance, which of its own numbers each is paired with) of columns so far apart; one of them is none.
+
+        Examples:
+            >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)
+            ((0, (1, 0)), (1, (0, 1)))
+        """
+        found = {column: (lane, i) for lane, of in enumerate(self.columns) for i, column in enumerate(of)}
+        pairs = {
+            (lane ^ found[column ^ distance][0], tuple(found[c ^ distance][1] for c in of))
+            for lane, of in enumerate(self.columns)
+            for column in of
+        }
+        (pair,) = pairs
+        return pair
+
+
+def place_in_order(n):
+    """Threads that hold `HELD` neighbouring columns each."""
+    return Place(tuple(tuple(range(first, first + HELD)) for first in range(0, n, HELD)))
+
+
+@functools.cache
+def make_turn_lanes(style, place, seed, back=False):
+    """GPU: turn(thread, lane, values, row) -> what a thread's numbers of a row became; all of a block call it together.
+
+    `lane` is its place among the threads of the row, whose blocks lie one after another; `row` is as in `exact`.
+    """
+    lanes, held = place.lanes, place.held
+    n = lanes * held
+    norm, product, sign_of = n**-0.5, make_product(style), make_sign_of(seed)
+    partners = [place.partner(1 << z) for z in range(steps_of(n))]
+    columns = [place.columns[0][i] for i in range(held)]
+    bits = [place.columns[1 << b][0] ^ place.columns[0][0] for b in range(steps_of(lanes))]
+
+    @ti.func
+    def column_of_lane(lane):
+        """The column of a lane's number 0, less that of lane 0."""
+        found = 0
+        for b in ti.static(range(len(bits))):
+            found = found + ((lane >> b) & 1) * bits[b]
+        return found
+
+    @ti.func
+    def summed(x, row):
+        """A sum that is rounded before it is taken on."""
+        found = x
+        if ti.static(style == "spirv"):
+            found = apart(x, row)
+        return found
+
+    @ti.func
+    def change_signs(lane, values):
+        found = values
+        first = lane // lanes * n + column_of_lane(lane % lanes)
+        for i in ti.static(range(held)):
+            found[i] = with_sign(values[i], sign_of(first ^ columns[i]))
+        return found
+
+    @ti.func
+    def exchanged(thread, values, distance: ti.template()):
+        """The numbers of the thread at a distance."""
+        found = values
+        if ti.static(style == "cuda"):
+            for i in ti.static(range(held)):
+                other = ti.simt.warp.shfl_xor_i32(ti.u32(ALL), ti.bit_cast(values[i], ti.i32), distance)
+                found[i] = ti.bit_cast(other, ti.f32)
+        else:
+            shared = ti.simt.block.SharedArray((BLOCK * held,), ti.f32)
+            own = thread % BLOCK
+            ti.simt.block.sync()
+            for i in ti.static(range(held)):
+                shared[i * BLOCK + own] = values[i]
+            ti.simt.block.sync()
+            for i in ti.static(range(held)):
+                found[i] = shared[i * BLOCK + (own ^ distance)]
+        return found
+
+    @ti.func
+    def turn(thread, lane, values, row):
+        found = values
+        if ti.static(not back):
+            found = change_signs(lane, found)
+        for distance, own in ti.static(partners):
+            before = found
+            if ti.static(distance > 0):
+                others = exchanged(thread, before, distance)
+                upper = lane & distance
+                for i in ti.static(range(held)):
+                    found[i] = summed(ti.select(upper > 0, others[i] - before[i], before[i] + others[i]), row)
+            else:
+                for i in ti.static(range(held)):
+                    if ti.static(i < own[i]):
+                        found[i] = summed(before[i] + before[ti.static(own[i])], row)
+                    else:
+                        found[i] = summed(before[ti.static(own[i])] - before[i], row)
+        for i in ti.static(range(held)):
+            found[i] = product(found[i], ti.f32(norm), row)
+        if ti.static(back):
+            found = change_signs(lane, found)
+        return found
+
+    return turn
+
+
+class TurnParams(NamedTuple):
+    """Numbers of a launch that turns rows: items of work, extents, and where rows lie."""
+
+    items: int = 0
+    rows: int = 0
+    heads: int = 1
+    tokens: int = 1
+    sequence: int = 0
+    head: int = 0
+    token: int = 0
+    first: int = 0
+    to_first: int = 0
+
+
+P = TurnParams(*range(len(TurnParams._fields)))
+PARAMS = ti.types.vector(len(P), ti.i32)
+
+
+def make_turn_rows(style, serial, code, width, n, seed):
+    """turn_rows(source, target, params): rows (sequence, head, token) of any strides to rows that lie one by one.
+
+    Args:
+        style, serial: as in `lanes.make_loop`.
+        code: dtype code of both.
+        width: columns of a row.
+        n: of a block.
+        seed: of the signs.
+    """
+    A = element_array(code)
+    load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)
+    steps, sign_of, ROW = steps_of(n), make_sign_of(seed), local_row(n)
+    turn = None if style == "cpu" else make_turn_lanes(style, place_in_order(n), seed)
+    uid = zlib.crc32(repr((code, width, n, seed)).encode()) >> 1
+    lanes = width // HELD
+
+    @ti.func
+    def source_of(r, params):
+        t, rest = r % params[P.tokens], r // params[P.tokens]
+        h, b = rest % params[P.heads], rest // params[P.heads]
+        return params[P.first] + b * params[P.sequence] + h * params[P.head] + t * params[P.token]
+
+    @ti.real_func
+    def turn_row(a: A, b: A, at: ti.i32, to: ti.i32, number: ti.i32):
+        row, other = ROW(0.0), ROW(0.0)
+        for block in range(width // n):
+            first = block * n
+            for i in range(n):
+                x = with_sign(load(a, at + first + i)[0], sign_of(first + i))
+                if ti.static(steps % 2 == 1):
+                    other[i] = x
+                else:
+                    row[i] = x
+            for z in ti.static(range(steps)):
+                for i in range(n // 2):
+                    if ti.static((steps - z) % 2 == 1):
+                        add_pair(other, row, i)
+                    else:
+                        add_pair(row, other, i)
+            for i in range(n):
+                store(b, to + first + i, ti.Vector([row[i] * ti.f32(ti.static(n**-0.5))]), ti.f32(1.0))
+
+    @ti.func
+    def turn_item(i, arrays: ti.template(), params):
+        a, b = ti.static(arrays)
+        if ti.static(style == "cpu"):
+            turn_row(a, b, source_of(i, params), params[P.to_first] + i * width, uid)
+        else:
+            r, lane = i // lanes, i % lanes
+            inside = r < params[P.rows]
+            at = source_of(ti.select(inside, r, 0), params) + lane * HELD
+            values = ti.Vector.zero(ti.f32, HELD)
+            for e in ti.static(range(HELD)):
+                values[e] = load(a, at + e)[0]
+            values = turn(i, lane, values, at)
+            if inside:
+                to = params[P.to_first] + r * width + lane * HELD
+                for e in ti.static(range(HELD)):
+                    store(b, to + e, ti.Vector([values[e]]), ti.f32(1.0))
+
+    loop = make_loop(style, serial, turn_item, P.items)
+
+    @ti.kernel
+    def turn_rows(source: A, target: A, params: PARAMS):
+        loop(source, params, ((source, target), params))
+
+    return turn_rows
