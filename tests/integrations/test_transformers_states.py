@@ -202,6 +202,64 @@ def test_a_state_of_all_tokens_is_not_taken_back(family, arch):
     assert lengths(cache) == before
 
 
+@with_states
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_beams_go_on_with_their_states(family, arch):
+    model = model_of(family)
+    tokens = ids(3, 9)
+    cache, want = TikvCache(model.config), DynamicCache(config=model.config)
+    last_logits(model, tokens[:, :8], cache)
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    chosen = tokens[[2, 2, 0]]
+    last_logits(model, chosen[:, :8], want)
+    a, b = (last_logits(model, chosen[:, 8:], one) for one in (cache, want))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
+
+
+@with_states
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([0])), tikv.ShapeError),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 1, 1])), tikv.ShapeError),
+        (lambda cache: cache.reorder_cache(torch.tensor([0, 5])), tikv.PositionError),
+        (lambda cache: cache.reorder_cache(torch.tensor([-1, 0])), tikv.PositionError),
+        (lambda cache: cache.batch_select_indices(torch.tensor([0, 5])), tikv.PositionError),
+        (lambda cache: cache.batch_select_indices(torch.tensor([True])), tikv.ShapeError),
+    ],
+)
+def test_refused_sequences_leave_keys_and_states_as_they_were(family, call, error, arch):
+    """States were parted from keys: those had already followed an index that the keys refused."""
+    model = model_of(family)
+    tokens = ids(2, 9)
+    cache, want = TikvCache(model.config), DynamicCache(config=model.config)
+    for one in (cache, want):
+        last_logits(model, tokens[:, :8], one)
+    with pytest.raises(error):
+        call(cache)
+    a, b = (last_logits(model, tokens[:, 8:], one) for one in (cache, want))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * float(b.std()))
+
+
+@with_states
+@pytest.mark.parametrize("family", ["lfm2_moe", "falcon_h1"])
+def test_assisted_decoding_keeps_states_or_is_refused(family, arch):
+    """A state that remembers tokens goes back with the keys; of one that sums them transformers itself says no."""
+    model = model_of(family)
+    prompt = torch.cat([ids(1, 6)] * 3, 1)
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    cache = TikvCache(model.config)
+    if model._is_stateful:
+        with pytest.raises(ValueError, match="not supported with stateful models"):
+            model.generate(prompt, **given(cache), **options, prompt_lookup_num_tokens=3)
+        assert cache.get_seq_length() == 0
+        return
+    want = model.generate(prompt, **given(DynamicCache(config=model.config)), **options)
+    got = model.generate(prompt, **given(cache), **options, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, want)
+
+
 REFUSED = {
     "MambaConfig": "no layer of MambaConfig attends, all of them keep a state",
     "RwkvConfig": "RwkvForCausalLM has a cache of its own kind: it is the model of RwkvConfig",

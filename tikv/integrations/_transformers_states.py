@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
-from tikv.errors import PositionError
+from tikv.errors import PositionError, ShapeError
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_storage import OPERATION
 from tikv.integrations._transformers_streaming import StreamingLayer
@@ -37,13 +37,65 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
             self._from_start.add(state_idx)
         return super().update_conv_state(conv_states, state_idx, **kwargs)
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let sequence b go on from the state of sequence ``beam_idx[b]``.
+
+        Raises:
+            ShapeError, PositionError: not an index for each sequence, or one of no sequence. Nothing is changed.
+        """
+        index = torch.as_tensor(beam_idx)
+        operation = f"{OPERATION}.reorder_cache"
+        batch = self._sequences()
+        if batch is None:
+            return
+        if index.shape != (batch,):
+            raise ShapeError(
+                f"{operation}: index has shape {tuple(index.shape)}, and layer {self.index} keeps the states of "
+                f"{batch} sequences. Give an index for each."
+            )
+        self._check_sequences(operation, index, 0, batch)
+        super().reorder_cache(index)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence: 0, 0, 1, 1 for 2."""
         self._change_states(lambda state: state.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences, in this order."""
-        self._change_states(lambda state: state[indices])
+        """Keep these sequences, in this order.
+
+        Raises:
+            ShapeError, PositionError: a mask of another length, or an index of no sequence. Nothing is changed.
+        """
+        chosen = torch.as_tensor(indices)
+        operation = f"{OPERATION}.batch_select_indices"
+        batch = self._sequences()
+        if batch is None:
+            return
+        if chosen.dtype == torch.bool:
+            if chosen.shape != (batch,):
+                raise ShapeError(
+                    f"{operation}: the mask has shape {tuple(chosen.shape)}, and layer {self.index} keeps the "
+                    f"states of {batch} sequences. Give one entry for each."
+                )
+        else:
+            self._check_sequences(operation, chosen, -batch, batch)
+        self._change_states(lambda state: state[chosen.to(state.device)])
+
+    def _sequences(self) -> int | None:
+        """How many sequences have a state; None before the first."""
+        states = (state for kept in (self.conv_states, self.recurrent_states) for state in kept.values())
+        return next((state.shape[0] for state in states if state is not None), None)
+
+    def _check_sequences(self, operation: str, index: Any, low: int, high: int) -> None:
+        """Indices on the host are of sequences that there are; the device is not waited for."""
+        if index.device.type != "cpu":
+            return
+        outside = [i for i in index.flatten().tolist() if not low <= i < high]
+        if outside:
+            raise PositionError(
+                f"{operation}: there is no sequence {outside[0]}; layer {self.index} keeps the states of {high}. Use "
+                f"{low} to {high - 1}."
+            )
 
     def _change_states(self, change: Any) -> None:
         for states in (self.conv_states, self.recurrent_states):
