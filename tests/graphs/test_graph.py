@@ -183,6 +183,28 @@ def test_pages(arch, rng, layout):
             oracle.assert_same_bits(a, b)
 
 
+def test_chosen_tokens(arch, rng):
+    """Other tokens in each run, of caches and of pages; one that there is not is refused before a launch."""
+    builder = tikv.GraphBuilder()
+    builder.decode_attention("q", "k", "v", "n", indices="indices", lse="lse", mass="mass")
+    builder.paged_decode_attention("q", "k_pool", "v_pool", "tables", "lens", indices="indices", out="paged")
+    graph = builder.compile()
+    caches = [oracle.place(oracle.numbers(rng, (2, 2, 12, 16), np.float32), arch) for _ in "kv"]
+    pools = [oracle.place(oracle.numbers(rng, (6, 4, 2, 16), np.float32), arch) for _ in "kv"]
+    tables, lens = (oracle.place(np.array(a), arch) for a in ([[3, 1, 0], [0, 4, 5]], [10, 9]))
+    values = dict(zip(("k", "v", "k_pool", "v_pool", "tables", "lens"), (*caches, *pools, tables, lens), strict=True))
+    for _ in range(2):
+        q = oracle.place(oracle.numbers(rng, (2, 4, 16), np.float32), arch)
+        indices = oracle.place(np.stack([rng.permutation(9)[:5] for _ in range(2)])[:, None], arch)
+        got = graph.run(values | {"q": q, "n": 9, "indices": indices})
+        out, lse, mass = tikv.decode_attention(q, *caches, 9, indices=indices, return_lse=True, return_mass=True)
+        paged = tikv.paged_decode_attention(q, *pools, tables, lens, indices=indices)
+        same_bits(got, {"out": out, "lse": lse, "mass": mass, "paged": paged})
+    if arch != "cuda":
+        with pytest.raises(tikv.PositionError, match=r"indices\[0, 0, 0\]=9 is not a token"):
+            graph.run(values | {"q": q, "n": 9, "indices": np.full((2, 1, 5), 9)})
+
+
 @pytest.mark.parametrize("owned", [False, True], ids=["caller", "owned"])
 def test_the_fused_write(arch, rng, owned):
     angles = rng.standard_normal((16, 4)).astype(np.float32)

@@ -311,6 +311,20 @@ def test_decode_attention_is_compiled_whole(arch, rng, queries):
         oracle.assert_same_bits(contents(a), contents(b))
 
 
+def test_chosen_tokens_are_an_argument(arch, rng):
+    """Of both operators, eagerly; the schema is looked at below."""
+    q = tensor(oracle.numbers(rng, (2, 4, 8), np.float32), arch)
+    k, v = (tensor(oracle.numbers(rng, (2, 2, 8, 8), np.float32), arch) for _ in "kv")
+    lens, chosen = (tensor(np.array(a), arch) for a in ([6, 4], [[[5, 0]], [[1, -1]]]))
+    got = torch_ops.decode_attention(q, k, v, lens, indices=chosen)
+    oracle.assert_same_bits(contents(got), contents(tikv.decode_attention(q, k, v, lens, indices=chosen)))
+    pools = [a.reshape(4, 4, 2, 8) for a in (k, v)]
+    table = tensor(np.array([[2, 0], [1, 3]]), arch)
+    got = torch_ops.paged_decode_attention(q, *pools, table, lens, indices=chosen)
+    want = tikv.paged_decode_attention(q, *pools, table, lens, indices=chosen)
+    oracle.assert_same_bits(contents(got), contents(want))
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND", "VLLM"])
 def test_paged_decode_attention_is_compiled_whole(arch, rng, layout):
 
@@ -356,6 +370,8 @@ def operator_calls(rng, arch):
     yield "write_slots", (*rows, *codes, slots, "NHD", *scales)
     yield "decode_attention", (one, *batch, lens, None, True, None, False, 0, None, None, None)
     yield "decode_attention", (several, *batch, lens, 0.5, True, 3, False, 0, None, None, 5.0)
+    chosen = integers([[3, 0]], [[1, -1]])
+    yield "decode_attention", (one, *batch, lens, None, True, None, False, 0, None, None, None, chosen)
     yield "paged_decode_attention", (one, *pools, table, integers(7, 3), "NHD", None, None, None, None, True, None)
     yield "paged_decode_attention", (one, *codes, table, integers(7, 3), "NHD", None, 3, *scales, True, None)
     yield "paged_decode_attention", (several, *vllm, table, integers(7, 3), "VLLM", 0.5, None, None, None, True, None)

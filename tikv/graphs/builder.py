@@ -27,8 +27,8 @@ class GraphBuilder(runtime.NotCopied):
     The methods take what the functions of the same names take, with names in place of arrays. ``position``,
     ``first_valid`` and lengths may be an int, or a name whose number each run gives. A length may also be the name of
     an array, and where a length or a position lies in device memory it may change there: ``seq_lens``,
-    ``context_lens``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``. Attention, merges and the fused write
-    name what they return, for later calls and for the caller of `Graph.run`.
+    ``context_lens``, ``cache_offsets``, ``slot_mapping``, ``rope_positions``, ``indices``. Attention, merges and the
+    fused write name what they return, for later calls and for the caller of `Graph.run`.
 
     Raises:
         OptionError: a name that is not an identifier, or is taken, or stands for an array here and a number there; an
@@ -137,11 +137,12 @@ class GraphBuilder(runtime.NotCopied):
         mass: str | None = None,
         sink_logits: str | None = None,
         alibi_slopes: str | None = None,
+        indices: str | None = None,
         **options: Any,
     ) -> None:
         """`tikv.decode_attention`; ``out`` and, if wanted, ``lse`` and ``mass`` name what it returns."""
         names = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **_given(k_scale=k_scale, v_scale=v_scale)}
-        names |= _given(sink_logits=sink_logits, alibi_slopes=alibi_slopes)
+        names |= _given(sink_logits=sink_logits, alibi_slopes=alibi_slopes, indices=indices)
         numbers: dict[str, str | int] = {"seq_lens": seq_lens}
         if first_valid is not None:
             numbers["first_valid"] = first_valid
@@ -162,11 +163,13 @@ class GraphBuilder(runtime.NotCopied):
         lse: str | None = None,
         sink_logits: str | None = None,
         alibi_slopes: str | None = None,
+        indices: str | None = None,
         **options: Any,
     ) -> None:
         """`tikv.paged_decode_attention`; ``out`` and, if wanted, ``lse`` name what it returns."""
         names = {"q": q, "k_pool": k_pool, "v_pool": v_pool, "block_tables": block_tables}
         names |= _given(k_scale=k_scale, v_scale=v_scale, sink_logits=sink_logits, alibi_slopes=alibi_slopes)
+        names |= _given(indices=indices)
         outputs = {"out": out, **_given(return_lse=lse)}
         self._add(paged_decode_attention, names, {"context_lens": context_lens}, options, outputs)
 

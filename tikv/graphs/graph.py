@@ -25,7 +25,8 @@ from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime.cache import BoundedCache
 
 BACKENDS = ("auto", "ti.graph", "launches")
-_INDICES = ("slot_mapping", "rope_positions", "block_tables", *LENGTHS)  # whose values are checked where known
+# Parameters whose values are checked where they are known.
+_INDICES = ("slot_mapping", "rope_positions", "block_tables", "indices", *LENGTHS)
 _FindSetter = Callable[[int, str], Callable[[int], None]]  # for the number of a launch and the name of an entry
 
 

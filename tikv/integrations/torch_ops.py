@@ -84,6 +84,7 @@ def _decode_attention(
     k_scale: Optional[Tensor],  # noqa: UP045
     v_scale: Optional[Tensor],  # noqa: UP045
     softcap: Optional[float],  # noqa: UP045
+    indices: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     found = attention.decode_attention(
         q,
@@ -99,6 +100,7 @@ def _decode_attention(
         v_scale=v_scale,
         softcap=softcap,
         return_lse=True,
+        indices=indices,
     )
     return found[0], found[1]
 
@@ -117,6 +119,7 @@ def _paged_decode_attention(
     v_scale: Optional[Tensor],  # noqa: UP045
     causal: bool,
     softcap: Optional[float],  # noqa: UP045
+    indices: Optional[Tensor] = None,  # noqa: UP045
 ) -> tuple[Tensor, Tensor]:
     found = attention.paged_decode_attention(
         q,
@@ -132,6 +135,7 @@ def _paged_decode_attention(
         causal=causal,
         softcap=softcap,
         return_lse=True,
+        indices=indices,
     )
     return found[0], found[1]
 
@@ -240,6 +244,7 @@ def decode_attention(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
     softcap: float | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tikv.decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
@@ -250,7 +255,7 @@ def decode_attention(
         [[[2.0, 3.0]]]
     """
     out, lse = _decode_attention(
-        q, k_cache, v_cache, seq_lens, scale, causal, window, ring, sinks, k_scale, v_scale, softcap
+        q, k_cache, v_cache, seq_lens, scale, causal, window, ring, sinks, k_scale, v_scale, softcap, indices
     )
     return (out, lse) if return_lse else out
 
@@ -270,6 +275,7 @@ def paged_decode_attention(
     return_lse: bool = False,
     causal: bool = True,
     softcap: float | None = None,
+    indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tikv.paged_decode_attention` on torch tensors, as a custom operator: same arguments, errors, exactness and cost.
 
@@ -282,6 +288,6 @@ def paged_decode_attention(
         1.6667
     """
     out, lse = _paged_decode_attention(
-        q, k_pool, v_pool, block_tables, context_lens, layout, scale, window, k_scale, v_scale, causal, softcap
+        q, k_pool, v_pool, block_tables, context_lens, layout, scale, window, k_scale, v_scale, causal, softcap, indices
     )
     return (out, lse) if return_lse else out

@@ -127,7 +127,8 @@ def make_select_row(row_of):
             ti.simt.block.sync()
             for halving in ti.static(range(BLOCK.bit_length() - 1)):
                 if thread < ti.static(BLOCK >> (halving + 1)):
-                    above[thread] = above[thread] + above[thread + ti.static(BLOCK >> (halving + 1))]
+                    count += above[thread + ti.static(BLOCK >> (halving + 1))]
+                    above[thread] = count
                 ti.simt.block.sync()
             lowest = ti.select(above[0] >= k, wanted, lowest)
         # Each thread has neighbouring entries, so that what it writes follows what the threads before it write.
