@@ -72,7 +72,7 @@ class AttendRequest(NamedTuple):
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, self.parents, self.indices)
 
     def options(self, operation: str, mass: Any = False) -> AttentionOptions:
-        """What a plan is made for, checked but for the window, which stands where what is behind the sinks will.
+        """What a plan is made for. Its `span` is the window as it was given, the sinks included.
 
         `mass` is whether the mass of each slot is wanted.
 
