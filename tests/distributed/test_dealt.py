@@ -6,13 +6,13 @@ import pytest
 import tikv
 from tikv import runtime
 from tikv.arrays import view
-from tikv.distributed.deal import Deal
-from tikv.distributed.dealt import DealtLayers
+from tikv.distributed.token_shard import TokenShardLayers
+from tikv.distributed.token_sharding import TokenSharding
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
 from tikv.ops.deal import deal
-from tikv.stores.layers.storage import StoreForm
+from tikv.stores.layers.storage import StoreConfig
 
 torch = pytest.importorskip("torch")
 PLAIN = AttentionScale(None, None)
@@ -20,14 +20,14 @@ PLAIN = AttentionScale(None, None)
 
 def dealt(deal, **form):
     """A rank's store and the storage behind it."""
-    found = StoreForm.checked("KVCacheStore", **form)
-    storage = DealtLayers(runtime.current(), found, deal)
+    found = StoreConfig.checked("KVCacheStore", **form)
+    storage = TokenShardLayers(runtime.current(), found, deal)
     return tikv.KVCacheStore.over(found, storage), storage
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 4), (5, 64)])
 def test_every_position_lies_on_one_rank(world, interleave):
-    deals = [Deal(rank, world, interleave) for rank in range(world)]
+    deals = [TokenSharding(rank, world, interleave) for rank in range(world)]
     counts = [0] * world
     for position in range(4 * world * interleave + 3):
         assert [each.count(position) for each in deals] == counts
@@ -46,7 +46,7 @@ def test_every_position_lies_on_one_rank(world, interleave):
 def test_positions_on_the_device_are_dealt_alike(arch, bits):
     positions = np.array([-5, 0, 7, 8, 1000, 2**31 - 1], f"int{bits}")
     for rank in range(3):
-        own = Deal(rank, 3, 4)
+        own = TokenSharding(rank, 3, 4)
         found = []
         for counts in (True, False):
             out = np.full(len(positions), 99, np.int32)
@@ -81,7 +81,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
     own_slopes = Terms(**slopes).views("extend")
     form = {"num_layers": 2, "num_kv_heads": 6, "head_dim": 8, "capacity": 64, "dtype": "float32"}
     form |= {"window": [9, None], "sinks": 2}
-    one, ranks = tikv.KVCacheStore(**form), [dealt(Deal(rank, 2, 4), **form) for rank in range(2)]
+    one, ranks = tikv.KVCacheStore(**form), [dealt(TokenSharding(rank, 2, 4), **form) for rank in range(2)]
     shares = [storage for _, storage in ranks]
     for tokens in (21, 1, 1, 6):
         if tokens == 6:
@@ -103,7 +103,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
             np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
             if sloped:
                 continue
-            (owners, places), counts = Deal(0, 2, 4).places(shares[0].held_positions(layer))
+            (owners, places), counts = TokenSharding(0, 2, 4).places(shares[0].held_positions(layer))
             masses = torch.zeros(2, 1, 6, max(counts))
             by_head = np.ascontiguousarray(q.swapaxes(1, 2))
             for store, mass in zip(shares, masses, strict=True):
@@ -117,7 +117,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
 @pytest.mark.full
 def test_groups_of_codes_are_dealt(arch, rng):
     form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 16, "dtype": "q8_0"}
-    one, (own, share) = tikv.KVCacheStore(**form), dealt(Deal(0, 1, 4), **form)
+    one, (own, share) = tikv.KVCacheStore(**form), dealt(TokenSharding(0, 1, 4), **form)
     k, v = rng.standard_normal((2, 6, 1, 32)).astype(np.float32)
     for store in (one, own):
         store.append(0, k, v)

@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 
 import tikv
-from tikv.distributed.deal import Deal
+from tikv.distributed.token_sharding import TokenSharding
 
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 CAPACITY = 48
@@ -27,7 +27,7 @@ class Twins:
 
     def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",), terms=()):
         self.shared, self.form, self.rng, self.queries, self.layouts = shared, form, rng, queries, layouts
-        self.deal = deal or Deal(0, 1, 1)
+        self.deal = deal or TokenSharding(0, 1, 1)
         self.heads = shared.heads
         self.one = tikv.KVCacheStore(**form)
         self.width, self.width_v = self.one.head_dim, self.one.head_dim_v
@@ -246,7 +246,7 @@ class Twins:
         found = object.__new__(Twins)
         vars(found).update(vars(self))
         found.shared, found.heads = shared, shared.heads
-        found.deal = getattr(shared.local._storage, "deal", None) or Deal(0, 1, 1)
+        found.deal = getattr(shared.local._storage, "sharding", None) or TokenSharding(0, 1, 1)
         found.memory = [[np.array(a) for a in arrays] for arrays in found.arrays()]
         return found
 

@@ -10,8 +10,8 @@ import numpy as np
 import tikv
 from tikv import runtime
 from tikv.arrays import view
-from tikv.distributed.deal import Deal
-from tikv.distributed.dealt import DealtLayers
+from tikv.distributed.token_shard import TokenShardLayers
+from tikv.distributed.token_sharding import TokenSharding
 from tikv.formats import FORMATS
 from tikv.ops.attention.by_channel import channel_scores
 from tikv.ops.attention.merge import merge_parts
@@ -19,7 +19,7 @@ from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
 from tikv.ops.deal import deal
 from tikv.ops.write_pages import write_pages
-from tikv.stores.layers.storage import StoreForm
+from tikv.stores.layers.storage import StoreConfig
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32, F16, I8 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int8)
@@ -207,9 +207,9 @@ def attend_with_terms(values):
     for tree in ({"parents": [[-1, 0]]}, {"mask": np.eye(2, dtype=bool)[None]}, {"mask": np.uint8([[[1], [2]]])}):
         yield "decode_attention", [tikv.decode_attention(q, *caches, 6, **terms, **tree)]
 
-    form = StoreForm.checked("KVCacheStore", num_layers=1, num_kv_heads=2, head_dim=32, capacity=12, window=8, sinks=1,
-                             dtype="float32")  # fmt: skip
-    share = DealtLayers(runtime.current(), form, Deal(1, 2, 2))
+    form = StoreConfig.checked("KVCacheStore", num_layers=1, num_kv_heads=2, head_dim=32, capacity=12, window=8,
+                               sinks=1, dtype="float32")  # fmt: skip
+    share = TokenShardLayers(runtime.current(), form, TokenSharding(1, 2, 2))
     tikv.KVCacheStore.over(form, share).append(0, *(values((9, 2, 32), F32) for _ in "kv"))
     one, out, slopes = values((1, 4, 1, 32), F32), values((1, 4, 1, 33), F32), Terms(None, terms["alibi_slopes"])
     queries, parts = (view(a, "a", "attend_own") for a in (one, out))

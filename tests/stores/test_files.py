@@ -310,7 +310,7 @@ def scales(pool, seq):
 
 def test_layers_in_several_pieces_of_memory_are_saved(arch, rng, tmp_path, monkeypatch):
     path = tmp_path / "pool.safetensors"
-    monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2 * pool_of("float16").form.bytes_of_layer)
+    monkeypatch.setitem(limits.BLOCK_BYTES, arch, 2 * pool_of("float16").config.bytes_of_layer)
     pool, _ = several(rng, "float16", num_layers=5)
     assert [group.layers for group in pool._pages.pools.groups] == [2, 2, 1]
     pool.save(path)

@@ -75,7 +75,7 @@ def pool_of(rng, **form):
     seqs = [pool.add(), pool.add()]
     for layer in range(2):
         pool.append(layer, new(rng, 9)[0], new(rng, 9)[0], seqs, [0, 6, 9])
-    if not pool.form.per_head:
+    if not pool.config.per_head:
         pool.fork(0)
     return pool
 

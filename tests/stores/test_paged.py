@@ -221,7 +221,7 @@ def test_layers_of_a_step_may_come_in_any_order_and_composition(arch, rng):
 
 def test_layers_that_need_several_pieces_of_memory(arch, rng, monkeypatch):
     one = make(layers=1)
-    per_layer = one.form.bytes_of_layer
+    per_layer = one.config.bytes_of_layer
     monkeypatch.setitem(limits.SHARED_BYTES, arch, per_layer - 1)
     assert [group.layers for group in make(layers=2)._pages.pools.groups] == [1, 1]
     monkeypatch.setitem(limits.SHARED_BYTES, arch, 2 * per_layer)

@@ -105,7 +105,7 @@ def test_sequences_keep_their_codes(arch, rng, tmp_path, names, layout):
     for name, codes, numbers in zip(
         model.names,
         (store.keys(0), store.values(0)),
-        store.scales(0) if store.form.scale_names else (None, None),
+        store.scales(0) if store.config.scale_names else (None, None),
         strict=True,
     ):
         row = formats.GROUP_FORMATS.get(name)

@@ -41,12 +41,12 @@ def pool_of(arch, rng, **form):
     """Two layers; a sequence of 9 tokens, one of 3, a fork of the first where that may be, and one that was freed."""
     sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": 32, "block_size": 4}
     pool = filled(tikv.PagedKVCacheStore(**sizes | form), rng)
-    a, gone, b = pool.add(None if pool.form.per_head else range(9)), pool.add(), pool.add()
+    a, gone, b = pool.add(None if pool.config.per_head else range(9)), pool.add(), pool.add()
     pool.free(gone)
     for layer in range(2):
         k, v = (oracle.place(new(rng, pool, 12), arch) for _ in "kv")
         pool.append(layer, k, v, [a, b], [0, 9, 12])
-    if not pool.form.per_head:
+    if not pool.config.per_head:
         pool.fork(a)
     return pool
 

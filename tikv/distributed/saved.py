@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv.distributed.deal import Deal
+from tikv.distributed.token_sharding import TokenSharding
 from tikv.errors import CacheFileError
 from tikv.stores import files
 from tikv.stores.files import replacing, tensor_file
@@ -34,13 +34,13 @@ class Share(NamedTuple):
 
     first_head: int
     end_head: int
-    deal: Deal
+    sharding: TokenSharding
 
     def positions(self, layer: Layer) -> list[int]:
         """The positions of this rank's tokens that a layer, by its counts over all ranks, still has."""
-        found = [p for p in range(min(layer.sinks, layer.length)) if self.deal.owns(p)]
+        found = [p for p in range(min(layer.sinks, layer.length)) if self.sharding.owns(p)]
         start = max(layer.sinks, layer.valid_from) if layer.ring else 0
-        for first, end in self.deal.runs(start, layer.length):
+        for first, end in self.sharding.runs(start, layer.length):
             found += range(first, end)
         return found
 
@@ -67,7 +67,7 @@ def write_share(
     """
     tensors = {}
     for counts, (layer, arrays) in zip(of_all, own, strict=True):
-        slots = [layer.slot_of(share.deal.count(p)) for p in share.positions(counts)]
+        slots = [layer.slot_of(share.sharding.count(p)) for p in share.positions(counts)]
         for name, a in zip(layer.named, arrays, strict=True):
             tensors[f"layers.{counts.index}.{name}"] = a[:, :, slots]
     meta = {
@@ -75,7 +75,7 @@ def write_share(
         "form": form,
         "counts": [[layer.length, layer.valid_from] for layer in of_all],
         "heads": [share.first_head, share.end_head],
-        "deal": list(share.deal),
+        "deal": list(share.sharding),
     }
     files.write(path, KIND, tensors, meta, "ShardedKVCacheStore.save")
 
@@ -145,7 +145,7 @@ class Saved:
         kinds = files.storage(self.form)
         heads = share.end_head - share.first_head
         found = [[np.zeros((batch, heads, x.filled, *width), dtype) for _, width, dtype in kinds] for x in own]
-        places = [{p: own[x.index].slot_of(share.deal.count(p)) for p in share.positions(x)} for x in of_all]
+        places = [{p: own[x.index].slot_of(share.sharding.count(p)) for p in share.positions(x)} for x in of_all]
         missing = heads * sum(map(len, places))
         for path in self.paths:
             tensors: dict[str, Any] = {}
@@ -153,7 +153,7 @@ class Saved:
             if (meta["form"], meta["counts"]) != (self.form, self.counts):
                 raise CacheFileError(f"{self.operation}: {str(path)!r} contradicts the other files. Save again.")
             first, end = meta["heads"]
-            theirs = Share(first, end, Deal(*meta["deal"]))
+            theirs = Share(first, end, TokenSharding(*meta["deal"]))
             first, end = max(first, share.first_head), min(end, share.end_head)
             if first >= end:
                 continue
@@ -182,7 +182,7 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
     first, end = files.integers(meta["heads"], "heads", "a head", 2, high=heads)
     if rank >= world or interleave < 1 or first >= end:
         raise ValueError(f"rank {rank} of {world} with heads {first} to {end} has nothing")
-    share = Share(first, end, Deal(rank, world, interleave))
+    share = Share(first, end, TokenSharding(rank, world, interleave))
     for layer in layers_of(form, meta["counts"]):
         for name, width, dtype in files.storage(form):
             shape = (batch, end - first, len(share.positions(layer)), *width)

@@ -12,10 +12,10 @@ from typing import Any
 from tikv import dtypes
 from tikv.arrays import ArrayView, describe, new_like, runtime_of, view, write_host
 from tikv.distributed import saved
-from tikv.distributed.deal import Deal
-from tikv.distributed.dealt import DealtLayers
 from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
+from tikv.distributed.token_shard import TokenShardLayers
+from tikv.distributed.token_sharding import TokenSharding
 from tikv.errors import CacheFileError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.merge import merge_parts
@@ -27,7 +27,7 @@ from tikv.stores.files.contiguous import layers_of
 from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.queries import attend_queries, with_tokens
-from tikv.stores.layers.storage import StoreForm
+from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.store import KVCacheStore
 
 SHARDS = ("heads", "tokens")
@@ -133,14 +133,14 @@ class ShardedKVCacheStore:
         share = self.num_kv_heads // world
         self.heads = range(rank * share, (rank + 1) * share)
         by_tokens = self.ranks.get("tokens")
-        self._dealt: DealtLayers | None = None
+        self._shard: TokenShardLayers | None = None
         if by_tokens is None:
             self.local = KVCacheStore(num_kv_heads=share, **form)
         else:
-            deal = Deal(by_tokens.rank, by_tokens.world, interleave)
-            of_all = StoreForm.checked(operation, num_kv_heads=share, **form)
-            self._dealt = DealtLayers(runtime_of(), of_all, deal)
-            self.local = KVCacheStore.over(of_all, self._dealt)
+            sharding = TokenSharding(by_tokens.rank, by_tokens.world, interleave)
+            of_all = StoreConfig.checked(operation, num_kv_heads=share, **form)
+            self._shard = TokenShardLayers(runtime_of(), of_all, sharding)
+            self.local = KVCacheStore.over(of_all, self._shard)
         self._debug = self.local.runtime.debug
         self._partials = StorePartials(self.local.runtime, self.local.head_dim_v, by_tokens.world if by_tokens else 1)
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
@@ -217,7 +217,7 @@ class ShardedKVCacheStore:
         added = sink_logits, alibi_slopes
         self._agree(operation, layer, q, layout, missing, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("attend", options)
-        store = self._dealt
+        store = self._shard
         try:
             if store is None:
                 return self.local.attend(layer, q, **_keywords(request) | options)
@@ -288,7 +288,7 @@ class ShardedKVCacheStore:
         added = sink_logits, alibi_slopes
         self._agree(operation, layer, q, k, v, layout, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("extend", options)
-        store = self._dealt
+        store = self._shard
         try:
             if store is None:
                 return self.local.extend(layer, q, k, v, **_keywords(request) | options)
@@ -349,7 +349,7 @@ class ShardedKVCacheStore:
             target = replacing.target_of(path, operation, saved.SUFFIX)
             with self.local.lock:
                 own = self.local.host_layers()
-                of_all = [layer for layer, _ in own] if self._dealt is None else self._dealt.counts
+                of_all = [layer for layer, _ in own] if self._shard is None else self._shard.counts
                 name = saved.file_name(target, place, count, save)
                 saved.write_share(target.parent / name, self._shared(), self._form(), of_all, own, save)
         except CacheFileError as error:
@@ -409,7 +409,7 @@ class ShardedKVCacheStore:
         # Asked for what is not above: what `KVCacheStore` has, if it means here what it means there.
         if name.startswith("_") or (not hasattr(KVCacheStore, name) and name not in ALIKE):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        if self._dealt is not None and name not in ALIKE:
+        if self._shard is not None and name not in ALIKE:
             raise NotSharedError(
                 f"ShardedKVCacheStore.{name}: a cache cut by tokens does not have it: this rank holds {self._share()}, "
                 f"and nobody all of them. Use `local.{name}` for what is here, or cut heads."
@@ -429,8 +429,8 @@ class ShardedKVCacheStore:
 
     def _shared(self) -> saved.Share:
         """What this rank has."""
-        deal = Deal(0, 1, 1) if self._dealt is None else self._dealt.deal
-        return saved.Share(self.heads.start, self.heads.stop, deal)
+        sharding = TokenSharding(0, 1, 1) if self._shard is None else self._shard.sharding
+        return saved.Share(self.heads.start, self.heads.stop, sharding)
 
     def _form(self) -> dict[str, Any]:
         """The arguments that make a store of all ranks, as JSON has them."""
@@ -444,7 +444,7 @@ class ShardedKVCacheStore:
     def _take_over(self, found: saved.Saved, operation: str) -> None:
         """Hold this rank's part of a saved cache."""
         local, counts = self.local, found.counts
-        own = counts if self._dealt is None else self._dealt.take_counts(counts)
+        own = counts if self._shard is None else self._shard.take_counts(counts)
         layers = [copy.copy(layer) for layer, _ in local.host_layers()]
         for layer, (length, valid_from) in zip(layers, own, strict=True):
             layer.length, layer.valid_from = length, valid_from
@@ -483,12 +483,12 @@ class ShardedKVCacheStore:
         """A refusal, with what this rank takes."""
         return ShapeError(
             f"{error} This is {self._share()}. k, v and q are of the rank's own heads"
-            f"{'' if self._dealt is None else ', with all tokens'}."
+            f"{'' if self._shard is None else ', with all tokens'}."
         )
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
         """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are cut."""
-        if options and self._dealt is not None and options != {"impl": "auto"}:
+        if options and self._shard is not None and options != {"impl": "auto"}:
             raise OptionError(
                 f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut. Leave it "
                 f"out, or cut heads."
@@ -538,9 +538,9 @@ class ShardedKVCacheStore:
         """
         import torch
 
-        store = self._dealt
+        store = self._shard
         assert store is not None
-        where, counts = store.deal.places(store.held_positions(layer))
+        where, counts = store.sharding.places(store.held_positions(layer))
         shape = store.batch_size, len(self.heads), max(counts)
         own = torch.zeros(shape, dtype=torch.float32, device=self._device_of(like))
         found = own

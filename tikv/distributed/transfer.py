@@ -21,7 +21,7 @@ from tikv.errors import CapacityError, GroupError, OptionError, ShapeError
 from tikv.ops import blocks, checks
 from tikv.ops.indices import host_integers
 from tikv.stores.pool import PagedKVCacheStore
-from tikv.stores.pools.form import HostArray, in_full
+from tikv.stores.pools.config import HostArray, in_full
 from tikv.stores.pools.sequences import SequenceState
 
 ByLayer: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
@@ -58,7 +58,7 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     ids = host_integers(seq, "seq", operation, pool.runtime) if ids is None else ids
     with pool.lock:
         states = pool._pages.sequences.distinct(ids, operation, "Send it once.")
-        is_held = np.zeros(pool._pages.pools.form.num_blocks, bool)
+        is_held = np.zeros(pool._pages.pools.config.num_blocks, bool)
         blocks_of = [np.array(state.blocks, np.int64) for state in states]
         for found in blocks_of:
             is_held[found] = True
@@ -317,7 +317,7 @@ class _Exchange:
 
     def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
         """Copy these blocks to memory of their own, or from there; what it returns has to live until that is done."""
-        n, size, held = len(chosen), self.pools.form.num_blocks, []
+        n, size, held = len(chosen), self.pools.config.num_blocks, []
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             sides = (chosen, range(n), size, n) if out_of_pool else (range(n), chosen, n, size)
             held.append(to_device(group.pairs(*sides), self.live))
@@ -336,7 +336,7 @@ class _Exchange:
 
     def _in_place(self, chosen: list[int]) -> ByLayer:
         """Blocks that lie side by side, in the pool's own memory."""
-        first, n, size = chosen[0], len(chosen), self.pools.form.num_blocks
+        first, n, size = chosen[0], len(chosen), self.pools.config.num_blocks
         for group in self.pools.groups:
             memory = [(_bytes(a), a.nbytes // a.shape[0]) for a in group.arrays]
             for start in range(first, group.layers * size, size):

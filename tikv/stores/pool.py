@@ -29,7 +29,7 @@ from tikv.stores.picture import counted, size_in_words
 from tikv.stores.pools import attend, compaction
 from tikv.stores.pools.append import PageAppends
 from tikv.stores.pools.blocks import salt_bytes
-from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import SequenceState
 from tikv.stores.row_format import Divisor
@@ -115,17 +115,17 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore"
         self.runtime = runtime_of()
         self.num_layers = checks.integer(num_layers, "num_layers", operation, low=1)
-        form = self.form = PoolForm.checked(
+        config = self.config = PoolConfig.checked(
             operation, self.runtime, num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads,
             head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, scale_dtype=scale_dtype, layout=layout,
             per_head=per_head, v_dtype=v_dtype, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        self.num_kv_heads, self.num_blocks, self.block_size = form.num_kv_heads, form.num_blocks, form.block_size
-        self.layout, (self.head_dim, self.head_dim_v) = form.layout, form.rows.widths
-        self.dtype: DType | GroupFormat = form.rows.k.dtype
-        self.v_dtype: DType | GroupFormat = form.rows.v.dtype
-        self.divisors: tuple[Divisor, Divisor] = form.rows.divisors
-        self._pages = Pages(self.runtime, self.form, self.num_layers)
+        self.num_kv_heads, self.num_blocks, self.block_size = config.num_kv_heads, config.num_blocks, config.block_size
+        self.layout, (self.head_dim, self.head_dim_v) = config.layout, config.rows.widths
+        self.dtype: DType | GroupFormat = config.rows.k.dtype
+        self.v_dtype: DType | GroupFormat = config.rows.v.dtype
+        self.divisors: tuple[Divisor, Divisor] = config.rows.divisors
+        self._pages = Pages(self.runtime, self.config, self.num_layers)
         self._appends = PageAppends(self._pages)
         self.lock = StoreLock()
 
@@ -188,7 +188,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.block_table"
         state = self._state(seq, operation)
-        if layer is None and self.form.per_head:
+        if layer is None and self.config.per_head:
             raise OptionError(f"{operation}: with per_head=True each layer has its own blocks. Say which layer.")
         return self._pages.sequences.block_table(0 if layer is None else self._layer(layer, operation), state)
 
@@ -208,7 +208,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         found = np.full((len(rows), max(map(len, rows))), -1, np.int64)
         for to, row in zip(found, rows, strict=True):
             to[: len(row)] = row
-        return found if self.form.per_head else np.tile(found, (self.num_kv_heads, 1))
+        return found if self.config.per_head else np.tile(found, (self.num_kv_heads, 1))
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys where it lies, in the store's layout; not a copy."""
@@ -232,7 +232,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         arrays = self._pages.pools.scales[self._layer(layer, operation)]
         if not arrays:
             raise DTypeError(
-                f"{operation}: a {self.form.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
+                f"{operation}: a {self.config.rows.name} store has no scales; int8 and groups have. Use dtype='int8'."
             )
         found = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
         return found.get("k_scale"), found.get("v_scale")
@@ -498,7 +498,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         state = self._state(seq, operation)
         held = self._pages.sequences.blocks_held(layer, state)
         most, heads, found = max(n for _, n in held), self.num_kv_heads, []
-        for stream, row in enumerate(self.form.rows.both):
+        for stream, row in enumerate(self.config.rows.both):
             out = new_array((most, heads, row.width), row.read_dtype, self.runtime, zeroed=len(held) > 1)
             for h, (blocks, n) in enumerate(held):
                 to = out if len(held) == 1 else out.part(1, h, h + 1).part(0, 0, n)
@@ -746,9 +746,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.load"
         saved = pool_files.SavedSequences(path, operation)
-        form = saved.arguments(num_blocks)
+        config = saved.arguments(num_blocks)
         with files.understanding(path, operation):
-            store = cls(**form)
+            store = cls(**config)
         saved.fill(store._pages, share_prefixes)
         return store
 
@@ -836,8 +836,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         notes = f" ({notes})" if notes else ""
         return (
             f"PagedKVCacheStore({counted(self.num_layers, 'layer')} x {counted(self.num_kv_heads, 'head')} x "
-            f"{self.form.rows.width}, "
-            f"{self.form.rows.name}, {self.layout}{', per head' * self.form.per_head}, {counted(len(self), 'sequence')}"
+            f"{self.config.rows.width}, {self.config.rows.name}, "
+            f"{self.layout}{', per head' * self.config.per_head}, {counted(len(self), 'sequence')}"
             f"{notes}, {used}/{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} used, "
             f"{self.num_shared_blocks} shared, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"

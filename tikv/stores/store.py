@@ -25,7 +25,7 @@ from tikv.stores.layers import saved_as, storage_for
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
 from tikv.stores.layers.counts import Layer, check_step, drawn_states
-from tikv.stores.layers.storage import LayerStorage, StoreForm
+from tikv.stores.layers.storage import LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import Divisor
@@ -116,29 +116,29 @@ class KVCacheStore(runtime.DeepCopied):
         v_scale: Any = None,
     ) -> None:
         live = runtime_of()
-        form = StoreForm.checked(
+        config = StoreConfig.checked(
             "KVCacheStore", num_layers=num_layers, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
             window=window, sinks=sinks, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
             scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        self._hold(form, storage_for(dtype)(live, form))
+        self._hold(config, storage_for(dtype)(live, config))
 
-    def _hold(self, form: StoreForm, storage: LayerStorage) -> None:
+    def _hold(self, config: StoreConfig, storage: LayerStorage) -> None:
         self.runtime, self.lock = storage.runtime, storage.lock
-        self.num_layers, self.num_kv_heads = form.num_layers, form.num_kv_heads
-        self.capacity, self.windows, self.sinks = form.capacity, list(form.windows), form.sinks
+        self.num_layers, self.num_kv_heads = config.num_layers, config.num_kv_heads
+        self.capacity, self.windows, self.sinks = config.capacity, list(config.windows), config.sinks
         rows = storage.rows
         self.head_dim, self.head_dim_v = rows.widths
         self.dtype: DType | GroupFormat = rows.k.dtype
         self.v_dtype: DType | GroupFormat = rows.v.dtype
         self.scale_dtype = rows.scale_dtype
-        self._form, self._storage = form, storage
+        self._config, self._storage = config, storage
 
     @classmethod
-    def over(cls, form: StoreForm, storage: LayerStorage) -> KVCacheStore:
+    def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
         """A store whose layers lie in a storage that is there."""
         store = cls.__new__(cls)
-        store._hold(form, storage)
+        store._hold(config, storage)
         return store
 
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
@@ -763,7 +763,7 @@ class KVCacheStore(runtime.DeepCopied):
         operation = "KVCacheStore.save"
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
-        self._storage.save(path, self._form, operation)
+        self._storage.save(path, self._config, operation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
@@ -870,10 +870,10 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def __repr__(self) -> str:
-        storage, form = self._storage, self._form
+        storage, config = self._storage, self._config
         batch = f" x batch {self.batch_size}" if self.batch_size > 1 else ""
         return (
             f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
-            f"{storage.rows.width}, {storage.described(form)}, {self._tokens_in_words()}, "
+            f"{storage.rows.width}, {storage.described(config)}, {self._tokens_in_words()}, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )

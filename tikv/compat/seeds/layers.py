@@ -28,7 +28,7 @@ from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.locking import locked
 from tikv.stores.picture import counted
 from tikv.stores.pools import blocks as block_pool
-from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.row_format import RowFormat, RowFormats, plain_format
 
@@ -263,7 +263,7 @@ class KVPool(runtime.DeepCopied):
     ) -> None:
         self.runtime = runtime_of()
         plain_format(dtype, scale_dtype, self.runtime, "KVPool")  # no groups of codes
-        self.form = PoolForm.checked(
+        self.form = PoolConfig.checked(
             "KVPool",
             self.runtime,
             num_blocks=num_blocks,

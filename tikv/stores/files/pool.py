@@ -22,7 +22,7 @@ from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.history import History
 from tikv.stores.pools.blocks import MOST_SALT
-from tikv.stores.pools.form import in_full
+from tikv.stores.pools.config import in_full
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import SequenceState
@@ -54,7 +54,7 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
     tensors = {}
     for layer, found in enumerate(zip(*map(pools.to_rows, parts), strict=True)):
         unused = np.arange(sequences.block_size) >= filled[layer, :, None]
-        for name, pieces in zip(pools.form.names(), zip(*found, strict=True), strict=True):
+        for name, pieces in zip(pools.config.names(), zip(*found, strict=True), strict=True):
             tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
             array[unused] = 0
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
@@ -170,7 +170,7 @@ class SavedSequences:
 
     def _blocks(self, pools: LayerPools, chosen: list[int]) -> Any:
         """These blocks of the file, as `LayerPools.read_blocks` gives some."""
-        names, layers = pools.form.names(), range(len(pools.layers))
+        names, layers = pools.config.names(), range(len(pools.layers))
         return pools.from_rows([[self.tensors[f"layers.{i}.{name}"][chosen] for name in names] for i in layers])
 
 

@@ -14,7 +14,7 @@ from tikv.formats import Quant
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.layers.channel_codes import ARRAYS
-from tikv.stores.layers.storage import StoreForm
+from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.row_format import RowFormats
 
 KIND = "KVCacheStore of groups along tokens"
@@ -22,7 +22,7 @@ NAMES = ("k", "v", *ARRAYS)
 Layers: TypeAlias = Sequence[tuple[Sequence[int], list[np.ndarray[Any, Any]]]]
 
 
-def write(path: str | os.PathLike[str], form: StoreForm, rows: RowFormats, layers: Layers, operation: str) -> None:
+def write(path: str | os.PathLike[str], form: StoreConfig, rows: RowFormats, layers: Layers, operation: str) -> None:
     """Save the arrays of each layer with (length, oldest slot's position, tokens that are codes); as `files.write`."""
     quant: Quant = form.rows["dtype"]
     names = ("num_layers", "num_kv_heads", "capacity", "batch_size")

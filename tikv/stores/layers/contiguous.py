@@ -41,7 +41,7 @@ from tikv.stores.layers.counts import Layer, require_uncompacted
 from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import attend_queries
-from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
+from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.row_format import RowFormats
 
 
@@ -62,11 +62,11 @@ class ContiguousLayers(LayerStorage):
     title = "a contiguous store"
     file_kind = "KVCacheStore"
 
-    def __init__(self, live: runtime.Runtime, form: StoreForm) -> None:
+    def __init__(self, live: runtime.Runtime, config: StoreConfig) -> None:
         self.runtime = live
-        self.rows = RowFormats.checked("KVCacheStore", live, form.num_kv_heads, **form.rows)
-        self.counts = form.counts()
-        self.memory = LayerMemory(live, self.counts, self.rows, form.num_kv_heads, form.batch_size)
+        self.rows = RowFormats.checked("KVCacheStore", live, config.num_kv_heads, **config.rows)
+        self.counts = config.counts()
+        self.memory = LayerMemory(live, self.counts, self.rows, config.num_kv_heads, config.batch_size)
         self.appends = Appends(self.memory)
         self.lock = self.memory.lock
 
@@ -228,18 +228,18 @@ class ContiguousLayers(LayerStorage):
 
     # --- files
 
-    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
-        saved = form._replace(batch_size=self.batch_size)
+    def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
+        saved = config._replace(batch_size=self.batch_size)
         contiguous_files.write(path, saved.arguments(self.rows), self.to_host(operation), operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreForm, Any]:
+    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreConfig, Any]:
         arguments, counts, histories, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
-            form = StoreForm.checked("KVCacheStore", **arguments)
-            found = cls(live, form)
+            config = StoreConfig.checked("KVCacheStore", **arguments)
+            found = cls(live, config)
             found.take_over(operation, counts, arrays, histories)
-        return form, found
+        return config, found
 
 
 def _check_layer(operation: str, layer: Layer, found: Sequence[np.ndarray[Any, Any]], uneven: bool) -> None:

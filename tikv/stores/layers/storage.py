@@ -28,7 +28,7 @@ from tikv.stores.row_format import RowFormats
 Triple = tuple[Any, Any, Any]  # q, k and v as a caller gave them
 
 
-class StoreForm(NamedTuple):
+class StoreConfig(NamedTuple):
     """The arguments of a `KVCacheStore`, checked; those of `RowFormats.checked`, which a storage checks, as given."""
 
     num_layers: int
@@ -51,8 +51,8 @@ class StoreForm(NamedTuple):
         window: Any = None,
         sinks: Any = 0,
         **rows: Any,
-    ) -> StoreForm:
-        """The form that a caller's arguments mean, or an error that says which is wrong."""
+    ) -> StoreConfig:
+        """The configuration that a caller's arguments mean, or an error that says which is wrong."""
         layers = checks.integer(num_layers, "num_layers", operation, low=1)
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         capacity = checks.integer(capacity, "capacity", operation, low=1)
@@ -73,7 +73,7 @@ class StoreForm(NamedTuple):
         return cls(layers, heads, capacity, batch_size, windows, sinks, rows)
 
     def arguments(self, rows: RowFormats) -> dict[str, Any]:
-        """The arguments that make a store of this form with these rows, as JSON has them."""
+        """The arguments that make a store of this configuration with these rows, as JSON has them."""
         sizes = {name: getattr(self, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
         return sizes | {"window": list(self.windows), "sinks": self.sinks} | rows.arguments()
 
@@ -108,8 +108,8 @@ class LayerStorage(abc.ABC):
     rows: RowFormats
 
     @abc.abstractmethod
-    def __init__(self, live: Runtime, form: StoreForm) -> None:
-        """Memory for a store of this form."""
+    def __init__(self, live: Runtime, config: StoreConfig) -> None:
+        """Memory for a store of this configuration."""
 
     @classmethod
     @abc.abstractmethod
@@ -128,14 +128,14 @@ class LayerStorage(abc.ABC):
         """Bytes of all that is stored, filled or not."""
         return self.memory.nbytes
 
-    def described(self, form: StoreForm) -> str:
-        """What is stored, for the `repr` of a store of this form."""
-        slides = sorted({str(w) for w in form.windows if w is not None})
+    def described(self, config: StoreConfig) -> str:
+        """What is stored, for the `repr` of a store of this configuration."""
+        slides = sorted({str(w) for w in config.windows if w is not None})
         kind = "linear" if not slides else f"window {'/'.join(slides)}"
-        if slides and None in form.windows:
+        if slides and None in config.windows:
             kind += " and linear"
-        if form.sinks:
-            kind += f", {counted(form.sinks, 'sink')}"
+        if config.sinks:
+            kind += f", {counted(config.sinks, 'sink')}"
         return f"{self.rows.name}, {kind}"
 
     @property
@@ -185,13 +185,13 @@ class LayerStorage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+    def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         """Write all that is held and all counts to a file, which `load` reads."""
 
     @classmethod
     @abc.abstractmethod
-    def load(cls, path: str | os.PathLike[str], live: Runtime, operation: str) -> tuple[StoreForm, Any]:
-        """The form of a saved store and a storage that holds what it held."""
+    def load(cls, path: str | os.PathLike[str], live: Runtime, operation: str) -> tuple[StoreConfig, Any]:
+        """The configuration of a saved store and a storage that holds what it held."""
 
     # --- what some do
 

@@ -34,7 +34,7 @@ from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
-from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
+from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.row_format import RowFormat, RowFormats
 
 OPERATION = "KVCacheStore"
@@ -45,7 +45,7 @@ class CapturedGroups(NamedTuple):
     """What a store of groups along tokens held: its newest tokens, and of each layer the codes."""
 
     newest: Captured
-    form: tuple[Any, ...]
+    config: tuple[Any, ...]
     counts: list[int]
     codes: list[tuple[int, list[np.ndarray[Any, Any]]]]
 
@@ -62,10 +62,10 @@ class TokenGroupLayers(LayerStorage):
     remedy = "Use axis='head_dim'."
     file_kind = token_group_files.KIND
 
-    def __init__(self, live: runtime.Runtime, form: StoreForm) -> None:
-        quant: Quant = form.rows["dtype"]
-        asked = {"sinks": form.sinks or None, **{n: form.rows.get(n) for n in ("v_dtype", "k_scale", "v_scale")}}
-        asked["window"] = next((w for w in form.windows if w is not None), None)
+    def __init__(self, live: runtime.Runtime, config: StoreConfig) -> None:
+        quant: Quant = config.rows["dtype"]
+        asked = {"sinks": config.sinks or None, **{n: config.rows.get(n) for n in ("v_dtype", "k_scale", "v_scale")}}
+        asked["window"] = next((w for w in config.windows if w is not None), None)
         for name, value in asked.items():
             if value is not None:
                 raise OptionError(
@@ -73,17 +73,19 @@ class TokenGroupLayers(LayerStorage):
                     f"axis='head_dim'."
                 )
         slots = quant.residual + quant.group
-        row_dtype = dtypes.parse(form.rows.get("scale_dtype", "float16"), OPERATION)
-        ring = form._replace(capacity=slots, windows=(slots,) * form.num_layers, rows={**form.rows, "dtype": row_dtype})
+        row_dtype = dtypes.parse(config.rows.get("scale_dtype", "float16"), OPERATION)
+        ring = config._replace(
+            capacity=slots, windows=(slots,) * config.num_layers, rows={**config.rows, "dtype": row_dtype}
+        )
         self.newest = ContiguousLayers(live, ring)
         (width, width_v), base = self.newest.rows.widths, quant.row
         base.groups(width_v, "head_dim_v", OPERATION)
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
-        self.quant, self.form = quant, form
+        self.quant, self.config = quant, config
         self.rows = RowFormats(RowFormat(quant.by_tokens, width), RowFormat(quant.by_tokens, width_v), row_dtype)
-        self.counts = form.counts()
-        room = max(1, (form.capacity - quant.residual) // quant.group) * quant.group
-        sizes = form.batch_size, form.num_kv_heads, (width, width_v), room
+        self.counts = config.counts()
+        room = max(1, (config.capacity - quant.residual) // quant.group) * quant.group
+        sizes = config.batch_size, config.num_kv_heads, (width, width_v), room
         scratch: BoundedCache[int, Any] = BoundedCache(4)  # of all layers
         self.codes = [ChannelCodes(live, *sizes, base, row_dtype, scratch) for _ in self.counts]
 
@@ -97,7 +99,7 @@ class TokenGroupLayers(LayerStorage):
         """Bytes of codes, scales, biases and the newest tokens, filled or not."""
         return self.memory.nbytes + sum(codes.nbytes for codes in self.codes)
 
-    def described(self, form: StoreForm) -> str:
+    def described(self, config: StoreConfig) -> str:
         return f"{self.rows.name}, {self.quant.residual} or more {self.rows.scale_dtype.name}"
 
     def quantised(self, operation: str, layer: int) -> int:
@@ -157,7 +159,7 @@ class TokenGroupLayers(LayerStorage):
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`, float32."""
         ring, codes, live = self.newest.counts[layer], self.codes[layer], self.runtime
-        shape = self.batch_size, self.form.num_kv_heads, ring.length
+        shape = self.batch_size, self.config.num_kv_heads, ring.length
         out = [new_array((*shape, width), dtypes.float32, live) for width in self.rows.widths]
         codes.decode(operation, *out)
         newest = ring.length - codes.tokens
@@ -176,7 +178,7 @@ class TokenGroupLayers(LayerStorage):
             PositionError: a query's own token is codes already: `extend` attends before.
             OptionError: slopes, mass, ``seq_lens`` or torch's attention.
         """
-        ring, heads, live = self.newest.counts[layer], self.form.num_kv_heads, self.runtime
+        ring, heads, live = self.newest.counts[layer], self.config.num_kv_heads, self.runtime
         self._refuse_options(operation, request)
         request.check_choices(operation, ("auto", "taichi"))
         scores, terms = request.scores(operation), request.terms.views(operation)
@@ -231,7 +233,7 @@ class TokenGroupLayers(LayerStorage):
         self._refuse_options(operation, request)
         scores, terms = request.scores(operation), request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
-        sizes = self.batch_size, self.form.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
+        sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
         queries = extend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
         layer_plan(live, operation, layer_arrays(ring, queries.heads_first, terms), ring, scores)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
@@ -273,25 +275,25 @@ class TokenGroupLayers(LayerStorage):
 
     # --- copies and files
 
-    def _form(self) -> tuple[Any, ...]:
+    def _kind(self) -> tuple[Any, ...]:
         """What a store has to share with one whose contents it takes over."""
-        form = self.form
-        return len(self.counts), self.batch_size, form.num_kv_heads, self.rows.widths, self.quant, self.rows.scale_dtype
+        rows = self.rows.widths, self.quant, self.rows.scale_dtype
+        return len(self.counts), self.batch_size, self.config.num_kv_heads, *rows
 
     def capture(self) -> CapturedGroups:
         """As `LayerStorage.capture`; the codes by way of the host."""
         codes = [(codes.tokens, codes.copy_to_host()) for codes in self.codes]
-        return CapturedGroups(self.newest.capture(), self._form(), [layer.length for layer in self.counts], codes)
+        return CapturedGroups(self.newest.capture(), self._kind(), [layer.length for layer in self.counts], codes)
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         snapshot, store = shown
-        if not isinstance(captured, CapturedGroups) or captured.form != self._form():
+        if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
             raise OptionError(f"{operation}: {snapshot:.200} is not of a store of this form ({store}).")
         longest = max(captured.counts)
-        if longest > self.form.capacity or max(tokens for tokens, _ in captured.codes) > self.codes[0].room:
+        if longest > self.config.capacity or max(tokens for tokens, _ in captured.codes) > self.codes[0].room:
             raise CapacityError(
-                f"{operation}: the snapshot has {longest} tokens, and there is room for {self.form.capacity}. Restore "
-                f"it into a store of that capacity or more."
+                f"{operation}: the snapshot has {longest} tokens, and there is room for {self.config.capacity}. "
+                f"Restore it into a store of that capacity or more."
             )
         self.newest.restore(operation, captured.newest, shown)
         for counts, length, codes, (tokens, arrays) in zip(
@@ -300,25 +302,25 @@ class TokenGroupLayers(LayerStorage):
             counts.length, counts.newest = length, 0
             codes.take_over(tokens, arrays)
 
-    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+    def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         layers = [
             ((ring.length, ring.valid_from, codes.tokens), [*arrays, *codes.copy_to_host()])
             for (ring, arrays), codes in zip(self.newest.to_host(operation), self.codes, strict=True)
         ]
-        token_group_files.write(path, form, self.rows, layers, operation)
+        token_group_files.write(path, config, self.rows, layers, operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreForm, Any]:
+    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreConfig, Any]:
         arguments, quant, layers = token_group_files.read(path, operation)
         with files.understanding(path, operation):
-            form = StoreForm.checked(OPERATION, **arguments, dtype=quant)
-            found = cls(live, form)
+            config = StoreConfig.checked(OPERATION, **arguments, dtype=quant)
+            found = cls(live, config)
             rows = [arrays[:2] for _, arrays in layers]
             found.newest.take_over(operation, [counts[:2] for counts, _ in layers], rows)
             for own, codes, (counts, arrays) in zip(found.counts, found.codes, layers, strict=True):
                 own.length = counts[0]
                 codes.take_over(counts[2], arrays[2:])
-        return form, found
+        return config, found
 
 
 class _Part(NamedTuple):

@@ -17,7 +17,7 @@ from tikv.ops.write_qkv_codes import FusedTarget
 from tikv.runtime import Runtime
 from tikv.runtime.cache import BoundedCache
 from tikv.stores.layers.queries import check_heads, rows_first
-from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.sequences import AppendStep
 
@@ -37,7 +37,7 @@ class PageAppends:
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in given])
         write = self._writes.get(key)
         if write is None:
-            _check_rows(operation, pages.form, given, layout)
+            _check_rows(operation, pages.config, given, layout)
         rows = [rows_first(a, layout) for a in given]
         if write is None:
             write = self._writes.keep(key, self._write(operation, layer, rows))
@@ -54,7 +54,7 @@ class PageAppends:
         """The write of new rows of one form; of a dtype that another store takes the DTypeError says so."""
         own = rows[0].dtype
         try:
-            return (HeadWrite if self.pages.form.per_head else RowWrite)(operation, self.pages, layer, rows)
+            return (HeadWrite if self.pages.config.per_head else RowWrite)(operation, self.pages, layer, rows)
         except DTypeError as error:
             if own is not rows[1].dtype or own not in dtypes.FLOATS:
                 raise
@@ -73,7 +73,7 @@ class PageAppends:
             if options["norm_rope"] is not None and options["rope_positions"] is None:
                 options["rope_positions"] = pages.tables.known("positions", step.positions)
             slots = pages.tables.slots(step)
-            target = FusedTarget(k_pool, v_pool, slot_mapping=slots, layout=pages.form.layout, **scales)
+            target = FusedTarget(k_pool, v_pool, slot_mapping=slots, layout=pages.config.layout, **scales)
             call = fused_call(operation, qkv, target, **options)
             change.copy_shared(call.prepare)
             q = call.run()
@@ -93,13 +93,13 @@ def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
     checks.rank(rows, (3,), name, "(T, H, D)" if layout == "token_major" else "(H, T, D)", operation)
 
 
-def _check_rows(operation: str, form: PoolForm, given: Arrays, layout: str) -> None:
+def _check_rows(operation: str, config: PoolConfig, given: Arrays, layout: str) -> None:
     """Refuse new K and V without the axes of the layout and the heads of the store, and what is not a layout."""
     checks.option(layout, "layout", operation, checks.LAYOUTS)
     for name, a in zip("kv", given, strict=True):
         check_rank(operation, name, a, layout)
         tokens, heads = rows_first(a, layout).shape[:2]
-        check_heads(operation, name, heads, tokens, form.num_kv_heads, f"{name}: {describe(a)}, {layout}", layout)
+        check_heads(operation, name, heads, tokens, config.num_kv_heads, f"{name}: {describe(a)}, {layout}", layout)
 
 
 class RowWrite:
@@ -108,11 +108,11 @@ class RowWrite:
     ordered: Any = None  # slots are read in the order of tokens
 
     def __init__(self, operation: str, pages: Pages, layer: int, rows: Arrays) -> None:
-        live, form = pages.runtime, pages.form
+        live, config = pages.runtime, pages.config
         self.pools, self.scales = pages.pools.layers[layer], pages.pools.scales[layer]
         index = new_array((self._read(operation, rows),), dtypes.int32, live)
         arrays = self._arrays(*self._parts(rows, index)[0])
-        self.plan = paged.check_write_slots(live, operation, arrays, form.layout, form.rows.formats, [*self.scales])
+        self.plan = paged.check_write_slots(live, operation, arrays, config.layout, config.rows.formats, [*self.scales])
 
     def _read(self, operation: str, rows: Arrays) -> int:
         """How many slots a write reads."""
@@ -159,7 +159,7 @@ class HeadWrite(RowWrite):
 def _refuse_fused(pages: Pages, operation: str) -> None:
     """Refuse a store of what the fused write does not make."""
     pages.refuse_per_head(operation, "the fused write has one slot for all heads of a token")
-    rows, why = pages.form.rows, ""
+    rows, why = pages.config.rows, ""
     if not rows.alike:
         why = f"keeps K and V alike, and this store is {rows.name}"
     elif rows.formats != (None, None):

@@ -23,24 +23,24 @@ from tikv.stores.pools.ragged import RaggedAttention, even_starts
 
 def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
     """Attention of queries over what a layer of their sequences holds; `PagedKVCacheStore.attend`."""
-    form, live, sequences = pages.form, pages.runtime, pages.sequences
+    config, live, sequences = pages.config, pages.runtime, pages.sequences
     ids = pages.ids(seqs, operation)
     states = [sequences.state(seq, operation) for seq in ids]
-    sizes = len(ids), form.num_kv_heads, form.rows.k.width
+    sizes = len(ids), config.num_kv_heads, config.rows.k.width
     queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
     if queries.tokens > 1 or sequences.compacted:
         for state in states:
-            remedy = queries.remedy(state.came(layer), form.num_kv_heads)
+            remedy = queries.remedy(state.came(layer), config.num_kv_heads)
             state.check_queries(operation, layer, queries.tokens, request, remedy)
     tables, lens, held = pages.tables.block_tables(layer, sequences, ids, states)
-    wanted = request.asked_mass(operation, form.rows.k.format)
+    wanted = request.asked_mass(operation, config.rows.k.format)
     caches = pages.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
     attending = paged_call(operation, queries.heads_first, caches, request)
     to = Results(request.out, request.return_lse or wanted != 0)
     result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), to)
     if wanted == 0:
         return results_of(result, lse, None)
-    shape: tuple[int, ...] = (len(ids), form.num_kv_heads, int(np.max(held, initial=0)))
+    shape: tuple[int, ...] = (len(ids), config.num_kv_heads, int(np.max(held, initial=0)))
     if request.indices is not None:
         shape = attending.plan.mass_shape
     mass = new_like(q, shape, dtypes.float32, live, zeroed=True)

@@ -26,11 +26,11 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
     """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
     pages.refuse_pieces(operation)
     if rope is not None:
-        check_turn(pages.form, pages.pools.layers[layer], rope, operation)
+        check_turn(pages.config, pages.pools.layers[layer], rope, operation)
     # Indices or a mask of one sequence, with an axis of sequences; what is not an array is left for others to refuse.
     of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
     held = pages.sequences.held(layer, state)
-    rows = HeadRows(1, pages.form.num_kv_heads, int(np.max(held)), held[None] if pages.form.per_head else held)
+    rows = HeadRows(1, pages.config.num_kv_heads, int(np.max(held)), held[None] if pages.config.per_head else held)
     index = host_kept_indices(of_one, rows, pages.runtime, operation)[0]
     if isinstance(pages.sequences, HeadSequences):
         _compact_heads(operation, pages, pages.sequences, layer, state, index, rope)
@@ -51,7 +51,7 @@ def _compact_heads(
     turned, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
     moves = sequences.moves(layer, state, by_head, turned)
-    move_rows(pages.runtime, pages.form, pages.pools.layers[layer], moves, rope, operation)
+    move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
     sequences.compact_heads(layer, state, by_head, turned)
 
 
@@ -68,7 +68,7 @@ def _compact_alike(
         change.copy_shared()
         src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
         moves = Moves(src, dst, before[changed], place[changed])
-        move_rows(pages.runtime, pages.form, pages.pools.layers[layer], moves, rope, operation)
+        move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
     next_position = held + state.shift(layer) if rope is None else len(place)
     left = History.of_rows([before if rope is None else place], state.came(layer), next_position)
     sequences.compact(layer, step, first, left)
@@ -104,11 +104,11 @@ def _same_for_all(index: Host, operation: str) -> Host:
 
 def _moves(operation: str, pages: Pages, slots: Sequence[tuple[Host, Host]]) -> list[Launch]:
     """The launches that move rows from slots to slots of each layer, in the order of their places."""
-    layers, found, form = iter(slots), [], pages.form
+    layers, found, config = iter(slots), [], pages.config
     for group in pages.pools.groups:
-        first = np.arange(group.layers) * form.num_blocks * form.block_size
+        first = np.arange(group.layers) * config.num_blocks * config.block_size
         pairs = [(src + n, dst + n) for n, (src, dst) in zip(first, layers, strict=False)]
-        found += move_in_place(pages.runtime, operation, form, group.arrays, pairs)
+        found += move_in_place(pages.runtime, operation, config, group.arrays, pairs)
     return found
 
 

@@ -15,7 +15,7 @@ from tikv import runtime
 from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
 from tikv.ops.attention.paged import PagedCaches
-from tikv.stores.pools.form import HostArray, PoolForm
+from tikv.stores.pools.config import HostArray, PoolConfig
 from tikv.stores.row_format import SCALES
 
 HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers: the arrays of each group
@@ -24,12 +24,14 @@ HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers:
 class LayerGroup:
     """Layers whose pools lie one after the other: an array each for K, for V and for the scales that there are."""
 
-    def __init__(self, form: PoolForm, layers: int, live: runtime.Runtime) -> None:
-        self.form = form
+    def __init__(self, config: PoolConfig, layers: int, live: runtime.Runtime) -> None:
+        self.config = config
         self.layers = layers
-        n = layers * form.num_blocks
-        shapes = [(form.shape(i, n), row.stored) for i, row in enumerate(form.rows.both)]
-        shapes += [((n, *shape), dtype) for name, (shape, dtype) in form.names().items() if name in form.scale_names]
+        n = layers * config.num_blocks
+        shapes = [(config.shape(i, n), row.stored) for i, row in enumerate(config.rows.both)]
+        shapes += [
+            ((n, *shape), dtype) for name, (shape, dtype) in config.names().items() if name in config.scale_names
+        ]
         self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
 
     def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> HostArray:
@@ -49,12 +51,12 @@ class LayerPools:
         caches: of each layer all of this, as attention takes it, without block tables.
     """
 
-    def __init__(self, form: PoolForm, num_layers: int, live: runtime.Runtime) -> None:
-        self.form = form
+    def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
+        self.config = config
         self.runtime = live
-        most = min(num_layers, form.layers_together(live))
-        self.groups = [LayerGroup(form, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
-        n = form.num_blocks
+        most = min(num_layers, config.layers_together(live))
+        self.groups = [LayerGroup(config, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
+        n = config.num_blocks
         self.layers = [
             [a.restrided((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in group.arrays]
             for group in self.groups
@@ -62,14 +64,14 @@ class LayerPools:
         ]
         divisors = {
             name: to_device(np.array(numbers, np.float32), live)
-            for name, numbers in zip(SCALES, form.rows.divisors, strict=True)
+            for name, numbers in zip(SCALES, config.rows.divisors, strict=True)
             if numbers is not None
         }
         self.scales: list[dict[str, Any]] = [
-            dict(zip(form.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
+            dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
         ]
         self.caches = [
-            PagedCaches(k, v, layout=form.layout, formats=form.rows.formats, **scales)
+            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
 
@@ -79,14 +81,14 @@ class LayerPools:
         return sum(a.nbytes for group in self.groups for a in group.arrays)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this form, as JSON has them."""
-        return {"num_layers": len(self.layers), **self.form.arguments()}
+        """The arguments that make a store of this configuration, as JSON has them."""
+        return {"num_layers": len(self.layers), **self.config.arguments()}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks within the pools, each pair from one block to another, in all layers."""
         src, dst = zip(*pairs, strict=True)
         for group in self.groups:
-            found = group.pairs(src, dst, self.form.num_blocks, self.form.num_blocks)
+            found = group.pairs(src, dst, self.config.num_blocks, self.config.num_blocks)
             k, v, *scales = group.arrays
             blocks.copy_blocks(k, v, found)
             if len(scales) == 2:
@@ -100,7 +102,7 @@ class LayerPools:
         for group in self.groups:
             host = [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
             if n:
-                pairs = group.pairs(chosen, range(n), self.form.num_blocks, n)
+                pairs = group.pairs(chosen, range(n), self.config.num_blocks, n)
                 for array, to in zip(group.arrays, host, strict=True):
                     blocks.swap_blocks(array, to, pairs)
             found.append(host)
@@ -112,7 +114,7 @@ class LayerPools:
         if not dst:
             return
         for group, arrays in zip(self.groups, host, strict=True):
-            pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.form.num_blocks)
+            pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.config.num_blocks)
             for array, found in zip(group.arrays, arrays, strict=True):
                 blocks.swap_blocks(found, array, pairs)
         self.runtime.synchronize()
@@ -121,8 +123,8 @@ class LayerPools:
         """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
         scale = self.scales[layer].get(SCALES[stream])
         paged.gather(
-            "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.form.layout,
-            scale=scale, out=out, format=self.form.rows.formats[stream],
+            "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.config.layout,
+            scale=scale, out=out, format=self.config.rows.formats[stream],
         )  # fmt: skip
 
     def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
@@ -131,12 +133,12 @@ class LayerPools:
         for group, arrays in zip(self.groups, host, strict=True):
             n = len(arrays[0]) // group.layers
             for i in range(group.layers):
-                found.append([self.form.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
+                found.append([self.config.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
         return found
 
     def from_rows(self, rows: list[list[HostArray]]) -> HostBlocks:
         """The reverse of `to_rows`."""
-        layers = iter([[self.form.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
+        layers = iter([[self.config.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
         return [
             [np.concatenate(a) for a in zip(*(next(layers) for _ in range(group.layers)), strict=True)]
             for group in self.groups

@@ -9,7 +9,7 @@ from typing import Any
 from tikv.errors import OptionError, TikvError
 from tikv.ops.indices import host_integers
 from tikv.runtime import Runtime
-from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.sequences import AppendStep, Sequences
@@ -20,17 +20,17 @@ class Pages:
     """The memory of all layers, who holds which block of it, and what launches read beside the rows.
 
     Attributes:
-        form: what the pools of all layers have in common.
+        config: what the pools of all layers have in common.
         pools: the memory.
         sequences: the sequences and their blocks.
         tables: slots, block tables and lengths on the device.
     """
 
-    def __init__(self, live: Runtime, form: PoolForm, num_layers: int) -> None:
-        self.runtime, self.form = live, form
-        self.pools = LayerPools(form, num_layers, live)
-        sizes = num_layers, form.num_blocks, form.block_size
-        self.sequences = HeadSequences(*sizes, form.num_kv_heads) if form.per_head else Sequences(*sizes)
+    def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
+        self.runtime, self.config = live, config
+        self.pools = LayerPools(config, num_layers, live)
+        sizes = num_layers, config.num_blocks, config.block_size
+        self.sequences = HeadSequences(*sizes, config.num_kv_heads) if config.per_head else Sequences(*sizes)
         self.tables = DeviceTables(live)
 
     def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
@@ -39,12 +39,12 @@ class Pages:
 
     def refuse_per_head(self, operation: str, why: str) -> None:
         """Raise OptionError where this is a per-head store, which does not do something, and say why."""
-        if self.form.per_head:
+        if self.config.per_head:
             raise OptionError(f"{operation}: this store has per_head=True, and {why}. Use a store without it.")
 
     def refuse_pieces(self, operation: str) -> None:
         """Raise OptionError where rows do not lie whole, so that they cannot be moved."""
-        if self.form.layout == "VLLM":
+        if self.config.layout == "VLLM":
             raise OptionError(f"{operation}: layout VLLM cuts rows into pieces, which are not moved. Use NHD or HND.")
 
 

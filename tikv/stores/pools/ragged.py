@@ -47,13 +47,13 @@ class RaggedAttention:
         sequences: int,
         terms: Mapping[str, ArrayView],
     ) -> None:
-        form = self._form = pages.form
+        config = self._config = pages.config
         self.operation, self.live, self.given = operation, pages.runtime, q
         self.layout = request.layout
-        of_pools = form.num_kv_heads, form.rows.k.width
+        of_pools = config.num_kv_heads, config.rows.k.width
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
-        self.mass_queries = request.asked_mass(operation, form.rows.k.format)
+        self.mass_queries = request.asked_mass(operation, config.rows.k.format)
         self._caches, self._request = pages.pools.caches[layer], request
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
@@ -63,7 +63,7 @@ class RaggedAttention:
 
     def _check(self, q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
         """Queries (sequences, Hq, T, D) can be asked of these pools."""
-        heads = self._form.num_kv_heads if self._form.per_head else None
+        heads = self._config.num_kv_heads if self._config.per_head else None
         check_paged_queries(self.operation, q, self._caches, self._request, terms, heads)
 
     def _check_tree(self, terms: Mapping[str, ArrayView], sequences: int) -> None:
@@ -101,13 +101,13 @@ class RaggedAttention:
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
         padded = cu_seqlens[-1] < rows
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
-        results = [new_like(self.given, (*lead, self._form.rows.v.width), self.q.dtype, live, zeroed=padded)]
+        results = [new_like(self.given, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
         if self.return_lse or self.mass_queries != 0:
             results.append(new_like(self.given, lead, dtypes.float32, live))
             if padded:
                 _fill(results[1], -np.inf)
         if self.mass_queries != 0:
-            shape = (len(ends), self._form.num_kv_heads, int(np.max(ends, initial=0)))
+            shape = (len(ends), self._config.num_kv_heads, int(np.max(ends, initial=0)))
             results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
         views = [view(a, name, self.operation) for a, name in zip(results, ("out", "lse", "mass"), strict=False)]
         views[:2] = [rows_first(a, self.layout) for a in views[:2]]

@@ -14,7 +14,7 @@ from tikv.ops.compact import bind_in_place
 from tikv.ops.layouts import Rows
 from tikv.ops.plan import Launch
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
-from tikv.stores.pools.form import PoolForm
+from tikv.stores.pools.config import PoolConfig
 
 
 class Moves(NamedTuple):
@@ -28,7 +28,7 @@ class Moves(NamedTuple):
 
 def move_rows(
     live: runtime.Runtime,
-    form: PoolForm,
+    config: PoolConfig,
     pools: Sequence[ArrayView],
     moves: Moves,
     rope: Rope | None = None,
@@ -38,29 +38,29 @@ def move_rows(
 
     `rope` turns keys from the positions before to those after, on their way.
     """
-    count, heads = len(moves.src), form.block_heads
+    count, heads = len(moves.src), config.block_heads
     if count == 0:
         return
-    pools, place = [_as_rows(pool, form) for pool in pools], np.arange(count * heads)
+    pools, place = [_as_rows(pool, config) for pool in pools], np.arange(count * heads)
     moved = [new_array((count * heads, *rows.shape[1:]), rows.dtype, live) for rows in pools]
     for stream, (rows, to) in enumerate(zip(pools, moved, strict=True)):
-        blocks.swap_blocks(rows, to, _pairs(_numbers(form, stream, moves.src), place))
+        blocks.swap_blocks(rows, to, _pairs(_numbers(config, stream, moves.src), place))
     if rope is not None:
-        width = form.rows.k.width
+        width = config.rows.k.width
         k, scale = moved[0].restrided((1, heads, count, width), (0, count * width, width, 1)), None
-        if form.rows.k.numbers:
+        if config.rows.k.numbers:
             n = moved[2].shape[1]
             scale = moved[2].restrided((1, heads, count), (0, count * n, n))
         before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
     for stream, (rows, taken) in enumerate(zip(pools, moved, strict=True)):
-        blocks.swap_blocks(taken, rows, _pairs(place, _numbers(form, stream, moves.dst)))
+        blocks.swap_blocks(taken, rows, _pairs(place, _numbers(config, stream, moves.dst)))
 
 
 def move_in_place(
     live: runtime.Runtime,
     operation: str,
-    form: PoolForm,
+    config: PoolConfig,
     pools: Sequence[ArrayView],
     slots: Sequence[tuple[Host, Host]],
 ) -> list[Launch]:
@@ -69,30 +69,30 @@ def move_in_place(
     The pools are of layers in one piece of memory, and slots (src, dst) of each layer are counted over those of all.
     """
     most, found = max(len(src) for src, _ in slots), []
-    for streams in _read_alike(form, len(pools)) if most else []:
-        pairs = np.full((len(slots), form.block_heads, most, 2), -1, np.int32)
+    for streams in _read_alike(config, len(pools)) if most else []:
+        pairs = np.full((len(slots), config.block_heads, most, 2), -1, np.int32)
         for layer, both in zip(pairs, slots, strict=True):
             for i, some in enumerate(both):
-                layer[:, : len(some), i] = _numbers(form, streams[0], some).reshape(form.block_heads, -1)
+                layer[:, : len(some), i] = _numbers(config, streams[0], some).reshape(config.block_heads, -1)
         index = to_device(pairs.reshape(-1, most, 2), live)
-        rows = [_as_rows(pools[stream], form) for stream in streams]
+        rows = [_as_rows(pools[stream], config) for stream in streams]
         places, widths = [Rows(a, token=a.shape[1]) for a in rows], [a.shape[1] for a in rows]
-        shape = len(slots) * form.block_heads, 1, rows[0].shape[0]
+        shape = len(slots) * config.block_heads, 1, rows[0].shape[0]
         found.append(bind_in_place(live, operation, places, widths, shape, index, placed=True))
     return found
 
 
-def _read_alike(form: PoolForm, count: int) -> list[list[int]]:
+def _read_alike(config: PoolConfig, count: int) -> list[list[int]]:
     """The pools, by number, whose rows lie in one order: scales do not always lie as K and V do."""
-    if form.layout == "HND" and form.block_heads > 1 and count > 2:
+    if config.layout == "HND" and config.block_heads > 1 and count > 2:
         return [[0, 1], [*range(2, count)]]
     return [[*range(count)]]
 
 
-def check_turn(form: PoolForm, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
+def check_turn(config: PoolConfig, pools: Sequence[ArrayView], rope: Rope, operation: str) -> None:
     """Refuse a rotation that a layer's keys cannot have, as `check_keys`."""
-    k = _as_rows(pools[0], form)
-    scale = _as_rows(pools[2], form) if form.rows.k.numbers else None
+    k = _as_rows(pools[0], config)
+    scale = _as_rows(pools[2], config) if config.rows.k.numbers else None
     rows = k.restrided((1, 1, *k.shape), (0, 0, *k.strides))
     scales = None if scale is None else scale.restrided(rows.shape[:3], (0, 0, scale.strides[0]))
     check_keys(rows, scales, rope, operation)
@@ -102,16 +102,16 @@ def _pairs(src: Host, dst: Host) -> Host:
     return np.stack([src, dst], axis=1).astype(np.int32)
 
 
-def _numbers(form: PoolForm, stream: int, slots: Host) -> Host:
+def _numbers(config: PoolConfig, stream: int, slots: Host) -> Host:
     """The numbers of rows of `_as_rows` that lie in these slots: those of the first head, then those of the next."""
-    heads, size = form.block_heads, form.block_size
+    heads, size = config.block_heads, config.block_size
     head = np.arange(heads)[:, None]
-    if stream < 2 and form.layout == "HND":
+    if stream < 2 and config.layout == "HND":
         return np.ravel((slots // size * heads + head) * size + slots % size)
     return np.ravel(slots * heads + head)  # scales lie so in any layout
 
 
-def _as_rows(pool: ArrayView, form: PoolForm) -> ArrayView:
+def _as_rows(pool: ArrayView, config: PoolConfig) -> ArrayView:
     """A pool, or its scales, as (rows of all slots and heads, width)."""
     width = pool.shape[-1] if pool.ndim == 4 else 1
-    return pool.restrided((pool.shape[0] * form.block_size * form.block_heads, width), (width, 1))
+    return pool.restrided((pool.shape[0] * config.block_size * config.block_heads, width), (width, 1))

@@ -82,7 +82,7 @@ def _counts_alone(store: KVCacheStore) -> bool:
 def jobs_of_pool(pool: PagedKVCacheStore, asked: Asked) -> list[Job]:
     """Calls of `extend` and `attend` for one sequence and for two, in the first layer: all lie alike."""
     heads = asked.heads_over(pool.num_kv_heads)
-    room = min(pool.num_free_blocks * pool.block_size // (pool.num_kv_heads if pool.form.per_head else 1), MOST_HELD)
+    room = min(pool.num_free_blocks * pool.block_size // (pool.num_kv_heads if pool.config.per_head else 1), MOST_HELD)
     if asked.tokens[0] > room:
         raise CapacityError(
             f"{OPERATION}: tokens={asked.tokens[0]} do not fit the pool, which has room for {room}. Use at most that."

@@ -1,4 +1,4 @@
-"""The form of a pool of pages: how many blocks of how many tokens, of which heads, dtype and layout."""
+"""The configuration of a pool of pages: how many blocks of how many tokens, of which heads, dtype and layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
 
 @dataclass(frozen=True)
-class PoolForm:
+class PoolConfig:
     """What the pools of all layers have in common."""
 
     num_blocks: int
@@ -42,10 +42,10 @@ class PoolForm:
         layout: str,
         per_head: bool = False,
         **rows: Any,
-    ) -> PoolForm:
-        """The form that a user's arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
+    ) -> PoolConfig:
+        """The configuration that arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
-        form = cls(
+        config = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
             checks.integer(block_size, "block_size", operation, low=1),
             heads,
@@ -53,36 +53,36 @@ class PoolForm:
             checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
             bool(per_head),
         )
-        if form.per_head and any(numbers is not None and len(numbers) > 1 for numbers in form.rows.divisors):
+        if config.per_head and any(numbers is not None and len(numbers) > 1 for numbers in config.rows.divisors):
             raise OptionError(
                 f"{operation}: k_scale or v_scale has a number for each head, and with per_head=True a pool is of one "
                 f"head. Use one number for all."
             )
-        if form.per_head and form.layout == "VLLM":
+        if config.per_head and config.layout == "VLLM":
             raise OptionError(
                 f"{operation}: layout VLLM cuts rows into pieces, which a compaction of single heads does not move. "
                 f"Use NHD or HND with per_head=True."
             )
-        groups = next((row.format for row in form.rows.both if row.format is not None), None)
-        if groups is not None and form.layout == "VLLM":
+        groups = next((row.format for row in config.rows.both if row.format is not None), None)
+        if groups is not None and config.layout == "VLLM":
             raise OptionError(
                 f"{operation}: layout VLLM cuts rows into pieces, and groups of {groups} lie whole. Use NHD or HND."
             )
-        keys = form.rows.k
+        keys = config.rows.k
         chunk = CHUNK_BYTES // keys.stored.itemsize
-        if "X" in POOL_LAYOUTS[form.layout][0] and keys.width % chunk:
+        if "X" in POOL_LAYOUTS[config.layout][0] and keys.width % chunk:
             raise ShapeError(
                 f"{operation}: head_dim={keys.width} is not a multiple of the {chunk} {keys.dtype.name} elements of a "
-                f"chunk, which layout {form.layout} cuts keys into. Use NHD or HND."
+                f"chunk, which layout {config.layout} cuts keys into. Use NHD or HND."
             )
-        for needed, limit in form._sizes(live):
+        for needed, limit in config._sizes(live):
             if needed > limit:
                 raise CapacityError(
                     f"{operation}: a layer needs {needed} bytes in one piece of memory "
-                    f"(num_blocks={form.num_blocks} x block_size={form.block_size} x {form.block_heads} heads); "
+                    f"(num_blocks={config.num_blocks} x block_size={config.block_size} x {config.block_heads} heads); "
                     f"{live.arch} addresses {limit}. Use fewer blocks, or several stores."
                 )
-        return form
+        return config
 
     @property
     def block_heads(self) -> int:
@@ -140,7 +140,7 @@ class PoolForm:
         return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this form, as JSON has them."""
+        """The arguments that make a store of this configuration, as JSON has them."""
         rows = self.rows.arguments()
         if not self.scale_names:
             rows["scale_dtype"] = dtypes.float16.name  # of no scales
@@ -149,5 +149,5 @@ class PoolForm:
 
 
 def in_full(given: dict[str, Any]) -> dict[str, Any]:
-    """`PoolForm.arguments` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
+    """`PoolConfig.arguments` with what they leave unsaid behind them: V is kept as K is, and nothing is divided."""
     return given | {"v_dtype": given["dtype"], "k_scale": None, "v_scale": None} | given

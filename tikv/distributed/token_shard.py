@@ -1,4 +1,4 @@
-"""DealtLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows of no other process.
+"""TokenShardLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows of no other process.
 
 A sliding layer's ring here holds the rank's share of the window and up to a block more, so that a block of a prompt can
 be appended before its queries attend: the oldest that they see are still there.
@@ -14,7 +14,7 @@ import numpy as np
 
 from tikv import dtypes, launch, runtime
 from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
-from tikv.distributed.deal import Deal, Stretch
+from tikv.distributed.token_sharding import Stretch, TokenSharding
 from tikv.errors import OptionError, PositionError
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
@@ -29,7 +29,7 @@ from tikv.stores.layers.attend import NO_VIEWS, cache_plan, layer_arrays, layer_
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.queries import Queries, extend_queries
-from tikv.stores.layers.storage import LayerStorage, StoreForm, Triple
+from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 
 MAX_COUNTED = 2**30  # positions that attention counts beside slopes
 
@@ -41,16 +41,16 @@ class _Form(NamedTuple):
     axis: int  # of tokens, in the arrays as they were given
 
 
-class CapturedDeal(NamedTuple):
-    """What a rank held of dealt tokens, with the counts of all."""
+class CapturedShard(NamedTuple):
+    """What a rank held of its tokens, with the counts of all."""
 
     own: Captured
-    deal: Deal
+    sharding: TokenSharding
     counts: tuple[tuple[int, int], ...]  # length and oldest valid position of each layer
 
 
-class DealtLayers(LayerStorage):
-    """A rank's part of layers whose tokens are dealt to several; `deal` says which, `own` has them as layers.
+class TokenShardLayers(LayerStorage):
+    """A rank's part of layers whose tokens lie on several; `sharding` says which, `own` has them as layers.
 
     It is given all tokens and counts all. Its memory holds those that lie on this rank: `attend_own` attends over them.
     """
@@ -59,12 +59,15 @@ class DealtLayers(LayerStorage):
     remedy = "Shard by heads instead."
     file_kind = ""
 
-    def __init__(self, live: runtime.Runtime, form: StoreForm, deal: Deal) -> None:
-        self.runtime, self.deal = live, deal
-        sinks, behind = form.sinks, deal.interleave - 1  # tokens of a block that come before its first query attends
-        own_sinks = deal.count(sinks)
-        windows = [None if w is None else own_sinks + deal.most(w - sinks + behind) for w in form.windows]
-        capacity = max(deal.most(form.capacity), *(w or 1 for w in windows))
+    def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
+        self.runtime, self.sharding = live, sharding
+        sinks, behind = (
+            form.sinks,
+            sharding.interleave - 1,
+        )  # tokens of a block that come before its first query attends
+        own_sinks = sharding.count(sinks)
+        windows = [None if w is None else own_sinks + sharding.most(w - sinks + behind) for w in form.windows]
+        capacity = max(sharding.most(form.capacity), *(w or 1 for w in windows))
         self.own = ContiguousLayers(live, form._replace(capacity=capacity, windows=tuple(windows), sinks=own_sinks))
         self.rows, self.lock, self.memory, self.counts = self.own.rows, self.own.lock, self.own.memory, form.counts()
         self._forms: BoundedCache[Any, _Form] = BoundedCache()
@@ -91,7 +94,7 @@ class DealtLayers(LayerStorage):
         """As `LayerStorage.append` of new tokens, of which this rank stores its own."""
         to, counts = self.own.counts[layer], self.counts[layer]
         form = self._form_of(operation, [to], rows, layout, False)
-        if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.deal.owns(counts.length):
+        if form.tokens == 1 and (counts.ring or counts.length < counts.slots) and self.sharding.owns(counts.length):
             self.own.append(operation, layer, rows, layout)
             counts.grow(1)
             return
@@ -122,7 +125,7 @@ class DealtLayers(LayerStorage):
                 f"the host knows which lie here. Append one token at a time, or without positions."
             )
         out = self._on_device("positions")
-        deal(self.runtime, operation, positions, out, self.deal, False)
+        deal(self.runtime, operation, positions, out, self.sharding, False)
         self.own.append_at(operation, layer, Views([k, v, out]), layout)
 
     def require_positions(self, operation: str, remedy: str) -> None:
@@ -134,7 +137,7 @@ class DealtLayers(LayerStorage):
             counts.require_room(operation, tokens)
         for own, counts in zip(self.own.counts, self.counts, strict=True):
             counts.grow(tokens)
-            own.grow(self.deal.count(counts.length) - own.length)
+            own.grow(self.sharding.count(counts.length) - own.length)
 
     def _form_of(self, operation: str, layers: list[Layer], rows: Views, layout: str, stacked: bool) -> _Form:
         """What new rows are, checked once for each form, but for the room."""
@@ -167,7 +170,7 @@ class DealtLayers(LayerStorage):
     ) -> None:
         """Append those of the rows, which are checked, that lie here, and count all."""
         length = self.counts[layers[0].index].length
-        for first, end in self.deal.runs(length, length + form.tokens):
+        for first, end in self.sharding.runs(length, length + form.tokens):
             own = rows
             if end - first < form.tokens:
                 own = Views([a.part(form.axis, first - length, end - length) for a in rows])
@@ -231,7 +234,7 @@ class DealtLayers(LayerStorage):
         if missing == "raise" and queries > 1:
             refuse_missing(operation, counts, queries, False)
         first = counts.length - queries
-        stretches: Iterable[Stretch] = self.deal.stretches(counts, counts.valid_from, first, counts.length)
+        stretches: Iterable[Stretch] = self.sharding.stretches(counts, counts.valid_from, first, counts.length)
         if not counts.length:
             stretches = [Stretch(first, 0, 0, 0, 0, 0)]
         self._attend(operation, layer, q, partials, scores, stretches, first, slopes)
@@ -249,7 +252,7 @@ class DealtLayers(LayerStorage):
     ) -> None:
         """`attend_own` of one query a sequence, whose lengths are where the launch reads them."""
         counts, found = self.counts[layer], self.own.counts[layer]
-        around = self.deal.world * self.deal.interleave
+        around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
             raise OptionError(
                 f"{operation}: {q.shape[2]} queries with seq_lens on the device, and tokens are cut. Attend with one "
@@ -258,16 +261,17 @@ class DealtLayers(LayerStorage):
         if counts.ring % around:
             raise OptionError(
                 f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is not a "
-                f"multiple of {self.deal.world} ranks x interleave={self.deal.interleave}: with seq_lens on the device "
-                f"nobody on the host knows how many of them lie here. Use a window of such a multiple and the sinks."
+                f"multiple of {self.sharding.world} ranks x interleave={self.sharding.interleave}: with seq_lens on "
+                f"the device nobody on the host knows how many of them lie here. Use a window of such a multiple and "
+                f"the sinks."
             )
         lens = self._on_device("lens")
-        deal(self.runtime, operation, seq_lens, lens, self.deal, True)
+        deal(self.runtime, operation, seq_lens, lens, self.sharding, True)
         arrays = {**layer_arrays(found, q), "lens": lens}
-        span = counts.ring // self.deal.world
+        span = counts.ring // self.sharding.world
         plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
         out, lse = self._out_and_lse(partials)
-        oldest = self.deal.count(counts.trimmed_to)
+        oldest = self.sharding.count(counts.trimmed_to)
         plan.attend(None, arrays, AttendedTokens(first_valid=oldest), Results(out, True, lse, is_partial=True))
 
     def _out_and_lse(self, partials: ArrayView) -> tuple[ArrayView, ArrayView]:
@@ -307,11 +311,11 @@ class DealtLayers(LayerStorage):
         self._require_countable(operation, slopes, counts.length + form.tokens)
         start, end = counts.length, counts.length + form.tokens
         # A sliding layer takes a prompt block by block, since its last tokens would overwrite what its first see.
-        for first, after in self.deal.blocks(start, end) if counts.ring else [(start, end)]:
+        for first, after in self.sharding.blocks(start, end) if counts.ring else [(start, end)]:
             some = Views([a.part(form.axis, first - start, after - start) for a in rows])
             oldest = counts.valid_from  # before those of the block take its place
             self._append_own(operation, [to], some, layout, form._replace(tokens=after - first), False)
-            stretches = self.deal.stretches(counts, oldest, first, after)
+            stretches = self.sharding.stretches(counts, oldest, first, after)
             self._attend(operation, layer, q, partials, scores, stretches, start, slopes)
 
     def _attend(
@@ -333,10 +337,12 @@ class DealtLayers(LayerStorage):
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some, slopes)
-            dealt = (self.deal.interleave, (self.deal.world - 1) * self.deal.interleave) if slopes else (0, 0)
+            dealt = (
+                (self.sharding.interleave, (self.sharding.world - 1) * self.sharding.interleave) if slopes else (0, 0)
+            )
             slots = found.sinks, found.ring, found.formats
             plan = cache_plan(live, operation, arrays, scores, at.span, *slots, dealt)
-            first_query = at.first - self.deal.rank * self.deal.interleave
+            first_query = at.first - self.sharding.rank * self.sharding.interleave
             tokens = AttendedTokens(at.length, at.first_valid, at.ahead, first_query)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
         stage.finish()
@@ -357,9 +363,11 @@ class DealtLayers(LayerStorage):
         """
         counts, found, live = self.counts[layer], self.own.counts[layer], self.runtime
         start = counts.length - q.shape[2]
-        fixed = self.deal.count(min(counts.sinks, counts.length))
-        behind = self.deal.count(max(counts.valid_from, counts.sinks))  # this rank's first that is held behind these
-        for at in self.deal.stretches(counts, counts.valid_from, start, counts.length):
+        fixed = self.sharding.count(min(counts.sinks, counts.length))
+        behind = self.sharding.count(
+            max(counts.valid_from, counts.sinks)
+        )  # this rank's first that is held behind these
+        for at in self.sharding.stretches(counts, counts.valid_from, start, counts.length):
             oldest = max(found.sinks, at.first_valid, at.length - found.ring if found.ring else 0)
             own_fixed, recent = min(found.sinks, at.length), max(0, at.length - oldest)
             mass = to.new_zeros((*to.shape[:2], own_fixed + recent))
@@ -381,7 +389,7 @@ class DealtLayers(LayerStorage):
         """Take lengths and oldest valid positions over all ranks; those of this rank's tokens."""
         for layer, (length, valid_from) in zip(self.counts, counts, strict=True):
             layer.length, layer.valid_from = length, valid_from
-        return [(self.deal.count(length), self.deal.count(valid_from)) for length, valid_from in counts]
+        return [(self.sharding.count(length), self.sharding.count(valid_from)) for length, valid_from in counts]
 
     def trim(self, operation: str, n: int) -> None:
         """As `LayerStorage.trim` of the tokens of all ranks."""
@@ -395,7 +403,7 @@ class DealtLayers(LayerStorage):
     def _follow(self) -> None:
         """Let the counts of this rank's tokens follow those of all ranks, which went down."""
         for own, counts in zip(self.own.counts, self.counts, strict=True):
-            own.length = min(own.length, self.deal.count(counts.length))
+            own.length = min(own.length, self.sharding.count(counts.length))
             own.valid_from = min(own.valid_from, own.length)
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
@@ -408,16 +416,16 @@ class DealtLayers(LayerStorage):
     def select(self, operation: str, index: Any) -> None:
         self.own.select(operation, index)
 
-    def capture(self) -> CapturedDeal:
+    def capture(self) -> CapturedShard:
         """As `LayerStorage.capture` of this rank's tokens, with the counts of all."""
         counts = tuple((layer.length, layer.valid_from) for layer in self.counts)
-        return CapturedDeal(self.own.capture(), self.deal, counts)
+        return CapturedShard(self.own.capture(), self.sharding, counts)
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        """As `LayerStorage.restore` of what was captured on this rank, of tokens dealt as here; or OptionError."""
-        if not isinstance(captured, CapturedDeal) or captured.deal != self.deal:
+        """As `LayerStorage.restore` of what was captured on this rank, of tokens sharded as here; or OptionError."""
+        if not isinstance(captured, CapturedShard) or captured.sharding != self.sharding:
             raise OptionError(
-                f"{operation}: {shown[0]} is not a snapshot of tokens dealt as here ({self.deal}). Give what "
+                f"{operation}: {shown[0]} is not a snapshot of tokens dealt as here ({self.sharding}). Give what "
                 f"`snapshot` returned on this rank."
             )
         self.own.restore(operation, captured.own, shown)
@@ -430,7 +438,7 @@ class DealtLayers(LayerStorage):
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
         self.own.take_over(operation, counts, arrays)
 
-    def save(self, path: str | os.PathLike[str], form: StoreForm, operation: str) -> None:
+    def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
         """Not offered: `ShardedKVCacheStore.save` writes a file a rank."""
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
 

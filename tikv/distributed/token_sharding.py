@@ -1,4 +1,4 @@
-"""How tokens are dealt to ranks: blocks of consecutive positions in turn, so that each rank has some of any stretch."""
+"""How tokens lie on ranks: blocks of consecutive positions in turn, so that each rank has some of any stretch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stretch(NamedTuple):
     span: int  # tokens that a query sees, counted back from where it is taken to stand; 0 for all
 
 
-class Deal(NamedTuple):
+class TokenSharding(NamedTuple):
     """Position p lies on rank ``p // interleave % world``; a rank's tokens, in order, are its tokens 0, 1, 2, ..."""
 
     rank: int
