@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -461,9 +462,10 @@ class Sequences:
         shifts = [state.shift(layer) for state in states] if self.compacted else []
         places = _places(starts, cu_seqlens, rows)
         step = AppendStep(states, ids, cu_seqlens, starts, shifts, places, np.full(rows, -1, np.int32))
-        size, counts = self.block_size, np.diff(cu_seqlens).tolist()
-        written = [range(n // size, self.blocks_for(n + more)) for n, more in zip(starts, counts, strict=True)]
-        self._allocate(operation, step, [some if n else range(0) for some, n in zip(written, counts, strict=True)])
+        size = self.block_size
+        ends = [start + b - a for start, (a, b) in zip(starts, itertools.pairwise(cu_seqlens), strict=True)]
+        written = [range(n // size, -(-end // size)) if end > n else () for n, end in zip(starts, ends, strict=True)]
+        self._allocate(operation, step, written)
         for table, first, end in zip(step.tables, cu_seqlens, cu_seqlens[1:], strict=False):
             if end - first == 1:
                 place = int(places[first])
@@ -556,7 +558,7 @@ def _first_moved(path: Host) -> int:
 
 def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> Host:
     """The place of each row behind those that its sequence has, int32; those behind are padding."""
-    counts = np.diff(cu_seqlens)
+    counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]
     places = np.zeros(rows, np.int32)
     shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(cu_seqlens[:-1], np.int64), counts)
     places[: cu_seqlens[-1]] = np.arange(cu_seqlens[-1]) + shift
