@@ -49,4 +49,4 @@ class StaleRuntimeError(TikvError, RuntimeError):
 
 
 class CacheFileError(TikvError, OSError):
-    """A saved cache that is damaged, truncated or not one of ours."""
+    """A saved cache that is damaged, truncated, or was not written by this library."""

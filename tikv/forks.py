@@ -17,7 +17,7 @@ in_child: list[Callable[[], None]] = []  # what else is to be done in a new proc
 
 
 def never_free(objects: Iterable[Any]) -> None:
-    """Keep the engines' programs for ever: to free one waits for its threads, and without them no process would end."""
+    """Keep the engines' programs for good: to free one waits for its threads, and without them no process would end."""
     import ctypes
 
     for each in objects:

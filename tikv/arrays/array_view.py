@@ -87,7 +87,7 @@ class ArrayView:
 
     @property
     def is_staged(self) -> bool:
-        """Whether a GPU's kernels see it only after it was copied to memory of ours."""
+        """Whether a GPU's kernels see it only after it was copied to tikv's memory."""
         return self.device in ("cpu", "mps")
 
     @property

@@ -1,6 +1,6 @@
 """Results in the kind of array that a caller works with: NumPy's, torch's, or another library's that speaks DLPack.
 
-A launch writes into what `new_like` makes. For libraries such as JAX, whose arrays are values, that is memory of ours
+A launch writes into what `new_like` makes. For libraries such as JAX, whose arrays are values, that is tikv's memory
 until it is written: `handed_over` makes an array of that library of it, not a copy. On CUDA it waits for the launch.
 """
 

@@ -1,7 +1,7 @@
 """torch tensors on MPS, which lie in Metal's memory, beside kernels on Metal.
 
-An engine with an `mps_arch` lets PyTorch see memory of ours as a tensor on MPS. None takes a buffer that PyTorch made.
-So a store's memory is PyTorch's too, and a tensor of PyTorch's own is copied into memory of ours before a launch, and
+An engine with an `mps_arch` lets PyTorch see tikv's memory as a tensor on MPS. None takes a buffer that PyTorch made.
+So a store's memory is PyTorch's too, and a tensor of PyTorch's own is copied into tikv's memory before a launch, and
 back behind it if it is written: by PyTorch, on the device. Nothing goes through the host, and nothing waits where
 kernels are launched on PyTorch's own queue.
 """

@@ -90,7 +90,7 @@ class ShardedKVCacheStore:
         another order: float32, one rounding at the end.
     Cost: an append is a launch on the rank that the token lies on, and nothing on others. Attention over tokens that
         are cut sends ``4 * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other.
-    Where ranks disagree on a call a collective waits for the group's timeout, or mixes results. With
+    If ranks disagree on a call, a collective waits for the group's timeout, or mixes results. With
     ``tikv.init(debug=True)`` calls are compared first, and all ranks raise `GroupError`. A rank that dies ends the
     others' next collective with one, at the latest after that timeout.
 

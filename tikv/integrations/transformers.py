@@ -157,7 +157,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         v_dtype: what values are stored in, where that is another than keys; as ``dtype``.
         k_scale, v_scale: of 8-bit floats, a number or one a KV head of every layer, as in `tikv.KVCacheStore`.
         window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
-            for ever in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
+            without end in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
         sinks: first tokens that stay visible in spite of the window; 4 do for most models.
         offloading, offload_only_non_sliding: as transformers' caches take them; the first has to be False.

@@ -47,8 +47,8 @@ def compact(cache: Any, keep: Any, *, lengths: Any = None, out: Any = None) -> A
 
     Exactness: bit-exact.
     Cost: each row kept is read once and written once, those in place not even that; one launch. A mask is read by the
-        host. Into an ``out`` whose heads do not follow each other with one stride it is a launch a sequence; of a
-        `Quantized` codes and scales are copied there by a launch each.
+        host. Into an ``out`` whose heads do not follow each other with one stride it takes a launch for each
+        sequence; codes and scales of a `Quantized` take a launch each.
     Source: the gather by head of kvpress and its like, which allocate; here nothing is.
 
     Examples:

@@ -21,7 +21,7 @@ SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another
 
 
 def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any, Any]:
-    """The least and the greatest number of each channel of the keys of each page of neighbouring tokens.
+    """The least and the greatest number in each channel of the keys, for each page of neighbouring tokens.
 
     Args:
         k_cache: (B, H, S, D) float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; any strides with a contiguous

@@ -43,7 +43,7 @@ class NormRope:
             "norm_interleaved" normalise first.
         eps: added to the mean of squares.
         q_weight, k_weight: (D,) float32 weights of the norm; None for 1.
-        cos, sin: (positions, rope_dim / 2) float32 tables; a row a position.
+        cos, sin: (positions, rope_dim / 2) float32 tables; a row for each position.
         rope_dim: elements rotated, even, at most D; None for all D.
 
     The arrays are read at every use, where they lie; do not resize them. On a device that cannot see them they are

@@ -47,7 +47,7 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
     On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises; codes of
-    groups are stored by bytes. Codes that become numbers are a group a unit there, and a few codes on a GPU.
+    groups are stored by bytes. Codes that become numbers take units of a group there, and of a few codes on a GPU.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.

@@ -86,7 +86,7 @@ def _stretches(arrays: Sequence[ArrayView]) -> list[_Stretch]:
 
 
 class Staging:
-    """Arrays of the host and tensors on MPS in memory of ours for the length of a call; nothing on CPU.
+    """Arrays of the host and tensors on MPS in tikv's memory for the length of a call; nothing on CPU.
 
     Arrays whose bytes overlap share one device block, so what is written to one is not undone by the other's way back.
     With `filled` false the memory is there and nothing is copied, for launches that are bound and not run.

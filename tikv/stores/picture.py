@@ -173,7 +173,7 @@ class Slots:
         length: tokens appended.
         valid_from: the oldest position behind the sinks that is not overwritten.
         true_positions: of each slot, -1 for an empty one, where a compaction left holes: the others are then counted as
-            if there were none.
+            if there were no holes.
         weights: of each slot, from 0 to 1: what colours it instead of its age.
 
     Examples:

@@ -38,8 +38,9 @@ from tikv.stores.row_format import Divisor
 class PagedKVCacheStore(runtime.DeepCopied):
     """Keys and values of many sequences in one pool of blocks, which sequences, forks and common prefixes share.
 
-    A sequence is a number that `add` or `fork` gives and `free` takes back; it is never given twice. Its tokens lie in
-    blocks of ``block_size`` slots. A block may belong to several sequences; whoever writes into it first gets a copy.
+    A sequence is a number that `add` or `fork` returns and `free` takes back; no number is returned twice. Its tokens
+    lie in blocks of ``block_size`` slots. A block may belong to several sequences; it is copied before one writes to
+    it.
 
     Args:
         num_layers: layers of the model.
@@ -47,9 +48,9 @@ class PagedKVCacheStore(runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         num_blocks: blocks of the pool, for all sequences together.
         block_size: tokens of a block.
-        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a scale per token and
-            head; or codes of groups along a row, a `tikv.Quant`, "q8_0" or "q4_0", which `tikv.quantize` describes.
-        v_dtype: storage of V, where that is another than that of K.
+        dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
+            scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
+        v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
             (N, H, D, bs).
@@ -57,27 +58,24 @@ class PagedKVCacheStore(runtime.DeepCopied):
         scale_dtype: of the scales of int8 (N, bs, H), and of those and the biases of a `tikv.Quant` (N, bs, H, n):
             float16 or float32. "q8_0" and "q4_0" have float16.
         per_head: a block holds tokens of one head of one layer, the pools have H = 1, and each layer and head of a
-            sequence has a block table, so that `compact` can drop other tokens of each. Each layer has ``num_blocks``
-            of its own. Such a store shares no blocks, by prefix or `fork`, does not swap or save, and has no
-            `write_qkv`.
+            sequence has a block table of its own, so `compact` can drop different tokens of each. Each layer has
+            ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
+            and has no `write_qkv`.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim, head_dim_v, num_blocks, block_size, layout: as given.
-        dtype: what keys are stored in, and values unless `v_dtype` says otherwise.
-        v_dtype: what values are stored in.
-        divisors: what rows of K and of V are divided by: (1,) or (H,) numbers each, or None.
+        num_layers (int): layers of the model.
+        lock (threading.RLock): each call holds it. A thread that holds it may take it again.
 
     Raises:
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
-    Exactness: appended rows keep their bits; a narrowing dtype rounds to nearest even; int8 and groups are as in
-        `tikv.quantize`: a token is quantised once.
-    Cost: an append is one launch for all its sequences; tables and counts are kept on the host, and reading them never
-    waits for the device.
-    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
-    several calls.
-    GPUs: the memory lies on the one that is torch's current when the store is made.
+    Exactness: appended rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8
+        and groups. Each token is quantised once.
+    Cost: an append takes one launch for all its sequences. Tables and counts are kept on the host, and reading them
+    never waits for the device.
+    Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
+    GPUs: the memory lies on the GPU that is torch's current one when the store is made.
 
     Examples:
         >>> import numpy as np, tikv
@@ -141,7 +139,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def sequences(self) -> list[int]:
-        """The sequences there are, in the order they came."""
+        """The sequences of the pool, in the order in which they were made."""
         return list(self._pages.sequences.states)
 
     @property
@@ -164,18 +162,18 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @locked
     def length(self, seq: int) -> int:
-        """Tokens of a sequence, shared ones included; while a step is under way, those of the layers ahead."""
+        """Tokens of a sequence, including shared ones. During a step it counts the layers that have appended."""
         return self._state(seq, "PagedKVCacheStore.length", swapped=True).length
 
     @locked
     def layer_length(self, layer: int, seq: int) -> int:
-        """Tokens that came to one layer of a sequence; `held` is what it holds of them."""
+        """Tokens that were appended to one layer of a sequence; `held` is the number that it still holds."""
         operation = "PagedKVCacheStore.layer_length"
         return self._state(seq, operation, swapped=True).came(self._layer(layer, operation))
 
     @locked
     def next_position(self, layer: int, seq: int) -> int:
-        """Where the next token stands: at `layer_length`, unless `compact` turned keys to other positions."""
+        """The position of the next token: `layer_length`, unless `compact` rotated keys to other positions."""
         operation = "PagedKVCacheStore.next_position"
         state, layer = self._state(seq, operation, swapped=True), self._layer(layer, operation)
         return state.lengths[layer] + state.shift(layer)
@@ -211,11 +209,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
         return found if self.config.per_head else np.tile(found, (self.num_kv_heads, 1))
 
     def keys(self, layer: int) -> CacheArray:
-        """A layer's pool of keys where it lies, in the store's layout; not a copy."""
+        """A layer's pool of keys in place, in the store's layout; not a copy."""
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
 
     def values(self, layer: int) -> CacheArray:
-        """A layer's pool of values where it lies, in the store's layout; not a copy."""
+        """A layer's pool of values in place, in the store's layout; not a copy."""
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
@@ -252,23 +250,25 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def add(self, token_ids: Any = None, salt: str | bytes | int | None = None) -> int:
-        """A new sequence; with token ids, beginning with the blocks it has in common with another.
+        """Make a new sequence. With token ids, it begins with the full blocks that it has in common with others.
 
-        Full blocks are shared whose tokens, and all before them, some sequence has appended to every layer, even if
-        that sequence was freed and its blocks were not taken since. `length` says how many tokens are there; append
-        only the rest, which are taken to be those of ``token_ids``. Pass all but the last to keep one for the model.
+        A full block is shared if some sequence has appended its tokens, and all tokens before them, to every layer.
+        That sequence may have been freed, as long as its blocks were not reused. `length` says how many tokens are in
+        the pool already; append only the others of ``token_ids``. Pass all ids but the last to keep one token for the
+        model.
 
         Args:
             token_ids: (n,) integers, on the host or a device; None shares nothing.
-            salt: of a tenant, say: sequences of different salts never share a block. "1", b"1" and 1 are different.
+            salt: the name of a tenant, for example: sequences with different salts never share a block. "1", b"1" and 1
+                are different salts.
 
         Returns:
             The number of the sequence.
 
         Raises:
-            DTypeError, ShapeError: not a list of integers, or no salt.
+            DTypeError, ShapeError: token_ids are not a list of integers, or the salt is not a str, bytes or int.
 
-        Cost: none on the device; about 1 us a block.
+        Cost: none on the device; about 1 us for each block.
 
         Examples:
             >>> import numpy as np, tikv
@@ -294,24 +294,25 @@ class PagedKVCacheStore(runtime.DeepCopied):
     ) -> None:
         """Append new tokens of some sequences to one layer, in one launch.
 
-        A step appends to every layer; blocks are taken by the first layer that needs them.
+        A step appends to every layer; the first layer that needs blocks takes them.
 
         Args:
             layer: its index.
-            k, v: (T, H, D) and (T, H, D_v), the tokens of the first sequence before those of the second, and so on. Of
-                the store's dtype or one that `tikv.copy` converts to it; for int8 and groups float32, float16 or
-                bfloat16.
+            k, v: (T, H, D) and (T, H, D_v), the tokens of the first sequence before those of the second, and so on. The
+                dtype is the store's, or one that `tikv.copy` converts to it; for int8 and groups it is float32, float16
+                or bfloat16.
             seqs: the sequences, each once.
             cu_seqlens: (len(seqs) + 1,) int32 or int64, a list or an array on the host or a device: sequence ``i`` gets
-                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. None: one token each. Rows behind the last are padding.
+                rows ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` - 1. None: one token each. Rows after the last are
+                padding.
             layout: of k and v, "token_major", or "head_major" for (H, T, D).
 
         Raises:
             CapacityError: the pool has too few free blocks for all of it. Every sequence is as it was.
             PositionError: a sequence does not exist, is swapped out or is named twice.
-            ShapeError, DTypeError, OptionError, StaleRuntimeError: arrays or a layout that do not fit.
+            ShapeError, DTypeError, OptionError, StaleRuntimeError: the arrays or the layout do not fit.
 
-        Exactness, cost: as the class says; shared blocks that are written into are copied first, in one more launch.
+        Exactness, cost: as the class says. Shared blocks that are written to are copied first, in one more launch.
         """
         operation = "PagedKVCacheStore.append"
         rows = view(k, "k", operation), view(v, "v", operation)
@@ -380,18 +381,18 @@ class PagedKVCacheStore(runtime.DeepCopied):
         parents: Any = None,
         indices: Any = None,
     ) -> Any:
-        """Attention of queries over what one layer of their sequences holds: `tikv.paged_decode_attention` on the pool.
+        """Attend with queries over what one layer of their sequences holds, as `tikv.paged_decode_attention`.
 
         Args:
             layer: its index; its new tokens have been appended.
-            q: (B, Hq, D), one query a sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
+            q: (B, Hq, D), one query for each sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
                 (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
             seqs: the B sequences.
-            layout: of q and of what is returned, "token_major" or "head_major".
-            scale: of the scores; None for 1 / sqrt(D).
-            window: tokens that a query sees, its own included; None for all.
+            layout: of q and of the result, "token_major" or "head_major".
+            scale: factor of the scores; None for 1 / sqrt(D).
+            window: tokens that a query sees, including its own; None for all.
             return_lse: also return the log-sum-exp of the scores.
-            out: array for the result, in its shape, of q's dtype.
+            out: array for the result, with its shape and q's dtype.
             impl, softcap, sink_logits, alibi_slopes, mask, parents: as in `tikv.paged_decode_attention`.
             return_mass, mass_queries: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
@@ -458,7 +459,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             with ``return_mass`` the mass. Padding gives 0 and -inf.
 
         Raises:
-            As `append` and `attend`. Nothing is written, and every sequence is as it was; as it is after Ctrl-C.
+            As `append` and `attend`. Nothing is written, and every sequence is as it was. So it is after Ctrl-C.
 
         Exactness: as `append` and `attend`: attention reads what is stored.
         Cost: as `append`; and attention is one launch for neighbouring sequences with as many new tokens, 256 queries
@@ -511,10 +512,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def fork(self, seq: int) -> int:
-        """A new sequence with the same tokens, sharing all blocks; the first to write into one gets a copy of it.
+        """Make a new sequence with the same tokens. It shares all blocks; a block is copied before one of them writes.
 
-        It may go another way: of the ``token_ids`` that `add` was given, it keeps those of the full blocks that every
-        layer holds, and what it appends later is not found by `add`.
+        The fork may continue differently. Of the ``token_ids`` that were passed to `add`, it keeps those of the full
+        blocks that every layer holds; `add` does not find what it appends later.
 
         Returns:
             The number of the new sequence.
@@ -523,7 +524,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             PositionError: ``seq`` does not exist, or is swapped out.
             OptionError: a ``per_head`` store.
 
-        Cost: none on the device now; later one block in all layers for each shared block that is written into.
+        Cost: none on the device now; later a copy of each shared block that is written to, in all layers.
         """
         operation = "PagedKVCacheStore.fork"
         self._pages.refuse_per_head(operation, "blocks of single heads are not shared")
@@ -531,7 +532,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def truncate(self, seq: int, n: int) -> None:
-        """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks behind them.
+        """Keep the first ``n`` tokens of a sequence, in every layer, and give back the blocks after them.
 
         Raises:
             PositionError: ``seq`` does not exist or is swapped out, or holds fewer than ``n``; or a layer was compacted
@@ -552,7 +553,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def free(self, seq: int) -> None:
-        """Forget a sequence. Blocks that no other holds are free; full ones of known tokens can be found until then.
+        """Forget a sequence. Blocks that no other holds become free; `add` can find full ones until they are reused.
 
         Raises:
             PositionError: ``seq`` does not exist.
@@ -564,31 +565,33 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
-        """Keep some of the tokens that one layer of a sequence holds, and drop the others; in place.
+        """Keep some of the tokens that one layer of a sequence holds, and drop the others, in place.
 
-        Blocks that are left empty are free at once; without ``per_head`` blocks are of all layers, and are free when
-        the last layer is done with them. The next token goes behind what is kept and still stands at position
-        `length`; `positions` says where those that are kept stand.
+        Blocks that become empty are free at once. Without ``per_head`` a block belongs to all layers, and is free when
+        the last layer no longer needs it. The next token follows the kept tokens, and its position is still `length`;
+        `positions` returns the positions of the kept tokens.
 
         Args:
             layer: its index.
             seq: the sequence.
             keep: ascending indices into the order of `tokens`, (n,); or a bool mask (m,) with m the most that a head
-                holds. With ``per_head`` also (H, n) or (H, m), for each head its own, a mask with any number for each.
-            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
-                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
+                holds. With ``per_head`` also (H, n) or (H, m), different for each head; a mask may keep a different
+                number for each.
+            rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
+                returns 0, 1 and so on, and `next_position` continues from the largest number kept. Without ``rope``
+                it is `length`.
 
         Raises:
             OptionError: layout VLLM.
             CapacityError: too few blocks are free for copies of those that another sequence shares.
-            PositionError: an index falls, repeats or points outside; a mask keeps what a head does not hold; ``seq`` is
-                none.
-            ShapeError, DTypeError: keep has another shape or dtype, or keeps different tokens for heads that share
-                blocks; keys that ``rope`` does not turn. Nothing is changed.
+            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold;
+                ``seq`` does not exist.
+            ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
+                that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 
-        Exactness: rows, scales and codes keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
-        Cost: each row that moves is read twice and written twice; indices and masks are read by the host. Shared blocks
-            in which rows change are copied first, in all layers, and are found by no prefix any more.
+        Exactness: rows, scales and codes keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
+        Cost: each row that moves is read twice and written twice. The host reads indices and masks. Shared blocks in
+            which rows change are copied first, in all layers, and prefixes no longer find them.
 
         Examples:
             >>> import numpy as np, tikv
@@ -607,15 +610,15 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @changing
     def commit(self, seqs: Sequence[int], path: Any, drafted: int | None = None) -> None:
-        """Keep a path of the newest tokens of each sequence and drop the others: those of a tree that were accepted.
+        """Keep a path through the newest tokens of each sequence, the accepted tokens of a tree, and drop the others.
 
-        It is done in every layer, which `append` or `extend` gave the draft before. Blocks that are left empty are free
-        at once. Sequences that share blocks with these keep what they hold.
+        It works on every layer, and each layer must have the draft already, from `append` or `extend`. Blocks that
+        become empty are free at once. Other sequences that share blocks with these keep what they hold.
 
         Args:
             seqs: the sequences, each once.
-            path: for each of them ascending indices among its drafted tokens, on the host, as many as it likes; an
-                array (len(seqs), n) where all keep as many; (n,) for a single sequence.
+            path: for each sequence ascending indices among its drafted tokens, on the host, any number of them; or an
+                array (len(seqs), n) if all keep equally many; or (n,) for a single sequence.
             drafted: how many of the newest tokens of each were drafted; None for those of its last `append` or
                 `extend`.
 

@@ -41,22 +41,21 @@ class KVCacheStore(runtime.DeepCopied):
         head_dim: width of a head of K, and of V unless ``head_dim_v`` says otherwise.
         capacity: tokens that a layer without a window holds.
         batch_size: sequences, all of one length.
-        dtype: storage: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a scale per token
-            and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or "nvfp4", see
-            `tikv.quantize`. Where keys are turned before, by ``rotate="hadamard"``, values are not. With groups along
-            tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
-            ``scale_dtype``; older ones are quantised once, a group at a time, by their position: keys by channel,
-            values along their columns. `append`, `append_all`, `attend`, `extend`, `trim` as far as to the codes,
-            `reset`, `snapshot`, `save` and `draw` are what such a store has, and ``quantised(layer)``, the number of
-            tokens that are codes; it has no window.
-        v_dtype: storage of V, where that is another than that of K.
-        k_scale, v_scale: of 8-bit floats, a number or (num_kv_heads,), of "nvfp4" a number: rows are divided by it
-            before they are stored, and multiplied where they are read. None for 1.
-        window: None; or the slots of a sliding layer, sinks included, at most ``capacity``; or one of these for each
-            layer.
-        sinks: first tokens that a sliding layer keeps for ever.
+        dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2, int8 with a
+            scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
+            "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
+            groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
+            ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns. Such a
+            store has no window. It has `append`, `append_all`, `attend`, `extend`, `reset`, `snapshot`, `save`, `draw`,
+            `trim` of tokens that are not codes yet, and ``quantised(layer)``, the number of tokens that are codes.
+        v_dtype: what V is stored in, if that differs from K.
+        k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
+            divided by them before they are stored, and multiplied by them when they are read. None for 1.
+        window: slots of a sliding layer, including the sinks, at most ``capacity``; None for layers that do not slide;
+            or a list with one of these for each layer.
+        sinks: first tokens that a sliding layer always keeps.
         head_dim_v: width of a head of V.
-        scale_dtype: of the scales of int8 or of a `tikv.Quant`, float16 or float32.
+        scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -75,15 +74,14 @@ class KVCacheStore(runtime.DeepCopied):
         CapacityError: a layer is larger than a launch on this arch can address.
         DTypeError, OptionError, PositionError, ShapeError: an argument is not valid.
 
-    Exactness: rows keep their bits; a narrowing dtype rounds to nearest even; int8 is stated in `tikv.quantize`.
-    Cost: an append is one launch, whatever the length; reading `length` never waits for the device. Layers lie in as
-    few blocks of memory as a launch can address, nearly always one; `append_all` takes one launch for each block. If
+    Exactness: rows keep their bits; a narrower dtype rounds to nearest even; `tikv.quantize` describes int8.
+    Cost: an append takes one launch for any length. Reading `length` never waits for the device. Layers lie in as few
+    blocks of memory as launches can address, nearly always one; `append_all` takes one launch for each block. If
     K and V have different formats, an append or a read takes a launch for each; attention takes one for both.
-    Threads: each call is whole, and calls of several threads come one after the other. Hold ``lock`` to make one of
-    several calls.
-    GPUs: the memory lies on the one that is torch's current when the store is made.
-    Copies: `copy.deepcopy()` gives a store with the same contents in memory of its own; `copy.copy()` and `pickle` are
-    refused. `snapshot` copies what is held, `save` takes it to another process.
+    Threads: calls of several threads run one after the other. Hold ``lock`` to keep other calls out between yours.
+    GPUs: the memory lies on the GPU that is torch's current one when the store is made.
+    Copies: `copy.deepcopy()` returns a store with the same contents in memory of its own. `copy.copy()` and `pickle`
+    are refused. `snapshot` copies what the store holds, and `save` takes it to another process.
 
     Examples:
         >>> import numpy as np, tikv
@@ -153,9 +151,9 @@ class KVCacheStore(runtime.DeepCopied):
     @property
     @locked
     def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed; while a step is under way, that of the layers ahead.
+        """Tokens appended since `reset`, minus those trimmed. During a step it counts the layers that have appended.
 
-        `layer_length` is that of one layer; where they differ the repr says so.
+        `layer_length` counts one layer. The repr says so if layers differ.
         """
         return max(layer.end for layer in self._storage.counts)
 
@@ -165,7 +163,7 @@ class KVCacheStore(runtime.DeepCopied):
         """(batch_size,) int32: `length` for each sequence, on the host.
 
         Raises:
-            PositionError: `length` does not fit int32, as it may not in a store whose layers all slide.
+            PositionError: `length` does not fit int32, which can happen if all layers slide.
         """
         return self._lens("KVCacheStore.seq_lens", "Read `length`.")
 
@@ -191,15 +189,15 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
-        """Tokens appended to one layer since `reset`, less those trimmed."""
+        """Tokens appended to one layer since `reset`, minus those trimmed."""
         return self._counts(layer, "KVCacheStore.layer_length").end
 
     @locked
     def held(self, layer: int) -> int | np.ndarray[Any, Any]:
-        """Tokens that a layer holds: `length`, less what a window or `compact` let go.
+        """Tokens that a layer holds: `length`, minus those that a window or `compact` dropped.
 
         Returns:
-            A number; or (batch, H) int32, where a compaction left heads of different lengths.
+            A number; or (batch, H) int32 if a compaction left heads with different numbers.
         """
         found = self._counts(layer, "KVCacheStore.held")
         if found.head_lengths is None:
@@ -210,7 +208,7 @@ class KVCacheStore(runtime.DeepCopied):
     def positions(self, layer: int) -> np.ndarray[Any, Any]:
         """(batch, H, held) int64 on the host: the position of each token held, in the order of `tokens`.
 
-        -1 stands behind the last of a head that holds fewer than others.
+        -1 fills up heads that hold fewer tokens than others.
         """
         found = self._counts(layer, "KVCacheStore.positions").held_rows().positions
         return np.array(np.broadcast_to(found, (self.batch_size, self.num_kv_heads, found.shape[-1])), np.int64)
@@ -221,10 +219,10 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def quantised(self, layer: int) -> int:
-        """How many of a layer's tokens, the oldest, are codes, in a store of groups along tokens.
+        """How many of a layer's oldest tokens are codes, in a store with groups along tokens.
 
         Raises:
-            OptionError: it is another.
+            OptionError: the store has no groups along tokens.
         """
         operation = "KVCacheStore.quantised"
         return self._storage.quantised(operation, self._index(layer, operation))
@@ -241,24 +239,25 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.counts[self._index(layer, operation)]
 
     def keys(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys where they lie, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim): the layer's keys in place, not a copy."""
         operation = "KVCacheStore.keys"
         return CacheArray(self._storage.layer(operation, self._index(layer, operation)).k, self.runtime)
 
     def values(self, layer: int) -> CacheArray:
-        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values where they lie, not a copy."""
+        """(batch_size, num_kv_heads, slots, head_dim_v): the layer's values in place, not a copy."""
         operation = "KVCacheStore.values"
         return CacheArray(self._storage.layer(operation, self._index(layer, operation)).v, self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
-        """The scales of K and of V, None where one of the two has none: of int8 each (batch_size, num_kv_heads, slots).
+        """The scales of K and of V; None for one that has no scales.
 
-        Of groups each (batch_size, num_kv_heads, slots, n): a row's scales, each with its bias behind it if it has one.
-        Where K and V have rows of different numbers of them, n is the larger, also of int8, and the first are in use.
-        Of 8-bit floats (1,) or (num_kv_heads,), what the store was given.
+        For int8 each is (batch_size, num_kv_heads, slots). For groups each is (batch_size, num_kv_heads, slots, n): the
+        scales of a row, and after each its bias if there is one. If rows of K and V have different numbers of them, n
+        is the larger, for int8 too, and the first ones are used. For 8-bit floats they are (1,) or (num_kv_heads,), as
+        the store was given them.
 
         Raises:
-            DTypeError: the store has none.
+            DTypeError: the store has no scales.
         """
         operation = "KVCacheStore.scales"
         found = self._storage.layer(operation, self._index(layer, operation)).read_scales
@@ -276,13 +275,13 @@ class KVCacheStore(runtime.DeepCopied):
 
         Args:
             layer: its index.
-            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major; without the batch axis when it is 1.
-                V may be narrower or wider, as the store is. Of the store's dtype; float32 for a float16 or bfloat16
-                store; float32, float16 or bfloat16 for what has scales and for floats of 8 bits.
+            k, v: (batch, T, H, D) token-major or (batch, H, T, D) head-major. The batch axis may be left out if it is
+                1. V has the store's ``head_dim_v``. The dtype is the store's, or float32 for a float16 or bfloat16
+                store; for int8, groups and 8-bit floats it is float32, float16 or bfloat16.
             layout: "token_major" or "head_major".
-            positions: (batch,) int32 or int64 where the launch reads them, in the end on the device: the absolute
-                position of each sequence's first new token, instead of `length`. For launches that are captured and
-                replayed, see `positions_on_device`: counts on the host stay as they are, and a token outside a layer
+            positions: (batch,) int32 or int64: the absolute position of each sequence's first new token, instead of
+                `length`. The launch reads them, on the device. They are for launches that are captured and replayed,
+                see `positions_on_device`: counts on the host do not change, and a token that does not fit into a layer
                 without a window is skipped.
 
         Raises:
@@ -306,7 +305,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
-        """Append new tokens to all layers, in one launch, or one a block (see the class).
+        """Append new tokens to all layers, in one launch, or in one for each block of memory (see the class).
 
         Args:
             k, v: (num_layers, batch, T, H, D) token-major or (num_layers, batch, H, T, D) head-major; the batch axis
@@ -317,8 +316,8 @@ class KVCacheStore(runtime.DeepCopied):
         Raises:
             As `append`. Nothing is written to any layer.
 
-        Cost: as the class says; a launch a layer where the layers are of different lengths, and where one stride does
-        not lead through all sequences of all layers of k and of v, as when the batch is their outer axis.
+        Cost: as the class says. It takes a launch for each layer if layers have different lengths, or if k or v has no
+        single stride through all sequences of all layers, as when the batch is its outer axis.
         """
         operation = "KVCacheStore.append_all"
         self._index(0, operation)
@@ -330,10 +329,10 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def positions_on_device(self) -> CacheArray:
-        """(batch_size,) int32 on the device, all `length` now: positions that launches read and a graph can advance.
+        """(batch_size,) int32 on the device, all equal to `length`: positions for launches that a graph captures.
 
-        Give them to `append` in a step that is captured, add the step's tokens to them there, and replay; then tell the
-        store with `advance`. Take the array's ``torch()`` once, before the capture.
+        Pass them to `append` in the captured step, add the step's tokens to them there, and replay. Then call `advance`
+        to tell the store. Call the array's ``torch()`` once, before the capture.
 
         Raises:
             PositionError: `length` does not fit int32.
@@ -357,11 +356,11 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def advance(self, tokens: int) -> None:
-        """Count ``tokens`` more in every layer: those that appends with ``positions`` have put behind `length`.
+        """Count ``tokens`` more in every layer: those that appends with ``positions`` have written after `length`.
 
         Raises:
-            CapacityError: a layer without a window has no room for them; they were skipped.
-            PositionError: a negative number.
+            CapacityError: a layer without a window has no room for them; the appends skipped them.
+            PositionError: the number is negative.
 
         Cost: none on the device.
         """
@@ -391,11 +390,11 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def tokens(self, layer: int) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds, in temporal order, as a copy: K (batch, H, n, D) and V (batch, H, n, D_v).
+        """A copy of the tokens that a layer holds, oldest first: K (batch, H, n, D) and V (batch, H, n, D_v).
 
-        ``n`` is what the layer holds: `length`, or for a sliding layer its sinks and the newest tokens behind them, or
-        what `compact` left. Zeros stand behind the last of a head that holds fewer than others. What has scales
-        comes as float32.
+        ``n`` is the number of tokens held: `length`; or for a sliding layer its sinks and the newest tokens after them;
+        or what `compact` left. Zeros fill up heads that hold fewer tokens than others. Formats with scales are returned
+        as float32.
 
         Cost: one launch, each row read and written once.
         """
@@ -424,28 +423,28 @@ class KVCacheStore(runtime.DeepCopied):
         parents: Any = None,
         indices: Any = None,
     ) -> Any:
-        """Attention of the newest tokens' queries over what a layer holds, read in place: `tikv.decode_attention`.
+        """Attend with the queries of the newest tokens over what a layer holds, in place, as `tikv.decode_attention`.
 
-        Append the tokens first; of one query that is all. It is this layer's own tokens that count, `layer_length`: one
-        that an append left out has fewer than others, which the repr of the store shows. Several queries are those of a
-        prompt: in a sliding layer its last tokens may have overwritten what its first see. `extend` is for that.
+        Append the tokens first. The call counts the tokens of this layer, `layer_length`; a layer that missed an append
+        has fewer than others, and the repr of the store shows that. Several queries belong to a prompt. In a sliding
+        layer its last tokens may have overwritten tokens that its first queries see; use `extend` for that.
 
         Args:
             layer: its index.
-            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or (batch, Hq, D) of one query each;
-                float32, float16 or bfloat16. num_kv_heads divides Hq. Where the batch is 1 its axis may be left out:
-                three axes are then (T, Hq, D) or head-major (Hq, T, D), two are (Hq, D). What fits the other layout
-                alone is refused.
-            layout: of q and of what is returned, "token_major", as `append` and `extend` have it, or "head_major".
-            out: array for the result, in its shape, of q's dtype.
+            q: (batch, T, Hq, D) token-major or (batch, Hq, T, D) head-major, or (batch, Hq, D) for one query each;
+                float32, float16 or bfloat16. num_kv_heads divides Hq. If the batch is 1 its axis may be left out: three
+                axes are then (T, Hq, D) or head-major (Hq, T, D), and two are (Hq, D). An array that fits only the
+                other layout is refused.
+            layout: of q and of the result: "token_major", as in `append` and `extend`, or "head_major".
+            out: array for the result, with its shape and q's dtype.
             scale, return_lse, impl, softcap, sink_logits, alibi_slopes, mask, parents: as in
                 `tikv.decode_attention`.
-            seq_lens: (batch,) int32 or int64 where the launch reads them, in the end on the device: tokens of each
-                sequence, instead of `length`; what goes with `append` at ``positions``.
-            missing: what to do where one of several queries sees a token of a sliding layer that a newer one has
-                overwritten: "raise", or "ignore" to attend over what is left. One query misses nothing.
-            return_mass: also return the attention mass of the layer's tokens: how much weight the queries gave each.
-            mass_queries: the mass is that of so many of the last queries; None for all.
+            seq_lens: (batch,) int32 or int64: tokens of each sequence, instead of `length`. The launch reads them, on
+                the device. Use them with `append` at ``positions``.
+            missing: what to do if one of several queries sees a token of a sliding layer that a newer one has
+                overwritten: "raise", or "ignore" to attend over the others. A single query never misses a token.
+            return_mass: also return the attention mass of the layer's tokens: the weight that the queries gave each.
+            mass_queries: count the mass of this many of the last queries; None for all.
             indices: (batch, T, K) or (batch, H, T, K): the tokens that each query reads, see `tikv.decode_attention`.
                 They count the layer's tokens from its first; after a compaction, from the first that it left.
 
@@ -495,10 +494,10 @@ class KVCacheStore(runtime.DeepCopied):
         mask: Any = None,
         parents: Any = None,
     ) -> Any:
-        """Attend with new tokens' queries over what a layer holds and the new tokens, and append those, in one call.
+        """Attend with the queries of new tokens over the held and the new tokens, and append the new ones, in one call.
 
-        Each query sees all tokens up to its own; in a sliding layer the sinks and the window of its own position, also
-        where the prompt is longer than the window. It is what a model does with a prompt and with one token alike.
+        Each query sees all tokens up to its own; in a sliding layer it sees the sinks and the window at its own
+        position, even if the prompt is longer than the window. A model calls it for prompts and for single tokens.
 
         Args:
             layer: its index.
@@ -510,15 +509,15 @@ class KVCacheStore(runtime.DeepCopied):
                 at most 256 tokens.
             return_lse: also return the log-sum-exp of the scores, float32, in the shape of the result without its last
                 axis.
-            return_mass, mass_queries: as in `attend`; the mass is of the tokens held in the end.
+            return_mass, mass_queries: as in `attend`, for the tokens that the layer holds after the call.
 
         Returns:
             A new array of q's kind and dtype in the layout of ``q``, of V's width; with ``return_lse`` also lse, and
             with ``return_mass`` the mass as `attend` gives it.
 
         Raises:
-            As `append` and `attend`. Nothing is written. Broken off behind its checks, by Ctrl-C or for want of memory,
-            it leaves the layer as before; or the error says how many new tokens came, which overwrote older ones.
+            As `append` and `attend`. Nothing is written. If Ctrl-C or a lack of memory stops it after its checks, the
+            layer is as before; or, if new tokens have overwritten older ones, the error says how many.
 
         Exactness: attention over the tokens as they are stored: rounded to the store's dtype, or int8. Float32
             arithmetic, one rounding at the end. What is appended has the bits that `append` writes.
@@ -547,28 +546,30 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact(self, layer: int, keep: Any, *, rope: Rope | None = None) -> None:
-        """Keep some of the tokens that a layer holds, for each head its own, and drop the others; in place.
+        """Keep some of the tokens that a layer holds, different ones for each head, and drop the others, in place.
 
-        The next token still stands at `length`: `positions` says where those kept stand, `held` how many there are.
-        The slots that become free are taken first by new tokens; a sliding layer then overwrites its oldest again, and
-        its first tokens held are its sinks.
+        The position of the next token is still `length`. `positions` returns the positions of the kept tokens, and
+        `held` their number. New tokens take the free slots first. After that a sliding layer overwrites its oldest
+        tokens again; the first tokens that it holds are its sinks.
 
         Args:
             layer: its index.
             keep: indices into the order of `tokens`, ascending: (batch, H, n), or (batch, n) for all heads; or a bool
                 mask (batch, H, held) or (batch, held), which may keep a different number for each head. On the host or
                 the device.
-            rope: the model's rotation: keys are turned from their true position to their new index, `positions` says 0,
-                1 and so on, and `next_position`, which is `length` otherwise, goes on from the largest number kept.
+            rope: the model's rotation. Keys are rotated from their true positions to their new indices, `positions`
+                returns 0, 1 and so on, and `next_position` continues from the largest number kept. Without ``rope``
+                it is `length`.
 
         Raises:
             PositionError: an index falls, repeats or is not held. Nothing is written.
-            ShapeError, DTypeError, OptionError: another shape or dtype; keys that ``rope`` does not turn.
+            ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
+                keys.
 
-        Exactness: rows and int8 scales keep their bits. Keys that are turned are rounded once, as `tikv.rotate` says.
-        Cost: the rows that move, read and written once, in one launch; of a sliding layer that has wrapped twice, in
-            two for each array. What is kept is read and checked by the host. Memory stays as it is: make the store
-            smaller, or take fewer tokens, to have less. Where heads keep different numbers, an append is a launch more.
+        Exactness: rows and int8 scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
+        Cost: rows that move are read and written once, in one launch; a sliding layer that has wrapped twice takes two
+            for each array. The host reads and checks ``keep``. The store keeps its memory. If heads keep different
+            numbers of tokens, each append takes one launch more.
 
         Examples:
             >>> import numpy as np, tikv
@@ -585,7 +586,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def compact_all(self, keep: Any, *, rope: Rope | None = None) -> None:
-        """`compact` of every layer, in one launch where layers keep as many tokens and lie in one block.
+        """`compact` every layer, in one launch if layers keep equally many tokens and lie in one block of memory.
 
         Args:
             keep: an entry for each layer, as `compact` takes it.
@@ -603,13 +604,13 @@ class KVCacheStore(runtime.DeepCopied):
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer.
 
-        What a window has let go of does not come back. A ring that has wrapped gives back as many tokens as it still
-        holds, and until it is full again queries see fewer tokens than their window: those that are left. A model that
-        must not see fewer restores a `snapshot` instead, or uses `TikvCache`, whose ``crop`` refuses to go back so far.
-        Tokens that `compact` dropped count too: a store goes back no further than to the newest of them.
+        Tokens that a window has overwritten do not come back. A ring that has wrapped can drop as many tokens as it
+        holds. Until it is full again, queries see only the tokens that are left, fewer than their window. If a model
+        must see its whole window, restore a `snapshot` instead, or use `TikvCache`, whose ``crop`` refuses to go back
+        so far. A store cannot go back beyond the newest token that `compact` dropped.
 
         Raises:
-            PositionError: more than `length`, or further back than a ring still holds or a compaction left whole.
+            PositionError: ``n`` is more than `length`, or goes back beyond what a ring holds or a compaction left.
                 Nothing is changed.
 
         Cost: none on the device.
@@ -625,13 +626,13 @@ class KVCacheStore(runtime.DeepCopied):
 
     @changing
     def reset(self) -> None:
-        """Forget all tokens. The memory stays, with what was in it."""
+        """Forget all tokens. The memory stays allocated and is not cleared."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         self._storage.reset()
 
     @changing
     def commit(self, path: Any, drafted: int | None = None) -> None:
-        """Keep a path of the newest tokens of every layer and drop the others: those of a tree that were accepted.
+        """Keep a path through the newest tokens of every layer, the accepted tokens of a tree, and drop the others.
 
         Args:
             path: (batch, n) ascending indices among the drafted tokens, on the host; or (n,) when batch is 1.

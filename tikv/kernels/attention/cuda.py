@@ -227,7 +227,8 @@ def make_slot_of(x, c):
 
     Behind the end it is the last key's slot, which does not count. Lanes that need both of every key find the slot by
     what counts, so that the comparison is made before the keys are read and no index is kept over that. The time of 4
-    query heads a KV head is 5 % shorter so, that of 8, whose lanes share the keys out, 2 % longer: bench_attention.py.
+    query heads per KV head is 5 % shorter so, that of 8, whose lanes share the keys out, 2 % longer:
+    bench_attention.py.
     """
     find_key = make_find_key(c)
 

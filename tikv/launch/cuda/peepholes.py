@@ -190,7 +190,7 @@ def pairs(body: str) -> str:
 
     For kernels that say so: of the words which they address by one register and constants, the first lies at a multiple
     of 16 bytes. Such addresses become that register's and a constant, which the load itself adds; sums of 32-bit
-    indices do not wrap. What it is worth: benches/ops/bench_attention.py, float16 with 4 and 8 query heads a KV head.
+    indices do not wrap. What it is worth: benches/ops/bench_attention.py, float16 with 4 and 8 query heads per KV head.
     """
     lines = body.split("\n")
     places = _fold_addresses(lines)

@@ -1,7 +1,7 @@
 """Caches in files: safetensors with metadata, written by `replacing` and read by `tensor_file`; no pickle anywhere.
 
 A file carries checksums of every tensor, with its dtype and shape, and of its metadata, so that damage anywhere is seen
-and not loaded. A checksum proves no good will: whoever writes a file writes its checksums too. So metadata is compared
+and not loaded. A checksum proves no good will: a file's author writes its checksums too. So metadata is compared
 with the tensors that are there before a tensor is read or memory is taken.
 """
 

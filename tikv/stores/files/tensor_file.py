@@ -1,6 +1,6 @@
 """A safetensors file read with care: nothing is believed that the file's size and plain limits do not bear out.
 
-The library's reader takes a name, waits for ever at a pipe, reads 100 MB of description, and knows dtypes by a table
+The library's reader takes a name, waits without end at a pipe, reads 100 MB of description, and knows dtypes by a table
 that fails with a KeyError. Here the description is checked before anything is read, and tensors are read one by one.
 """
 

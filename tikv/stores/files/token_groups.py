@@ -47,7 +47,7 @@ def read(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Any], 
 
 
 def _slot_shapes(form: dict[str, Any], quant: Quant) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """The shapes of the arrays of a layer with a token, or for a group a group of them, and their dtypes."""
+    """The shapes and dtypes of a layer's arrays, for one token, or for one group of tokens where it has groups."""
     lead, row = (form["batch_size"], form["num_kv_heads"]), quant.row
     width, width_v, scale = form["head_dim"], form["head_dim_v"], dtypes.parse(form["scale_dtype"], "load").numpy
     words = np.dtype(np.uint32)

@@ -104,7 +104,7 @@ class ChannelCodes:
         self.tokens += group
 
     def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
-        """Keys (B * H, groups * width, group): a channel of a group a row, and as the rows of tokens that they are."""
+        """Keys (B * H, groups * width, group): one row for each channel of a group, and as rows of tokens."""
         group, one_head = self.format.group, a.strides[0]
         tokens = Rows(a, sequence=self.heads * one_head, head=one_head, block=self.width * group, token=1)
         return Rows(a, sequence=one_head, token=group), tokens._replace(inner=(1, group))

@@ -20,7 +20,7 @@ MOST_SALT = 1024  # bytes; it is kept with each sequence and in files
 
 
 def salt_bytes(salt: Any, operation: str) -> bytes:
-    r"""A user's salt as bytes, no two salts as the same ones: 1, "1" and b"1" are three. None is no bytes.
+    r"""A user's salt as bytes, no two salts as the same ones: 1, "1" and b"1" are three. None gives no bytes.
 
     Raises:
         DTypeError: it is not a str, bytes or int.

@@ -108,7 +108,7 @@ class SequenceState:
     def drafted(self, operation: str, drafted: int | None) -> int:
         """How many of the newest tokens were drafted, the same in all layers; None: those of the last append.
 
-        PositionError where a layer has not so many since it was compacted, or other ones; or nobody said how many.
+        PositionError where a layer has not so many since it was compacted, or has others; or nobody said how many.
         """
         came, newest = self.came(0), self.newest[0]
         for layer, brought in enumerate(self.newest):

@@ -1,0 +1,77 @@
+"""Habits of wording that make a reader stop: each was found in these pages, docstrings and messages, and is refused."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HABITS = {
+    # A Python reader takes none for None.
+    r"\b(?:is|are|was|were) none\b": "say what it is not, or that it does not exist",
+    r"(?<!there )\b(?:is|are) no (?!longer\b|more\b|matter\b|such\b|fault\b|concern\b)[a-z]+": "say: is not a ...",
+    r"\ba (?:launch|row|call|token|layer|block|page|sequence|group|collective|method) an? \w+": "say: for each, or per",
+    r"\bheads? an? (?:KV|key) head\b": "say: per KV head",
+    r"\bby turns\b": "say: in alternation, or alternating",
+    r"\bfor ever\b": "say: for good, or forever",
+    r"\bother ones\b": "say: different ones",
+    r"\b(?:none|memory|array|buffer|one)s? of ours\b": "name it",
+    r"\bwho(?:ever)? (?:writes|reads|lacks)\b": "name the subject",
+    r"(?:\bof(?: [\w`'-]+){1,3} ){3}of\b": "say it with fewer of",
+}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """The manual's pages, without the outputs that they show, and what the next release changes."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        if path.name != "families.md":  # a command writes its table
+            text = path.read_text(encoding="utf-8")
+            yield path.relative_to(ROOT).as_posix(), re.sub(r"^```text\n.*?^```", "", text, flags=re.M | re.S)
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    yield "CHANGELOG.md", text.partition("## [Unreleased]")[2].partition("\n## [")[0]
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """What a caller may read of the library: all of its docstrings and texts."""
+    for path in sorted((ROOT / "tikv").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        joined = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                yield f"{path.relative_to(ROOT).as_posix()}:{node.lineno}", "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in joined:
+                yield f"{path.relative_to(ROOT).as_posix()}:{node.lineno}", node.value
+
+
+def habits_of(texts: Iterator[tuple[str, str]]) -> list[str]:
+    found = []
+    for where, text in texts:
+        running = " ".join(text.split())
+        for habit, instead in HABITS.items():
+            found += [f"{where}: {match[0]!r}: {instead}" for match in re.finditer(habit, running)]
+    return found
+
+
+@pytest.mark.parametrize("texts", [pages, sources])
+def test_no_habit_makes_a_reader_stop(texts):
+    assert habits_of(texts()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "``seq`` is none.", "which is no array", "a launch a layer", "4 query heads a KV head", "timed by turns",
+        "kept for ever", "in each head other ones", "a file that is none of ours", "who writes into a page gets a copy",
+        "the dtype of the rows of a store of the layers of the model",
+    ],
+)  # fmt: skip
+def test_a_habit_is_found(text):
+    assert habits_of([("here", text)])
+
+
+@pytest.mark.parametrize("text", ["there is no GPU", "it is no longer held", "tokens a second", "bits of a row of K"])
+def test_plain_words_are_left_alone(text):
+    assert habits_of([("here", text)]) == []
