@@ -78,7 +78,7 @@ class Place(NamedTuple):
         return len(self.columns[0])
 
     def partner(self, distance):
-        """(lane distance, which of its own numbers each is paired with) of columns so far apart; one of them is none.
+        """(lane distance, which of its own numbers each is paired with) of columns so far apart; one is trivial.
 
         Examples:
             >>> Place(((0, 1), (2, 3))).partner(1), Place(((0, 1), (2, 3))).partner(2)

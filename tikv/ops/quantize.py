@@ -55,7 +55,7 @@ def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_sc
 
     Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, e4m3 of 8 bits or e2m1 of 4, rounded to the nearest, of
     two to the even one. They saturate: what is beyond the largest, 448 or 6, infinity too, becomes that one. A NaN
-    stays one in mxfp8, and is 0 where there is none. Zeros keep their sign.
+    stays one in mxfp8, and is 0 in a format without NaN. Zeros keep their sign.
 
     - OCP's blocks of 32 have a power of two, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` of mxfp8, ``- 2`` of
       mxfp4, not below 2**-126; a block below 2**-100 counts as 0.

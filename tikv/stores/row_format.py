@@ -249,7 +249,7 @@ def _scaled_whole(
     """Formats with the scale of a tensor that was given, and what was given for others.
 
     Raises:
-        ShapeError, OptionError: it is no number that float32 divides by.
+        ShapeError, OptionError: float32 cannot divide by it.
     """
     found: list[Stored] = [*stored]
     rest = [*given]
