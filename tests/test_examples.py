@@ -461,6 +461,24 @@ def test_each_way_of_compressing_keeps_its_share(model, arch):
 
 
 @pytest.mark.archs("cpu")
+def test_each_way_of_choosing_reads_its_tokens(model, arch):
+    """All tokens chosen lose nothing; fewer are read for fewer bytes, those of a window as many as it has."""
+    from choose import WAYS, measure
+
+    ids = encode(model, PROMPTS[-1])[:72]
+    rows = {(name, count): rest for name, count, *rest in measure(model, [ids], 64, [96, 32])}
+    assert list(rows) == [("everything", 0), *((way, count) for way in WAYS for count in (96, 32))]
+    everything, row = rows["everything", 0][0], 2 * model.num_kv_heads * model.head_dim * 2 / 1024
+    whole = sum(window is None for window in model.windows)
+    for way in WAYS:
+        assert abs(rows[way, 96][1]) < 2e-3, way
+        assert rows[way, 32][0] < rows[way, 96][0]
+        assert abs(rows[way, 32][1]) < 5
+    lengths = np.arange(65, 73)
+    assert everything - rows["window and sinks", 32][0] == pytest.approx(whole * row * (lengths - 32).mean())
+
+
+@pytest.mark.archs("cpu")
 def test_each_format_has_its_bytes_and_loses_little(model, arch):
     from formats import PLAIN, measure
 

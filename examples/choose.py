@@ -1,0 +1,191 @@
+"""Decide which tokens each query reads: three ways from the literature, on a small model whose cache keeps everything.
+
+    python examples/choose.py
+    python examples/choose.py --read 96 48 24 --excerpts 4
+    python examples/choose.py --plot choose.png         # needs matplotlib
+    python examples/choose.py --text my_module.py       # Python source is what the model has read
+
+A prompt is read whole. Then the text goes on token by token, and in each layer that sees all tokens a query reads some
+of them: how much less likely the text has become is what the choice costs. The table has the bytes that a token reads
+of keys and values, and of what its choice is made by, the loss of log-likelihood in nats, and the median time.
+
+A way returns the tokens of each KV head; `KVCacheStore.attend(indices=)` reads those rows in place, and no others.
+"""
+
+import argparse
+import json.decoder
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
+
+import numpy as np
+from model import Model
+
+import tikv
+from tikv import extras
+
+PAGE = 8  # tokens that are chosen together
+SINKS = 4  # first tokens that are always read
+
+Choice = tuple[np.ndarray, int]  # tokens (1, H or none, 1, K), and the rows that were read to choose them
+
+
+# --- the ways: which of the keys (1, H, n, D) a query (1, Hq, D) shall read, `count` tokens at most
+
+
+def window(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
+    """The first tokens and the newest, whatever the query: attention sinks and a recent window."""
+    length = keys.shape[2]
+    newest = max(SINKS, length - (count - SINKS))
+    return np.r_[: min(SINKS, length), newest:length][None, None], 0
+
+
+def quest(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
+    """The pages whose least and greatest keys could score highest."""
+    length = keys.shape[2]
+    least, greatest = tikv.summarize_pages(keys, length, page=PAGE)
+    scores = tikv.page_scores(q, least, greatest, length, page=PAGE)
+    chosen = tikv.select(scores, count // PAGE, page=PAGE, sinks=SINKS, recent=1, valid=length)
+    return chosen, 2 * least.shape[1] * least.shape[2]
+
+
+def block_mean(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
+    """The pages whose mean key scores highest, as MoBA chooses blocks."""
+    _, heads, length, dim = keys.shape
+    starts = np.arange(0, length, PAGE)
+    means = np.add.reduceat(keys.astype(np.float32), starts, axis=2) / np.diff(np.r_[starts, length])[:, None]
+    scores = np.einsum("hgd,hpd->hp", q.reshape(heads, -1, dim), means[0].astype(np.float32))
+    chosen = tikv.select(scores[None, :, None], count // PAGE, page=PAGE, sinks=SINKS, recent=1, valid=length)
+    return chosen, heads * len(starts)
+
+
+WAYS: dict[str, Callable[[np.ndarray, np.ndarray, int], Choice]] = {
+    "window and sinks": window,
+    "block mean": block_mean,
+    "quest": quest,
+}
+
+
+class Memory:
+    """The model's memory (`model.Memory`) in a store; `way` and `count` say what queries read, and None all."""
+
+    def __init__(self, model: Model, capacity: int):
+        self.store = tikv.KVCacheStore(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            capacity=capacity,
+            dtype="float16",
+            window=model.windows,
+        )
+        self.windows = model.windows
+        self.way: Callable[[np.ndarray, np.ndarray, int], Choice] | None = None
+        self.count = 0
+        self.rows_read = 0  # of one head: keys, values, and summaries
+
+    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Append, and attend to what the way chooses in layers that see all tokens."""
+        heads = self.store.num_kv_heads
+        if len(q) == 1 and self.way is not None and self.windows[layer] is None:
+            self.store.append(layer, k, v)
+            keys = np.asarray(self.store.tokens(layer)[0])  # a program that is fast keeps summaries instead
+            indices, summaries = self.way(q, keys, self.count)
+            chosen = int((indices >= 0).sum()) * (1 if indices.ndim == 4 else heads)
+            self.rows_read += 2 * chosen + summaries
+            return self.store.attend(layer, q, indices=indices)
+        out = self.store.extend(layer, q, k, v)
+        self.rows_read += 2 * heads * self.store.held(layer)
+        return out
+
+
+def log_likelihood(
+    model: Model, memory: Memory, logits: np.ndarray, ids: list[int], position: int
+) -> tuple[float, float, float]:
+    """(nats a token, KiB that a token reads, median milliseconds) of a text that goes on."""
+    total, times = 0.0, []
+    memory.rows_read = 0
+    for i, token in enumerate(ids):
+        row = logits.astype(np.float64)
+        total += row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
+        start = time.perf_counter()
+        logits = model.forward([token], position + i, memory)[-1]
+        times.append(time.perf_counter() - start)
+    read = memory.rows_read * model.head_dim * 2 / 1024
+    return total / len(ids), read / len(ids), float(np.median(times)) * 1e3
+
+
+def measure(model: Model, excerpts: list[list[int]], prompt: int, counts: list[int]) -> list[tuple]:
+    """Rows of (way, tokens read, KiB read a token, nats a token lost, milliseconds), the first with all tokens read."""
+    memory = Memory(model, max(map(len, excerpts)))
+    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for ids in excerpts:
+        memory.store.reset()
+        memory.way = None
+        logits = model.forward(ids[:prompt], 0, memory)[-1]
+        after_prompt, best_possible = memory.store.snapshot(), 0.0
+        for name, count in [("everything", 0), *((name, count) for name in WAYS for count in counts)]:
+            memory.store.restore(after_prompt)
+            memory.way, memory.count = WAYS.get(name), count
+            nats, read, milliseconds = log_likelihood(model, memory, logits, ids[prompt:], prompt)
+            if name == "everything":
+                best_possible = nats
+            found.setdefault((name, count), []).append((read, best_possible - nats, milliseconds))
+    return [(name, count, *np.mean(rows, axis=0).tolist()) for (name, count), rows in found.items()]
+
+
+def plot(rows: list[tuple], path: Path) -> None:
+    """Bytes that a token reads against the loss, a line for each way."""
+    matplotlib = extras.need("matplotlib", "--plot")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for way in WAYS:
+        points = sorted((read, loss) for name, _, read, loss, _ in rows if name in (way, "everything"))
+        axes.plot(*zip(*points, strict=True), marker="o", label=way)
+    axes.set(xlabel="KiB that a token reads", ylabel="loss, nats a token", title="Which tokens a query reads")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"{path} written", file=sys.stderr)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--read", type=int, nargs="+", default=[96, 48, 24], help="tokens that a query reads")
+    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
+    parser.add_argument("--prompt", type=int, default=192, help="tokens of the prompt")
+    parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is found")
+    parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
+    parser.add_argument("--plot", type=Path, help="write a picture there")
+    given = parser.parse_args()
+    model = Model.load(Path(__file__).parent / "model")
+    length, most = given.prompt + given.continuation, model.config["max_position_embeddings"]
+    if min(given.read) < 2 * PAGE or given.prompt < 1 or given.continuation < 1:
+        parser.error(f"--read takes numbers from {2 * PAGE} on, --prompt and --continuation from 1")
+    if length > most:
+        parser.error(f"--prompt and --continuation are at most {most} tokens together")
+    if given.plot:
+        try:
+            extras.need("matplotlib", "--plot")
+        except tikv.MissingPackageError as error:
+            parser.error(str(error))
+    try:
+        excerpts = model.excerpts(given.text.read_text(encoding="utf-8"), given.excerpts, length)
+    except ValueError as error:
+        parser.error(f"--text {error}")
+
+    rows = measure(model, excerpts, given.prompt, given.read)
+    print(f"{'chooses':<20} {'tokens':>6} {'KiB read':>9} {'nats lost':>10} {'ms a token':>11}")
+    for name, count, read, loss, milliseconds in rows:
+        print(f"{name:<20} {count or 'all':>6} {read:>9.1f} {loss:>10.3f} {milliseconds:>11.2f}")
+    if given.plot:
+        plot(rows, given.plot)
+
+
+if __name__ == "__main__":
+    main()
