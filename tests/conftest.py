@@ -11,7 +11,8 @@ import pytest
 def python(request):
     """Run a script in a process of its own, where the package, the oracle and this run's engine are at hand.
 
-    It has to succeed, or with `fails` to fail. Keywords are environment variables; what it printed is `.stdout`.
+    It has to succeed, or with `fails` to fail. Keywords are environment variables; what it printed is `.stdout`. How
+    long compiling takes is left out.
     """
     folders = (request.config.rootpath, request.config.rootpath / "tests", os.environ.get("PYTHONPATH", ""))
     path = os.pathsep.join(str(folder) for folder in folders if str(folder))
@@ -22,7 +23,7 @@ def python(request):
             capture_output=True,
             text=True,
             timeout=500,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, "PYTHONPATH": path, "TIKV_QUIET": "1", **environment},
         )
         assert (child.returncode != 0) == fails, child.stdout + child.stderr[-3000:]
         return child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ class Notice:
 
     After `SECONDS` of them it says so, once, by the logger "tikv": on stderr, where nobody has set up logging. That
     happens while a kernel is being compiled, by a timer: a first call that takes ten seconds looks like one that hangs.
+    The environment variable TIKV_QUIET, set to anything, or the logger's level keeps it quiet.
     """
 
     def __init__(self) -> None:
@@ -63,9 +65,11 @@ class Notice:
             if self._said:
                 return
             self._said = True
+        if os.environ.get("TIKV_QUIET"):
+            return
         runtime.log.warning(
             "tikv compiles kernels for %s, or reads those of earlier processes: %d so far, %g seconds, now %r. "
-            "tikv.warmup does it ahead. Quiet: logging.getLogger('tikv').setLevel('ERROR')",
+            "tikv.warmup does it ahead. Quiet: TIKV_QUIET=1, or the level of logger 'tikv'.",
             arch, self._kernels, SECONDS, kernel,
         )  # fmt: skip
 
