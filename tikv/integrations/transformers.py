@@ -146,16 +146,17 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     """A transformers cache whose layers are written in place: no concatenation, no roll, no copy to read them.
 
     Args:
-        config: the model's configuration; full, sliding and chunked layers and layers that share keys are told from it.
-        max_cache_len: tokens a sequence may have, for which memory is then made once; None: memory doubles as needed.
-            Where all layers slide, a sequence goes on beyond it, as with transformers' own static cache: a new token
-            sees its window, or the newest ``max_cache_len`` tokens where these are fewer.
+        config: the model's configuration. It says which layers are full, sliding or chunked, and which share keys.
+        max_cache_len: tokens that a sequence may have; memory for them is allocated once. None: memory doubles as
+            needed. If all layers slide, a sequence may continue beyond it, as with transformers' own static cache: a
+            new token sees its window, or the newest ``max_cache_len`` tokens if these are fewer.
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. What is stored narrower is widened for each
             read.
-        v_dtype: what values are stored in, where that is another than keys; as ``dtype``.
-        k_scale, v_scale: of 8-bit floats, a number or one a KV head of every layer, as in `tikv.KVCacheStore`.
+        v_dtype: what values are stored in, if that differs from keys; as ``dtype``.
+        k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
+            `tikv.KVCacheStore`.
         window: tokens that a query of a layer which attends in full sees, itself and the sinks included: text goes on
             without end in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
@@ -283,8 +284,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of all layers, or of none where one of them raises; see `TikvLayer.crop`.
 
-        What a window has let go of does not come back: where the next query would see fewer tokens than its window,
-        that is refused, unless `activate_past_recording` kept them.
+        Tokens that a window has overwritten do not come back. If the next query would then see fewer tokens than its
+        window, the call is refused, unless `activate_past_recording` kept those tokens.
         """
         for layer in self.layers:
             if hasattr(layer, "_cropped_to"):
@@ -327,7 +328,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: Any, device: Any = None) -> TikvCache:
-        """A new cache with what a saved one held, from which the model goes on as if it had never been saved.
+        """Make a cache from a file; the model continues as if the saved cache had never been saved.
 
         Args:
             path: of a file that `save` wrote.

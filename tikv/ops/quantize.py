@@ -46,16 +46,17 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Any, format: Any = "int8", *, scale_dtype: Any = None, tensor_scale: float | None = None) -> Any:
-    """Quantise the rows of the last axis, in one launch: to int8 with a scale a row, or to groups of codes.
+    """Quantise the rows of the last axis, in one launch: to int8 with a scale for each row, or to groups of codes.
 
-    Formats of groups give the bits of the libraries they come from: `tikv.Quant` mlx's words, scales and biases,
-    "q8_0" and "q4_0" GGUF's codes and float16 scales (whose blocks put each scale before its codes). A range or a
-    largest magnitude is that of the group's finite numbers; a NaN gets code 0, of GGUF's formats that of 0, and an
-    infinity the last code on its side. A range beyond the largest float32 counts as that one.
+    Formats of groups give the same bits as the libraries that they come from: `tikv.Quant` gives mlx's words, scales
+    and biases, and "q8_0" and "q4_0" give GGUF's codes and float16 scales (GGUF's blocks put each scale before its
+    codes). Ranges and largest magnitudes count the group's finite numbers only. A NaN gets code 0, or in GGUF's formats
+    the code of the number 0. An infinity gets the last code on its side. A range beyond the largest float32 is limited
+    to that.
 
     Codes of "mxfp8", "mxfp4" and "nvfp4" are floats themselves, e4m3 of 8 bits or e2m1 of 4, rounded to the nearest, of
     two to the even one. They saturate: what is beyond the largest, 448 or 6, infinity too, becomes that one. A NaN
-    stays one in mxfp8, and is 0 in a format without NaN. Zeros keep their sign.
+    stays a NaN in mxfp8, and is 0 in a format without NaN. Zeros keep their sign.
 
     - OCP's blocks of 32 have a power of two, float8_e8m0fnu: ``2 ** (floor(log2(max|x|)) - 8)`` of mxfp8, ``- 2`` of
       mxfp4, not below 2**-126; a block below 2**-100 counts as 0.

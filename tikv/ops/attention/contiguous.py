@@ -57,82 +57,84 @@ def decode_attention(
     head_dim_v: int | None = None,
     indices: Any = None,
 ) -> Any:
-    """Attention of the newest tokens' queries over contiguous caches or rings, read in place.
+    """Attend with the queries of the newest tokens over contiguous caches or rings, which are read in place.
 
-    Query ``i`` of T belongs to the token at position ``seq_lens[b] - T + i`` and sees the tokens up to itself.
+    Query ``i`` of T belongs to the token at position ``seq_lens[b] - T + i`` and sees the tokens up to that one.
 
     Args:
         q: (B, Hq, D) or (B, Hq, T, D), float32, float16 or bfloat16; any strides with a contiguous last axis.
         k_cache, v_cache: (B, H, capacity, D) and (B, H, capacity, D_v), H dividing Hq: float32, float16, bfloat16,
             float8_e4m3fn, float8_e5m2, or int8 with scales; or each a `Quantized` of such a shape; any strides with a
-            contiguous last axis. Each has a dtype of its own. Query head ``h`` reads head ``h // (Hq // H)``.
-        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, the newest included; or one
-            int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own:
-            it sees that many of its keys, by which windows, sinks and rings count too.
-        scale: of q.k; None for ``1 / sqrt(D)``.
-        causal: False lets every query see what the newest sees.
-        window: tokens a query sees, itself and the sinks included; for a ring also the number of slots in use.
-        ring: the slots behind the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all do.
+            contiguous last axis. Their dtypes may differ. Query head ``h`` reads head ``h // (Hq // H)``.
+        seq_lens: (B,) int32 or int64, on the host or the device: tokens of each sequence, including the newest; or one
+            int for all. For a ring it counts all tokens ever written. (B, H) gives each KV head a length of its own;
+            windows, sinks and rings then count by it too.
+        scale: factor of the scores; None for ``1 / sqrt(D)``.
+        causal: False lets every query see what the newest query sees.
+        window: tokens that a query sees, including itself and the sinks; for a ring also the number of slots in use.
+        ring: the slots after the sinks wrap, as `copy` with ``window`` writes them; without ``window`` all slots do.
         sinks: first tokens that stay visible in spite of the window.
-        k_scale, v_scale: (B, H, capacity) float16 or float32, of int8 caches; a number, (H,) or (B, H) each, of caches
-            of 8-bit floats, whose values they multiply; of no other.
+        k_scale, v_scale: for int8 caches (B, H, capacity) float16 or float32; for caches of 8-bit floats a number, (H,)
+            or (B, H) each, by which their values are multiplied; not for other caches.
         return_lse: also return the log-sum-exp of each query's scaled scores.
         out: (B, Hq, D_v) or (B, Hq, T, D_v), of q's dtype.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        num_splits: parts that the keys are read in, side by side; None chooses. The result is the same within rounding.
+        num_splits: number of parts of the keys that are read in parallel; None chooses. Results differ by rounding
+            only.
         return_mass: also return how much weight each slot got, float32 (B, H, capacity), summed over the query heads of
-            the KV head and over the queries: what eviction methods rank tokens by. Slots that nobody sees have 0. With
-            ``indices`` it is (B, H, T, K), of each query's tokens in their order.
-        lse_base2: the log-sum-exp in base 2 rather than e.
-        first_valid: oldest position behind the sinks that is still there, for a ring that was trimmed; not where heads
-            have lengths of their own.
-        impl: "taichi"; "torch", its own attention over the same memory, for plain contiguous caches; or "auto", which
-            takes torch's, where it is imported, for float32 and float16 prompts of 64 queries on CPU, which widens
-            float16 caches to float32 for the call, and on CUDA for what the tensor cores do not serve. Torch hides no
-            NaN from a query: where its result for queries that see different keys has one, tikv's own kernels attend.
-        sink_logits: (Hq,) float32: one more logit of each query head, which takes its share of the weight and has no
+            the KV head and over the queries. Eviction methods rank tokens by it. Slots that no query sees have 0. With
+            ``indices`` it is (B, H, T, K), in the order of each query's tokens.
+        lse_base2: return the log-sum-exp in base 2 instead of e.
+        first_valid: oldest position after the sinks that is still there, for a ring that was trimmed. It cannot be used
+            with a length for each head.
+        impl: "taichi"; "torch" for torch's attention over the same memory, for plain contiguous caches; or "auto",
+            which chooses. If torch is imported, "auto" uses it on CPU for float32 and float16 prompts of at least 64
+            queries, for which it converts float16 caches to float32, and on CUDA where tensor cores cannot be used.
+            torch lets a NaN reach queries that do not see it; if that happens, tikv's own kernels compute the result.
+        sink_logits: (Hq,) float32: one more logit for each query head. It takes its share of the weight and has no
             value; the log-sum-exp includes it. A query that sees nothing gives 0 and this logit.
-        alibi_slopes: (Hq,) or (B, Hq) float32: scores, after a soft cap, get ``slope * (key position - query
-            position)`` more. Not with ``return_mass``.
+        alibi_slopes: (Hq,) or (B, Hq) float32: ``slope * (key position - query position)`` is added to each score,
+            after a soft cap. Not with ``return_mass``.
         mask: (B, T, T) bool, or uint8 (B, T, ceil(T / 8)) of packed bits, the lowest first: which of the T new tokens
-            each query sees, in place of those up to its own; all see what was there before. NumPy or torch.
-        parents: (B, T) int32 or int64, a tree of new tokens: the parent of each among them, -1 for what was there
-            before. A query sees its ancestors and itself.
-            With either, a query stands as deep as it sees new tokens: windows and slopes count depth, not slots. Not
-            with ``return_mass``.
-        head_dim_v: with ``v_cache=None``, values are the first so many columns of the keys (latent attention), and an
-            8-bit cache has ``k_scale`` alone.
+            each query sees, instead of those up to its own. All queries see the earlier tokens. NumPy or torch.
+        parents: (B, T) int32 or int64, a tree of new tokens: the parent of each among them, -1 for the earlier tokens.
+            A query sees its ancestors and itself.
+            With a mask or parents, the depth of a query is the number of new tokens that it sees, and windows and
+            slopes count by depth, not by slots. Not with ``return_mass``.
+        head_dim_v: with ``v_cache=None``, the values are the first ``head_dim_v`` columns of the keys (latent
+            attention), and an 8-bit cache has only ``k_scale``.
         indices: (B, T, K) int32 or int64, or (B, H, T, K) by KV head: the tokens that each query reads, in any order,
-            counted from the first of its sequence as ``seq_lens`` counts them; -1 for none. No other row is read.
-            Those that ``causal``, ``window``, ``sinks``, a mask or a ring hides stay hidden. A token that is named
-            twice counts twice; in debug mode that is an error.
+            counted from the first of its sequence as ``seq_lens`` counts them; -1 stands for no token. No other row is
+            read. Tokens that ``causal``, ``window``, ``sinks``, a mask or a ring hides stay hidden. A token that is
+            named twice counts twice; in debug mode that is an error.
 
     Returns:
-        ``out``, or a new array of q's kind: of NumPy, torch, or a library with ``from_dlpack`` such as JAX, else a
+        ``out``, or a new array of q's kind: of NumPy, torch, or a library with ``from_dlpack`` such as JAX, otherwise a
         `CacheArray`; with ``return_lse`` also the log-sum-exp, float32 (B, Hq) or (B, Hq, T), and with ``return_mass``
-        the mass. A query that sees nothing gets 0 and -inf, as those of a head of no keys do.
+        the mass. A query that sees nothing, or whose head has no keys, gets 0 and -inf.
 
     Raises:
         PositionError: a length on the host is negative or shorter than T; a parent on the host does not come before its
-            token; an index on the host is not a token of its sequence. Those that only the device knows are bounded,
-            and an index that is not a token's is ignored.
-        CapacityError: a length on the host beyond the capacity, or a window that the sinks or the capacity do not fit.
-        ShapeError, DTypeError, OptionError: arrays that do not agree, int8 without scales, an unknown ``impl``.
+            token; an index on the host is not a token of its sequence. Lengths and parents that only the device knows
+            are limited to the valid range, and such an index is ignored.
+        CapacityError: a length on the host is beyond the capacity, or the window does not fit the sinks or the
+            capacity.
+        ShapeError, DTypeError, OptionError: the arrays do not fit, int8 has no scales, or ``impl`` is unknown.
 
-    Exactness: products and sums in float32, one rounding at the end; not bit-exact across splits or back ends. A NaN in
-        a query, or in a key or value that it sees, shows in all that depends on it, and one that it does not see
-        never does; infinities are those of a softmax in float32.
-        By CUDA's tensor cores, which serve float16 and bfloat16 where q, K and V have one of them and heads are 64 to
-        256 wide in steps of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128: weights are
-        rounded to that dtype before they meet V, and divided by their own sum, so the result is within 2**-10 or
-        2**-7 of its largest number. They serve int8 and groups of 8 or 4 bits as well, with float16 scales, q of
-        float16 or bfloat16, and heads of 64, 96 or 128: there weights and the numbers of V are rounded to float16,
-        within the same bounds. ``tikv.info()["tensor_cores"]`` says whether there are any. Without them, and with sink
+    Exactness: products and sums are float32, rounded once at the end; the last bits differ between splits and back
+        ends. A NaN in a query, or in a key or value that it sees, shows in everything that depends on it, and other
+        NaNs never do; infinities behave as in a softmax in float32.
+        CUDA's tensor cores are used if q, K and V are all float16 or all bfloat16 and heads are 64 to 256 wide in steps
+        of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128. They round weights to that dtype
+        before they multiply V, and divide by the sum of the rounded weights, so the result is within 2**-10 or 2**-7
+        of its largest number. They are also used for int8 and groups of 8 or 4 bits, with float16 scales, q of float16
+        or bfloat16, and heads of 64, 96 or 128; weights and the numbers of V are then rounded to float16, within the
+        same bounds. ``tikv.info()["tensor_cores"]`` says whether there are tensor cores. Without them, and with sink
         logits, slopes, masks or trees, all is float32.
-    Cost: the visible keys and values are read once for all query heads of a group; one launch, two with
-        splits. Heads of different lengths take the time of as many keys in heads of one length.
-        ``return_mass`` is one more launch, which reads K once more. With ``indices`` the chosen rows are read, once for
-        the query heads of a group and each query; tensor cores do not serve them.
+    Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
+        splits. Heads of different lengths take the time of equally many keys in heads of one length.
+        ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
+        for each query and all query heads of a group, without tensor cores.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Examples:

@@ -17,22 +17,22 @@ from tikv.ops.plan import Launch, Plan
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base2: bool = False, out: Any = None
 ) -> tuple[Any, Any]:
-    """One attention state of two: what attention over both sets of keys would have given.
+    """Merge two attention states into the one that attention over both sets of keys would have given.
 
-    For a prefix that sequences share, a prompt in chunks, or keys on several devices.
+    Use it for a prefix that sequences share, a prompt in chunks, or keys on several devices.
 
     Args:
         out_a, out_b: results over either set, (..., D_v) with two to four axes, float32, float16 or bfloat16.
-        lse_a, lse_b: their log-sum-exps, float32 (...) of any strides; -inf where a set was empty, whose result then
-            counts nothing. A NaN makes the new row and its log-sum-exp NaN.
-        lse_base2: both, and the new one, are in base 2 rather than e.
+        lse_a, lse_b: their log-sum-exps, float32 (...) with any strides; -inf for an empty set, whose result is then
+            ignored. A NaN makes the new row and its log-sum-exp NaN.
+        lse_base2: both, and the new one, are in base 2 instead of e.
         out: array for the result, whose last axis is contiguous; None for a new one of the kind and dtype of `out_a`.
 
     Returns:
         (out, lse) of both sets together.
 
     Raises:
-        ShapeError, DTypeError: arrays that do not agree.
+        ShapeError, DTypeError: the arrays do not fit each other.
 
     Exactness: float32, one rounding at the end.
     Cost: each state is read once; one launch.

@@ -57,22 +57,22 @@ def paged_decode_attention(
     head_dim_v: int | None = None,
     indices: Any = None,
 ) -> Any:
-    """Attention of the newest tokens' queries over page pools, read in place: `decode_attention` through a block table.
+    """Attend with the queries of the newest tokens over page pools, in place, as `decode_attention` by a block table.
 
     Position ``p`` of sequence ``b`` is slot ``p % bs`` of block ``block_tables[b, p // bs]``.
 
     Args:
         q: (B, Hq, D) or (B, Hq, T, D).
         k_pool, v_pool: as in `write_slots`, in the same layouts; int8 with scales; or each a `Quantized`.
-        block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries behind a context may be
+        block_tables: (B, max_blocks) int32 or int64, on the host or the device; entries after a context may be
             negative. (B, H, max_blocks) gives each KV head pages of its own: a block then holds ``bs`` tokens of one
             head, and the pools have H = 1.
-        context_lens: (B,) int32 or int64: tokens of each sequence, the newest included; or one int for all; or (B, H),
-            of each KV head, as in `decode_attention`.
+        context_lens: (B,) int32 or int64: tokens of each sequence, including the newest; or one int for all; or (B, H)
+            for each KV head, as in `decode_attention`.
         layout: "NHD", "HND" or "VLLM".
-        window: tokens a query sees, itself included.
-        k_scale, v_scale: (N, bs, H), of int8 pools; a number, (H,) or (B, H) each, of pools of 8-bit floats; of no
-            other.
+        window: tokens that a query sees, including itself.
+        k_scale, v_scale: (N, bs, H) for int8 pools; a number, (H,) or (B, H) each for pools of 8-bit floats; not for
+            other pools.
         scale, return_lse, out, causal, softcap, num_splits, lse_base2, sink_logits, alibi_slopes, mask, parents,
             head_dim_v, indices: as in `decode_attention`; head_dim_v not in layout "VLLM". Indices count tokens as
             ``context_lens`` does.
@@ -82,9 +82,9 @@ def paged_decode_attention(
         As `decode_attention`.
 
     Raises:
-        PositionError: a context on the host that is negative, shorter than T or longer than its table; a block of it,
-            on the host, that is not in the pool; an index on the host that is not a token of its sequence. Those that
-            only the device knows are bounded, or seen by nobody.
+        PositionError: a context on the host is negative, shorter than T or longer than its table; a block of it, on the
+            host, is not in the pool; an index on the host is not a token of its sequence. Contexts that only the device
+            knows are limited to the valid range, and such blocks and indices are ignored.
         ShapeError, DTypeError, OptionError, CapacityError: as `decode_attention`.
 
     Exactness, cost: as `decode_attention`.
