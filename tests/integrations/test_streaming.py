@@ -198,7 +198,7 @@ def test_layers_that_slide_keep_their_own_window(arch):
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=7)
     cache = TikvCache(config, window=WINDOW, sinks=SINKS)
-    assert [type(layer).__name__ for layer in cache.layers] == ["TikvLayer", "StreamingLayer"]
+    assert [type(layer).__name__ for layer in cache.layers] == ["SlidingRing", "StreamingLayer"]
     assert "window 12 with 3 sinks" in repr(cache.layers[1])
 
 

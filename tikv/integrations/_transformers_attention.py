@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv.errors import DTypeError
+from tikv.errors import DTypeError, ShapeError
 from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
+from tikv.integrations import _transformers_steps as steps
 from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
 from tikv.integrations._transformers_stored import decoded, stored_pair
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
@@ -35,10 +36,11 @@ def attend(
 ) -> tuple[Any, Any]:
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
-    So does the prompt of a model with learned sinks, where no mask is needed. Torch's `scaled_dot_product_attention`
-    takes other prompts, padded batches, training and what `torch.compile` traces; with a soft cap or sinks plain torch
-    does. What else a model says by keyword is honoured as `KEYWORDS` lists it; what is not known there goes to the
-    model's own function, as under the name "eager".
+    So does one in a step that `torch.compile` traces, of a `TikvCache` whose memory is made once, and the prompt of a
+    model with learned sinks, where no mask is needed. Torch's `scaled_dot_product_attention` takes other prompts,
+    padded batches, training and what else is traced; with a soft cap or sinks plain torch does. What else a model says
+    by keyword is honoured as `KEYWORDS` lists it; what is not known there goes to the model's own function, as under
+    the name "eager".
 
     Args:
         module: the attention module.
@@ -71,8 +73,26 @@ def attend(
     # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
     masked_outside = module.__dict__.get("masked_key_indices") is not None
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
+    if attention_mask is not None and attention_mask.shape[-1] > held:
+        attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
     ours = (tokens == 1 or sinks is not None) and query.dtype in _READ and batch == k_batch
-    if ours and attention_mask is None and not (said or masked_outside or trained or dropout) and not _is_traced():
+    ours = ours and not (said or masked_outside or trained or dropout)
+    if _is_traced():
+        counted = getattr(key, "tikv_counted", None)
+        seen = attention_mask is None or getattr(attention_mask, "tikv_of_slots", False)
+        alike = counted is not None and getattr(value, "tikv_counted", None) is counted
+        if ours and tokens == 1 and seen and alike:
+            assert counted is not None
+            logits = None if sinks is None else sinks.detach().float()
+            return counted.attend(query, scaling, softcap, logits).transpose(1, 2), None
+        if counted is not None and attention_mask is not None and attention_mask.shape[-1] < held:
+            # Of several tokens, made before the step for what is stored; behind that no slot is written.
+            missing, hidden = (
+                held - attention_mask.shape[-1],
+                0 if attention_mask.dtype is torch.bool else float("-inf"),
+            )
+            attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
+    elif ours and attention_mask is None:
         lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
         stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
         keys, values, k_scale, v_scale, formats = stored
@@ -149,14 +169,96 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     prompt in memory with room for more. `attend` takes the queries for the newest.
     """
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    may_skip = kwargs.get("allow_is_causal_skip", True)
     tokens = shim.query_length(kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"])
+    offset = kwargs["kv_offset"]
+    if isinstance(offset, (steps.SlotsOffset, steps.KnownOffset)):
+        _refuse_another_text(kwargs.get("attention_mask"), tokens, offset, kwargs["kv_length"])
+    if isinstance(offset, (steps.SlotsOffset, torch.Tensor)):
+        return _mask_of_slots(made, tokens, **kwargs)
+    may_skip = kwargs.get("allow_is_causal_skip", True)
+    if isinstance(offset, steps.KnownOffset) and (tokens == 1 or shim.MASKS_PROMPTS_OF_COMPILED) and not may_skip:
+        # The caller skips no mask of a cache whose steps may be compiled; here it is known where that is right.
+        kwargs["allow_is_causal_skip"] = may_skip = _is_plain(kwargs["mask_function"])
     if may_skip and tokens not in (1, kwargs["kv_length"]):
         kwargs["allow_is_causal_skip"] = False
     mask = made(*args, **kwargs)
     if mask is None or not may_skip or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
         return mask
     return None if bool(mask.all()) else mask
+
+
+def _refuse_another_text(padding: Any, tokens: int, offset: Any, keys: int) -> None:
+    """A mask over the whole text covers what a cache of fixed room holds, and the new tokens.
+
+    Raises:
+        ShapeError: it is shorter: the text is not the one that the cache holds the beginning of.
+    """
+    end = offset.end if isinstance(offset, steps.SlotsOffset) else offset + keys
+    if padding is not None and padding.ndim == 2 and padding.shape[1] < end:
+        raise ShapeError(
+            f"{OPERATION}: the cache holds {end - tokens} tokens and {tokens} are new, but the attention mask is of a "
+            f"text of {padding.shape[1]}. Use cache.reset() before another text, or give the whole text."
+        )
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether a function of masks says what is causal, or in a window, and nothing else."""
+    if function is causal_mask_function:
+        return True
+    cells = getattr(function, "__closure__", None) or ()
+    parts = next((c.cell_contents for c in cells if isinstance(c.cell_contents, tuple)), ())
+    names = [getattr(part, "__qualname__", "") for part in parts]
+    return len(parts) == 2 and names[0].startswith("sliding_window_overlay.") and parts[1] is causal_mask_function
+
+
+def _mask_of_slots(
+    made: Any,
+    tokens: int,
+    *,
+    kv_offset: Any,
+    kv_length: int,
+    mask_function: Any,
+    attention_mask: Any = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """The mask for all slots of a layer whose steps are compiled, by the position that stands in each.
+
+    On the host None where one token sees all that is written; traced, a mask that is marked there, since what a model
+    has made of the keys may need it. A caller that skips no mask says nothing on the host, see `mask_for_attend`.
+    """
+    traced, padding = _is_traced(), attention_mask
+    if not traced:
+        padding = None if padding is None or bool(padding.all()) else padding
+        if padding is None and tokens == 1 and _is_plain(mask_function):
+            return None
+    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+    if isinstance(kv_offset, steps.SlotsOffset):
+        counted, newest = kv_offset.counted, kv_offset.end - 1
+        where = counted.positions(kv_offset.end)
+    else:
+        where = torch.arange(kv_length, device=device) + kv_offset
+        newest = kwargs["q_offset"] + tokens - 1 if "q_offset" in kwargs else kwargs["cache_position"][-1]
+    where = where.to(device)
+    if traced and tokens == 1 and padding is None and allow_is_causal_skip:
+        batch = kwargs["batch_size"]
+        mask = (where <= newest).expand(batch, 1, 1, kv_length)
+        mask.tikv_of_slots = True
+        return mask
+    if padding is not None and padding.shape[1] < kv_length:
+        padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        position = where[key]
+        found = mask_function(batch, head, query, position) & (position <= newest)
+        return found if padding is None else found & padding[batch, position.clamp(max=padding.shape[1] - 1)]
+
+    mask = made(
+        kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
+    )
+    if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:
+        return mask  # of padding also where none is left in a window, for which torch would compile once more
+    return None if bool((mask | (where > newest)).all()) else mask
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -16,6 +16,7 @@ from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_ring import SlidingRing
 from tikv.integrations._transformers_storage import share_memory_with
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
@@ -73,6 +74,8 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
             f"{operation}: layer {index} keeps {beside}, not saved. Keep the cache by copy.deepcopy(), or read the "
             f"prompt again."
         )
+    if isinstance(layer, SlidingRing):
+        layer._put_in_order()
     store = layer.store
     if store is None:
         return {"kind": type(layer).__name__}

@@ -11,12 +11,14 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
-from tikv.errors import ArchError, CapacityError, OptionError, PositionError, ShapeError
+from tikv.errors import ArchError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
+from tikv.integrations import _transformers_steps as steps
 from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.integrations._transformers_keywords import check_configured
+from tikv.integrations._transformers_ready import ReadyLayer
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
 from tikv.stores.layers.growing import GrowingLayer
@@ -46,7 +48,7 @@ def _find_part() -> Any:
 _part = _find_part()
 
 
-class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """One layer: keys and values in place, in temporal order, in memory of this library.
 
     Args:
@@ -57,12 +59,12 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         config: the model's configuration, which says whether its attention reads what is stored.
     """
 
-    is_compileable = False
     is_croppable = True
     supports_early_init = True
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        self.store: GrowingLayer | None = None
+        self._counted: steps.Counted | None = None
+        self.store = None
         self._staged: dict[str, Any] = {}
         self._lent: weakref.ref[Pair] | None = None  # what `update` returned that is not decoded yet
         super().__init__()
@@ -73,6 +75,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.limit = max_cache_len
         self.storage = dtype if isinstance(dtype, Storage) else storage_of(dtype)
         self.config = config
+        self.for_steps = False
         self.record_past = False
         self.is_initialized = False
         self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
@@ -113,10 +116,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         return int(key_states.shape[2])
 
-    @property
-    def _name(self) -> str:
-        return f"{OPERATION} layer {self.index}"
-
     def _room_for(self, tokens: int) -> int:
         """Slots to have for so many tokens."""
         if self.is_sliding:
@@ -133,8 +132,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _attach(self) -> None:
         """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
-        store = self.store
+        store = self._store
         assert store is not None
+        self._counted = None
         with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
             self._k, self._v = store.keys.torch(), store.values.torch()
             self._scales: list[Any] = [None if a is None else a.torch() for a in store.scales]
@@ -179,6 +179,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         store: Any = self.store
         end = store.append_alike(key_states, value_states, self._bound)
         if end:
+            if self.for_steps:
+                self._count_on_device(key_states.shape[2])
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
             batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
@@ -202,6 +204,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         except (ShapeError, ArchError) as error:
             self._refit(key_states, value_states, error)
             return self.update(key_states, value_states)
+        if self.for_steps:
+            self._count_on_device(tokens)
         return self._seen(key_states, held + tokens)
 
     def _ungraded(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
@@ -238,8 +242,11 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         """`update` while torch compiles what calls it: the same by a custom operator and views, where there is room."""
-        store = self.store
         key_states, value_states = _alike(key_states, value_states)
+        if self._goes_by_steps():
+            found = self._update_by_step(key_states, value_states)
+            return _update_outside_the_graph(self, key_states, value_states) if found is None else found
+        store = self.store
         if (
             store is None
             or self._staged
@@ -247,6 +254,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             or has_gradient(key_states, value_states)
             or not self._takes(key_states, value_states)
             or not store.plain
+            or self.is_compileable
         ):
             return _update_outside_the_graph(self, key_states, value_states)
         tokens = key_states.shape[2]
@@ -283,16 +291,6 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Torch's views of the memory: keys, values, and the scales of rows."""
         return [a for a in (self._k, self._v, *self._scales) if a is not None and a.ndim > 2]
 
-    def _takes(self, key_states: Any, value_states: Any) -> bool:
-        """Whether tokens are of the form that the cache has."""
-        if key_states.shape[2] != value_states.shape[2]:
-            return False
-        return all(
-            (*new.shape[:2], new.shape[3]) == (self.batch_size, self.num_heads, width)
-            and (new.dtype, new.device) == (self.dtype, self.device)
-            for new, width in ((key_states, self.head_dim), (value_states, self._v_width))
-        )
-
     def _left_behind(self) -> int:
         """Oldest tokens held that no query and no rollback will ask for."""
         store = self.store
@@ -305,11 +303,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Let go of what the window has left behind, and grow where that is not enough."""
         store = self.store
         assert store is not None
-        if self.limit is not None and store.end + tokens > self.limit:
-            raise CapacityError(
-                f"{self._name}: {store.end} cached + {tokens} new tokens > max_cache_len={self.limit}. Nothing was "
-                f"written. Use a larger max_cache_len, or none to let the cache grow."
-            )
+        self._refuse_beyond_limit(tokens)
         drop = self._left_behind()
         needed = store.length - drop + tokens
         capacity = self._room_for(needed)
@@ -371,7 +365,9 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return *self._slices(first, end), k_scale, v_scale, self.store.rows.formats
 
     def _visible(self) -> tuple[Any, Any]:
-        """What the next token will see beside itself."""
+        """What the next token will see beside itself; traced in a compiled step: all slots."""
+        if self._counted is not None and self._counted.current and _is_traced():
+            return self._counted.read()
         if self.store is None:
             return None, None
         held = self.store.length
@@ -430,17 +426,17 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"one too."
         )
 
-    def get_seq_length(self) -> int:
-        """Tokens seen since `reset`, less those cropped."""
-        return 0 if self.store is None else self.store.end
-
-    cumulative_length = property(get_seq_length)
+    cumulative_length = property(ReadyLayer.get_seq_length)
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""
+        if (found := self._mask_sizes_of_steps(shim.query_length(queries))) is not None:
+            return found
         end, origin = self.get_seq_length(), 0 if self.store is None else self.store.origin
         first = max(0, end - self._past) if self.is_sliding else origin
-        return end - first + shim.query_length(queries), first
+        return end - first + shim.query_length(queries), steps.KnownOffset(
+            first
+        ) if self.for_steps and not _is_traced() else first
 
     def get_max_length(self) -> int:
         """Tokens that the layer holds at most; -1: any number."""
@@ -461,7 +457,8 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._settled = 0
         if self.store is not None:
             self.store.reset()
-            self._attach()
+            self._bound = self._bound_of(self.store)
+            self._recount_on_device()
 
     def compact(self, keep: Any) -> None:
         """`GrowingLayer.compact` of a full layer, which then has the memory that its tokens need."""
@@ -493,6 +490,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
             self._recall()
             self.store.trim(self.get_seq_length() - target)
             self._settled = target
+            self._recount_on_device()
 
     def _cropped_to(self, tokens_to_remove: int) -> int:
         """The length that `crop` leaves; raises where it cannot."""
@@ -547,6 +545,7 @@ class TikvLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
         found = self._blank()
+        found.for_steps = self.for_steps
         found.record_past, found._settled = self.record_past, self._settled
         if self.store is not None:
             found.dtype, found.device = self.dtype, self.device
@@ -596,6 +595,8 @@ def _outside_the_graph(reason: str) -> Callable[[Any, Any, Any], tuple[Any, Any]
 
     def update(layer: TikvLayer, key_states: Any, value_states: Any) -> tuple[Any, Any]:
         keys, values = layer.update(key_states, value_states)
+        if layer.for_steps:
+            layer._make_ready()  # the next step stays in the graph
         layer._recall()  # torch compiles no tensors of ours
         return decoded(keys), decoded(values)
 

@@ -17,9 +17,12 @@ import inspect
 from typing import Any, NamedTuple
 
 import transformers
-from transformers import cache_utils
+from transformers import cache_utils, masking_utils
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+# Whether prompts of a cache whose steps may be compiled get a mask whatever it says; newer versions ask for it by name.
+MASKS_PROMPTS_OF_COMPILED = "allow_is_causal_skip" not in inspect.signature(masking_utils.create_causal_mask).parameters
 
 CROP_IS_RELATIVE = VERSION >= (5, 14)  # the argument counts tokens to remove, as a negative number
 CROP_REFUSES_POSITIVE = VERSION >= (5, 16)

@@ -11,20 +11,20 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tikv.errors import ArchError, OptionError, PositionError, ShapeError
+from tikv.errors import OptionError, PositionError
 from tikv.integrations import _transformers_layer as layers
 from tikv.integrations import _transformers_shim as shim
-from tikv.integrations._gradients import has_gradient
+from tikv.integrations import _transformers_steps as steps
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_ring import RingLayer
 from tikv.integrations._transformers_storage import Storage
 from tikv.stores.picture import counted
 
-_INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"
 
 
-class StreamingLayer(TikvLayer):
+class StreamingLayer(RingLayer):
     """A layer of a model that attends in full, which keeps the first tokens and the newest ones.
 
     A single token overwrites the oldest behind the sinks, so that what it sees is all the memory there is, in place and
@@ -41,7 +41,7 @@ class StreamingLayer(TikvLayer):
         self.window, self.sinks = window, sinks
         super().__init__(index, None, None, dtype, config)
         self._goes_on = True
-        self._oldest = sinks  # slot of the oldest token behind the sinks; `sinks` where slots are in temporal order
+        self._oldest = sinks
         know_masks()
 
     def _room_for(self, tokens: int) -> int:
@@ -55,6 +55,9 @@ class StreamingLayer(TikvLayer):
             OptionError: several tokens that do not all see each other, under an attention whose mask cannot say so.
         """
         if _is_traced():
+            counted = self._counted
+            if counted is not None and counted.current:
+                return self._traced_update(key_states, value_states)
             return layers._update_outside_the_graph(self, key_states, value_states)
         store, tokens = self.store, self._tokens_of(key_states)
         if self._staged or (0 if store is None else store.end) + tokens <= self.window:
@@ -74,30 +77,6 @@ class StreamingLayer(TikvLayer):
         self._put_in_order()
         return super().update(key_states, value_states)
 
-    def _overwrite(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
-        """`update` of one token where all slots are taken."""
-        if layers._made_alike(key_states, value_states):
-            return self._overwrite(*layers._alike(key_states, value_states))
-        if has_gradient(key_states, value_states):
-            return self._ungraded(key_states, value_states)
-        self._recall()
-        store: Any = self.store
-        slot, end = self._oldest, store.end
-        store.recount(length=slot, origin=end - slot)
-        try:
-            if not store.append_alike(key_states, value_states, self._bound):
-                if key_states.dtype is not self.dtype:
-                    self._refit(key_states, value_states, None)
-                try:
-                    store.append(key_states, value_states)
-                except (ShapeError, ArchError) as error:
-                    self._refit(key_states, value_states, error)
-            end += 1
-        finally:
-            store.recount(length=self.window, origin=end - self.window)
-        self._oldest = slot + 1 if slot + 1 < self.window else self.sinks
-        return self._seen(key_states, self.window)
-
     def _settle(self) -> None:
         """Let go of the tokens of a prompt that no later query sees, and of the memory they needed."""
         store = self.store
@@ -109,19 +88,9 @@ class StreamingLayer(TikvLayer):
         store.make_room(capacity=self.window)
         self._attach()
 
-    def _put_in_order(self) -> None:
-        """Have the tokens in temporal order, as those are that one token after another did not overwrite."""
-        if self.store is None or self._oldest == self.sinks:
-            return
-        self._recall()
-        behind = np.roll(np.arange(self.sinks, self.window), self.sinks - self._oldest)
-        order = torch.as_tensor(np.r_[: self.sinks, behind], device=self.device)
-        for a in self._memory():
-            words = a.view(_INDEXED.get(a.dtype.itemsize, a.dtype))
-            words[:, :, : self.window] = words[:, :, order]
-        self._oldest = self.sinks
-
     def _visible(self) -> tuple[Any, Any]:
+        if _is_traced():
+            return super()._visible()
         self._settle()
         self._put_in_order()
         k, v = super()._visible()
@@ -130,6 +99,17 @@ class StreamingLayer(TikvLayer):
         k, v = (torch.cat((a[:, :, : self.sinks], a[:, :, self.sinks + 1 :]), dim=2) for a in (k, v))
         return k, v
 
+    def _make_ready(self) -> None:
+        store = self.store
+        if store is None or not self.is_compileable or self.record_past or self._staged:
+            return
+        self._recall()
+        self._settle()
+        self._put_in_order()
+        store.make_room(capacity=self.window)
+        self._attach()
+        self._go_round()
+
     def _set(self, which: str, tensor: Any) -> None:
         super()._set(which, tensor)
         if not self._staged:
@@ -137,9 +117,12 @@ class StreamingLayer(TikvLayer):
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """As `TikvLayer.get_mask_sizes`; where keys are left out, the second number knows where each of them stands."""
-        end, tokens = self.get_seq_length(), shim.query_length(queries)
+        counted, tokens = self._counted, shim.query_length(queries)
+        if counted is not None and counted.current and (tokens == 1 or _is_traced()):
+            return super().get_mask_sizes(queries)
+        end = self.get_seq_length()
         if end + tokens <= self.window:
-            return end + tokens, 0
+            return end + tokens, steps.KnownOffset(0) if self.for_steps and not _is_traced() else 0
         held = 0 if self.store is None else min(self.store.length, self.window)
         over = tokens == 1 and held == self.window
         count = held if over else held + tokens
@@ -170,6 +153,8 @@ class StreamingLayer(TikvLayer):
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
         self._oldest = self.sinks
+        if self._counted is not None:
+            self._counted.current = False
         super().reset()
 
     def compact(self, keep: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_ring import RingLayer, SlidingRing
 from tikv.integrations._transformers_storage import OPERATION, Storage, storage_of
 from tikv.integrations._transformers_streaming import StreamingLayer
 
@@ -120,7 +122,9 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
     if kind.kind == "none":
         return shim.layer_without_keys()
     if kind.state is None and not kind.indexed:
-        made = SlidingOrCross if crossed and kind.window is not None else TikvLayer
+        made: Any = TikvLayer
+        if kind.window is not None:
+            made = SlidingOrCross if crossed else SlidingRing
         return made(index, kind.window, limit, storage, text)
     from tikv.integrations import _transformers_states as states  # of classes that old versions have not
 
@@ -140,6 +144,23 @@ def _streaming_layer(
     from tikv.integrations import _transformers_states as states
 
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
+
+
+def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
+    """What keeps steps of a cache that makes its memory once from being compiled; nothing if all is served."""
+    if crossed:
+        return "its decoder may have an encoder"
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
+        return "a layer attends in chunks"
+    for layer in layers:
+        if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
+            return "a layer keeps something beside keys and values"
+    return ""
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 class TikvCache(cache_utils.Cache):  # type: ignore[misc]
@@ -250,11 +271,29 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
+        self._why_not_compiled = "its memory grows: give max_cache_len"
+        if max_cache_len is not None or streamed is not None:
+            self._why_not_compiled = _why_not_compiled(layers, text, crossed)
+        for layer in [] if self._why_not_compiled else layers:
+            layer.for_steps = True
+        self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
 
     def __copy__(self) -> TikvCache:
         raise OptionError(
             f"{OPERATION}: copy.copy() would share the cache's memory. Use copy.deepcopy(), whose memory is its own."
         )
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` compiles steps by itself on a GPU; with memory made once it says why not, once."""
+        if torch.compiler.is_dynamo_compiling():
+            return False  # asked there for masks alone, which are as those of other caches
+        why = self._why_not_compiled
+        if not why and not all(layer.is_compileable for layer in self.layers):
+            why = f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
+        if why and (self._limit is not None or self._made["window"] is not None) and torch.cuda.is_available():
+            _say_once(f"{OPERATION}: steps are not compiled, since {why}.")
+        return not why
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens to a layer; see `TikvLayer.update`."""
@@ -266,6 +305,22 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
         return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
+        """(number of keys that a layer's `update` will return for these new tokens, position of the first of them).
+
+        Raises:
+            ShapeError: there is no new token: the text is no longer than what the cache holds.
+        """
+        if shim.query_length(queries) == 0:
+            raise ShapeError(
+                f"{OPERATION}: the cache holds {self.get_seq_length(layer_idx)} tokens, and the text has no more. Use "
+                f"reset() before another text."
+            )
+        if self._rings and not torch.compiler.is_dynamo_compiling() and shim.query_length(queries) == 1:
+            for layer in self._rings:
+                layer.make_ready()
+        return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
 
     @property
     def max_cache_len(self) -> int:
@@ -363,6 +418,7 @@ class _OfEncoderDecoder:
     _limit: int | None
     _made: dict[str, Any]
     _fields: dict[str, Any]
+    _why_not_compiled: str
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # type: ignore[call-arg]
@@ -377,6 +433,7 @@ class _OfEncoderDecoder:
         found = object.__new__(self._alone)
         cache_utils.Cache.__init__(found, layers=layers)
         found._limit, found._made, found._fields = limit, self._made, self._fields
+        found._why_not_compiled, found._rings = self._why_not_compiled, []
         return found
 
     @property

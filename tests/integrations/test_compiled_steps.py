@@ -1,0 +1,336 @@
+"""Steps of `generate` that torch compiles: one program for all of them, and the text of the eager ones.
+
+On CPU torch's compiler traces the model and calls what it traced; on CUDA it is transformers' default, a CUDA graph.
+"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers  # noqa: E402
+from model_cache import BASE, generate, given, prompts  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+import tikv  # noqa: E402
+from tikv.integrations import _transformers_steps as steps  # noqa: E402
+from tikv.integrations.transformers import TikvCache  # noqa: E402
+
+pytestmark = [
+    pytest.mark.archs("cpu", "cuda"),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+WINDOW = 7
+TWO = {"num_hidden_layers": 2}
+HYBRID = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Gemma3": {**HYBRID, "query_pre_attn_scalar": 8, "config": "Gemma3TextConfig"},
+    "Gemma2": {**HYBRID, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "GptOss": {**HYBRID, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Gemma3n": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "vocab_size_per_layer_input": 97,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "config": "Gemma3nTextConfig",
+    },
+    "Qwen2": {},
+    "Qwen3": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "Granite": {},
+    "Cohere": {},
+    "Starcoder2": {"sliding_window": None},
+    "Glm": {"partial_rotary_factor": 0.5},
+}
+OFTEN = ("Llama", "Mistral")
+
+
+def build(arch, family="Llama", **more):
+    options = {**BASE, **TWO, **FAMILIES[family], **more}
+    config = getattr(transformers, options.pop("config", f"{family}Config"))(**options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(arch).eval()
+    model.set_attn_implementation("tikv")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def compiling(arch, **options):
+    """What has `generate` compile its steps."""
+    config = transformers.CompileConfig(fullgraph=True, **({"backend": "eager", "mode": None} if arch == "cpu" else {}))
+    config._compile_all_devices = True
+    return {"compile_config": config, **options}
+
+
+def inputs(arch, *lengths):
+    return {name: a.to(arch) for name, a in prompts(*lengths).items()}
+
+
+def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **options):
+    """Text and logits of compiled steps are those of eager ones; the cache of the compiled ones."""
+    made = [TikvCache(model.config, **(cache or {"max_cache_len": 40})) for _ in range(2)]
+    want = generate(model, made[0], given_prompts, new_tokens, disable_compile=True, **options)
+    assert counters["stats"]["unique_graphs"] == 0
+    got = generate(model, made[1], given_prompts, new_tokens, **compiling(arch), **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert made[1].get_seq_length() == made[0].get_seq_length()
+    return made[1]
+
+
+@pytest.mark.parametrize("family", [f if f in OFTEN else pytest.param(f, marks=pytest.mark.full) for f in FAMILIES])
+def test_a_model_is_compiled_once(arch, family):
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"this transformers has no {family}")
+    both(build(arch, family), arch, inputs(arch, 11))
+
+
+@pytest.mark.parametrize("family", ["Llama", *[pytest.param(f, marks=pytest.mark.full) for f in ("Mistral", "Gemma3")]])
+def test_left_padding(arch, family):
+    both(build(arch, family), arch, inputs(arch, 3, 11, 8))
+
+
+FORMATS = [
+    {"dtype": "int8"},
+    {"dtype": "float16"},
+    {"dtype": "float8_e4m3fn", "k_scale": [0.5, 2.0], "v_scale": 2.0},
+    {"dtype": "q8_0"},
+    {"dtype": tikv.Quant(bits=4, group=32)},
+    {"dtype": "int8", "v_dtype": "float16"},
+    {"dtype": "float16", "v_dtype": tikv.Quant(bits=4, group=32)},
+]
+
+
+@pytest.mark.parametrize(
+    "stored", [FORMATS[0], *[pytest.param(f, marks=pytest.mark.full) for f in FORMATS[1:]]], ids=str
+)
+@pytest.mark.parametrize("lengths", [(11,), pytest.param((3, 11), marks=pytest.mark.full)], ids=str)
+def test_every_format(arch, stored, lengths):
+    model = build(arch, head_dim=32, num_hidden_layers=1)
+    both(model, arch, inputs(arch, *lengths), 6, {"max_cache_len": 20, **stored})
+
+
+@pytest.mark.parametrize("prompt", [3, pytest.param(11, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stored", [{}, pytest.param({"dtype": "int8"}, marks=pytest.mark.full)], ids=str)
+def test_a_window_with_sinks(arch, prompt, stored):
+    cache = both(build(arch), arch, inputs(arch, prompt), 20, {"window": 8, "sinks": 2, **stored})
+    assert [layer.store.capacity for layer in cache.layers] == [8, 8]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True},
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=str,
+)
+def test_other_ways_to_generate(arch, family, options):
+    """Those that transformers compiles, and assisted ones, which it does not."""
+    model, made, compiled = build(arch, family), [], compiling(arch)
+    compiled["compile_config"].fullgraph = False  # of assisted ones several tokens come to slots that go round
+    for more in ({"disable_compile": True}, compiled):
+        cache = TikvCache(model.config, max_cache_len=40)
+        made.append(generate(model, cache, inputs(arch, 11), 12, **{**options, **more}).sequences)
+    assert torch.equal(*made)
+
+
+class Stepper:
+    """A model compiled by hand, and a prompted cache."""
+
+    def __init__(self, arch, family="Llama", prompt=9, batch=1, **options):
+        self.model = build(arch, family, num_hidden_layers=FAMILIES[family].get("num_hidden_layers", 2))
+        self.compiled = torch.compile(self.model, backend="eager" if arch == "cpu" else "inductor", fullgraph=True)
+        self.options = options or {"max_cache_len": 32}
+        self.ids = torch.randint(1, 97, (batch, 60), generator=torch.Generator().manual_seed(0)).to(arch)
+        self.cache = self.prompted(prompt)
+
+    def prompted(self, prompt):
+        cache = TikvCache(self.model.config, **self.options)
+        self.model(self.ids[:, :prompt], **given(cache))
+        return cache
+
+    def step(self, at, compiled=True, cache=None):
+        call = self.compiled if compiled else self.model
+        return call(self.ids[:, at : at + 1], **given(self.cache if cache is None else cache)).logits
+
+    def check(self, logits, at):
+        """They are those of the whole text up to there."""
+        want = self.model(self.ids[:, : at + 1], use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma3", marks=pytest.mark.full)])
+def test_twenty_steps_by_hand_and_then_what_a_cache_can_do(arch, family):
+    it = Stepper(arch, family)
+    if family != "Llama":  # whose slots go round once steps of one token begin
+        it.cache.get_mask_sizes(1, 0)
+    for at in range(9, 29):
+        it.check(it.step(at), at)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert [layer.get_seq_length() for layer in it.cache.layers] == [29, 29]
+    copied = copy.deepcopy(it.cache)
+    it.check(it.step(29, compiled=False), 29)
+    it.check(it.step(29, compiled=False, cache=copied), 29)
+    assert it.cache.layers[1].keys.shape[2] == 30
+    if family == "Llama":
+        it.cache.crop(-10)
+        it.check(it.step(20), 20)
+    it.cache.reset()
+    it.model(it.ids[:, :5], **given(it.cache))
+    if family != "Llama":
+        it.cache.get_mask_sizes(1, 0)
+    it.check(it.step(5), 5)
+
+
+@torch.no_grad()
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_slots_that_go_round_are_left_for_whatever_needs_an_order(arch, family, tmp_path):
+    it = Stepper(arch, family)
+    it.cache.get_mask_sizes(1, 0)
+    for at in range(9, 20):
+        it.check(it.step(at), at)
+    copied = copy.deepcopy(it.cache)
+    it.check(it.step(20, cache=copied, compiled=False), 20)
+    it.cache.save(tmp_path / "text.safetensors")
+    loaded = TikvCache.load(tmp_path / "text.safetensors", it.model.config)
+    it.check(it.step(20, cache=loaded, compiled=False), 20)
+    it.cache.get_mask_sizes(1, 0)
+    it.check(it.step(20), 20)
+    it.cache.batch_repeat_interleave(2)
+    got = it.model(it.ids[:, 21:24].repeat(2, 1), **given(it.cache)).logits
+    it.check(got[:1, -1:], 23)
+    it.cache.crop(-2)
+    it.check(it.model(it.ids[:, 22:23].repeat(2, 1), **given(it.cache)).logits[:1], 22)
+
+
+@torch.no_grad()
+def test_another_cache_takes_the_same_program(arch):
+    it = Stepper(arch)
+    it.step(9)
+    other = it.prompted(4)
+    it.check(it.step(4, cache=other), 4)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert (it.cache.get_seq_length(), other.get_seq_length()) == (10, 5)
+
+
+@torch.no_grad()
+def test_a_step_reads_what_is_stored_and_no_slot_more(arch):
+    it = Stepper(arch)
+    for layer in it.cache.layers:
+        layer._k[:, :, 9:] = layer._v[:, :, 9:] = torch.nan
+    it.check(it.step(9), 9)
+
+
+@torch.no_grad()
+def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, monkeypatch):
+    """What `update` returned is then not what attention is given."""
+    it = Stepper(arch)
+    update = TikvCache.update
+
+    def halved(cache, keys, values, layer, *args, **options):
+        keys, values = update(cache, keys, values, layer)
+        return keys * 0.5, values
+
+    monkeypatch.setattr(TikvCache, "update", halved)
+    got, want = it.step(9, cache=it.prompted(9)), it.step(9, compiled=False, cache=it.prompted(9))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_another_batch_is_refused_before_anything_is_written(arch):
+    it = Stepper(arch)
+    it.step(9)
+    before = it.cache.layers[0].keys.clone()
+    compiled = torch.compile(it.model, backend="eager")
+    with pytest.raises(tikv.ShapeError, match="the new ones are keys"):
+        compiled(torch.ones(2, 1, dtype=torch.int64, device=arch), **given(it.cache))
+    assert torch.equal(it.cache.layers[0].keys, before)
+    it.check(it.step(10), 10)
+
+
+def test_texts_that_do_not_fit(arch):
+    model = build(arch)
+    cache = TikvCache(model.config, max_cache_len=14)
+    with pytest.raises(tikv.CapacityError, match="0 cached \\+ 15 new tokens > max_cache_len=14"):
+        generate(model, cache, inputs(arch, 15), 3, **compiling(arch))
+    assert cache.get_seq_length() == 0
+    cache = TikvCache(model.config, max_cache_len=14)
+    with pytest.raises(tikv.CapacityError, match="14 cached \\+ 1 new tokens > max_cache_len=14"):
+        generate(model, cache, inputs(arch, 11), 9, **compiling(arch))
+    assert cache.get_seq_length() == 14
+    with pytest.raises(tikv.ShapeError, match="holds 14 tokens, and the text has no more"):
+        generate(model, cache, inputs(arch, 5), 3, **compiling(arch))
+    cache.reset()
+    generate(model, cache, inputs(arch, 5), 3, **compiling(arch))
+    assert cache.get_seq_length() == 7
+
+
+@torch.no_grad()
+def test_steps_by_hand_beyond_the_memory_are_told_afterwards(arch):
+    """Nothing is asked of the host before a step that is not `generate`'s; what has no slot is not written."""
+    it = Stepper(arch, max_cache_len=10)
+    for at in (9, 10, 11):
+        it.step(at)
+    with pytest.raises(tikv.CapacityError, match="compiled steps went on to 12 tokens > max_cache_len=10"):
+        it.cache.get_seq_length()
+    assert it.cache.get_seq_length() == 10
+
+
+@torch.no_grad()
+def test_a_cache_goes_with_its_last_reference(arch):
+    it = Stepper(arch)
+    it.step(9)
+    gc.collect()  # what torch's compiler left
+    it.step(10)
+    kept = weakref.ref(it.cache.layers[0]._k)
+    gc.disable()
+    try:
+        it.cache = None
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_not_compiled_says_why(arch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = build(arch)
+    assert not TikvCache(model.config).is_compileable  # which nobody asked for
+    assert TikvCache(model.config, max_cache_len=9).is_compileable
+    assert TikvCache(model.config, window=9).is_compileable
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match='attention is not "tikv": call model.set_attn_implementation'):
+        assert not TikvCache(model.config, max_cache_len=9).is_compileable
+    text = generate(model, TikvCache(model.config, max_cache_len=20), prompts(5), 6, **compiling(arch)).sequences
+    assert text.shape == (1, 11)
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_the_order_of_a_ring():
+    assert steps.order_of_ring(11, 6, 2).tolist() == [0, 1, 5, 2, 3, 4]  # positions 0, 1, 7..10 by 2 + (p - 2) % 4

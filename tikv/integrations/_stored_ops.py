@@ -1,0 +1,106 @@
+"""Writes and reads of what a `TikvLayer` stores, as torch operators: one form of call for every storage format.
+
+Where tokens go and how many there are is in tensors, so that one compiled program serves all steps.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tikv import dtypes, formats
+from tikv.arrays import new_like, runtime_of, view_all
+from tikv.ops.append_at import append_at
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_cache, contiguous_call
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.layouts import Rows
+from tikv.ops.row_copy import bind_copy
+
+# torch reads these signatures, as those of `torch_ops`.
+OPERATION = "TikvCache.update"
+
+
+def name_of(format: Any) -> str:
+    """What operators call a format of groups; nothing for rows of numbers."""
+    return "" if format is None else str(format.name)
+
+
+def _formats(*names: str) -> Any:
+    return tuple(formats.parse_format(name) if name else None for name in names)
+
+
+@torch.library.custom_op("tikv::append_stored", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))  # type: ignore[untyped-decorator]
+def append_stored(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Optional[Tensor],  # noqa: UP045
+    v_scale: Optional[Tensor],  # noqa: UP045
+    positions: Tensor,
+    ring: int,
+    sinks: int,
+    k_format: str,
+    v_format: str,
+) -> None:
+    """`append_at`."""
+    append_at(
+        OPERATION, (k, v), (k_cache, v_cache), (k_scale, v_scale), positions, formats=_formats(k_format, v_format),
+        ring=ring, sinks=sinks,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("tikv::attend_stored", mutates_args=())  # type: ignore[untyped-decorator]
+def attend_stored(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Optional[Tensor],  # noqa: UP045
+    v_scale: Optional[Tensor],  # noqa: UP045
+    lens: Tensor,
+    sink_logits: Optional[Tensor],  # noqa: UP045
+    scale: Optional[float],  # noqa: UP045
+    softcap: Optional[float],  # noqa: UP045
+    width_v: int,
+    k_format: str,
+    v_format: str,
+) -> Tensor:
+    """Attention of one query of each sequence to its first `lens` slots: (B, Hq, 1, width_v)."""
+    found = _formats(k_format, v_format)
+    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, formats=found)
+    request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits)
+    out: Tensor = contiguous_call("decode_attention", q, caches, request).attend(q, impl="taichi")
+    return out
+
+
+@torch.library.custom_op("tikv::decode_stored", mutates_args=())  # type: ignore[untyped-decorator]
+def decode_stored(cache: Tensor, scale: Optional[Tensor], width: int, format: str) -> Tensor:  # noqa: UP045
+    """The numbers of all slots, (B, H, slots, width) float32."""
+    live = runtime_of(cache)
+    stored, *scales = view_all((cache,) if scale is None else (cache, scale), ("cache", "scale"), OPERATION)
+    found: Tensor = new_like(cache, (*stored.shape[:3], width), dtypes.float32, live)
+    (to,) = view_all((found,), ("out",), OPERATION)
+    (row,) = _formats(format)
+    arrays = {"k": stored, "v": stored} | dict(zip(("k_scale",), scales, strict=False))
+    batch, heads, slots, _ = stored.shape
+    bind_copy(
+        live, OPERATION, src=[contiguous_cache(arrays, formats=(row, row)).k],
+        dst=[Rows(to, sequence=to.strides[0], head=to.strides[1], token=to.strides[2])], widths=[width], heads=heads,
+        tokens=slots, groups=batch,
+    ).bound.launch()  # fmt: skip
+    return found
+
+
+@append_stored.register_fake
+def _(k, v, *_):  # type: ignore[no-untyped-def]
+    return None
+
+
+@attend_stored.register_fake
+def _(q, k_cache, v_cache, k_scale, v_scale, lens, sink_logits, scale, softcap, width_v, *_):  # type: ignore[no-untyped-def]
+    return q.new_empty((*q.shape[:-1], width_v))
+
+
+@decode_stored.register_fake
+def _(cache, scale, width, format):  # type: ignore[no-untyped-def]
+    return cache.new_empty((*cache.shape[:3], width), dtype=torch.float32)
