@@ -46,6 +46,8 @@ CASES = {
     "int8": ("Llama", {}, {"dtype": "int8"}),
     "8-bit floats": ("Llama", {}, {"dtype": "float8_e4m3fn", "k_scale": (0.5, 2.0), "v_scale": 0.25}),
     "groups": ("Llama", {"head_dim": 32}, {"dtype": tikv.Quant(4, 32), "v_dtype": "q8_0"}),
+    "turned keys": ("Llama", {"head_dim": 32}, {"dtype": tikv.Quant(4, 32, rotate="hadamard", seed=3)}),
+    "4-bit floats": ("Llama", {"head_dim": 32}, {"dtype": "nvfp4", "k_scale": 0.5, "v_scale": 0.25}),
     "narrower values": ("Llama", {}, {"v_dtype": "float16"}),
     "a sliding layer": ("Gemma3", HYBRID, {"dtype": "int8"}),
     "a stream": ("Llama", {}, {"window": 7, "sinks": 2}),

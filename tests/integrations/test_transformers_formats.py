@@ -41,6 +41,8 @@ def rows(rng, tokens, dtype=torch.float32):
         ({"dtype": "int8", "v_dtype": tikv.Quant(4)}, torch.float32),
         ({"dtype": None, "v_dtype": "q8_0"}, torch.bfloat16),
         ({"dtype": "float8_e4m3fn", "k_scale": (0.3, 4.0), "v_scale": 0.5}, torch.float32),
+        ({"dtype": tikv.Quant(4, rotate="hadamard", seed=2)}, torch.float32),
+        ({"dtype": "nvfp4", "k_scale": 0.25, "v_scale": 0.3}, torch.bfloat16),
     ],
 )
 def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, stored, dtype):
@@ -91,6 +93,8 @@ def test_a_streaming_layer_overwrites_codes(arch, rng):
         {"dtype": tikv.Quant(8, 32)},
         {"dtype": "q4_0"},
         {"dtype": None, "v_dtype": tikv.Quant(8, 32)},
+        {"dtype": tikv.Quant(8, 32, rotate="hadamard")},
+        {"dtype": "nvfp4", "k_scale": 0.5, "v_scale": 0.1},
         pytest.param({"dtype": tikv.Quant(8, 32), "v_dtype": "int8"}, marks=pytest.mark.full),
         pytest.param({"dtype": "float8_e4m3fn", "k_scale": 0.1}, marks=pytest.mark.full),
     ],
@@ -113,7 +117,7 @@ def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
     assert len(decoded) == 2  # the prompt of each layer
     # A difference of rounding can move a stored value to its neighbour.
     torch.testing.assert_close(
-        logits[1], logits[0], rtol=0, atol=2e-1 if stored["dtype"] in ("q4_0", "float8_e4m3fn") else 2e-2
+        logits[1], logits[0], rtol=0, atol=2e-1 if stored["dtype"] in ("q4_0", "nvfp4", "float8_e4m3fn") else 2e-2
     )
 
 
@@ -121,6 +125,8 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
     cache = TikvCache(config(), dtype=tikv.Quant(4, 128))
     with pytest.raises(tikv.ShapeError, match="TikvCache layer 1: a head of keys is 64 wide"):
         cache.update(*rows(rng, 3), 1)
+    with pytest.raises(tikv.OptionError, match="TikvCache: v_dtype quant4_64_hadamard is of turned rows"):
+        TikvCache(config(), v_dtype=tikv.Quant(4, rotate="hadamard"))
     cache = TikvCache(config(), dtype="q8_0")
     with pytest.raises(tikv.DTypeError, match="keys of float64 are not stored as q8_0"):
         cache.update(*rows(rng, 3, torch.float64), 1)
