@@ -119,10 +119,16 @@ def scattered(values):
         quantized = tikv.quantize(values((4, 8), F32), scale)
         yield "quantize", quantized
         yield "dequantize", [tikv.dequantize(*quantized)]
-    for format in (tikv.Quant(3, 32), tikv.Quant(8), "q8_0", "q4_0"):
+    turned = tikv.Quant(4, rotate="hadamard"), "q4_0_hadamard2"
+    for format in (tikv.Quant(3, 32), tikv.Quant(8), "q8_0", "q4_0", "mxfp8", "mxfp4", "nvfp4", *turned):
         groups = tikv.quantize(values((4, 64), F32), format)
         yield "quantize", [a for a in groups[:3] if a is not None]
         yield "dequantize", [tikv.dequantize(groups)]
+    keys = (
+        tikv.quantize(values((1, 2, 6, 64), F32), turned[0]),
+        tikv.quantize(values((1, 2, 6, 64), F32), tikv.Quant(4)),
+    )
+    yield "decode_attention", [tikv.decode_attention(values((1, 4, 64), F32), *keys, 6)]
 
 
 def fused(values):

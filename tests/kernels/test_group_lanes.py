@@ -63,7 +63,7 @@ def test_threads_find_the_codes(arch, rng, monkeypatch, name, style, off):
         for i in range(ROWS * count):
             r, group = i // count, i % count
             held = read(a, group, r * (WIDTH // 4))
-            write(b, scales, i, group, True, r * words, r * numbers_of_row, held)
+            write(b, scales, i, group, True, r * words, r * numbers_of_row, held, 1.0)
 
     x = numbers(rng, row)
     codes, scales = np.zeros(ROWS * words, np.uint32), np.zeros(ROWS * numbers_of_row, np.uint16)

@@ -200,7 +200,7 @@ def make_float_code(name, style):
     """float_code(value, factor): the float of 8 or 4 bits nearest to a number, by the factor that `finish` gave."""
     row = GROUP_FORMATS[name]
     to_float8 = make_f32_to_float8("e4m3", style)
-    by_scale = row.rule == "nvfp4"  # compared with multiples of the scale, which are exact, and a quotient is not
+    by_scale = row.rule == "nvfp4"  # on a GPU compared with multiples of the scale, which are exact
 
     @ti.func
     def float_code(value, factor):
@@ -213,7 +213,9 @@ def make_float_code(name, style):
             code = ti.select(a > INFINITE, ti.u32(FLOAT8["e4m3"].nan), code)
         else:
             unit = ti.f32(1.0)
-            if ti.static(by_scale):
+            if ti.static(by_scale and style == "cpu"):  # where a quotient is rounded right, and vectors divide
+                size = ti.bit_cast(ti.min(a, BEYOND_BITS), ti.f32) / factor
+            elif ti.static(by_scale):
                 size, unit = ti.bit_cast(ti.min(a, BEYOND_BITS), ti.f32), factor
             else:
                 size = size * factor
