@@ -62,7 +62,7 @@ def public_functions():
         for base in getattr(tikv, name).__mro__
         if base.__module__.startswith("tikv.")
     }
-    modules |= {importlib.import_module(f"tikv.compat.{name}") for name in tikv.compat.MODULES}
+    modules |= {importlib.import_module(f"tikv.compat.{name}") for name in (*tikv.compat.MODULES, "seeds.variants")}
     modules |= {importlib.import_module(f"tikv.distributed.{name}") for name in ("sharded", "token_shard", "transfer")}
     modules |= {importlib.import_module(f"tikv.graphs.{name}") for name in ("builder", "graph")}
     return [function for module in modules for function in opaque.functions_of(module)]
