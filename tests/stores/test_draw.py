@@ -221,7 +221,7 @@ def timed_row(name, peer, case, us, moved):
 def test_the_report_draws_rates_roofline_and_latency_in_both_themes(tmp_path):
     pytest.importorskip("matplotlib")
     about = {"devices": {"cpu": "a <device>"}, "versions": {"numpy": "2"}, "cores": 2, "load": 0.5, "system": "S"}
-    about |= {"python": "3"}
+    about |= {"python": "3", "date": "2000-01-01"}
     rows = [timed_row("prefill", peer, "float16", us, 1 << 24) for peer, us in (("tikv", 1000.0), ("torch", 4321.0))]
     rows += [timed_row("append_all", peer, "1 token", us, 4096) for peer, us in (("tikv", 5.0), ("numpy", 1234.0))]
     rows += [timed_row("update", peer, "2000", us, 4096) for peer, us in (("tikv", 5.0), ("Other", 77.0))]
