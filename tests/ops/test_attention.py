@@ -459,7 +459,7 @@ def test_an_infinity_that_is_seen_stays_one(arch, rng, place):
 
 @pytest.mark.parametrize("place", ["linear", "NHD"])
 def test_lengths_and_tables_that_only_the_device_knows_are_bounded(arch, rng, monkeypatch, place):
-    """Too long is as long as there is room, less than nothing is nothing, and a page that is none is not seen."""
+    """Too long is as long as there is room, less than nothing is nothing, and a missing page is not seen."""
     monkeypatch.setattr("tikv.ops.attention.plan.host_indices", lambda array, live: None)
     if place == "linear":
         case = Case(rng, guard=3, lens=(40, 40, 40))
@@ -586,9 +586,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(change, error, 
     ("table", "lens", "says"),
     [
         ([[0, 1]], [9], "the table names 8 slots"),
-        ([[0, 7]], [5], "none of the pool's 3 blocks"),
-        ([[0, -1]], [5], "none of the pool's 3 blocks"),
-        ([[0, -1]], 5, "none of the pool's 3 blocks"),
+        ([[0, 7]], [5], "not one of the pool's 3 blocks"),
+        ([[0, -1]], [5], "not one of the pool's 3 blocks"),
+        ([[0, -1]], 5, "not one of the pool's 3 blocks"),
     ],
 )
 def test_tables_that_do_not_reach_are_refused(table, lens, says, arch):
@@ -605,8 +605,8 @@ def test_tables_that_do_not_reach_are_refused(table, lens, says, arch):
         (2, [[[0], [1]]], [2], tikv.ShapeError, "the pools have 2"),
         (1, [[[0], [1]]], [[5, 1]], tikv.PositionError, "length 0, 0 is 5, and the table names 4 slots"),
         (1, [[[0], [3]]], [[4, 1]], tikv.PositionError, r"block_tables\[0, 1, 0\]=3 is not one of the pool's 3 blocks"),
-        (1, [[[0], [-1]]], [4], tikv.PositionError, r"block_tables\[0, 1, 0\]=-1 is none"),
-        (2, [[0, -1]], [[4, 5]], tikv.PositionError, r"block_tables\[0, 1\]=-1 is none"),
+        (1, [[[0], [-1]]], [4], tikv.PositionError, r"block_tables\[0, 1, 0\]=-1 is not one"),
+        (2, [[0, -1]], [[4, 5]], tikv.PositionError, r"block_tables\[0, 1\]=-1 is not one"),
         (1, [[[0], [1], [2]]], [[4, 1]], tikv.ShapeError, "do not divide"),
         (1, [[[0], [1]]], [[4, 1, 1]], tikv.ShapeError, "the heads of the lengths"),
     ],

@@ -208,7 +208,7 @@ def test_strides_and_no_tokens(arch, rng):
 
 @pytest.mark.archs("cuda", "vulkan")
 def test_indices_that_only_the_device_knows_are_bounded(arch, rng):
-    """What is not a token is none, and reads nothing."""
+    """An index of no token reads nothing."""
     case = Case(rng, queries=3, capacity=44, lens=(40, 9))
     indices = choose(rng, case, 12)
     wrong = np.where(indices < 0, rng.choice([-2, -(2**31), 40, 43, 44, 2**31 - 1], indices.shape), indices)

@@ -75,7 +75,7 @@ class Counted:
         return found
 
     def positions(self, end: Any) -> Any:
-        """(slots,) where each slot's token stands when the newest is at `end` - 1; beyond that, if there is none."""
+        """(slots,) where each slot's token stands when the newest is at `end` - 1; beyond that for an empty slot."""
         slots = torch.arange(self.slots, device=self.keys.device)
         if not self.ring:
             return slots
