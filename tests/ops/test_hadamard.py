@@ -6,6 +6,7 @@ import pytest
 
 import tikv
 from tikv import formats, reference
+from tikv.compat import mlx
 
 FULL = pytest.mark.full
 # A block of each number of threads of a GPU, an even and an odd number of steps, each order of columns in a thread.
@@ -194,6 +195,12 @@ def test_a_large_column_costs_less(arch, rng):
         (lambda: _store(dtype="mxfp4", scale_dtype="float32"), tikv.DTypeError, "Leave scale_dtype out"),
         (lambda: _store(dtype="mxfp4", k_scale=2.0), tikv.OptionError, "K is kept as mxfp4"),
         (lambda: _store(dtype="nvfp4", k_scale=[1.0, 2.0]), tikv.ShapeError, "k_scale has 2 numbers"),
+        (
+            lambda: mlx.save_prompt_cache("cache.safetensors", _store(dtype="quant4_64_hadamard")),
+            tikv.OptionError,
+            "dtype='quant4_64_hadamard' and v_dtype='quant4_64' differ",
+        ),
+        (lambda: _rotate("quant4_64_hadamard"), tikv.DTypeError, "k is codes of quant4_64_hadamard"),
     ],
 )
 def test_refused(arch, call, error, match):
@@ -203,6 +210,12 @@ def test_refused(arch, call, error, match):
 
 def _store(**options):
     return tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=64, capacity=8, **options)
+
+
+def _rotate(name):
+    keys = tikv.quantize(np.ones((1, 1, 4, 64), np.float32), name)
+    positions = np.arange(4)
+    tikv.rotate(keys, positions, positions + 1, tikv.Rope(inv_freq=np.ones(32, np.float32)))
 
 
 def _pair(k, v):
