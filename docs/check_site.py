@@ -98,6 +98,7 @@ def seen(site: Path) -> Iterator[str]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    server.handle_error = lambda *_: None  # a tab that leaves a page does not wait for the rest of it
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = f"http://127.0.0.1:{server.server_port}/"
     pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("*.html"))
