@@ -197,8 +197,9 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     cache: where gradients are on, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
 
     `torch.compile` keeps `update` in its graph, ``fullgraph=True`` included, while there is memory with room: give
-    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph, and
-    so do groups of codes, a layer that is streamed by ``window``, and a decoded token with ``dynamic=False``.
+    ``max_cache_len``, and prompt before compiling or call `early_initialization`. Making memory breaks the graph. With
+    another attention than "tikv" so do groups of codes, a layer streamed by ``window``, and a decoded token with
+    ``dynamic=False``.
 
     States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so.
 
