@@ -124,11 +124,6 @@ def scattered(values):
         groups = tikv.quantize(values((4, 64), F32), format)
         yield "quantize", [a for a in groups[:3] if a is not None]
         yield "dequantize", [tikv.dequantize(groups)]
-    keys = (
-        tikv.quantize(values((1, 2, 6, 64), F32), turned[0]),
-        tikv.quantize(values((1, 2, 6, 64), F32), tikv.Quant(4)),
-    )
-    yield "decode_attention", [tikv.decode_attention(values((1, 4, 64), F32), *keys, 6)]
 
 
 def fused(values):
@@ -167,6 +162,14 @@ def attention(values):
     yield from attend_with_terms(values)
     yield from scores_by_channel(values)
     yield from chosen_tokens(values)
+    yield from turned_keys(values)
+
+
+def turned_keys(values):
+    """Queries turned before they meet keys that are."""
+    formats = tikv.Quant(4, rotate="hadamard"), tikv.Quant(4)
+    caches = [tikv.quantize(values((1, 2, 6, 64), F32), format) for format in formats]
+    yield "decode_attention", [tikv.decode_attention(values((1, 4, 64), F32), *caches, 6)]
 
 
 def attention_in_parts(values):
