@@ -13,20 +13,18 @@ A way returns the tokens of each KV head; `KVCacheStore.attend(indices=)` reads 
 """
 
 import argparse
-import json.decoder
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
+import loss
 import numpy as np
 from model import Model
 
 import tikv
-from tikv import extras
 
 PAGE = 8  # tokens that are chosen together
 SINKS = 4  # first tokens that are always read
@@ -137,31 +135,20 @@ def measure(model: Model, excerpts: list[list[int]], prompt: int, counts: list[i
     return [(name, count, *np.mean(rows, axis=0).tolist()) for (name, count), rows in found.items()]
 
 
-def plot(rows: list[tuple], path: Path) -> None:
-    """Bytes that a token reads against the loss, a line for each way."""
-    matplotlib = extras.need("matplotlib", "--plot")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for way in WAYS:
-        points = sorted((read, loss) for name, _, read, loss, _ in rows if name in (way, "everything"))
-        axes.plot(*zip(*points, strict=True), marker="o", label=way)
-    axes.set(xlabel="KiB that a token reads", ylabel="loss, nats a token", title="Which tokens a query reads")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    print(f"{path} written", file=sys.stderr)
+def lines(rows: list[tuple]) -> list[loss.Line]:
+    """Bytes that a token reads against the loss, for each way."""
+    return [
+        (way, sorted((read, nats) for name, _, read, nats, _ in rows if name in (way, "everything"))) for way in WAYS
+    ]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", type=int, nargs="+", default=[96, 48, 24], help="tokens that a query reads")
-    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
     parser.add_argument("--prompt", type=int, default=192, help="tokens of the prompt")
     parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is found")
-    parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
+    loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
     length, most = given.prompt + given.continuation, model.config["max_position_embeddings"]
@@ -169,22 +156,14 @@ def main() -> None:
         parser.error(f"--read takes numbers from {2 * PAGE} on, --prompt and --continuation from 1")
     if length > most:
         parser.error(f"--prompt and --continuation are at most {most} tokens together")
-    if given.plot:
-        try:
-            extras.need("matplotlib", "--plot")
-        except tikv.MissingPackageError as error:
-            parser.error(str(error))
-    try:
-        excerpts = model.excerpts(given.text.read_text(encoding="utf-8"), given.excerpts, length)
-    except ValueError as error:
-        parser.error(f"--text {error}")
+    texts = loss.excerpts(parser, given, model, length)
 
-    rows = measure(model, excerpts, given.prompt, given.read)
+    rows = measure(model, texts, given.prompt, given.read)
     print(f"{'chooses':<20} {'tokens':>6} {'KiB read':>9} {'nats lost':>10} {'ms a token':>11}")
-    for name, count, read, loss, milliseconds in rows:
-        print(f"{name:<20} {count or 'all':>6} {read:>9.1f} {loss:>10.3f} {milliseconds:>11.2f}")
+    for name, count, read, nats, milliseconds in rows:
+        print(f"{name:<20} {count or 'all':>6} {read:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
     if given.plot:
-        plot(rows, given.plot)
+        loss.plot(given.plot, lines(rows), "KiB that a token reads", "Which tokens a query reads")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ together in place, and queries go on to see tokens at their true positions.
 """
 
 import argparse
-import json.decoder
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +22,11 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
+import loss
 import numpy as np
 from model import Model
 
 import tikv
-from tikv import extras
 
 SINKS = 4  # first tokens that streaming keeps
 WINDOW = 16  # newest queries that an observation window asks, and newest tokens that it keeps
@@ -193,31 +191,21 @@ def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[f
     return [(name, share, *np.mean(rows, axis=0).tolist()) for (name, share), rows in found.items()]
 
 
-def plot(rows: list[tuple], path: Path) -> None:
-    """Bytes kept against the loss, a line for each way."""
-    matplotlib = extras.need("matplotlib", "--plot")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for way in WAYS:
-        points = sorted((kept / 1024, loss) for name, _, kept, loss, _ in rows if name in (way, "everything"))
-        axes.plot(*zip(*points, strict=True), marker="o", label=way)
-    axes.set(xlabel="KiB of keys and values kept", ylabel="loss, nats a token", title="What a cache keeps")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    print(f"{path} written", file=sys.stderr)
+def lines(rows: list[tuple]) -> list[loss.Line]:
+    """Bytes kept against the loss, for each way."""
+    return [
+        (way, sorted((kept / 1024, nats) for name, _, kept, nats, _ in rows if name in (way, "everything")))
+        for way in WAYS
+    ]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="shares of the tokens")
-    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
     parser.add_argument("--prompt", type=int, default=192, help="tokens of the prompt")
     parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is found")
-    parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
+    loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
     length = given.prompt + given.continuation
@@ -227,23 +215,14 @@ def main() -> None:
         parser.error(
             f"--prompt and --continuation are at most {model.config['max_position_embeddings']} tokens together"
         )
-    if given.plot:
-        try:
-            extras.need("matplotlib", "--plot")
-        except tikv.MissingPackageError as error:
-            parser.error(str(error))
-    text = given.text.read_text(encoding="utf-8")
-    try:
-        excerpts = model.excerpts(text, given.excerpts, length)
-    except ValueError as error:
-        parser.error(f"--text {error}")
+    texts = loss.excerpts(parser, given, model, length)
 
-    rows = measure(model, excerpts, given.prompt, given.keep)
+    rows = measure(model, texts, given.prompt, given.keep)
     print(f"{'keeps':<20} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms a token':>11}")
-    for name, share, kept, loss, milliseconds in rows:
-        print(f"{name:<20} {share:>6.3f} {kept / 1024:>9.1f} {loss:>10.3f} {milliseconds:>11.2f}")
+    for name, share, kept, nats, milliseconds in rows:
+        print(f"{name:<20} {share:>6.3f} {kept / 1024:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
     if given.plot:
-        plot(rows, given.plot)
+        loss.plot(given.plot, lines(rows), "KiB of keys and values kept", "What a cache keeps")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ of log-likelihood in nats a token, and tokens a second: of the model, and of att
 
 import argparse
 import itertools
-import json.decoder
 import os
 import sys
 import time
@@ -21,11 +20,11 @@ from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the matrices are small
 
+import loss
 import numpy as np
 from model import Model
 
 import tikv
-from tikv import extras
 
 FORMATS = {
     "float32": "float32",
@@ -111,53 +110,28 @@ def measure(model: Model, excerpts: list[list[int]], names: list[str], context: 
     return rows
 
 
-def plot(rows: list[tuple], path: Path) -> None:
-    """Bytes of a token against the loss."""
-    matplotlib = extras.need("matplotlib", "--plot")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, nbytes, loss, _, _ in rows:
-        axes.plot(nbytes, loss, marker="o", color="C0")
-        axes.annotate(name, (nbytes, loss), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="bytes of a token", ylabel="loss, nats a token", title="What a format costs", xscale="log")
-    figure.savefig(path, dpi=120)
-    print(f"{path} written", file=sys.stderr)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
                         help=f"of {', '.join(FORMATS)}; {PLAIN} is always there")  # fmt: skip
-    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an excerpt")
     parser.add_argument("--context", type=int, default=32768, help="tokens of the long cache")
-    parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
+    loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
     most = model.config["max_position_embeddings"]
     if not 2 <= given.tokens <= most or given.excerpts < 1 or given.context < 1:
         parser.error(f"--tokens takes 2 to {most}, --excerpts and --context at least 1")
-    if given.plot:
-        try:
-            extras.need("matplotlib", "--plot")
-        except tikv.MissingPackageError as error:
-            parser.error(str(error))
-    text = given.text.read_text(encoding="utf-8")
-    try:
-        excerpts = model.excerpts(text, given.excerpts, given.tokens)
-    except ValueError as error:
-        parser.error(f"--text {error}")
+    texts = loss.excerpts(parser, given, model, given.tokens)
 
-    rows = measure(model, excerpts, given.formats, given.context)
+    rows = measure(model, texts, given.formats, given.context)
     print(f"{'format':<18} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
-    for name, nbytes, loss, rate, long_rate in rows:
-        print(f"{name:<18} {nbytes:>13,} {loss:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
+    for name, nbytes, nats, rate, long_rate in rows:
+        print(f"{name:<18} {nbytes:>13,} {nats:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
     if given.plot:
-        plot(rows, given.plot)
+        lines = [(name, [(nbytes, nats)]) for name, nbytes, nats, _, _ in rows]
+        loss.plot(given.plot, lines, "bytes of a token", "What a format costs", xscale="log")
 
 
 if __name__ == "__main__":
