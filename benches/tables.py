@@ -23,7 +23,9 @@ import report
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
-PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+# A process that tests beside others has a number, by which benches that it starts would take themselves for tests too.
+OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+PATHS = {**OUTSIDE, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 FORM = 1  # of the file; it grows when a reader of older ones would misread it
 # A title, and the command below benches/ that prints such tables; what is added to it with --small.
 PROGRAMS = {

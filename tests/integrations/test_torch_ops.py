@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import tikv  # noqa: E402
 from tikv import dtypes, reference  # noqa: E402
 from tikv.arrays import last_call  # noqa: E402
-from tikv.integrations import torch_ops  # noqa: E402
+from tikv.integrations import _stored_ops, torch_ops  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -375,6 +375,10 @@ def operator_calls(rng, arch):
     yield "paged_decode_attention", (one, *pools, table, integers(7, 3), "NHD", None, None, None, None, True, None)
     yield "paged_decode_attention", (one, *codes, table, integers(7, 3), "NHD", None, 3, *scales, True, None)
     yield "paged_decode_attention", (several, *vllm, table, integers(7, 3), "VLLM", 0.5, None, None, None, True, None)
+    plain = [numbers(2, 2, 6, 8) for _ in "kv"]
+    yield "append_stored", (*[numbers(2, 2, 1, 8) for _ in "kv"], *plain, None, None, integers(3, 4), 0, 0, "", "")
+    yield "attend_stored", (numbers(2, 4, 1, 8), *plain, None, None, lens, None, None, None, 8, "", "")
+    yield "decode_stored", (plain[0], None, 8, "")
 
 
 def test_the_operators_say_what_they_do(arch, rng):
@@ -396,8 +400,9 @@ def test_the_operators_say_what_they_do(arch, rng):
 @pytest.mark.archs("cpu")
 def test_old_versions_of_torch_can_read_the_signatures(arch):
     """Torch 2.4 takes no annotation that is text, as all are behind `from __future__ import annotations`."""
-    made = [each for each in vars(torch_ops).values() if isinstance(each, torch.library.CustomOpDef)]
-    assert len(made) == 5
+    operators = [*vars(torch_ops).values(), *vars(_stored_ops).values()]
+    made = [each for each in operators if isinstance(each, torch.library.CustomOpDef)]
+    assert len(made) == 8
     annotations = [a for each in made for a in each._init_fn.__annotations__.values()]
     assert annotations
     assert not any(isinstance(a, str) for a in annotations)

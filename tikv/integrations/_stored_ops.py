@@ -77,7 +77,8 @@ def attend_stored(
 def decode_stored(cache: Tensor, scale: Optional[Tensor], width: int, format: str) -> Tensor:  # noqa: UP045
     """The numbers of all slots, (B, H, slots, width) float32."""
     live = runtime_of(cache)
-    stored, *scales = view_all((cache,) if scale is None else (cache, scale), ("cache", "scale"), OPERATION)
+    given = {"cache": cache} if scale is None else {"cache": cache, "scale": scale}
+    stored, *scales = view_all(tuple(given.values()), tuple(given), OPERATION)
     found: Tensor = new_like(cache, (*stored.shape[:3], width), dtypes.float32, live)
     (to,) = view_all((found,), ("out",), OPERATION)
     (row,) = _formats(format)

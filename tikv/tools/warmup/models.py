@@ -14,6 +14,7 @@ from tikv.arrays import runtime_of
 from tikv.errors import CapacityError, OptionError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION, attend
+from tikv.integrations._transformers_ring import RingLayer
 from tikv.integrations.transformers import TikvCache, TikvLayer
 from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
 
@@ -110,6 +111,8 @@ def _call(layer: Any, shape: Shape, tokens: int, held: int, dtype: Any) -> None:
         layer.reset()
         if held:
             layer.update(given(held, shape.kv_heads, shape.width), given(held, shape.kv_heads, shape.width_v))
+        if held and tokens == 1 and isinstance(layer, RingLayer) and layer.for_steps:
+            layer.make_ready()
         keys, values = layer.update(
             given(tokens, shape.kv_heads, shape.width), given(tokens, shape.kv_heads, shape.width_v)
         )
