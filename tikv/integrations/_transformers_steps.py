@@ -48,7 +48,6 @@ class Counted:
         self.keys, self.values = layer._k, layer._v
         self.k_scale, self.v_scale = layer._scales
         self.formats = tuple(ops.name_of(format) for format in layer.store.rows.formats)
-        self.plain = self.k_scale is None and self.v_scale is None
         self.widths = layer.head_dim, layer._v_width
         self.dtype = layer.dtype
         self.slots, self.sinks, self.ring = slots, sinks, ring
