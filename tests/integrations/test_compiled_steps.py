@@ -338,3 +338,30 @@ def test_what_is_not_compiled_says_why(arch, monkeypatch):
 
 def test_the_order_of_a_ring():
     assert steps.order_of_ring(11, 6, 2).tolist() == [0, 1, 5, 2, 3, 4]  # positions 0, 1, 7..10 by 2 + (p - 2) % 4
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{"dtype": "q8_0_hadamard3"}, {"dtype": "nvfp4", "k_scale": 0.5, "v_scale": 0.25}],
+    ids=["turned", "scaled"],
+)
+def test_a_step_writes_and_reads_by_all_that_a_format_says(arch, stored):
+    """The seed of turned keys, and a scale of the whole tensor: the bits of the cache's own appends."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=50
+    )
+    torch.manual_seed(0)
+    rows, query = torch.randn(1, 2, 4, 32), torch.randn(1, 2, 1, 32)
+    if arch == "cuda":
+        rows, query = rows.cuda(), query.cuda()
+    stepped, whole = (TikvCache(config, max_cache_len=8, **stored) for _ in range(2))
+    stepped.update(rows[:, :, :3], rows[:, :, :3], 0)
+    whole.update(rows, rows, 0)
+    counted = steps.Counted(stepped.layers[0], 8, 0, 0)
+    counted.set(3)
+    keys, values = (a[:, :, :4] for a in counted.append(rows[:, :, 3:], rows[:, :, 3:]))
+    for name in ("_k", "_v"):
+        assert torch.equal(getattr(stepped.layers[0], name)[:, :, :4], getattr(whole.layers[0], name)[:, :, :4])
+    assert torch.allclose(keys, rows, atol=0.5)
+    want = torch.softmax(query @ keys.transpose(2, 3) * 32**-0.5, -1) @ values
+    assert torch.allclose(counted.attend(query, None, None, None), want, atol=1e-5)

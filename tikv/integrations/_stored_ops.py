@@ -21,12 +21,20 @@ OPERATION = "TikvCache.update"
 
 
 def name_of(format: Any) -> str:
-    """What operators call a format of groups; nothing for rows of numbers."""
-    return "" if format is None else str(format.name)
+    """What operators call a format of groups, a scale of the whole tensor behind it; nothing for rows of numbers."""
+    if format is None:
+        return ""
+    return f"{format}" if format.tensor_scale == 1.0 else f"{format}/{format.tensor_scale!r}"
 
 
 def _formats(*names: str) -> Any:
-    return tuple(formats.parse_format(name) if name else None for name in names)
+    return tuple(_format_of(name) for name in names)
+
+
+def _format_of(named: str) -> Any:
+    name, _, scale = named.partition("/")
+    found = formats.parse_format(name) if name else None
+    return found.scaled(float(scale)) if found is not None and scale else found
 
 
 @torch.library.custom_op("tikv::append_stored", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))  # type: ignore[untyped-decorator]
