@@ -14,7 +14,6 @@ A way returns the tokens of each KV head; `KVCacheStore.attend(indices=)` reads 
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,16 +103,10 @@ def log_likelihood(
     model: Model, memory: Memory, logits: np.ndarray, ids: list[int], position: int
 ) -> tuple[float, float, float]:
     """(nats a token, KiB that a token reads, median milliseconds) of a text that goes on."""
-    total, times = 0.0, []
     memory.rows_read = 0
-    for i, token in enumerate(ids):
-        row = logits.astype(np.float64)
-        total += row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
-        start = time.perf_counter()
-        logits = model.forward([token], position + i, memory)[-1]
-        times.append(time.perf_counter() - start)
+    nats, seconds = loss.log_likelihood(model, memory, logits, ids, position)
     read = memory.rows_read * model.head_dim * 2 / 1024
-    return total / len(ids), read / len(ids), float(np.median(times)) * 1e3
+    return nats, read / len(ids), seconds * 1e3
 
 
 def measure(model: Model, excerpts: list[list[int]], prompt: int, counts: list[int]) -> list[tuple]:

@@ -15,7 +15,6 @@ together in place, and queries go on to see tokens at their true positions.
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,20 +153,6 @@ class Memory:
         return int(sum(held)) * row
 
 
-def log_likelihood(
-    model: Model, memory: Memory, logits: np.ndarray, ids: list[int], position: int
-) -> tuple[float, float]:
-    """(nats a token, median seconds of a token) of a text that goes on, each token after those before it."""
-    total, times = 0.0, []
-    for i, token in enumerate(ids):
-        row = logits.astype(np.float64)
-        total += row[token] - row.max() - np.log(np.exp(row - row.max()).sum())
-        start = time.perf_counter()
-        logits = model.forward([token], position + i, memory)[-1]
-        times.append(time.perf_counter() - start)
-    return total / len(ids), float(np.median(times))
-
-
 def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[float]) -> list[tuple]:
     """Rows of (way, share, bytes kept, nats a token lost, milliseconds a token), the first with nothing dropped."""
     memory = Memory(model, max(map(len, excerpts)))
@@ -184,7 +169,7 @@ def measure(model: Model, excerpts: list[list[int]], prompt: int, shares: list[f
             if name != "everything":
                 memory.compact(WAYS[name], share)
             kept = memory.kept_bytes
-            nats, seconds = log_likelihood(model, memory, logits, ids[prompt:], prompt)
+            nats, seconds = loss.log_likelihood(model, memory, logits, ids[prompt:], prompt)
             if name == "everything":
                 best_possible = nats
             found.setdefault((name, share), []).append((kept, best_possible - nats, seconds * 1e3))
