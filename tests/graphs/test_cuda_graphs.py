@@ -1,6 +1,7 @@
 """Positions in device memory, and what CUDA adds: streams, graphs, both launchers. The former run on every back end."""
 
 import threading
+import types
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +10,7 @@ from oracle import assert_same_bits, numbers, place, random_bits, to_numpy
 
 import tikv
 from tikv import launch
+from tikv.ops.attention import launches
 
 pytestmark = pytest.mark.full(each_value=True)
 
@@ -402,3 +404,60 @@ def test_taichis_launcher_is_refused_in_a_graph(arch, rng):
             capture(lambda: store.append(0, k, k, positions=positions))
     finally:
         launch.choose_launcher(None)
+
+
+@pytest.mark.archs("cpu")
+def test_memory_between_launches_stays_where_a_graph_may_use_it(arch, monkeypatch):
+    """A launch on a stream of its own may have been captured, with the address of what there was then."""
+    live = types.SimpleNamespace(is_cuda=True, index=0, side_streams=set(), scratch=[], synchronize=lambda: None)
+    made = lambda nbytes, live: types.SimpleNamespace(nbytes=nbytes)  # noqa: E731
+    monkeypatch.setattr(launches, "lasting_memory", made)
+    monkeypatch.setattr(launches, "Memory", made)
+    monkeypatch.setattr(launches.driver, "capturing", lambda index: False)
+    first = launches.scratch_of(live, 1)
+    assert launches.scratch_of(live, first.nbytes) is first
+    second = launches.scratch_of(live, first.nbytes + 1)
+    assert live.scratch == [second], "nothing was captured"
+    live.side_streams.add(7)
+    third = launches.scratch_of(live, second.nbytes + 1)
+    assert third.nbytes == 2 * second.nbytes
+    assert live.scratch == [second, third]
+
+
+@pytest.mark.archs("cuda")
+def test_a_captured_attention_keeps_its_memory_between_launches(arch):
+    """Attention over more, which needs more of it, comes after the capture; then others use what memory is free."""
+    torch = pytest.importorskip("torch")
+    tikv.runtime.current().scratch.clear()
+    k, v = torch.randn(2, 1, 1, 4096, 64, device="cuda")
+    q, lens = torch.randn(1, 8, 64, device="cuda"), torch.tensor([4096], device="cuda")
+    want = tikv.decode_attention(q, k, v, lens, num_splits=8)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tikv.decode_attention(q, k, v, lens, num_splits=8)
+    torch.cuda.current_stream().wait_stream(side)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(want)
+    with torch.cuda.graph(graph):
+        tikv.decode_attention(q, k, v, lens, num_splits=8, out=out)
+    large = torch.randn(2, 32, 1, 4096, 64, device="cuda")
+    tikv.decode_attention(torch.randn(32, 64, 64, device="cuda"), *large, 4096, num_splits=16)
+    others = [torch.full((1 << 14,), 7.0, device="cuda") for _ in range(64)]
+    graph.replay()
+    assert torch.equal(out, want)
+    assert all(bool((a == 7).all()) for a in others)
+
+
+@pytest.mark.archs("cuda")
+def test_memory_between_launches_is_not_of_a_pool_that_torch_gives_a_thread(arch):
+    """While torch's compiler warms up what it will capture, it accounts for every block of the graph's pool."""
+    torch = pytest.importorskip("torch")
+    tikv.runtime.current().scratch.clear()
+    k, v = torch.randn(2, 1, 1, 4096, 64, device="cuda")
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        tikv.decode_attention(torch.randn(1, 8, 64, device="cuda"), k, v, 4096, num_splits=8)
+    address = tikv.runtime.current().scratch[-1].ptr
+    segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+    assert segments, "the result was made there"
+    assert not any(first <= address < last for first, last in segments)

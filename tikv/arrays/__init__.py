@@ -22,6 +22,7 @@ from tikv.arrays.memory import CudaBytes as CudaBytes
 from tikv.arrays.memory import Memory as Memory
 from tikv.arrays.memory import StagedNdarray as StagedNdarray
 from tikv.arrays.memory import as_numpy as as_numpy
+from tikv.arrays.memory import lasting_memory as lasting_memory
 from tikv.arrays.memory import new_array as new_array
 from tikv.arrays.memory import read_host as read_host
 from tikv.arrays.memory import to_device as to_device

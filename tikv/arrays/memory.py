@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import math
 import re
@@ -131,6 +132,18 @@ class Memory:
         else:
             with self.runtime.engine_calls():
                 self.block.fill(0)
+
+
+def lasting_memory(nbytes: int, live: runtime.Runtime) -> Memory:
+    """Memory that is kept when the call that first needs it is over, also where torch compiles that call.
+
+    While torch warms up what it will capture, it gives a thread all memory from the graph's pool, and refuses the call
+    where something of it is left that is no result. Another thread is given memory from where all of it comes from.
+    """
+    if not live.is_cuda or "torch" not in sys.modules:
+        return Memory(nbytes, live)
+    with concurrent.futures.ThreadPoolExecutor(1) as another:
+        return another.submit(Memory, nbytes, live).result()
 
 
 def new_array(shape: Sequence[int], dtype: DType, live: runtime.Runtime, *, zeroed: bool = False) -> ArrayView:

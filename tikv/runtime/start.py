@@ -105,6 +105,7 @@ class Runtime(NotCopied):
         self.why_no_subgroups: str | None = None if self.is_spirv else f"kernels on {self.arch} have no use for them"
         self.kernels: BoundedCache[Any, Any] = BoundedCache()  # compiled kernels of this program, filled by `launch`
         self._plans: BoundedCache[Any, Any] = BoundedCache()
+        self._scratch: list[Any] = []
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
         self.dropped = Dropped()
         self.turns: Turns = Turns()  # each launch waits for its own
@@ -133,6 +134,12 @@ class Runtime(NotCopied):
         """Bound one-shot calls, filled by `ops`; a thread that records has its own."""
         own = thread_plans.plans
         return self._plans if own is None else own
+
+    @property
+    def scratch(self) -> list[Any]:
+        """Memory for what lies between launches, filled by `ops`, the newest last; a recording thread has its own."""
+        own = thread_plans.plans
+        return self._scratch if own is None else own.setdefault("scratch", [])
 
     @property
     def alive(self) -> bool:

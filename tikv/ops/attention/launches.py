@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ALIGNMENT, ArrayView, Memory
+from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
+from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.chosen import indices_by_head
 from tikv.ops.attention.options import (
@@ -30,6 +31,7 @@ from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
 from tikv.ops.turned import turn_launch
 
 LEAST_SCRATCH = 1 << 16  # bytes
+MOST_DOUBLED = 1 << 26  # up to so many twice as many follow, so that what stays is no more than what is used
 
 
 def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: int, ahead: int = 0) -> Entries:
@@ -45,12 +47,21 @@ def length_entries(cache: CacheLayout, queries: int, length: int, first_valid: i
 
 
 def scratch_of(live: runtime.Runtime, nbytes: int) -> Memory:
-    """Memory for what lies between launches; grown as needed, shared by all plans of a runtime, in launch order."""
-    found: Memory | None = live.plans.get("attention scratch")
-    if found is None or found.nbytes < nbytes:
-        if found is not None:
+    """Memory for what lies between launches; grown as needed, shared by all plans of a runtime, in launch order.
+
+    A CUDA graph that was captured goes on using what there was then, so where one may have been it stays: a launch that
+    is captured is on a stream of its own.
+    """
+    kept = live.scratch
+    if not kept or kept[-1].nbytes < nbytes:
+        if kept and not live.side_streams:
             live.synchronize()
-        found = live.plans["attention scratch"] = Memory(max(nbytes, LEAST_SCRATCH), live)
+            kept.clear()
+        capturing = live.is_cuda and driver.capturing(live.index)
+        make = Memory if capturing else lasting_memory  # what a capture asks for is the graph's anyway
+        least = 2 * kept[-1].nbytes if kept and kept[-1].nbytes < MOST_DOUBLED else LEAST_SCRATCH
+        kept.append(make(max(nbytes, least), live))
+    found: Memory = kept[-1]
     return found
 
 
