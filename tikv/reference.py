@@ -771,7 +771,7 @@ def attention(
 def summarize_pages(keys: Array, length: int, page: int) -> tuple[Array, Array]:
     """The least and the greatest number of each column of `keys` (S, D), of pages of the first `length` rows.
 
-    NaN where one is there; 0 in both of a page without rows.
+    -0 is less than 0. NaN where one is there; 0 in both of a page without rows.
 
     Examples:
         >>> [a.ravel().tolist() for a in summarize_pages(np.array([[3.0], [1.0], [2.0]]), 3, 2)]
@@ -781,7 +781,13 @@ def summarize_pages(keys: Array, length: int, page: int) -> tuple[Array, Array]:
     least, greatest = np.zeros((2, pages, keys.shape[1]), keys.dtype)
     for n in range(-(-length // page)):
         rows = keys[n * page : min((n + 1) * page, length)]
-        least[n], greatest[n] = rows.min(axis=0), rows.max(axis=0)
+        zero, below = rows == 0, np.signbit(rows)
+        nan = np.isnan(rows).any(axis=0)
+        there = np.where(nan, np.zeros(1, keys.dtype), rows)
+        low, high = there.min(axis=0), there.max(axis=0)
+        low = np.where((low == 0) & (zero & below).any(axis=0), -np.zeros(1, keys.dtype), low)
+        high = np.where((high == 0) & (zero & ~below).any(axis=0), np.zeros(1, keys.dtype), high)
+        least[n], greatest[n] = (np.where(nan, np.array(np.nan, keys.dtype), a) for a in (low, high))
     return least, greatest
 
 

@@ -11,15 +11,17 @@ import tikv
 from tikv import arrays, reference
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
-          "float8_e4m3fn": ml_dtypes.float8_e4m3fn}  # fmt: skip
+          "float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}  # fmt: skip
 LENS = np.array([50, 33, 0])
 
 
 @pytest.mark.full(unless=lambda case: case["dtype"] == "bfloat16")
 @pytest.mark.parametrize(("dtype", "page", "width"), [(name, 16, 24) for name in DTYPES] + [("bfloat16", 7, 5)])
 def test_summaries(arch, rng, dtype, page, width):
-    """Bit for bit; what lies behind a length, here NaN, does not count."""
+    """Bit for bit, zeros with their signs and NaN too; what lies behind a length, here NaN, does not count."""
     k = rng.standard_normal((3, 2, 50, width)).astype(DTYPES[dtype])
+    k[0, 0] = np.where(rng.random((50, width)) < 0.9, rng.choice([0.0, -0.0], (50, width)), k[0, 0])
+    k[0, 1, rng.integers(50, size=5), rng.integers(width, size=5)] = np.nan
     for b, length in enumerate(LENS):
         k[b, :, length:] = np.nan
     got = tikv.summarize_pages(oracle.place(k, arch), LENS, page=page)

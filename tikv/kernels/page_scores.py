@@ -1,13 +1,13 @@
-"""The least and the greatest of each channel of the keys of a page, and the most that a key between them can score."""
+"""The most that a key of a page can score, by the least and the greatest in each of its channels."""
 
 import zlib
 from typing import NamedTuple
 
 from tikv.kernels.address import index_array
 from tikv.kernels.attention.parameters import FLOATS, MINUS_INFINITY
-from tikv.kernels.attention.softmax import is_nan
-from tikv.kernels.codec import SIZE, element_array, make_load, make_store
+from tikv.kernels.codec import SIZE, element_array, make_load
 from tikv.kernels.lanes import make_loop
+from tikv.kernels.page_summaries import make_length_of
 from tikv.runtime import ti
 
 
@@ -24,7 +24,7 @@ class PageParams(NamedTuple):
     capacity: int = 0
     lens_sequence: int = 0
     lens_first: int = 0
-    k_sequence: int = 0  # of keys, or of queries
+    k_sequence: int = 0  # of queries
     k_head: int = 0
     k_token: int = 0
     k_first: int = 0
@@ -43,72 +43,6 @@ P = PageParams(*range(len(PageParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 
 
-@ti.func
-def with_nan(before, x, found):
-    """What was found of two numbers, or the one of them that is NaN, whatever their comparison says."""
-    return ti.select(is_nan(before), before, ti.select(is_nan(x), x, found))
-
-
-def make_length_of(lens_bits):
-    """length_of(b, lens, params): the tokens of a sequence, bounded."""
-
-    @ti.func
-    def length_of(b, lens: ti.template(), params):
-        found = params[P.length]
-        if ti.static(lens_bits > 0):
-            length = ti.cast(lens[params[P.lens_first] + b * params[P.lens_sequence]], ti.i64)
-            found = ti.cast(ti.min(ti.max(length, ti.i64(0)), ti.cast(params[P.capacity], ti.i64)), ti.i32)
-        return found
-
-    return length_of
-
-
-def make_summarize_pages(style, serial, code, width, channels, lens_bits):
-    """summarize(k, lens, least, greatest, params): an item is some channels of a page; of no tokens 0 in both.
-
-    `code` is the dtype of all but the lengths; `channels` of an item lie side by side, 1 on a GPU, whose threads do. A
-    NaN among the keys of a page is the least and the greatest.
-    """
-    K, LENS = element_array(code), index_array(lens_bits)
-    load, store = make_load(code, 1, SIZE[code] * 8), make_store(code, 1, SIZE[code] * 8, style)
-    length_of = make_length_of(lens_bits)
-
-    @ti.func
-    def summarize_channels(i, arrays: ti.template(), params):
-        k, lens, least, greatest = ti.static(arrays)
-        channel, others = i % (width // channels) * channels, i // (width // channels)
-        page, kv_head = others % params[P.pages], others // params[P.pages]
-        b, h = kv_head // params[P.heads], kv_head % params[P.heads]
-        first = page * params[P.page]
-        count = ti.min(length_of(b, lens, params) - first, params[P.page])
-        at = params[P.k_first] + b * params[P.k_sequence] + h * params[P.k_head] + first * params[P.k_token] + channel
-        low, high = ti.Vector([ti.f32(0.0)] * channels), ti.Vector([ti.f32(0.0)] * channels)
-        if count > 0:
-            for c in ti.static(range(channels)):
-                low[c] = load(k, at + c)[0]
-                high[c] = low[c]
-            for n in range(1, count):
-                for c in ti.static(range(channels)):
-                    x = load(k, at + n * params[P.k_token] + c)[0]
-                    low[c] = with_nan(low[c], x, ti.select(x < low[c], x, low[c]))
-                    high[c] = with_nan(high[c], x, ti.select(x > high[c], x, high[c]))
-        low_to = params[P.least_first] + b * params[P.least_sequence] + h * params[P.least_head]
-        low_to += page * params[P.least_page] + channel
-        high_to = params[P.greatest_first] + b * params[P.greatest_sequence] + h * params[P.greatest_head]
-        high_to += page * params[P.greatest_page] + channel
-        for c in ti.static(range(channels)):
-            store(least, low_to + c, ti.Vector([low[c]]), ti.f32(1.0))
-            store(greatest, high_to + c, ti.Vector([high[c]]), ti.f32(1.0))
-
-    loop = make_loop(style, serial, summarize_channels, P.items)
-
-    @ti.kernel
-    def summarize(k: K, lens: LENS, least: K, greatest: K, params: PARAMS):
-        loop(k, params, ((k, lens, least, greatest), params))
-
-    return summarize
-
-
 def make_page_scores(style, serial, query, code, width, lens_bits):
     """scores(q, least, greatest, lens, out, params): an item is a page, for a query of a KV head's query heads.
 
@@ -119,7 +53,7 @@ def make_page_scores(style, serial, query, code, width, lens_bits):
     uid = zlib.crc32(repr(("page_scores", serial, query, code, width, lens_bits)).encode()) >> 1
     Q, K, LENS = element_array(query), element_array(code), index_array(lens_bits)
     load_q, load_k = make_load(query, 1, SIZE[query] * 8), make_load(code, 1, SIZE[code] * 8)
-    length_of = make_length_of(lens_bits)
+    length_of = make_length_of(lens_bits, P)
 
     def products(q: Q, least: K, greatest: K, at: ti.i32, low: ti.i32, high: ti.i32, number: ti.i32) -> ti.f32:
         found = ti.f32(0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized
 
 SUMMARIZED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, *dtypes.FLOATS8)
-CHANNELS = 8  # that a thread of a CPU takes together
 SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another is awake
 
 
@@ -37,7 +35,7 @@ def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any
         ShapeError, DTypeError: arrays that do not agree, or keys that are int8 or codes.
         CapacityError: a length on the host beyond S; on the device it is bounded.
 
-    Exactness: exact. A NaN among the keys is the least and the greatest.
+    Exactness: exact, whatever the order of the keys: -0 is less than 0, and a NaN is the least and the greatest.
     Cost: one launch, which reads the keys once.
     Source: Quest (Tang et al., 2024), whose pages these are.
 
@@ -154,22 +152,21 @@ def _summary_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
         raise DTypeError(f"{operation}: k_cache is {describe(k)}; keys are {', '.join(a.name for a in SUMMARIZED)}.")
     _check_lengths(lens, k.shape[0], operation)
     batch, heads, capacity, width = k.shape
-    pages, channels = -(-capacity // page), math.gcd(width, CHANNELS) if live.is_cpu else 1
-    items = checks.integer(batch * heads * pages * width // channels, "channels of pages", operation, high=2**31 - 1)
+    pages = -(-capacity // page)
+    items = batch * heads * pages * (1 if live.is_cpu else width)  # pages of heads, on a GPU their channels
+    items = checks.integer(items if width else 0, "channels of pages", operation, high=2**31 - 1)
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        from tikv.kernels.page_scores import PageParams, make_summarize_pages
+        from tikv.kernels.page_summaries import SummaryParams, make_summarize_pages
 
         k, least, greatest = arrays[0], *arrays[-2:]
-        numbers = PageParams(
+        numbers = SummaryParams(
             items=items, heads=heads, pages=pages, page=page, capacity=capacity, **_numbers_of_lengths(arrays[1:-2]),
             **_strides("k", k), **_strides("least", least), **_strides("greatest", greatest),
         )  # fmt: skip
         serial = live.is_cpu and batch * heads * capacity * width < SERIAL_NUMBERS
         bits = arrays[1].dtype.itemsize * 8 if len(arrays) > 3 else 0
-        kernel = launch.kernel(
-            live, make_summarize_pages, live.kernel_style, serial, k.dtype.short, width, channels, bits
-        )
+        kernel = launch.kernel(live, make_summarize_pages, live.kernel_style, serial, k.dtype.short, width, bits)
         given = [k, arrays[1] if bits else k, least, greatest]
         return [Launch(kernel.bind(items, *given, numbers), given)]
 
