@@ -3,6 +3,7 @@
 On CPU torch's compiler traces the model and calls what it traced; on CUDA it is transformers' default, a CUDA graph.
 """
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -18,6 +19,7 @@ from model_cache import BASE, generate, given, prompts  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
+from tikv.integrations import _stored_ops as stored_ops  # noqa: E402
 from tikv.integrations import _transformers_steps as steps  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -276,6 +278,37 @@ def test_another_batch_is_refused_before_anything_is_written(arch):
         compiled(torch.ones(2, 1, dtype=torch.int64, device=arch), **given(it.cache))
     assert torch.equal(it.cache.layers[0].keys, before)
     it.check(it.step(10), 10)
+
+
+@torch.no_grad()
+def test_a_capture_by_hand_is_refused_before_anything_is_written(arch, monkeypatch):
+    """Nobody would see to it that its replays find the cache where it was."""
+    it = Stepper(arch)
+    it.step(9)
+    keys = it.cache.layers[0]._k.clone()
+    if arch == "cpu":
+        monkeypatch.setattr(stored_ops, "_captured", lambda cache: True)
+        capture = contextlib.nullcontext()
+    else:
+        it.compiled = torch.compile(it.model, fullgraph=True)
+        it.step(10)
+        it.cache.crop(-1)
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(tikv.ArchError, match="a CUDA graph is captured by hand"), capture:
+        it.step(10)
+    monkeypatch.undo()
+    assert torch.equal(it.cache.layers[0]._k[:, :, :10], keys[:, :, :10])
+    assert it.cache.get_seq_length() == 10
+    it.check(it.step(10), 10)
+
+
+def test_a_capture_by_the_compiler_is_known(monkeypatch):
+    """By the file of torch's that calls."""
+    from torch._inductor import cudagraph_trees
+
+    assert not stored_ops._by_compiler()
+    there = eval(compile("lambda call: call()", cudagraph_trees.__file__, "eval"))
+    assert there(stored_ops._by_compiler)
 
 
 def test_texts_that_do_not_fit(arch):

@@ -1018,6 +1018,46 @@ def test_too_many_tokens_are_refused_before_a_write(arch, model):
     )
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "tikv"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 40}], ids=str)
+def test_another_text_is_refused_before_a_write(arch, options, attention):
+    """In a cache that was not reset, where its length, mask or positions show it; a longer text may be going on."""
+    model = build("gemma3")
+    model.set_attn_implementation(attention)
+    cache = TikvCache(model.config, **options)
+    generate(model, cache, prompts(11), 4)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    for length in (5, 10, 12, 14):
+        for mask in (True, False):  # which new versions leave out where all of it is seen
+            text = {k: a for k, a in prompts(length).items() if mask or k == "input_ids"}
+            with pytest.raises((tikv.ShapeError, tikv.PositionError, IndexError), match=ANOTHER_TEXT):
+                generate(model, cache, text, 4)
+    with torch.no_grad():
+        for length in (2, 20):
+            ids, mask = prompts(length).values()
+            with pytest.raises(
+                tikv.ShapeError, match=f"{length} are new, but the attention mask is of a text of {length}"
+            ):
+                model(ids, attention_mask=mask, **given(cache))
+            if shim.VERSION >= (5, 4):
+                with pytest.raises(tikv.PositionError, match="holds 14 tokens, and the new ones begin at position 0"):
+                    model(ids, position_ids=torch.arange(length)[None], **given(cache))
+        assert cache.get_seq_length() == 14
+        for layer, kept in zip(cache.layers, before, strict=True):
+            assert all(map(torch.equal, (layer.keys, layer.values), kept))
+        model(
+            ids,
+            position_ids=torch.arange(20)[None],
+            attention_mask=torch.ones(1, 34, dtype=torch.int64),
+            **given(cache),
+        )
+    assert cache.get_seq_length() == 34, "what says that it means it"
+
+
+# The second is transformers' own, of old versions.
+ANOTHER_TEXT = "holds 14 tokens, and the text has no more|holds 14 tokens, and the new ones begin at|index -1 is out"
+
+
 def test_a_model_with_more_layers_is_refused(arch):
     small, large = build("llama", num_hidden_layers=2), build("llama")
     with pytest.raises(tikv.ShapeError, match=r"has 2 layers, as many as its .* asks for layer 2"):

@@ -3,6 +3,7 @@
 Where tokens go and how many there are is in tensors, so that one compiled program serves all steps.
 """
 
+import sys
 from typing import Any, Optional
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from tikv import dtypes, formats
 from tikv.arrays import new_like, runtime_of, view_all
+from tikv.errors import ArchError
+from tikv.launch.cuda import driver
 from tikv.ops.append_at import append_at
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_cache, contiguous_call
 from tikv.ops.attention.request import AttendRequest
@@ -37,6 +40,36 @@ def _format_of(named: str) -> Any:
     return found.scaled(float(scale)) if found is not None and scale else found
 
 
+def _refuse_capture_by_hand(cache: Tensor) -> None:
+    """Torch's compiler looks at the addresses of a cache before each replay, and a cache learns of each of its steps.
+
+    Raises:
+        ArchError: another captures a CUDA graph, whose replays would do neither.
+    """
+    if _captured(cache) and not _by_compiler():
+        raise ArchError(
+            f"{OPERATION}: a CUDA graph is captured by hand. Its replays would add tokens that the cache does not "
+            f'count, and go on in memory that it has left. Let torch.compile(mode="reduce-overhead") capture, as '
+            f"generate does; or use a tikv.KVCacheStore with positions_on_device()."
+        )
+
+
+def _captured(cache: Tensor) -> bool:
+    """Whether launches over a cache are captured now."""
+    return cache.is_cuda and driver.capturing(cache.device.index)
+
+
+def _by_compiler() -> bool:
+    """Whether it is torch's compiler that captures; asked while a graph is captured, which is rare."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    frame = sys._getframe()
+    while trees is not None and frame is not None:
+        if frame.f_code.co_filename == trees.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 @torch.library.custom_op("tikv::append_stored", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))  # type: ignore[untyped-decorator]
 def append_stored(
     k: Tensor,
@@ -51,7 +84,12 @@ def append_stored(
     k_format: str,
     v_format: str,
 ) -> None:
-    """`append_at`."""
+    """`append_at`.
+
+    Raises:
+        ArchError: a CUDA graph is captured, not by torch's compiler.
+    """
+    _refuse_capture_by_hand(k_cache)
     append_at(
         OPERATION, (k, v), (k_cache, v_cache), (k_scale, v_scale), positions, formats=_formats(k_format, v_format),
         ring=ring, sinks=sinks,

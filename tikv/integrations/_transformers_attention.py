@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tikv.errors import DTypeError, ShapeError
+from tikv.errors import DTypeError
 from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import _transformers_steps as steps
@@ -171,8 +171,6 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     tokens = shim.query_length(kwargs["q_length"] if "q_length" in kwargs else kwargs["cache_position"])
     offset = kwargs["kv_offset"]
-    if isinstance(offset, (steps.SlotsOffset, steps.KnownOffset)):
-        _refuse_another_text(kwargs.get("attention_mask"), tokens, offset, kwargs["kv_length"])
     if isinstance(offset, (steps.SlotsOffset, torch.Tensor)):
         return _mask_of_slots(made, tokens, **kwargs)
     may_skip = kwargs.get("allow_is_causal_skip", True)
@@ -185,20 +183,6 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     if mask is None or not may_skip or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
         return mask
     return None if bool(mask.all()) else mask
-
-
-def _refuse_another_text(padding: Any, tokens: int, offset: Any, keys: int) -> None:
-    """A mask over the whole text covers what a cache of fixed room holds, and the new tokens.
-
-    Raises:
-        ShapeError: it is shorter: the text is not the one that the cache holds the beginning of.
-    """
-    end = offset.end if isinstance(offset, steps.SlotsOffset) else offset + keys
-    if padding is not None and padding.ndim == 2 and padding.shape[1] < end:
-        raise ShapeError(
-            f"{OPERATION}: the cache holds {end - tokens} tokens and {tokens} are new, but the attention mask is of a "
-            f"text of {padding.shape[1]}. Use cache.reset() before another text, or give the whole text."
-        )
 
 
 def _is_plain(function: Any) -> bool:

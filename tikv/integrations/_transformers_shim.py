@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from transformers import cache_utils, masking_utils
 
@@ -190,6 +192,26 @@ def layer_without_keys() -> Any:
 def query_length(queries: Any) -> int:
     """The number of new tokens, from the argument of `get_mask_sizes`: that number or their positions."""
     return queries if isinstance(queries, int) else int(queries.shape[0])
+
+
+def said_of_tokens(queries: Any) -> tuple[Any, Any]:
+    """What the caller of `get_mask_sizes` was told of the text: its attention_mask (batch, n), and position_ids.
+
+    Either is None where it was told none of this form. transformers hands neither to a cache; from 5.4 on not even the
+    positions that `queries` were before. So they are looked for in the functions of masks, which are what calls.
+    """
+    frame, found = sys._getframe(1), {}
+    for _ in range(6):
+        if frame.f_globals.get("__name__") == masking_utils.__name__:
+            found = frame.f_locals
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    padding, positions = found.get("attention_mask"), found.get("position_ids")
+    if not isinstance(queries, int):
+        positions = queries[None]
+    return tuple(a if isinstance(a, torch.Tensor) and a.ndim == 2 else None for a in (padding, positions))  # type: ignore[return-value]
 
 
 def tokens_after_crop(n: int, length: int) -> int | None:

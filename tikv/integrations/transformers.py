@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
 
-from tikv.errors import OptionError, ShapeError
+from tikv.errors import OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_files as cache_files
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
@@ -311,17 +311,38 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         """(number of keys that a layer's `update` will return for these new tokens, position of the first of them).
 
         Raises:
-            ShapeError: there is no new token: the text is no longer than what the cache holds.
+            ShapeError: there is no new token, or the attention mask is of a shorter text than cached and new tokens.
+            PositionError: the new tokens are said to stand where the cache holds others.
         """
-        if shim.query_length(queries) == 0:
+        tokens = shim.query_length(queries)
+        if tokens == 0:
             raise ShapeError(
                 f"{OPERATION}: the cache holds {self.get_seq_length(layer_idx)} tokens, and the text has no more. Use "
                 f"reset() before another text."
             )
-        if self._rings and not torch.compiler.is_dynamo_compiling() and shim.query_length(queries) == 1:
-            for layer in self._rings:
+        if not torch.compiler.is_dynamo_compiling():
+            self._refuse_another_text(queries, tokens, layer_idx)
+            for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()
         return super().get_mask_sizes(queries, layer_idx)  # type: ignore[no-any-return]
+
+    def _refuse_another_text(self, queries: Any, tokens: int, layer_idx: int) -> None:
+        """Refuse new tokens of a text that is not the one which the cache holds the beginning of, where that shows."""
+        held = self.get_seq_length(layer_idx)
+        if not held:
+            return
+        padding, positions = shim.said_of_tokens(queries)
+        if padding is not None:
+            if padding.shape[1] < held + tokens:
+                raise ShapeError(
+                    f"{OPERATION}: the cache holds {held} tokens and {tokens} are new, but the attention mask is of a "
+                    f"text of {padding.shape[1]}. Use reset() before another text, or give a mask of the whole text."
+                )
+        elif positions is not None and tokens > 1 and (first := int(positions.min())) < held:
+            raise PositionError(
+                f"{OPERATION}: the cache holds {held} tokens, and the new ones begin at position {first}. Use reset() "
+                f"before another text; where positions are meant so, give an attention_mask of the whole text."
+            )
 
     @property
     def max_cache_len(self) -> int:
