@@ -80,6 +80,7 @@ PIECES = {
     "to the window": [WINDOW, *[1] * 20],
     "one less": [WINDOW - 1, *[1] * 20],
     "beyond it": [29, *[1] * 25],
+    "far beyond it": [100, *[1] * 3, 90, 80, 2, *[1] * 2],
     "fewer than the sinks": [2, *[1] * 30],
     "chunks": [5, 4, 4, 7, 1, 1, 30, 1, 2, 1, 1, 1, 3, 12, 13, 1],
 }
@@ -176,6 +177,23 @@ def test_crop_goes_back_as_far_as_the_window_is_whole(arch):
     fed(model, cache, ids[:, :20], [20])
     cache.crop(-6)  # a prompt is held whole
     torch.testing.assert_close(fed(model, cache, ids[:, 14:], [3, *[1] * 23]), want[:, 14:], rtol=0, atol=2e-5)
+
+
+def test_crop_behind_a_long_prompt(arch):
+    """Of which a layer keeps what a rollback of 64 tokens needs, once the next layer has its tokens."""
+    model, ids = build(), text(150)
+    cache = TikvCache(model.config, window=WINDOW, sinks=SINKS)
+    fed(model, cache, ids[:, :140], [140])
+    assert [layer.store.length for layer in cache.layers] == [WINDOW + 64, 140]
+    message = r"cannot go back from 140 to 74 tokens: a window of 12 needs positions from 66 behind .* 67\.\.139"
+    with pytest.raises(tikv.PositionError, match=message):
+        cache.crop(-66)
+    assert [layer.get_seq_length() for layer in cache.layers] == [140] * 2
+    cache.crop(-64)
+    want = masked_logits(model, ids)
+    torch.testing.assert_close(fed(model, cache, ids[:, 76:], [3, *[1] * 5, 66]), want[:, 76:], rtol=0, atol=2e-5)
+    with pytest.raises(tikv.PositionError, match="layer 0: cannot go back"):
+        cache.crop(-90)
 
 
 def test_keys_are_what_the_next_token_sees_and_can_be_set(arch):

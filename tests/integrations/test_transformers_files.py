@@ -13,7 +13,7 @@ from model_cache import BASE, given  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_layer as layers  # noqa: E402
+from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 from tikv.stores import files  # noqa: E402
@@ -60,7 +60,7 @@ CASES = {
 def test_a_model_goes_on_as_if_never_saved(arch, case, attention, tmp_path, monkeypatch):
     """To the bit, wherever it was: in a prompt, where a window moved, where a stream went round."""
     for name, room in (("ROLLBACK", 2), ("SPARE", 3), ("FIRST_CAPACITY", 4)):
-        monkeypatch.setattr(layers, name, room)
+        monkeypatch.setattr(rooms, name, room)
     family, more, options = CASES[case]
     model = build(family, **more)
     model = model.bfloat16() if case == "bfloat16" else model

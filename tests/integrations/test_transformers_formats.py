@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from model_cache import given  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_layer as layers  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations import _transformers_room as rooms  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 
@@ -48,7 +48,7 @@ def rows(rng, tokens, dtype=torch.float32):
 def test_layers_hold_what_a_store_does(arch, rng, monkeypatch, stored, dtype):
     """However often the tokens are moved to the front, cropped, copied and selected."""
     for name, room in (("ROLLBACK", 2), ("SPARE", 4), ("FIRST_CAPACITY", 4)):
-        monkeypatch.setattr(layers, name, room)
+        monkeypatch.setattr(rooms, name, room)
     cache = TikvCache(config(), **stored)
     stored["dtype"] = stored["dtype"] or str(dtype).removeprefix("torch.")
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=WIDTH, capacity=64, **stored)
@@ -102,8 +102,8 @@ def test_a_streaming_layer_overwrites_codes(arch, rng):
 def test_attention_by_name_reads_the_codes(arch, stored, monkeypatch):
     """The logits of torch's attention over the numbers that the codes stand for, to rounding."""
     logits, decoded = [], []
-    read = layers.TikvLayer._read
-    monkeypatch.setattr(layers.TikvLayer, "_read", lambda *a: (decoded.append(1), read(*a))[1])
+    read = TikvLayer._read
+    monkeypatch.setattr(TikvLayer, "_read", lambda *a: (decoded.append(1), read(*a))[1])
     for implementation in ("sdpa", "tikv"):
         decoded.clear()
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from model_cache import BASE, generate, prompts  # noqa: E402
 
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
-from tikv.integrations import _transformers_layer as layers  # noqa: E402
+from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations._transformers_stored import StoredTensor  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -147,8 +147,8 @@ def test_later_changes_of_the_cache_do_not_reach_it(arch, rng, change, window, c
     if window is not None:
         if change in ("a compaction", "a crop and an append"):
             pytest.skip("a window refuses that")
-        monkeypatch.setattr(layers, "ROLLBACK", 1)
-        monkeypatch.setattr(layers, "SPARE", 1)
+        monkeypatch.setattr(rooms, "ROLLBACK", 1)
+        monkeypatch.setattr(rooms, "SPARE", 1)
         config = transformers.MistralConfig(**BASE, sliding_window=window, attn_implementation="tikv")
         cache = TikvCache(config, dtype="int8")
     (k, v), _ = filled(cache, rng)

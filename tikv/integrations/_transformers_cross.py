@@ -24,6 +24,9 @@ class _EncoderToo(TikvLayer):
         self._written_once = first
         return found
 
+    def _usual_room(self) -> int | None:
+        return None  # before its second tokens nothing tells whose they are
+
     def _visible(self) -> tuple[Any, Any]:
         if self._written_once and self.store is not None:
             return self._read(0, self.store.length)

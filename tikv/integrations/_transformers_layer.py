@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 from transformers import cache_utils
 
+from tikv import dtypes
 from tikv.errors import ArchError, OptionError, PositionError, ShapeError
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import _transformers_steps as steps
@@ -18,14 +19,10 @@ from tikv.integrations import torch_ops
 from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.integrations._transformers_keywords import check_configured
-from tikv.integrations._transformers_ready import ReadyLayer
+from tikv.integrations._transformers_room import LayerRoom
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
 from tikv.stores.layers.growing import GrowingLayer
-
-FIRST_CAPACITY = 256  # slots that a growing layer starts with
-ROLLBACK = 64  # tokens a sliding layer can always be cropped by, beyond its window
-SPARE = 128  # and has room for, or for a quarter of its window, before tokens are moved to the front
 
 
 def _find_part() -> Any:
@@ -48,7 +45,7 @@ def _find_part() -> Any:
 _part = _find_part()
 
 
-class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
+class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """One layer: keys and values in place, in temporal order, in memory of this library.
 
     Args:
@@ -77,6 +74,7 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.config = config
         self.for_steps = False
         self.record_past = False
+        self.has_prompt_room = False  # see `let_go_of_prompt`
         self.is_initialized = False
         self._past = 0 if window is None else max(0, window - 1)  # tokens before the newest that it sees
         self._settled = 0  # no rollback goes behind this position
@@ -116,20 +114,6 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             )
         return int(key_states.shape[2])
 
-    def _room_for(self, tokens: int) -> int:
-        """Slots to have for so many tokens."""
-        if self.is_sliding:
-            usual = self._past + ROLLBACK + max(SPARE, self._past // 4)
-            usual = usual if self.limit is None else min(usual, self.limit)
-            # A chunk beyond the usual room gets room for itself, which goes back when the next tokens come.
-            return usual if tokens <= usual else tokens + usual
-        if self.limit is not None:
-            return self.limit
-        capacity = FIRST_CAPACITY
-        while capacity < tokens:
-            capacity *= 2
-        return capacity
-
     def _attach(self) -> None:
         """Take torch's view of the memory, and what follows from it; after each change of memory or room."""
         store = self._store
@@ -145,11 +129,9 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._of_rows = [None if a is None or a.ndim < 3 else (a.shape[3:], a.stride()) for a in self._scales]
         self._as_stored = self._k.dtype is self.dtype is self._v.dtype
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
+        usual = self._usual_room()
+        self.has_prompt_room = usual is not None and store.capacity > usual
         self._bound = self._bound_of(store)
-
-    def _bound_of(self, store: GrowingLayer) -> int:
-        """Tokens that may be held as things are: that there are slots for, and that `limit` allows."""
-        return store.capacity if self.limit is None else min(store.capacity, self.limit - store.origin)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append new tokens; returns all keys and values that these tokens may see, in temporal order.
@@ -291,27 +273,6 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Torch's views of the memory: keys, values, and the scales of rows."""
         return [a for a in (self._k, self._v, *self._scales) if a is not None and a.ndim > 2]
 
-    def _left_behind(self) -> int:
-        """Oldest tokens held that no query and no rollback will ask for."""
-        store = self.store
-        if store is None or not self.is_sliding:
-            return 0
-        settled = self._settled if self.record_past else store.end - ROLLBACK
-        return max(0, settled - self._past - store.origin)
-
-    def _make_room(self, tokens: int) -> None:
-        """Let go of what the window has left behind, and grow where that is not enough."""
-        store = self.store
-        assert store is not None
-        self._refuse_beyond_limit(tokens)
-        drop = self._left_behind()
-        needed = store.length - drop + tokens
-        capacity = self._room_for(needed)
-        if self.is_sliding and capacity > needed and store.capacity >= needed and capacity > store.capacity:
-            capacity = store.capacity
-        store.make_room(capacity=capacity, drop=drop)
-        self._attach()
-
     def _refit(self, key_states: Any, value_states: Any, error: Exception | None) -> None:
         """Take on the form of another model or batch when empty; refuse it when not."""
         store = self.store
@@ -337,8 +298,8 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Slots first..end in the model's dtype: a view where that is what is stored."""
         if self._scales != [None, None]:
             assert self.store is not None
-            k, v = (a.torch() for a in self.store.decoded(first))
-            return k.to(self.dtype), v.to(self.dtype)
+            k, v = (a.torch() for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
+            return k, v
         k, v = self._slices(first, end)
         return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
 
@@ -426,7 +387,7 @@ class TikvLayer(ReadyLayer, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             f"one too."
         )
 
-    cumulative_length = property(ReadyLayer.get_seq_length)
+    cumulative_length = property(LayerRoom.get_seq_length)
 
     def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
         """(number of keys that `update` will return for these new tokens, position of the first of them)."""

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tikv.errors import OptionError, PositionError
 from tikv.integrations import _transformers_layer as layers
+from tikv.integrations import _transformers_room as rooms
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import _transformers_steps as steps
 from tikv.integrations._transformers_attention import ATTENTION
@@ -82,10 +83,23 @@ class StreamingLayer(RingLayer):
         store = self.store
         if store is None or store.length <= self.window:
             return
+        self._keep_newest(self.window)
+
+    def _usual_room(self) -> int | None:
+        return self.window + rooms.ROLLBACK
+
+    def let_go_of_prompt(self) -> None:
+        """As `TikvLayer.let_go_of_prompt`."""
+        store = self.store
+        if not (store is None or self._staged or self.record_past) and store.length > self.window + rooms.ROLLBACK:
+            self._keep_newest(self.window + rooms.ROLLBACK)
+
+    def _keep_newest(self, tokens: int) -> None:
+        """Have memory for so many tokens, the sinks and the newest; more are held, in temporal order."""
+        store = self.store
+        assert store is not None
         self._recall()
-        kept = np.r_[: self.sinks, store.length - (self.window - self.sinks) : store.length]
-        store.compact(np.tile(kept, (self.batch_size, 1)))
-        store.make_room(capacity=self.window)
+        store.make_room(capacity=tokens, drop=store.length - tokens, sinks=self.sinks)
         self._attach()
 
     def _visible(self) -> tuple[Any, Any]:

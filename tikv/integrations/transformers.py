@@ -168,9 +168,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     Args:
         config: the model's configuration. It says which layers are full, sliding or chunked, and which share keys.
-        max_cache_len: tokens that a sequence may have; memory for them is allocated once. None: memory doubles as
-            needed. If all layers slide, a sequence may continue beyond it, as with transformers' own static cache: a
-            new token sees its window, or the newest ``max_cache_len`` tokens if these are fewer.
+        max_cache_len: tokens that a sequence may have; memory for them is allocated once. None: memory grows by an
+            eighth as needed, one layer after another. If all layers slide, a sequence may continue beyond it, as with
+            transformers' own static cache: a new token sees its window, or the newest ``max_cache_len`` tokens if these
+            are fewer.
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. What is stored narrower is widened for each
@@ -191,7 +192,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     A sliding layer has room for its window and for a quarter of it or 128 tokens, and 64 more: so its tokens are moved
     to the front rarely, and can be taken back. A layer streamed by ``window`` overwrites its oldest token with each new
-    one; keys keep their true positions. A prompt takes memory for itself until the next token.
+    one; keys keep their true positions. Of a longer prompt each layer lets go when the next layer's tokens come, but
+    for what a `crop` of 64 tokens needs: no more than one layer has all of it.
 
     Gradients do not flow through the cache: `backward` raises. Those of queries are right whatever becomes of the
     cache: where gradients are on, each read is a copy. Decode under ``torch.no_grad()``, as ``generate`` does.
@@ -272,6 +274,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
+        self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: give max_cache_len"
         if max_cache_len is not None or streamed is not None:
             self._why_not_compiled = _why_not_compiled(layers, text, crossed)
@@ -305,7 +308,15 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: the cache has {len(self.layers)} layers, as many as its configuration says; the model "
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
-        return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+        if torch.compiler.is_dynamo_compiling():
+            return layer.update(key_states, value_states)  # type: ignore[no-any-return]
+        if self._prompted is not None and self._prompted is not layer:
+            self._prompted.let_go_of_prompt()
+            self._prompted = None
+        found = layer.update(key_states, value_states)
+        if layer.has_prompt_room:
+            self._prompted = layer
+        return found  # type: ignore[no-any-return]
 
     def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
         """(number of keys that a layer's `update` will return for these new tokens, position of the first of them).
@@ -455,7 +466,7 @@ class _OfEncoderDecoder:
         found = object.__new__(self._alone)
         cache_utils.Cache.__init__(found, layers=layers)
         found._limit, found._made, found._fields = limit, self._made, self._fields
-        found._why_not_compiled, found._rings = self._why_not_compiled, []
+        found._why_not_compiled, found._rings, found._prompted = self._why_not_compiled, [], None
         return found
 
     @property

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, last_call_test, new_array, runtime_of, to_device, view_all
+from tikv.arrays import ArrayView, CacheArray, last_call_test, new_array, runtime_of, to_device, view_all
+from tikv.dtypes import DType
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.runtime import require_alive
@@ -27,6 +28,11 @@ from tikv.stores.row_format import RowFormats
 # decide; returns how many tokens are held then. Tokens of another form, or more than fit into the first `room` slots,
 # are not appended, and 0 is returned. It raises ShapeError and StaleRuntimeError as `append`, before it writes.
 AppendAlike = Callable[[Any, Any, int], int]
+
+
+def _slots(a: ArrayView, first: int, count: int) -> ArrayView:
+    """Some slots of a (batch, heads, slots[, width]) array."""
+    return a.restrided((*a.shape[:2], count, *a.shape[3:]), a.strides, first * a.strides[2])
 
 
 def _takes_nothing(k: Any, v: Any, room: int) -> int:
@@ -180,11 +186,11 @@ class GrowingLayer(runtime.NotCopied):
 
         return append_alike
 
-    def make_room(self, *, capacity: int, drop: int = 0) -> None:
-        """Forget the ``drop`` oldest tokens, move the others to the front, and have ``capacity`` slots.
+    def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
+        """Forget the ``drop`` oldest tokens behind the first ``sinks``, close the gap, and have ``capacity`` slots.
 
-        PositionError where fewer than ``drop`` are held, CapacityError where the rest does not fit or slots are
-        more than a launch addresses.
+        PositionError where fewer than ``drop`` are held there, CapacityError where the rest does not fit or slots are
+        more than a launch addresses. With sinks in front of a gap slots count from the back, as after `compact`.
 
         Cost: nothing if nothing changes; else one launch or two per array. With another capacity memory is allocated
             anew, and arrays handed out before keep the old.
@@ -193,20 +199,21 @@ class GrowingLayer(runtime.NotCopied):
         require_alive(self.runtime, operation)
         layer, memory = self._layer, self._memory
         drop = checks.integer(drop, "drop", operation)
-        if drop > layer.length:
-            raise PositionError(
-                f"{operation}: cannot drop {drop} tokens of {layer.length}. Drop at most {layer.length}."
-            )
+        sinks = checks.integer(sinks, "sinks", operation) if drop else 0
+        most = max(0, layer.length - sinks)
+        if drop > most:
+            raise PositionError(f"{operation}: cannot drop {drop} tokens of {most}. Drop at most {most}.")
         capacity = checks.integer(capacity, "capacity", operation, low=1)
         keep = layer.length - drop
         checks.fits_linear(0, keep, capacity, operation)
         if capacity == self.capacity and drop == 0:
             return
-        rest = [a.restrided((*a.shape[:2], keep, *a.shape[3:]), a.strides, drop * a.strides[2]) for a in layer.arrays]
+        old, behind = layer.arrays, keep - sinks
+        rest = [_slots(a, sinks + drop, behind) for a in old]
         if capacity == self.capacity:
             taken = [new_array(a.shape, a.dtype, self.runtime) for a in rest]
             for a, b in zip(rest, taken, strict=True):
-                memory.move_slots(a, b, keep)
+                memory.move_slots(a, b, behind)
             rest = taken
         else:
             before, layer.slots = layer.slots, capacity
@@ -216,25 +223,29 @@ class GrowingLayer(runtime.NotCopied):
                 layer.slots = before
                 raise
             self.append_alike = _takes_nothing  # what is bound writes to the memory before
+            for a, b in zip(old, layer.arrays, strict=True):
+                memory.move_slots(a, b, sinks)
         for a, b in zip(rest, layer.arrays, strict=True):
-            memory.move_slots(a, b, keep)
+            memory.move_slots(a, _slots(b, sinks, behind), behind)
         layer.length = keep
         self.origin += drop
+        if sinks:
+            self.whole_from = max(self.whole_from, self.end - behind)
 
     def recount(self, *, length: int, origin: int) -> None:
         """Say how many tokens are held, and the position of the first, after another wrote or moved them."""
         self._layer.length = length
         self.origin = origin
 
-    def decoded(self, first: int) -> tuple[CacheArray, CacheArray]:
+    def decoded(self, first: int, dtype: DType | None = None) -> tuple[CacheArray, CacheArray]:
         """A copy of the tokens from slot ``first`` on, K (batch, H, n, D) and V (batch, H, n, D_v), in one launch.
 
-        int8 and groups come as float32.
+        Without a dtype int8 and groups come as float32.
         """
         operation = "GrowingLayer.decoded"
         require_alive(self.runtime, operation)
         first = checks.integer(first, "first", operation, high=self.length)
-        return self._memory.tokens(operation, self._layer, first)
+        return self._memory.tokens(operation, self._layer, first, dtype)
 
     def compact(self, keep: Any) -> None:
         """Keep some of the tokens held, for each head its own but of all as many, as `KVCacheStore.compact`; in place.

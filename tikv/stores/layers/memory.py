@@ -10,6 +10,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
+from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.ops.compact import bind_in_place
 from tikv.ops.layouts import LINEAR, Placement, Rows
@@ -150,16 +151,18 @@ class LayerMemory:
         for layer in layers:
             self.recount(layer, 0, None)
 
-    def tokens(self, operation: str, layer: Layer, first: int = 0) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy, in `RowFormat.read_dtype`."""
+    def tokens(
+        self, operation: str, layer: Layer, first: int = 0, dtype: DType | None = None
+    ) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds from a position on, in temporal order, as a copy; None for `RowFormat.read_dtype`."""
         fixed, start = self._fixed_and_start(layer, first)
         shape = (self.batch_size, self.num_kv_heads, fixed + max(0, layer.length - start))
-        k, v = (new_array((*shape, row.width), row.read_dtype, self.runtime) for row in self.rows.both)
+        k, v = (new_array((*shape, row.width), dtype or row.read_dtype, self.runtime) for row in self.rows.both)
         self.copy_tokens(operation, layer, k, v, first)
         return CacheArray(k, self.runtime), CacheArray(v, self.runtime)
 
     def copy_tokens(self, operation: str, layer: Layer, k: ArrayView, v: ArrayView, first: int = 0) -> None:
-        """`tokens` into arrays of that dtype, (batch, heads, slots, width), or some of the columns of such."""
+        """`tokens` into arrays of a dtype, (batch, heads, slots, width), or some of the columns of such."""
         fixed, start = self._fixed_and_start(layer, first)
         self._gather(operation, layer, [k, v], tokens=fixed, position=first, at=0)
         self._gather(operation, layer, [k, v], tokens=layer.length - start, position=start, at=fixed)
