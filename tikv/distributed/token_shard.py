@@ -60,6 +60,7 @@ class TokenShardLayers(LayerStorage):
     file_kind = ""
 
     def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
+        self.check_summaries("ShardedKVCacheStore", form)
         self.runtime, self.sharding = live, sharding
         sinks, behind = (
             form.sinks,

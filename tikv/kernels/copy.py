@@ -33,6 +33,7 @@ from tikv.kernels.codec import (
     SCALE_WORD,
     WORD,
     Codec,
+    element_array,
     finite_magnitude_bits,
     make_bits_to_f32,
     make_load,
@@ -48,6 +49,7 @@ from tikv.kernels.group_lanes import make_shared_groups, make_turn_back
 from tikv.kernels.group_rows import make_dequantise_rows, make_quantise_rows
 from tikv.kernels.groups import make_dequantise_unit
 from tikv.kernels.lanes import make_loop, make_row_max
+from tikv.kernels.page_summaries import WRITTEN, W, make_summarize_written
 from tikv.runtime import ti
 
 
@@ -67,7 +69,7 @@ class Stream(NamedTuple):
     codec: Codec
 
 
-def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bits, scale, joint):
+def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bits, scale, joint, summaries=None):
     """The copy for one set of compile-time choices. Not cached: on CPU its row functions belong to one Taichi program.
 
     Args:
@@ -82,6 +84,7 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         scale: dtype code of the scales, or "" without: those of int8 rows are found and written, those of floats of 8
             bits are read.
         joint: on CPU without index and scales, K and V go to one array: each array of a launch takes time.
+        summaries: the `WrittenForm` of pages of keys that are summarised in the same launch; no scales then.
     """
     k, v = streams[0], streams[-1]
     KS, KD, VS, VD = (word_array(bits) for s in (k, v) for bits in (s.codec.src_bits, s.codec.dst_bits))
@@ -104,6 +107,11 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
         b, t, h, lane, is_v, inside = decode_item(i, params)
         rows = find_rows(b, t, h, inside, index, strides, params)
         move_rows(i, b, h, lane, is_v, rows, (ks, kd, vs, vd, k_scale, v_scale), strides, params)
+
+    if summaries is not None:
+        uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, summaries)).encode()) >> 1
+        summarize = make_summarize_written(style, summaries, dst, uid)
+        return make_copy_summarized(style, serial, copy_item, summarize, summaries, (KS, KD, VS, VD, IX))
 
     if style == "cpu":
         placed, strided = len(P), 4 * len(S)  # here, since Taichi warns of `len` in what it compiles
@@ -152,6 +160,47 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     if by_pages:
         return make_copy_by_pages((KS, KD, VS, VD), index_bits, loop)
     return copy_plain if plain else copy_full
+
+
+def make_copy_summarized(style, serial, copy_item, summarize_written, form, types):
+    """`copy_full` of `make_copy` without scales, and behind its items those that summarise pages of the keys."""
+    KS, KD, VS, VD, IX = types
+    NEW, STORED = element_array(form.source), element_array(form.code)
+    placed, strided, counted = len(P), 4 * len(S), len(W)
+
+    @ti.func
+    def item(i, arrays: ti.template(), index: ti.template(), of_pages: ti.template(), strides, params, written):
+        ks, kd, vs, vd = ti.static(arrays)
+        if i < written[W.copied_items]:
+            copy_item(i, (ks, kd, vs, vd, index, ks, ks), strides, params)
+        else:
+            summarize_written(i - written[W.copied_items], of_pages, index, params, written)
+
+    @ti.func
+    def item_cpu(i, arrays: ti.template(), index: ti.template(), of_pages: ti.template(), numbers: ti.template()):
+        params = ti.Vector([numbers[n] for n in range(placed)])
+        strides = ti.Vector([numbers[placed + n] for n in range(strided)])
+        written = ti.Vector([numbers[placed + strided + n] for n in range(counted)])
+        item(i, arrays, index, of_pages, strides, params, written)
+
+    if style == "cpu":
+        loop_cpu = make_loop(style, serial, item_cpu, P.iterations)
+
+        @ti.kernel
+        def copy_summarized_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, new: NEW, stored: STORED, least: STORED,
+                                greatest: STORED, numbers: PARAMS_ARRAY):  # fmt: skip
+            loop_cpu(ks, numbers, ((ks, kd, vs, vd), index, (new, stored, least, greatest), numbers))
+
+        return copy_summarized_cpu
+
+    loop = make_loop(style, serial, item, W.all_items)
+
+    @ti.kernel
+    def copy_summarized(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, new: NEW, stored: STORED, least: STORED,
+                        greatest: STORED, strides: STRIDES, params: PARAMS, written: WRITTEN):  # fmt: skip
+        loop(ks, written, ((ks, kd, vs, vd), index, (new, stored, least, greatest), strides, params, written))
+
+    return copy_summarized
 
 
 def make_copy_by_pages_cpu(types, index_bits, loop):

@@ -8,8 +8,9 @@ import functools
 import zlib
 from typing import NamedTuple
 
-from tikv.kernels.address import index_array
-from tikv.kernels.codec import SIZE, WORD, element_array
+from tikv.kernels.address import P as C
+from tikv.kernels.address import index_array, make_slot_of
+from tikv.kernels.codec import SIZE, WORD, element_array, make_bits_to_f32, make_f32_to_bits
 from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
@@ -101,17 +102,28 @@ def make_order(code, style):
     return Order(key, kept, least_bits, greatest_bits)
 
 
+def make_key_of(source, code, style):
+    """key_of(bits): the key of a number of another dtype as it is stored."""
+    key = make_order(code, style).key
+    decode, encode, word = make_bits_to_f32(source), make_f32_to_bits(code, style), WORD[SIZE[code] * 8]
+
+    @ti.func
+    def key_of(a):
+        return key(ti.cast(encode(decode(a)), word))
+
+    return key if source == code else key_of
+
+
 def make_summarize_rows(code, width):
     """CPU: summarize_rows(k, least, greatest, at, step, count, low_to, high_to, number): a page of at least one row.
 
     Rows are read one behind the other, into what is least and greatest until then: a row of each stays in the first
-    cache, and LLVM vectorises the loops.
+    cache, and LLVM vectorises the loops. Until the end the two rows hold keys.
     """
     K = element_array(code)
     order = make_order(code, "cpu")
     word = WORD[SIZE[code] * 8]
 
-    # Of a page its keys are kept in the two rows as integers of the order, and become numbers in the end.
     @ti.real_func
     def summarize_rows(k: K, least: K, greatest: K, at: ti.i32, step: ti.i32, count: ti.i32, low_to: ti.i32,
                        high_to: ti.i32, number: ti.i32):  # fmt: skip
@@ -131,6 +143,45 @@ def make_summarize_rows(code, width):
             greatest[high_to + c] = order.greatest_bits(low, high)
 
     return summarize_rows
+
+
+def make_summarize_written_rows(source, code, width):
+    """CPU: the same of all heads of a page whose last rows are new, and are read where they come from.
+
+    summarize_written_rows(new, k, least, greatest, new_at, new_step, fresh, at, step, old, low_to, high_to, heads,
+    new_head, head, to_head, number): `old` rows that were stored before, and `fresh` new ones.
+    """
+    NEW, K = element_array(source), element_array(code)
+    order, key_of = make_order(code, "cpu"), make_key_of(source, code, "cpu")
+    word, most = WORD[SIZE[code] * 8], (1 << (SIZE[code] * 8 - 1)) - 1
+
+    @ti.real_func
+    def summarize_written_rows(new: NEW, k: K, least: K, greatest: K, new_at: ti.i32, new_step: ti.i32, fresh: ti.i32,
+                               at: ti.i32, step: ti.i32, old: ti.i32, low_to: ti.i32, high_to: ti.i32, heads: ti.i32,
+                               new_head: ti.i32, head: ti.i32, to_head: ti.i32, number: ti.i32):  # fmt: skip
+        for h in range(heads):
+            low, high = low_to + h * to_head, high_to + h * to_head
+            for c in range(width):
+                least[low + c] = word(most)
+                greatest[high + c] = word(most + 1)
+            for n in range(old):
+                row = at + h * head + n * step
+                for c in range(width):
+                    x = order.key(k[row + c])
+                    least[low + c] = ti.cast(ti.min(order.kept(least[low + c]), x), word)
+                    greatest[high + c] = ti.cast(ti.max(order.kept(greatest[high + c]), x), word)
+            for n in range(fresh):
+                row = new_at + h * new_head + n * new_step
+                for c in range(width):
+                    x = key_of(new[row + c])
+                    least[low + c] = ti.cast(ti.min(order.kept(least[low + c]), x), word)
+                    greatest[high + c] = ti.cast(ti.max(order.kept(greatest[high + c]), x), word)
+            for c in range(width):
+                lowest, highest = order.kept(least[low + c]), order.kept(greatest[high + c])
+                least[low + c] = order.least_bits(lowest, highest)
+                greatest[high + c] = order.greatest_bits(lowest, highest)
+
+    return summarize_written_rows
 
 
 def make_summarize_page(style, code, width, uid):
@@ -213,3 +264,159 @@ def make_summarize_pages(style, serial, code, width, lens_bits):
         loop(k, params, ((k, lens, least, greatest), params))
 
     return summarize
+
+
+class ListedParams(NamedTuple):
+    """Numbers of `make_summarize_listed`; strides and first entries in elements."""
+
+    items: int = 0
+    heads: int = 1
+    list_first: int = 0
+    k_token: int = 0
+    k_head: int = 0
+    k_first: int = 0
+    to_head: int = 0
+    least_first: int = 0
+    greatest_first: int = 0
+
+
+L = ListedParams(*range(len(ListedParams._fields)))
+LISTED = ti.types.vector(len(L), ti.i32)
+
+
+def make_summarize_listed(style, serial, code, width):
+    """summarize(k, listed, least, greatest, params): pages of a list, all heads of each.
+
+    Three numbers of each page: where its first row lies, how many rows it has, and where its summary goes, both counted
+    in rows of `width` elements.
+    """
+    uid = zlib.crc32(repr(("summarize_listed", serial, code, width)).encode()) >> 1
+    K, LIST = element_array(code), index_array(32)
+    channels, summarize_page = 1 if style == "cpu" else width, make_summarize_page(style, code, width, uid)
+
+    @ti.func
+    def summarize_item(i, arrays: ti.template(), params):
+        k, listed, least, greatest = ti.static(arrays)
+        channel, others = i % channels, i // channels
+        h, entry = others % params[L.heads], params[L.list_first] + others // params[L.heads] * 3
+        at = params[L.k_first] + listed[entry] * width + h * params[L.k_head] + channel
+        to = listed[entry + 2] * width + h * params[L.to_head] + channel
+        low_to, high_to = params[L.least_first] + to, params[L.greatest_first] + to
+        summarize_page((k, least, greatest), at, params[L.k_token], listed[entry + 1], low_to, high_to)
+
+    loop = make_loop(style, serial, summarize_item, L.items)
+
+    @ti.kernel
+    def summarize(k: K, listed: LIST, least: K, greatest: K, params: LISTED):
+        loop(k, params, ((k, listed, least, greatest), params))
+
+    return summarize
+
+
+class WrittenForm(NamedTuple):
+    """What the summaries of a copy's rows are compiled for.
+
+    The dtypes of new rows and of stored ones, a row's width, and whether a page is summarised before it is full.
+    """
+
+    source: str
+    code: str
+    width: int
+    unfinished: bool
+
+
+class WrittenParams(NamedTuple):
+    """Numbers of the summaries of a copy's rows; strides and first entries in elements."""
+
+    all_items: int = 0  # of the launch
+    copied_items: int = 0  # of those, the ones that copy
+    summary_heads: int = 1
+    page: int = 1  # tokens of one
+    row_step: int = 1  # rows of the copy from a token to the next of the same sequence and head
+    new_sequence: int = 0
+    new_token: int = 0
+    new_head: int = 0
+    new_first: int = 0
+    stored_sequence: int = 0
+    stored_block: int = 0
+    stored_token: int = 0
+    stored_head: int = 0
+    stored_first: int = 0
+    to_sequence: int = 0
+    to_page: int = 0
+    to_head: int = 0
+    least_first: int = 0
+    greatest_first: int = 0
+
+
+W = WrittenParams(*range(len(WrittenParams._fields)))
+WRITTEN = ti.types.vector(len(W), ti.i32)
+
+
+def make_summarize_written(style, form, dst, uid):
+    """summarize_written(i, arrays, index, params, written): the page in which a row of a copy is the last.
+
+    It is of `page` slots, the first of which is a multiple of that. Rows that were stored before are read from where
+    they lie, rows that this launch writes from where they come, so that nobody waits for a write.
+
+    Args:
+        style: "cpu", "cuda" or "spirv".
+        form: a `WrittenForm`.
+        dst: the `EndLayout` of the copy's destination.
+        uid: tells kernels apart.
+    """
+    order, key_of = make_order(form.code, style), make_key_of(form.source, form.code, style)
+    slot_of = make_slot_of(dst.placement, dst.page, C.dst_position, C.dst_limit, C.dst_index)
+    width, most, size = form.width, (1 << (SIZE[form.code] * 8 - 1)) - 1, max(dst.page, 1)
+    rows = make_summarize_written_rows(form.source, form.code, width) if style == "cpu" else None
+
+    @ti.func
+    def summarize_written(i, arrays: ti.template(), index: ti.template(), params, written):
+        new, k, least, greatest = ti.static(arrays)
+        channel, h, others = 0, 0, i
+        if ti.static(style != "cpu"):
+            channel, others = i % width, i // width
+            h, others = others % written[W.summary_heads], others // written[W.summary_heads]
+        t, b = others % params[C.tokens], others // params[C.tokens]
+        slot = slot_of(b, t, index, params)
+        page = written[W.page]
+        start = slot - slot % page
+        last = slot >= 0 and slot + 1 == start + page
+        if ti.static(form.unfinished):
+            ends = t + 1 == params[C.tokens] or slot + 1 == params[C.dst_limit]
+            last = slot >= 0 and (last or ends)
+        if last:
+            fresh = 1
+            for n in range(1, slot - start + 1):
+                earlier = t - n * written[W.row_step]
+                if fresh == n and earlier >= 0:
+                    if slot_of(b, earlier, index, params) == slot - n:
+                        fresh = n + 1
+            old = slot + 1 - start - fresh
+            new_at = written[W.new_first] + b * written[W.new_sequence] + h * written[W.new_head] + channel
+            new_at += (t - (fresh - 1) * written[W.row_step]) * written[W.new_token]
+            new_step = written[W.row_step] * written[W.new_token]
+            at = written[W.stored_first] + b * written[W.stored_sequence] + h * written[W.stored_head] + channel
+            if ti.static(dst.page > 0):
+                at += start // size * written[W.stored_block] + start % size * written[W.stored_token]
+            else:
+                at += start * written[W.stored_token]
+            to = b * written[W.to_sequence] + start // page * written[W.to_page] + h * written[W.to_head] + channel
+            low_to, high_to = written[W.least_first] + to, written[W.greatest_first] + to
+            step = written[W.stored_token]
+            if ti.static(style == "cpu"):
+                rows(new, k, least, greatest, new_at, new_step, fresh, at, step, old, low_to, high_to,
+                     written[W.summary_heads], written[W.new_head], written[W.stored_head], written[W.to_head],
+                     uid)  # fmt: skip
+            else:
+                low, high = most, -most - 1
+                for n in range(old):
+                    x = order.key(k[at + n * step])
+                    low, high = ti.min(low, x), ti.max(high, x)
+                for n in range(fresh):
+                    x = key_of(new[new_at + n * new_step])
+                    low, high = ti.min(low, x), ti.max(high, x)
+                least[low_to] = order.least_bits(low, high)
+                greatest[high_to] = order.greatest_bits(low, high)
+
+    return summarize_written

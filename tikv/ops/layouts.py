@@ -47,6 +47,7 @@ class Rows(NamedTuple):
         inner: (chunk, stride) of a row that lies in pieces of `chunk` elements; (0, 0) for one that does not.
         format: of codes, whose array holds words; None for rows of numbers.
         scale: by which rows that are not numbers are stored and read; None if there are no scales.
+        pages: where a write of keys, numbers without scales, keeps summaries of their pages; None for none.
     """
 
     array: ArrayView
@@ -58,6 +59,7 @@ class Rows(NamedTuple):
     inner: tuple[int, int] = (0, 0)
     format: GroupFormat | None = None
     scale: Scale | None = None
+    pages: WrittenPages | None = None
 
     def without_owner(self) -> Rows:
         """The same without a hold on the memory of rows and scales."""
@@ -68,6 +70,23 @@ class Rows(NamedTuple):
     def storage(self) -> str:
         """What kernels call the way that rows are stored: the code of the dtype, or the name of the format."""
         return self.format.name if self.format else self.array.dtype.short
+
+
+class WrittenPages(NamedTuple):
+    """Where a write of keys keeps the least and the greatest of each page.
+
+    Attributes:
+        page: tokens of a page.
+        least, greatest: where summaries lie, with pages for tokens; alike but for the first.
+        unfinished: summarise pages that are not full, too.
+        row_step: rows of the write from a token to the next of the same sequence and head.
+    """
+
+    page: int
+    least: Rows
+    greatest: Rows
+    unfinished: bool = True
+    row_step: int = 1
 
 
 class Placement(NamedTuple):

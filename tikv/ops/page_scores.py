@@ -11,11 +11,9 @@ from tikv.errors import CapacityError, DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import INTEGERS, QUERIES
 from tikv.ops.indices import host_indices, index_array
+from tikv.ops.page_summaries import SERIAL_NUMBERS, SUMMARIZED
 from tikv.ops.plan import Launch, Plan
 from tikv.ops.quantize import Quantized
-
-SUMMARIZED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, *dtypes.FLOATS8)
-SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another is awake
 
 
 def summarize_pages(k_cache: Any, seq_lens: Any, *, page: int = 16) -> tuple[Any, Any]:

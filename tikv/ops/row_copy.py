@@ -17,7 +17,7 @@ from tikv.arrays import describe
 from tikv.errors import ShapeError
 from tikv.formats import GROUP_FORMATS, block_of
 from tikv.ops import checks
-from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
+from tikv.ops.layouts import LINEAR, Placement, Rows, Scale, WrittenPages
 from tikv.ops.plan import Launch
 
 WORDS_IN_FLIGHT = 4  # words that a GPU thread reads before it writes: fewer leave memory waiting, more crowd it
@@ -158,6 +158,10 @@ def bind_copy(
     plain = index is None and not pages and not scale_code
     joint = cpu and plain and len(dst) == 2 and dst[0].array is dst[1].array
     joint = joint and codecs[0].dst_bits == codecs[1].dst_bits
+    written: tuple[Any, ...] = ()
+    summaries = dst[0].pages
+    if summaries is not None:
+        joint, plain, written = False, False, (written_form(src[0], dst[0], widths[0], summaries),)
     kernel = launch.kernel(
         live,
         copy.make_copy,
@@ -172,19 +176,30 @@ def bind_copy(
         tuple(a.dtype.itemsize * 8 for a in pages) if pages else 0 if index is None else index.dtype.itemsize * 8,
         scale_code,
         joint,
+        *written,
     )
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
     arrays += pages
     if not plain and not pages:
-        unused = index if index is not None else scales[0].array
-        arrays += [unused, scales[0].array if scales else unused, scales[-1].array if scales else unused]
+        unused = index if index is not None else scales[0].array if scales else src[0].array
+        arrays += [unused]
+        if summaries is None:
+            arrays += [scales[0].array if scales else unused, scales[-1].array if scales else unused]
         for entry, place in (("src_index", src_place), ("dst_index", dst_place)):
             if place.array is not None:
                 params[entry] = params.get(entry, 0) + place.array.offset // place.array.dtype.itemsize
         params |= scale_entries(scales) | tensor_entries(src, dst)
     params.update(k_units=streams[0].units, v_units=streams[-1].units)
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
-    vectors: list[Any] = [launch.joined(numbers, strides)] if cpu else [strides, numbers]
+    vectors: list[Any] = [strides, numbers]
+    if summaries is not None:
+        arrays += [src[0].array, dst[0].array, summaries.least.array, summaries.greatest.array]
+        of_pages = written_numbers(src[0], dst[0], summaries, iterations, heads)
+        iterations += groups * tokens * (1 if cpu else heads * widths[0])
+        checks.countable(iterations, operation)
+        vectors.append(of_pages._replace(all_items=iterations))
+    if cpu:
+        vectors = [launch.joined(numbers, strides, *vectors[2:])]
     if pages:
         places = [n for a in pages for n in (a.offset // a.dtype.itemsize, a.strides[0])]
         vectors.append(address.PageNumbers(*places, requests=pages[3].shape[0] - 1, pages=pages[2].shape[0]))
@@ -211,6 +226,30 @@ def bind_copies(
     kinds = {(a.format, a.array.dtype, b.storage, b.array.dtype, (a.scale or b.scale) is None) for a, b in ends}
     parts = [slice(0, 2)] if len(kinds) == 1 else [slice(i, i + 1) for i in range(len(src))]
     return [bind_copy(live, operation, src=src[part], dst=dst[part], widths=widths[part], **options) for part in parts]
+
+
+def written_form(src: Rows, dst: Rows, width: int, summaries: WrittenPages) -> Any:
+    """What the kernel is compiled for that summarises the pages of what it writes."""
+    from tikv.kernels.page_summaries import WrittenForm
+
+    return WrittenForm(src.array.dtype.short, dst.array.dtype.short, width, summaries.unfinished)
+
+
+def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, heads: int) -> Any:
+    """`kernels.page_summaries.WrittenParams` of a copy of so many items, but for the number of all items."""
+    from tikv.kernels.page_summaries import WrittenParams
+
+    firsts = [
+        a.first + a.array.offset // a.array.dtype.itemsize for a in (src, dst, summaries.least, summaries.greatest)
+    ]
+    to = summaries.least
+    return WrittenParams(
+        copied_items=copied, summary_heads=heads, page=summaries.page, row_step=summaries.row_step,
+        new_sequence=src.sequence, new_token=src.token, new_head=src.head, new_first=firsts[0],
+        stored_sequence=dst.sequence, stored_block=dst.block, stored_token=dst.token, stored_head=dst.head,
+        stored_first=firsts[1], to_sequence=to.sequence, to_page=to.token, to_head=to.head,
+        least_first=firsts[2], greatest_first=firsts[3],
+    )  # fmt: skip
 
 
 def scale_entries(scales: Sequence[Scale]) -> dict[str, int]:

@@ -56,6 +56,8 @@ class KVCacheStore(runtime.DeepCopied):
         sinks: first tokens that a sliding layer always keeps.
         head_dim_v: width of a head of V.
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
+        page_summaries: keep the least and the greatest key of each page of so many tokens, for `page_summaries`; None
+            to keep none. Layers with a window keep none. Not with groups along tokens, and not with float64.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -112,14 +114,15 @@ class KVCacheStore(runtime.DeepCopied):
         v_dtype: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        page_summaries: int | None = None,
     ) -> None:
         live = runtime_of()
         config = StoreConfig.checked(
             "KVCacheStore", num_layers=num_layers, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
             window=window, sinks=sinks, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
-            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
+            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale, page_summaries=page_summaries,
         )  # fmt: skip
-        self._hold(config, storage_for(dtype)(live, config))
+        self._hold(config, storage_for(dtype, config)(live, config))
 
     def _hold(self, config: StoreConfig, storage: LayerStorage) -> None:
         self.runtime, self.lock = storage.runtime, storage.lock
@@ -180,7 +183,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
+        """Bytes of keys, values, scales and summaries of pages, filled or not."""
         return self._storage.nbytes
 
     @property
@@ -267,6 +270,37 @@ class KVCacheStore(runtime.DeepCopied):
             )
         k, v = (None if a is None else CacheArray(a, self.runtime) for a in found)
         return k, v
+
+    def page_summaries(self, layer: int) -> tuple[CacheArray, CacheArray]:
+        """The least and the greatest key of each page of a layer, as `tikv.summarize_pages` gives them of its tokens.
+
+        For `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n`` of those
+        that the layer holds is in page ``n // page``. Every call that changes a layer keeps them right.
+
+        Returns:
+            (least, greatest), each (batch_size, num_kv_heads, ceil(capacity / page), head_dim), where they lie, not a
+            copy; of the keys' dtype, or float32 for formats with scales. Pages behind the last token are not cleared.
+
+        Raises:
+            OptionError: the store keeps none, or the layer has a window.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "capacity": 8, "dtype": "float32"}
+            >>> store = tikv.KVCacheStore(**form, page_summaries=2)
+            >>> k = np.array([3, 1, 2, 5, 4], np.float32).reshape(5, 1, 1)
+            >>> store.append(0, k, k)
+            >>> least, greatest = store.page_summaries(0)
+            >>> least.numpy().ravel()[:3].tolist(), greatest.numpy().ravel()[:3].tolist()
+            ([1.0, 2.0, 4.0], [3.0, 5.0, 4.0])
+            >>> q = np.full((1, 1, 1, 1), -1, np.float32)
+            >>> chosen = tikv.select(tikv.page_scores(q, least, greatest, 5, page=2), 1, page=2, valid=5)
+            >>> store.attend(0, q, indices=chosen).item()  # over the tokens 3 and 1
+            1.2384...
+        """
+        operation = "KVCacheStore.page_summaries"
+        least, greatest = self._storage.page_summaries(operation, self._index(layer, operation))
+        return CacheArray(least, self.runtime), CacheArray(greatest, self.runtime)
 
     # --- writes
 

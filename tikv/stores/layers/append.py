@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv import dtypes, launch
 from tikv.arrays import ALIGNMENT, ArrayView, Views, describe, to_device
-from tikv.errors import DTypeError
+from tikv.errors import DTypeError, OptionError
 from tikv.ops import checks
 from tikv.ops.layouts import Placement, Rows, reduced_position
 from tikv.ops.plan import NO_ENTRIES, Entries, Launch, Plan
@@ -23,6 +23,7 @@ from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
+from tikv.stores.layers.summaries import in_launch, summarize, written_pages
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -55,6 +56,7 @@ class AppendPlan(Plan):
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.rows = memory.rows
         self.lock = memory.lock
+        self.page = memory.page if in_launch(memory.rows) else None  # of which the launch keeps summaries
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
@@ -199,8 +201,11 @@ class AppendPlan(Plan):
         dst = [rows._replace(scale=scale) for rows, scale in zip(dst, scales, strict=True)]
         return self._bind(src, dst, params | {"heads": heads, "groups": len(self.layers) * batch, "dst_place": place})
 
-    def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any]) -> list[Launch]:
-        widths, tokens = self.rows.widths, self.tokens
+    def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any], head: int = 0) -> list[Launch]:
+        """The launches of such rows; `head` is the first, of all sequences, if each is one by itself."""
+        widths, tokens, first = self.rows.widths, self.tokens, self.layers[0]
+        if self.page is not None and first.least is not None:
+            dst = [dst[0]._replace(pages=written_pages(self.page, first, params["heads"], head)), *dst[1:]]
         return bind_copies(self.live, self.operation, src=src, dst=dst, widths=widths, tokens=tokens, **params)
 
     def _rows_of_layers(self) -> list[Rows]:
@@ -275,7 +280,7 @@ class UnevenAppendPlan(AppendPlan):
             ]
             index = layer.head_lengths.array.restrided((groups,), (1,), first)
             placed = {"heads": 1, "groups": groups, "dst_place": Placement("ragged", array=index)}
-            found += self._bind(src, dst, params | placed)
+            found += self._bind(src, dst, params | placed, first)
         return found
 
 
@@ -294,6 +299,7 @@ class Appends:
         self.memory = memory
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
         self._fitting: BoundedCache[Any, bool] = BoundedCache()  # what new rows look like that fit
+        self.summarized_later = memory.page is not None and not in_launch(memory.rows)
 
     def append_first(
         self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
@@ -310,8 +316,9 @@ class Appends:
         together = len(layers) > 1 and len({layer.length for layer in layers}) == 1 and even
         together = together and all(layer.head_lengths is None for layer in layers)
         mixed = together and len({(layer.slots, layer.ring) for layer in layers}) > 1
-        if mixed and layers[0].length + tokens >= 2**31:
-            together = mixed = False  # one 32-bit position cannot serve rings of different lengths any more
+        if mixed and (layers[0].length + tokens >= 2**31 or self.memory.page is not None):
+            # One 32-bit position cannot serve rings of different lengths any more, and rings keep no summaries.
+            together = mixed = False
         parts = self.memory.blocks if together else [[layer] for layer in layers]
         first = [part[0].index if stacked else 0 for part in parts]  # of neighbouring layers
         sources = [
@@ -335,6 +342,12 @@ class Appends:
 
     def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         """Append views of new K and V to one layer."""
+        if self.summarized_later:
+            self._append_and_summarize(operation, [layer], rows, layout)
+        else:
+            self._append(operation, layer, rows, layout)
+
+    def _append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         key = (operation, layer.index, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None:
@@ -344,6 +357,24 @@ class Appends:
 
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """Append views of new K and V, stacked, to all layers."""
+        if self.summarized_later:
+            self._append_and_summarize(operation, None, rows, layout)
+        else:
+            self._append_all(operation, rows, layout)
+
+    @uninterrupted
+    def _append_and_summarize(self, operation: str, layers: list[Layer] | None, rows: Views, layout: str) -> None:
+        """Append to a layer, or to all, whose keys have scales, and summarise the pages that were written."""
+        every = self.memory.layers if layers is None else layers
+        before = [int(layer.lengths.min()) for layer in every]
+        if layers is None:
+            self._append_all(operation, rows, layout)
+        else:
+            self._append(operation, layers[0], rows, layout)
+        for layer, first in zip(every, before, strict=True):
+            summarize(operation, self.memory, [layer], first)
+
+    def _append_all(self, operation: str, rows: Views, layout: str) -> None:
         key = (operation, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None or not plan.in_step():
@@ -354,6 +385,12 @@ class Appends:
 
     def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
         """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
+        if self.summarized_later:
+            raise OptionError(
+                f"{operation}: positions are given, and the store keeps summaries of pages, which for keys kept as "
+                f"{self.memory.rows.k.dtype} need launches that the host counts. Append without positions, or make "
+                f"the store without page_summaries."
+            )
         key = ("at", layers[0].index, stacked, given.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
         if plan is None:

@@ -22,6 +22,7 @@ from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
+from tikv.runtime.interrupts import Held
 from tikv.stores import files
 from tikv.stores.files import contiguous as contiguous_files
 from tikv.stores.history import History
@@ -41,7 +42,8 @@ from tikv.stores.layers.counts import Layer, require_uncompacted
 from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import attend_queries
-from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
+from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
+from tikv.stores.layers.summaries import check_summarized, summarize, summarize_last
 from tikv.stores.row_format import RowFormats
 
 
@@ -61,12 +63,16 @@ class ContiguousLayers(LayerStorage):
 
     title = "a contiguous store"
     file_kind = "KVCacheStore"
+    keeps_summaries = True
 
     def __init__(self, live: runtime.Runtime, config: StoreConfig) -> None:
         self.runtime = live
         self.rows = RowFormats.checked("KVCacheStore", live, config.num_kv_heads, **config.rows)
         self.counts = config.counts()
-        self.memory = LayerMemory(live, self.counts, self.rows, config.num_kv_heads, config.batch_size)
+        check_summarized("KVCacheStore", self.rows, config.page_summaries)
+        self.memory = LayerMemory(
+            live, self.counts, self.rows, config.num_kv_heads, config.batch_size, config.page_summaries
+        )
         self.appends = Appends(self.memory)
         self.lock = self.memory.lock
 
@@ -139,7 +145,18 @@ class ContiguousLayers(LayerStorage):
         return results_of(result, lse if request.return_lse else None, mass)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        return extend(operation, self.appends, self.counts[layer], arrays, request)
+        """As `LayerStorage.extend`; where it fails behind its append, the last page is as before too."""
+        found = self.counts[layer]
+        if found.least is None:
+            return extend(operation, self.appends, found, arrays, request)
+        end = found.length
+        try:
+            return extend(operation, self.appends, found, arrays, request)
+        except BaseException:
+            with Held():
+                if found.length == end:
+                    summarize_last(operation, self.memory, [found])
+            raise
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
         """As `LayerStorage.tokens`: one launch."""
@@ -150,14 +167,30 @@ class ContiguousLayers(LayerStorage):
 
     # --- what lets go, and what goes round
 
+    def page_summaries(self, operation: str, layer: int) -> tuple[ArrayView, ArrayView]:
+        """As `LayerStorage.page_summaries`, where they lie; refused of a layer that keeps none."""
+        found = self.counts[layer]
+        if self.memory.page is None:
+            raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
+        if found.least is None or found.greatest is None:
+            raise OptionError(
+                f"{operation}: layer {layer} has window={found.window}. {NO_PAGES} Ask a layer without a window, or "
+                f"summarise what tokens() gives with tikv.summarize_pages."
+            )
+        return found.least, found.greatest
+
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
-        compact_layers(operation, self.memory, [self.counts[i] for i in keeps], list(keeps.values()), rope)
+        layers = [self.counts[i] for i in keeps]
+        compact_layers(operation, self.memory, layers, list(keeps.values()), rope)
+        summarize(operation, self.memory, layers)
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
-        drafts.commit(operation, self.memory, path, drafted)
+        first = drafts.commit(operation, self.memory, path, drafted)
+        summarize(operation, self.memory, self.counts, first - 1)  # the page before, if nothing of the draft stays
 
     def trim(self, operation: str, n: int) -> None:
         self.memory.trim(operation, self.counts, n)
+        summarize_last(operation, self.memory, self.counts)
 
     def reset(self) -> None:
         self.memory.reset(self.counts)
@@ -165,10 +198,12 @@ class ContiguousLayers(LayerStorage):
     def reorder(self, operation: str, index: Any) -> None:
         """As `LayerStorage.reorder`: in place."""
         self.memory.reorder(operation, index)
+        summarize(operation, self.memory, self.counts)
 
     def select(self, operation: str, index: Any) -> None:
         """As `LayerStorage.select`: in new memory."""
         self.memory.select(self.memory.sequences_of(operation, index))
+        summarize(operation, self.memory, self.counts)
 
     # --- copies
 
@@ -202,6 +237,7 @@ class ContiguousLayers(LayerStorage):
         for layer, (length, oldest, _), left in zip(self.counts, captured.counts, captured.histories, strict=True):
             memory.recount(layer, length, left, oldest)
         memory.write_filled(captured.arrays)
+        summarize(operation, memory, self.counts)
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
         return [
@@ -225,6 +261,7 @@ class ContiguousLayers(LayerStorage):
             self.memory.recount(own, layer.length, one, layer.valid_from)
         live = self.runtime
         self.memory.write_filled([[to_device(np.ascontiguousarray(a), live) for a in found] for found in arrays])
+        summarize(operation, self.memory, self.counts)
 
     # --- files
 

@@ -15,8 +15,12 @@ from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 
 
-def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) -> None:
-    """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`."""
+def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) -> int:
+    """Keep a path of the newest tokens of every layer and drop the others; see `KVCacheStore.commit`.
+
+    Returns:
+        The place of the first drafted token, which is the same in all layers.
+    """
     drafted = _drafted(operation, memory.layers, drafted)
     chosen = _path(operation, path, memory.batch_size, drafted)
     for layer in memory.layers:
@@ -39,9 +43,11 @@ def commit(operation: str, memory: LayerMemory, path: Any, drafted: int | None) 
                 together = list(group)
                 slots, start = np.tile(chosen, (len(together), 1)), together[0].length - drafted
                 memory.move_in_place(operation, together, slots, drafted, start)
+    first = memory.layers[0].length - drafted
     for layer in memory.layers:
         layer.length -= drafted - chosen.shape[1]
         layer.newest = chosen.shape[1]
+    return first
 
 
 def _drafted(operation: str, layers: Sequence[Layer], drafted: int | None) -> int:

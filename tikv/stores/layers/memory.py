@@ -33,6 +33,7 @@ class LayerMemory:
     Args:
         live, rows, num_kv_heads, batch_size: of the store.
         layers: whose arrays are set; a layer's `slots` say how many it needs.
+        page: tokens of the pages whose least and greatest keys layers without a window keep; None for none.
 
     Attributes:
         blocks: the layers of each block, in order.
@@ -43,13 +44,20 @@ class LayerMemory:
     """
 
     def __init__(
-        self, live: runtime.Runtime, layers: Sequence[Layer], rows: RowFormats, num_kv_heads: int, batch_size: int
+        self,
+        live: runtime.Runtime,
+        layers: Sequence[Layer],
+        rows: RowFormats,
+        num_kv_heads: int,
+        batch_size: int,
+        page: int | None = None,
     ) -> None:
         self.runtime = live
         self.layers = list(layers)
         self.rows = rows
         self.num_kv_heads = num_kv_heads
         self.batch_size = batch_size
+        self.page = page
         self.version = 0
         self.lock = StoreLock()  # of the store
         self.plans: BoundedCache[Any, Any] = BoundedCache()  # of launches over this memory
@@ -62,14 +70,18 @@ class LayerMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
-        return sum(a.nbytes for layer in self.layers for a in layer.arrays)
+        """Bytes of keys, values, scales and summaries of pages, filled or not."""
+        summaries = [a.nbytes for layer in self.layers for a in (layer.least, layer.greatest) if a is not None]
+        return sum(a.nbytes for layer in self.layers for a in layer.arrays) + sum(summaries)
 
     def allocate(self, batch_size: int) -> None:
         """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there."""
         rows = {layer.index: batch_size * self.num_kv_heads * layer.slots for layer in self.layers}
         widest = max(row.nbytes for row in self.rows.both)
         limit, shared = BLOCK_BYTES[self.runtime.arch], shared_bytes(self.runtime)
+        if self.page is not None:  # keys are counted one by one
+            limit = min(limit, 2**31 * min(row.stored.itemsize for row in self.rows.both))
+            shared = min(limit, shared)
         blocks: list[list[Layer]] = [[]]
         for layer in self.layers:
             needed = rows[layer.index] * widest
@@ -83,12 +95,14 @@ class LayerMemory:
                 blocks.append([])
             blocks[-1].append(layer)
         made = [arrays for block in blocks for arrays in self._arrays_for(block, batch_size)]
+        summaries = [pair for block in blocks for pair in self._summaries_for(block, batch_size)]
         divisors = [self._divisors_for(batch_size, numbers) for numbers in self.rows.divisors]
         self.batch_size, self.blocks = batch_size, blocks
         self.version += 1
         self.plans.clear()
-        for layer, arrays in zip(self.layers, made, strict=True):
+        for layer, arrays, pair in zip(self.layers, made, summaries, strict=True):
             layer.k, layer.v, layer.k_scale, layer.v_scale = arrays
+            layer.least, layer.greatest = pair
             layer.divisors, layer.formats = (divisors[0], divisors[1]), self.rows.formats
 
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
@@ -119,6 +133,21 @@ class LayerMemory:
             k_scale, v_scale = (None if m is None else m.array(*of_rows) for m in scales)
             found.append((keys, values, k_scale, v_scale))
             first += math.prod(shape)
+        return found
+
+    def _summaries_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any]]:
+        """New memory for the summaries of each layer of a block, None for those that keep none."""
+        page, dtype, width = self.page, self.rows.k.read_dtype, self.rows.k.width
+        if page is None:
+            return [(None, None)] * len(block)
+        pages = [0 if layer.ring else -(-layer.slots // page) for layer in block]
+        rows, found, first = batch_size * self.num_kv_heads, [], 0
+        both = [Memory(max(1, sum(pages)) * rows * width * dtype.itemsize, self.runtime) for _ in range(2)]
+        for n in pages:
+            shape = batch_size, self.num_kv_heads, n, width
+            least, greatest = (m.array(shape, dtype, first * dtype.itemsize) if n else None for m in both)
+            found.append((least, greatest))
+            first += n * rows * width
         return found
 
     def recount(self, layer: Layer, length: int, history: History | None, valid_from: int = 0) -> None:
@@ -288,7 +317,7 @@ def copy_rows(
 ) -> None:
     """Copy the rows of `shape` sequences, heads and tokens now, placed by options of `bind_copy`; see `bind_copies`."""
     groups, heads, tokens = shape
-    sizes = {"groups": groups, "heads": heads, "tokens": tokens}
+    sizes: dict[str, Any] = {"groups": groups, "heads": heads, "tokens": tokens}
     for each in bind_copies(live, operation, src=src, dst=dst, widths=widths, **sizes, **placed):
         each.bound.launch()
 

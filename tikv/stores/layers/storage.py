@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
-from tikv.arrays import CacheArray, Views
+from tikv.arrays import ArrayView, CacheArray, Views
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
@@ -26,6 +26,7 @@ from tikv.stores.picture import counted
 from tikv.stores.row_format import RowFormats
 
 Triple = tuple[Any, Any, Any]  # q, k and v as a caller gave them
+NO_PAGES = "In a layer with a window each new token moves all others to another page, so that it keeps no summaries."
 
 
 class StoreConfig(NamedTuple):
@@ -38,6 +39,7 @@ class StoreConfig(NamedTuple):
     windows: tuple[int | None, ...]
     sinks: int
     rows: Mapping[str, Any]
+    page_summaries: int | None = None
 
     @classmethod
     def checked(
@@ -50,6 +52,7 @@ class StoreConfig(NamedTuple):
         batch_size: Any = 1,
         window: Any = None,
         sinks: Any = 0,
+        page_summaries: Any = None,
         **rows: Any,
     ) -> StoreConfig:
         """The configuration that a caller's arguments mean, or an error that says which is wrong."""
@@ -70,11 +73,20 @@ class StoreConfig(NamedTuple):
                 raise CapacityError(
                     f"{operation}: sinks={sinks} leave no slot of window={w} to slide. Use sinks < {w}."
                 )
-        return cls(layers, heads, capacity, batch_size, windows, sinks, rows)
+        if page_summaries is not None:
+            page_summaries = checks.integer(page_summaries, "page_summaries", operation, low=1, high=2**31 - 1)
+            if None not in windows:
+                raise OptionError(
+                    f"{operation}: page_summaries={page_summaries}, and all layers have windows. {NO_PAGES} Leave it "
+                    f"out."
+                )
+        return cls(layers, heads, capacity, batch_size, windows, sinks, rows, page_summaries)
 
     def arguments(self, rows: RowFormats) -> dict[str, Any]:
         """The arguments that make a store of this configuration with these rows, as JSON has them."""
         sizes = {name: getattr(self, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
+        if self.page_summaries is not None:
+            sizes["page_summaries"] = self.page_summaries
         return sizes | {"window": list(self.windows), "sinks": self.sinks} | rows.arguments()
 
     def counts(self) -> list[Layer]:
@@ -92,6 +104,7 @@ class LayerStorage(abc.ABC):
         title: what messages call a store of this kind.
         remedy: the way out of a method that this kind does not offer.
         file_kind: by which `KVCacheStore.load` finds it.
+        keeps_summaries: it serves a configuration with ``page_summaries``.
         counts: of each layer how many tokens it has, by which `length`, `held`, `positions` and pictures go.
         memory: of all tokens, of those of this process, or of the newest.
         rows: how rows are stored, for what a store says of itself.
@@ -100,6 +113,7 @@ class LayerStorage(abc.ABC):
     title: ClassVar[str]
     remedy: ClassVar[str] = "Use another dtype."
     file_kind: ClassVar[str]
+    keeps_summaries: ClassVar[bool] = False
 
     runtime: Runtime
     lock: StoreLock
@@ -115,6 +129,15 @@ class LayerStorage(abc.ABC):
     @abc.abstractmethod
     def serves(cls, dtype: Any) -> bool:
         """Whether a store with this ``dtype=`` is one of this kind."""
+
+    @classmethod
+    def check_summaries(cls, operation: str, config: StoreConfig) -> None:
+        """Raise OptionError where a configuration has summaries of pages, and this kind keeps none."""
+        if config.page_summaries is not None and not cls.keeps_summaries:
+            raise OptionError(
+                f"{operation}: page_summaries={config.page_summaries}: {cls.title} keeps no summaries of pages. Leave "
+                f"it out. {cls.remedy}"
+            )
 
     # --- what it is
 
@@ -136,6 +159,8 @@ class LayerStorage(abc.ABC):
             kind += " and linear"
         if config.sinks:
             kind += f", {counted(config.sinks, 'sink')}"
+        if config.page_summaries is not None:
+            kind += f", summaries of {counted(config.page_summaries, 'token')}"
         return f"{self.rows.name}, {kind}"
 
     @property
@@ -210,6 +235,10 @@ class LayerStorage(abc.ABC):
     def layer(self, operation: str, layer: int) -> Layer:
         """The arrays of a layer where they lie; for `KVCacheStore.keys`, `values` and `scales`."""
         self._refuse(operation, "Read tokens().")
+
+    def page_summaries(self, operation: str, layer: int) -> tuple[ArrayView, ArrayView]:
+        """The least and the greatest of each page of a layer's keys; `KVCacheStore.page_summaries`."""
+        self._refuse(operation)
 
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
         """Keep some of the tokens of these layers; `KVCacheStore.compact`."""

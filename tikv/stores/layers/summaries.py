@@ -1,0 +1,120 @@
+"""The least and the greatest key of each page of a layer: which are kept by appends, and which are found anew.
+
+Token `n` of a layer without a window is in page `n // page`, of those that it holds now. An append summarises the pages
+that it writes to in its own launch, where keys are stored as numbers (`in_launch`). Keys with scales are decoded first,
+in a launch more. What moves tokens or drops them lets `summarize` find the pages anew of which tokens changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tikv.arrays import ArrayView, Host, new_array
+from tikv.errors import DTypeError
+from tikv.ops.layouts import Rows, WrittenPages
+from tikv.ops.page_summaries import SUMMARIZED, summarize_listed
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
+from tikv.stores.row_format import RowFormats
+
+DECODED_TOKENS = 4096  # of a sequence, that are numbers at a time
+
+
+def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None:
+    """Raise DTypeError where summaries are asked for of keys that `page_scores` does not take."""
+    if page is not None and rows.k.read_dtype not in SUMMARIZED:
+        raise DTypeError(
+            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores does not take. "
+            f"Use another dtype, or leave page_summaries out."
+        )
+
+
+def in_launch(rows: RowFormats) -> bool:
+    """Whether the launch that writes keys summarises their pages: they are stored as numbers without scales."""
+    return rows.k.format is None and rows.k.read_dtype is rows.k.stored
+
+
+def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPages:
+    """Where an append to a layer, or to it and its neighbours in memory, keeps summaries.
+
+    `heads` are those of a sequence of the launch, and `head` is the first of them, of all sequences.
+    """
+    least, greatest = layer.least, layer.greatest
+    assert least is not None
+    assert greatest is not None
+    pages, width = least.shape[2:]
+    of_head = pages * width
+    both = [
+        Rows(a, sequence=heads * of_head, token=width, head=of_head, first=head * of_head) for a in (least, greatest)
+    ]
+    return WrittenPages(page, both[0], both[1])
+
+
+def summarize(operation: str, memory: LayerMemory, layers: Sequence[Layer], first: int = 0) -> None:
+    """Find the summaries of pages anew, from that of token `first` on, of those layers that keep them."""
+    for layer in layers:
+        if layer.least is not None:
+            _summarize_layer(operation, memory, layer, max(0, first))
+
+
+def summarize_last(operation: str, memory: LayerMemory, layers: Sequence[Layer]) -> None:
+    """The same of the last page, of which tokens were dropped."""
+    for layer in layers:
+        summarize(operation, memory, [layer], int(layer.lengths.min()) - 1)
+
+
+def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: int) -> None:
+    page, lens = memory.page, layer.lengths
+    assert page is not None
+    assert layer.least is not None
+    assert layer.greatest is not None
+    summaries, end, start = (layer.least, layer.greatest), int(lens.max(initial=0)), first // page * page
+    if in_launch(memory.rows):
+        rows = layer.k.restrided(layer.k.shape, layer.k.strides)
+        listed = _listed(page, memory, lens, range(start, end, page), 0, layer.slots, summaries[0].shape[2])
+        _summarize(operation, memory, rows, summaries, listed, lens)
+        return
+    step = max(page, DECODED_TOKENS // page * page)
+    for begin in range(start, end, step):
+        stop = min(end, begin + step)
+        rows = _decoded(operation, memory, layer, begin, stop)
+        listed = _listed(page, memory, lens, range(begin, stop, page), begin, stop - begin, summaries[0].shape[2])
+        _summarize(operation, memory, rows, summaries, listed, lens)
+
+
+def _summarize(
+    operation: str,
+    memory: LayerMemory,
+    rows: ArrayView,
+    summaries: tuple[ArrayView, ArrayView],
+    listed: Host,
+    lens: Host,
+) -> None:
+    """Pages of all heads of a sequence, or of one each, of rows (batch, heads, tokens, width)."""
+    heads = memory.num_kv_heads if lens.size == 1 else 1
+    steps = (heads, 1, rows.shape[2], summaries[0].shape[2])
+    summarize_listed(memory.runtime, operation, rows, summaries, listed, steps)
+
+
+def _listed(page: int, memory: LayerMemory, lens: Host, starts: range, origin: int, tokens: int, pages: int) -> Host:
+    """(n, 3) of `summarize_listed`: pages that begin at these tokens, of rows from token `origin` on."""
+    batch, heads = memory.batch_size, memory.num_kv_heads
+    each, of_each = (np.arange(batch) * heads, np.repeat(lens, batch)) if lens.size == 1 else (
+        np.arange(batch * heads), np.broadcast_to(lens, (batch, heads)).ravel())  # fmt: skip
+    begin = np.array(starts, np.int64)
+    counts = np.clip(of_each[:, None] - begin, 0, page)
+    found = np.stack([each[:, None] * tokens + begin - origin, counts, each[:, None] * pages + begin // page], axis=-1)
+    return found[counts > 0]
+
+
+def _decoded(operation: str, memory: LayerMemory, layer: Layer, begin: int, stop: int) -> ArrayView:
+    """The keys of these slots as numbers, (batch, heads, n, width), in memory of their own."""
+    row, tokens = memory.rows.k, stop - begin
+    shape = memory.batch_size, memory.num_kv_heads, tokens
+    out = new_array((*shape, row.width), row.read_dtype, memory.runtime)
+    scale = layer.scales_of_rows(memory.num_kv_heads, memory.rows.numbers)[0]
+    src = rows_of(layer.k)._replace(format=row.format, scale=scale)
+    copy_rows(memory.runtime, operation, [src], [rows_of(out)], [row.width], shape, src_position=begin)
+    return out
