@@ -92,7 +92,7 @@ def test_narrow_elements_are_added_up_without_loss(arch, dtype):
         if wanted is not None:
             assert (host(found) == wanted).all()
     assert host(keys.mean(axis=(0, 2))).dtype == (np.float64 if dtype == "int8" else np.float32)
-    assert (host(keys.mean(axis=(0, 2))) == one).all()
+    np.testing.assert_allclose(host(keys.mean(axis=(0, 2))), one, rtol=1e-15)  # a GPU multiplies by 1 / 300
     assert (host(keys.max()), host(keys.min(axis=2)).dtype) == (one, keys.dtype.numpy)
 
 

@@ -669,3 +669,35 @@ def test_arrays_of_two_gpus_are_refused_with_the_way_out(arch):
     )
     with pytest.raises(tikv.ArchError, match=r"lies on cuda:1 and .* runs on cpu"):
         tikv.copy(OnSecondGpu(), np.zeros((1, 8, 4), np.float32), position=0)
+
+
+@pytest.mark.archs("cpu")
+def test_an_array_that_is_still_computed_is_waited_for(arch):
+    """JAX's arrays are there before their numbers are, and their interface names no stream."""
+    waited = []
+
+    class OnItsWay(OnSecondGpu):
+        def block_until_ready(self):
+            waited.append(self)
+
+    given = OnItsWay()
+    arrays.view(given, "src", "copy")
+    assert waited == [given]
+
+
+@pytest.mark.archs("cuda")
+def test_what_another_stream_computes_is_waited_for(arch):
+    """CuPy names the stream on which an array is computed; one that does not wait for the default one here."""
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        busy = cupy.ones((4096, 4096), cupy.float32)
+        for _ in range(40):
+            busy = busy @ busy * 0 + 1
+        rows = busy[:4, :8].copy().reshape(1, 4, 8) * 3
+        cache = cupy.zeros((1, 4, 8), cupy.float32)
+        stream_of_cache = cupy.cuda.get_current_stream()
+        tikv.copy(rows, cache, position=0)
+    stream_of_cache.synchronize()
+    stream.synchronize()
+    tikv.runtime.current().synchronize()
+    assert bool((cache == 3).all())

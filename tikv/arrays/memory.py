@@ -138,7 +138,7 @@ def lasting_memory(nbytes: int, live: runtime.Runtime) -> Memory:
     """Memory that is kept when the call that first needs it is over, also where torch compiles that call.
 
     While torch warms up what it will capture, it gives a thread all memory from the graph's pool, and refuses the call
-    where something of it is left that is no result. Another thread is given memory from where all of it comes from.
+    where something other than its results is left of it. Another thread is given memory from the usual place.
     """
     if not live.is_cuda or "torch" not in sys.modules:
         return Memory(nbytes, live)

@@ -30,6 +30,8 @@ from tikv.arrays.memory import StagedNdarray
 from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
 from tikv.runtime.cache import BoundedCache
 
+LEGACY_STREAM = 1  # CUDA's default one, as `__cuda_array_interface__` has it
+
 # By the id of the array, and forgotten with it, so there is no other limit. A weak reference also keeps NumPy from
 # resizing the array in place, so pointer and shape stay true.
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
@@ -309,6 +311,22 @@ def _of_engine(array: Any, name: str, operation: str) -> ArrayView:
     return ArrayView(pointer, shape, contiguous_strides(shape), dtype, device, owner=array)
 
 
+def _wait_for_producer(array: Any, stream: int | None, number: int) -> None:
+    """Wait until an array is computed, unless launches of ours come behind that by themselves.
+
+    JAX computes on streams of its own, of which the interface does not tell; CuPy and others name the stream.
+    """
+    if hasattr(array, "block_until_ready"):
+        array.block_until_ready()
+    torch: Any = sys.modules.get("torch")
+    if stream is None or not runtime.current().is_cuda:
+        return
+    if torch is None:
+        runtime.current().synchronize()
+    elif stream != LEGACY_STREAM or torch.cuda.current_stream(number).cuda_stream:
+        torch.cuda.ExternalStream(stream, device=f"cuda:{number}").synchronize()
+
+
 def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     try:
         described = array.__cuda_array_interface__
@@ -326,6 +344,7 @@ def _of_cuda_interface(array: Any, name: str, operation: str) -> ArrayView:
     pointer, read_only = described["data"]
     # The interface does not say which GPU it is; CuPy and others say so beside it.
     number = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else 0
+    _wait_for_producer(array, described.get("stream"), number)
     found = ArrayView(pointer or 0, shape, strides, dtype, f"cuda:{number}", writable=not read_only, owner=array)
     require_memory(found, name, operation)
     return found
