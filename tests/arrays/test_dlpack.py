@@ -132,3 +132,21 @@ def test_cupy_arrays_are_read_and_written_in_place(arch, rng, dtype):
     seen = cupy.from_dlpack(store.keys(0))
     assert seen.data.ptr == address(store.keys(0))
     oracle.assert_same_bits(cupy.asnumpy(seen[0, :, :3]), src.swapaxes(0, 1))
+
+
+@pytest.mark.archs("cuda")
+def test_torch_on_the_default_stream_does_not_wait(arch, monkeypatch):
+    """It comes behind what was launched there; where launches were on another stream it waits."""
+    import torch
+
+    live, waited = tikv.runtime.current(), []
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=8, capacity=4096)
+    rows = torch.ones(4096, 1, 8, device="cuda")
+    monkeypatch.setattr(live, "side_streams", set())
+    monkeypatch.setattr(type(live), "_synchronize", lambda self: waited.append(self))
+    store.append(0, rows, rows)
+    assert bool((store.keys(0).torch() == 1).all())
+    assert not waited
+    live.side_streams.add(7)
+    store.values(0).torch()
+    assert waited

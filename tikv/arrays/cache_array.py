@@ -122,14 +122,21 @@ class CacheArray(runtime.NotCopied):
         return dlpack.device_of(array)
 
     def __dlpack__(
-        self, *, max_version: tuple[int, int] | None = None, copy: bool | None = None, **_requests: Any
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        copy: bool | None = None,
+        **_requests: Any,
     ) -> Any:
         self.__dlpack_device__()
         if copy:
             return self.__copy__().__dlpack__(max_version=max_version)
-        array = self._array
-        if array.device != "cpu":
-            self._runtime.synchronize()
+        array, live = self._array, self._runtime
+        # Work on CUDA's default stream comes behind all that was launched there.
+        ordered = live.is_cuda and stream == dlpack.LEGACY_STREAM and not live.side_streams
+        if array.device != "cpu" and not ordered:
+            live.synchronize()
         return dlpack.export(array, max_version)
 
     def copy_to_host(self) -> np.ndarray[Any, Any]:

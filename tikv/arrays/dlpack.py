@@ -45,6 +45,7 @@ _STRUCTURES: dict[bytes, Any] = {b"dltensor": _DLManagedTensor, b"dltensor_versi
 _VERSION = 1, 0  # the newest that is read and written: since then a tensor may say that it is read-only
 _READ_ONLY = 1  # of the flags
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # kinds of devices
+LEGACY_STREAM = 1  # CUDA's default one, as DLPack and `__cuda_array_interface__` have it
 HOST_KINDS = (_CPU, _CUDA_HOST)  # those whose memory is the host's
 
 # Prototypes of our own: the attributes of ctypes.pythonapi are shared with every other library in the process.

@@ -128,6 +128,9 @@ class Memory:
     def clear(self) -> None:
         """Set every byte to zero."""
         if hasattr(self.block, "zero_"):
+            stream = sys.modules["torch"].cuda.current_stream(self.device).cuda_stream
+            if stream:
+                self.runtime.side_streams.add(stream)
             self.block.zero_()
         else:
             with self.runtime.engine_calls():

@@ -30,8 +30,6 @@ from tikv.arrays.memory import StagedNdarray
 from tikv.errors import ArchError, DTypeError, ShapeError, StaleRuntimeError
 from tikv.runtime.cache import BoundedCache
 
-LEGACY_STREAM = 1  # CUDA's default one, as `__cuda_array_interface__` has it
-
 # By the id of the array, and forgotten with it, so there is no other limit. A weak reference also keeps NumPy from
 # resizing the array in place, so pointer and shape stay true.
 _numpy_views: dict[int, tuple[weakref.ref[Any], ArrayView]] = {}
@@ -323,7 +321,7 @@ def _wait_for_producer(array: Any, stream: int | None, number: int) -> None:
         return
     if torch is None:
         runtime.current().synchronize()
-    elif stream != LEGACY_STREAM or torch.cuda.current_stream(number).cuda_stream:
+    elif stream != dlpack.LEGACY_STREAM or torch.cuda.current_stream(number).cuda_stream:
         torch.cuda.ExternalStream(stream, device=f"cuda:{number}").synchronize()
 
 
