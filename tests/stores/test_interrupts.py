@@ -7,6 +7,7 @@ import traceback
 
 import numpy as np
 import pytest
+from host_stores import host_store
 from wrong_arguments import contents
 
 import tikv
@@ -58,6 +59,15 @@ def store_of(rng, tokens=9, **form):
     store = tikv.KVCacheStore(**sizes)
     for layer in range(2):
         store.append(layer, *(new(rng, tokens, width=sizes["head_dim"]) for _ in "kv"))
+    return store
+
+
+def on_host(rng, tokens=9, **form):
+    sizes = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": WIDTH, "capacity": 40, "dtype": "float32"} | form
+    store = host_store("cpu", **sizes, resident_layers=1)
+    for layer in range(2):
+        store.append(layer, *(new(rng, tokens) for _ in "kv"))
+    store.attend(0, new(rng, 1, Q_HEADS))
     return store
 
 
@@ -181,8 +191,18 @@ LOST = "KVCacheStore.extend was broken off. Layer 1 holds "
         (lambda rng: store_of(rng, **RING), 5, True),
         (lambda rng: store_of(rng, **RING), 1, True),
         (uneven, 3, False),
+        (on_host, 3, False),
+        (lambda rng: on_host(rng, **RING), 5, True),
     ],
-    ids=["linear", "a ring with room", "a ring that wraps", "a token into a ring", "uneven heads"],
+    ids=[
+        "linear",
+        "a ring with room",
+        "a ring that wraps",
+        "a token into a ring",
+        "uneven heads",
+        "on the host",
+        "a ring on the host that wraps",
+    ],
 )
 def test_extend_leaves_a_store_as_before_or_says_what_it_holds(arch, every, make, tokens, wraps):
     done = check(make, extend(tokens), every, LOST)
@@ -245,6 +265,10 @@ def test_what_goes_in_by_parts_says_how_much(arch, every, kind):
         (store_of, lambda store: store.commit([0, 2])),
         (store_of, lambda store: store.repeat(2)),
         (lambda rng: store_of(rng, batch_size=1), lambda store: store.reset()),
+        (on_host, append(3, layer=0)),
+        (on_host, append_all),
+        (on_host, lambda store: store.compact(0, [[[0, 4, 5]] * HEADS])),
+        (on_host, lambda store: store.repeat(2)),
     ],
 )
 def test_a_change_is_made_whole_or_not_at_all(arch, every, make, call):

@@ -14,6 +14,7 @@ from tikv.arrays.array_view import host_bytes as host_bytes
 from tikv.arrays.array_view import is_contiguous as is_contiguous
 from tikv.arrays.cache_array import CacheArray as CacheArray
 from tikv.arrays.gpus import runtime_of as runtime_of
+from tikv.arrays.host_memory import memory_of_host as memory_of_host
 from tikv.arrays.kinds import handed_over as handed_over
 from tikv.arrays.kinds import new_like as new_like
 from tikv.arrays.last_call import last_call_test as last_call_test

@@ -97,9 +97,9 @@ class Memory:
         """The same bytes in memory of their own, copied on the device."""
         live = self.runtime
         runtime.require_alive(live, "copy.deepcopy")
-        found = Memory(self.nbytes, live)
+        found = type(self)(self.nbytes, live)
         live.synchronize()
-        if live.is_cpu:
+        if isinstance(self.block, np.ndarray):
             found.block[:] = self.block
         elif type(found.block) is not type(self.block):  # torch was imported since
             whole = (-(-self.nbytes // ALIGNMENT) * ALIGNMENT,)
@@ -188,6 +188,10 @@ def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
         ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
         return
     block = to.owner.block
+    if isinstance(block, np.ndarray):  # of the host, and launches may be at work on it
+        to.owner.runtime.synchronize()
+        ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
+        return
     if hasattr(block, "from_numpy"):
         words = np.zeros(block.shape[0] * 4, np.uint8)
         words[: array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -216,7 +220,7 @@ def read_host(array: ArrayView, live: runtime.Runtime) -> np.ndarray[Any, Any]:
     """A contiguous NumPy copy of a view's elements, from any device."""
     live.synchronize()
     itemsize = array.dtype.itemsize
-    if array.device == "cpu":
+    if array.device == "cpu" or isinstance(getattr(array.owner, "block", None), np.ndarray):
         raw = ctypes.string_at(array.ptr, array.span)
     elif array.device.startswith("cuda"):
         raw = _read_cuda(array, live)

@@ -444,6 +444,6 @@ class TokenShardLayers(LayerStorage):
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> NoReturn:
+    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any) -> NoReturn:
         """Not offered: `ShardedKVCacheStore.load` reads the files of all ranks."""
         raise OptionError(f"{operation}: {cls.title} is loaded by ShardedKVCacheStore.load.")

@@ -15,12 +15,12 @@ import torch
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
 from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._transformers_host import HostLayer
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_ring import SlidingRing
 from tikv.integrations._transformers_storage import share_memory_with
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
-from tikv.stores.layers.growing import GrowingLayer
 
 KIND = "TikvCache"
 # Fields of a configuration that decide what is cached.
@@ -78,9 +78,9 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         layer._put_in_order()
     store = layer.store
     if store is None:
-        return {"kind": type(layer).__name__}
+        return {"kind": _kind_of(layer)}
     return {
-        "kind": type(layer).__name__,
+        "kind": _kind_of(layer),
         "form": {**store.rows.arguments(), "num_kv_heads": layer.num_heads, "batch_size": layer.batch_size},
         "capacity": store.capacity,
         "dtype": str(layer.dtype).removeprefix("torch."),
@@ -93,6 +93,13 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         "written_once": getattr(layer, "_written_once", False),
         "record_past": layer.record_past,
     }
+
+
+def _kind_of(layer: Any) -> str | None:
+    """What a file calls a layer of this kind; None of one that caches nothing. Its tokens may be read to any place."""
+    if not isinstance(layer, TikvLayer):
+        return None
+    return "TikvLayer" if isinstance(layer, HostLayer) else type(layer).__name__
 
 
 class Loaded:
@@ -143,7 +150,7 @@ class Loaded:
             told = files.listed(metadata["parts"][part], "layers", len(layers))
             for i, (layer, said) in enumerate(zip(layers, told, strict=True)):
                 kind = None if said is None else said["kind"]
-                if kind != (type(layer).__name__ if isinstance(layer, TikvLayer) else None):
+                if kind != _kind_of(layer):
                     raise ValueError(f"layer {i} is {kind!r}, and of this configuration {type(layer).__name__}")
                 if said is not None and "form" in said:
                     names, size = _check_layer(layer, said, f"{part}.{i}", entries)
@@ -193,7 +200,7 @@ def _restore(layer: Any, said: dict[str, Any], arrays: dict[str, np.ndarray[Any,
     """Let an empty layer be as the one that was saved."""
     place = torch.device(said["device"] if device is None else device)
     with share_memory_with(place):
-        layer.store = GrowingLayer(capacity=said["capacity"], **said["form"])
+        layer.store = layer._new_store(capacity=said["capacity"], **said["form"])
     layer.store.from_host(arrays, **{key: said[key] for key in ("length", "origin", "whole_from")})
     layer.dtype = dtypes.to_torch(said["dtype"])
     layer.device = layer.store.keys.torch().device

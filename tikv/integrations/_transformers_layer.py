@@ -22,7 +22,6 @@ from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_room import LayerRoom
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
-from tikv.stores.layers.growing import GrowingLayer
 
 
 def _find_part() -> Any:
@@ -92,7 +91,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         batch, heads, _, width = key_states.shape
         check_storage(self._name, self.storage, key_states, value_states)
         with where:
-            self.store = GrowingLayer(
+            self.store = self._new_store(
                 num_kv_heads=heads,
                 head_dim=width,
                 head_dim_v=value_states.shape[3],
@@ -510,7 +509,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         found.record_past, found._settled = self.record_past, self._settled
         if self.store is not None:
             found.dtype, found.device = self.dtype, self.device
-            found.store = self.store.twin()
+            with share_memory_with(self.device):
+                found.store = self.store.twin(found._new_store)
             found.is_initialized = True
             found._attach()
         found._staged = copy.deepcopy(self._staged, memo)

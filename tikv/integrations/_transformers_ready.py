@@ -50,6 +50,10 @@ class ReadyLayer:
     def store(self, store: GrowingLayer | None) -> None:
         self._store, self._counted = store, None
 
+    def _new_store(self, **form: Any) -> GrowingLayer:
+        """New memory of this form."""
+        return GrowingLayer(**form)
+
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile` can make one program of all steps of this layer."""

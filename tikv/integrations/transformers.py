@@ -31,11 +31,14 @@ from tikv.integrations import _transformers_files as cache_files
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
+from tikv.integrations._transformers_host import HostLayer
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_ring import RingLayer, SlidingRing
 from tikv.integrations._transformers_storage import OPERATION, Storage, storage_of
 from tikv.integrations._transformers_streaming import StreamingLayer
+from tikv.stores.layers.hosted import Shelf
+from tikv.stores.layers.storage import PLACES
 
 __all__ = ["TikvCache", "TikvLayer"]
 
@@ -117,6 +120,34 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
     return kinds
 
 
+def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window: Any, crossed: bool) -> Shelf | None:
+    """Where layers in the host's memory have their copies; None where all layers lie on the device.
+
+    Raises:
+        OptionError: an unknown place; or the host's, of a cache or a layer that has to be on the device.
+    """
+    if place not in PLACES:
+        raise OptionError(f"{OPERATION}: unknown place {place!r}. Use one of {', '.join(map(repr, PLACES))}.")
+    count = _integer(resident_layers, "resident_layers", 1, "2, the number of layers by default")
+    if place == "device":
+        return None
+    why = ""
+    if window is not None:
+        why = f"window={window} bounds the memory"
+    elif crossed:
+        why = "its decoder may have an encoder, whose tokens all layers read"
+    elif all(layer.kind != "full" for layer in kinds):
+        why = "no layer of this model attends in full, and what slides is small and stays on the device"
+    else:
+        for i, layer in enumerate(kinds):
+            if layer.indexed or (layer.kind == "full" and layer.state is not None):
+                beside = "the keys of an indexer" if layer.indexed else "a state"
+                why = why or f"layer {i} keeps {beside} beside keys and values"
+    if why:
+        raise OptionError(f"{OPERATION}: place='host': {why}. Use place='device'.")
+    return Shelf(len(kinds), count)
+
+
 def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage, text: Any, crossed: bool) -> Any:
     """The layer of a cache for what a layer of the model caches; `crossed`: its decoder may have an encoder."""
     if kind.kind == "none":
@@ -183,6 +214,12 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
             without end in the memory of so many tokens. None: it sees all. Prompts may be longer; attention must be
             "sdpa", "eager" or "tikv" for them.
         sinks: first tokens that stay visible in spite of the window; 4 do for most models.
+        place: "device", or "host" for a cache larger than the memory of a GPU: layers that attend in full lie in
+            page-locked memory of the host, and the GPU has copies of ``resident_layers``, the next one on its way while
+            one is used. Layers that slide stay on the GPU. Give ``max_cache_len``, since memory that grows is copied.
+            Steps are not compiled. On CPU and Metal the cache is as any other, and the repr of its layers says so. Not
+            offered with ``window=``, for encoder-decoders, and where layers keep more than keys and values.
+        resident_layers: see ``place``.
         offloading, offload_only_non_sliding: as transformers' caches take them; the first has to be False.
 
     Raises:
@@ -239,12 +276,14 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         v_scale: Any = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        place: str = "device",
+        resident_layers: int = 2,
     ) -> None:
         name = type(config).__name__
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{OPERATION}: {name} is not a configuration of a model. Use model.config.")
         if offloading:
-            raise OptionError(f"{OPERATION}: offloading={offloading!r}: memory stays where the model is. Leave it out.")
+            raise OptionError(f"{OPERATION}: offloading={offloading!r}: use place='host' for memory of the host.")
         text = shim.decoder_of(config)
         # Of an encoder-decoder, what tells the layers may be a copy, which no change of the attention reaches.
         named = config if type(text) is type(config) else text
@@ -267,17 +306,20 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
+        shelf = self._shelf = _shelf(place, resident_layers, kinds, window, crossed)
         layers = [
             _streaming_layer(i, kind, streamed, sinks, storage, named, crossed)
             if streamed is not None and kind.kind == "full"
             else _layer(i, kind, limit, storage, named, crossed)
+            if shelf is None or kind.kind != "full"
+            else HostLayer(i, kind.window, limit, storage, named, shelf)
             for i, kind in enumerate(kinds)
         ]
         cache_utils.Cache.__init__(self, layers=layers)
         self._prompted: TikvLayer | None = None  # the layer that still has all of a prompt longer than its window
         self._why_not_compiled = "its memory grows: give max_cache_len"
         if max_cache_len is not None or streamed is not None:
-            self._why_not_compiled = _why_not_compiled(layers, text, crossed)
+            self._why_not_compiled = "layers lie on the host" if shelf else _why_not_compiled(layers, text, crossed)
         for layer in [] if self._why_not_compiled else layers:
             layer.for_steps = True
         self._rings = [layer for layer in layers if isinstance(layer, RingLayer) and layer.for_steps]
@@ -415,13 +457,21 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         cache_files.write(path, made, cache_files.parts_of(self), f"{OPERATION}.save")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], config: Any, device: Any = None) -> TikvCache:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: Any,
+        device: Any = None,
+        place: str = "device",
+        resident_layers: int = 2,
+    ) -> TikvCache:
         """Make a cache from a file; the model continues as if the saved cache had never been saved.
 
         Args:
             path: of a file that `save` wrote.
             config: of the model that it was saved of.
             device: where the model is; None: on a device of the kind that it was on.
+            place, resident_layers: as of the class, whatever they were when it was saved.
 
         Raises:
             CacheFileError: the file is missing, damaged, no `TikvCache`, or of a model of another configuration.
@@ -431,11 +481,17 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         if not hasattr(config, "get_text_config"):
             raise OptionError(f"{operation}: {type(config).__name__} is not a configuration of a model.")
         fields = cache_files.fields_of(shim.decoder_of(config))
-        return cache_files.Loaded(cls, config, fields, path, operation).read(device)  # type: ignore[no-any-return]
+        make = functools.partial(cls, place=place, resident_layers=resident_layers)
+        return cache_files.Loaded(make, config, fields, path, operation).read(device)  # type: ignore[no-any-return]
+
+    @property
+    def place(self) -> str:
+        """Where keys and values lie: "host" if layers lie apart from where the model computes, else "device"."""
+        return "host" if any(getattr(layer, "is_hosted", False) for layer in self.layers) else "device"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not."""
+        """Bytes of keys, values and scales, filled or not; without the copies of layers on the host."""
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
         return sum(store.nbytes for store in stores if store is not None)
 

@@ -17,7 +17,10 @@ from tikv.runtime.devices import ARCHS as ARCHS
 from tikv.runtime.devices import SPIRV_ARCHS as SPIRV_ARCHS
 from tikv.runtime.devices import current_gpu as current_gpu
 from tikv.runtime.devices import device_name as device_name
+from tikv.runtime.devices import lock_pages as lock_pages
 from tikv.runtime.devices import memory_bytes as memory_bytes
+from tikv.runtime.devices import shares_memory as shares_memory
+from tikv.runtime.devices import unlock_pages as unlock_pages
 from tikv.runtime.devices import vulkan_devices as vulkan_devices
 from tikv.runtime.devices import vulkan_drivers_known as vulkan_drivers_known
 from tikv.runtime.devices import vulkan_subgroups as vulkan_subgroups

@@ -14,6 +14,8 @@ from typing import Any
 ARCHS = ("metal", "cuda", "vulkan", "cpu", "amdgpu")  # best first; "auto" never takes amdgpu
 SPIRV_ARCHS = ("metal", "vulkan")  # whose kernels are SPIR-V, and whose memory has no address
 NEVER_RUN = ("amdgpu",)  # archs on which nobody has run this library yet
+_INTEGRATED = 18  # in the CUDA driver's CUdevice_attribute
+_PORTABLE, _MAPPED = 1, 2  # of page-locked memory: each context may use it, at an address of the device
 
 
 def candidate_archs() -> Iterator[str]:
@@ -261,3 +263,37 @@ def memory_bytes(arch: str) -> int | None:
         with contextlib.suppress(ValueError, OSError):
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
+
+
+def shares_memory(arch: str, index: int = 0) -> bool:
+    """Whether the device computes in the memory of the host, beside which it has none of its own."""
+    if arch == "cuda":
+        cuda, device, found = _cuda(), ctypes.c_int(), ctypes.c_int()
+        if cuda is None or cuda.cuDeviceGet(ctypes.byref(device), index):
+            return False
+        return cuda.cuDeviceGetAttribute(ctypes.byref(found), _INTEGRATED, device) == 0 and found.value > 0
+    if arch == "vulkan":
+        return all(kind in ("cpu", "integrated") for _, kind in vulkan_devices())
+    return arch in ("cpu", "metal")
+
+
+def lock_pages(nbytes: int, index: int) -> int:
+    """The address of new page-locked memory of the host, where the host and each CUDA device see it.
+
+    Raises:
+        MemoryError: there is not so much.
+    """
+    cuda, found = _cuda(), ctypes.c_void_p()
+    with current_gpu(index):
+        status = cuda.cuMemHostAlloc(ctypes.byref(found), ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)
+    if status or not found.value:
+        raise MemoryError(f"CUDA's driver locks no {nbytes} bytes (error {status})")
+    return found.value
+
+
+def unlock_pages(address: int, index: int) -> None:
+    """Give page-locked memory back, once all devices have done what they were given."""
+    cuda = _cuda()
+    with current_gpu(index):
+        cuda.cuCtxSynchronize()
+        cuda.cuMemFreeHost(ctypes.c_void_p(address))

@@ -21,11 +21,12 @@ from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.stores import files, picture
-from tikv.stores.layers import saved_as, storage_for
+from tikv.stores.layers import loaded_storage, new_storage
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
 from tikv.stores.layers.counts import Layer, check_step, drawn_states
-from tikv.stores.layers.storage import LayerStorage, StoreConfig
+from tikv.stores.layers.residents import why_plain
+from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import Divisor
@@ -58,6 +59,14 @@ class KVCacheStore(runtime.DeepCopied):
         scale_dtype: dtype of the scales of int8 or of a `tikv.Quant`, float16 or float32.
         page_summaries: keep the least and the greatest key of each page of so many tokens, for `page_summaries`; None
             to keep none. Layers with a window keep none. Not with groups along tokens, and not with float64.
+        place: "device", or "host" for a cache larger than the memory of a GPU: all layers lie in page-locked memory of
+            the host, and the GPU has copies of ``resident_layers`` of each window. The next layer is copied while one
+            is used, in the order 0 to ``num_layers - 1`` and then 0 again; other orders are right and slower. New
+            tokens go straight to the host. It needs CUDA with the native launcher. Where the device computes in the
+            host's memory, on CPU and Metal, it is a plain store: ``store.place`` is "device", and the repr says why.
+            A captured graph cannot use it: ``positions=``, `positions_on_device`, `advance`, steps, ``seq_lens=``,
+            `keys`, `values` and `scales` are refused.
+        resident_layers: see ``place``; 2 let one layer be copied while another is used. More are copied less often.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -115,14 +124,17 @@ class KVCacheStore(runtime.DeepCopied):
         k_scale: Any = None,
         v_scale: Any = None,
         page_summaries: int | None = None,
+        place: str = "device",
+        resident_layers: int = 2,
     ) -> None:
         live = runtime_of()
         config = StoreConfig.checked(
             "KVCacheStore", num_layers=num_layers, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
             window=window, sinks=sinks, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
-            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale, page_summaries=page_summaries,
+            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale, page_summaries=page_summaries, place=place,
+            resident_layers=resident_layers,
         )  # fmt: skip
-        self._hold(config, storage_for(dtype, config)(live, config))
+        self._hold(config, new_storage(live, config))
 
     def _hold(self, config: StoreConfig, storage: LayerStorage) -> None:
         self.runtime, self.lock = storage.runtime, storage.lock
@@ -185,6 +197,21 @@ class KVCacheStore(runtime.DeepCopied):
     def nbytes(self) -> int:
         """Bytes of keys, values, scales and summaries of pages, filled or not."""
         return self._storage.nbytes
+
+    @property
+    def place(self) -> str:
+        """Where the layers lie: "host" if they lie apart from where the device computes, else "device"."""
+        return self._storage.place
+
+    @property
+    def resident_layers(self) -> int:
+        """How many layers the device has memory for: all of them but where `place` is "host"."""
+        return self._storage.resident_layers
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of the device's memory: `nbytes`, or those of the copies where `place` is "host"."""
+        return self._storage.resident_nbytes
 
     @property
     def memory_version(self) -> int:
@@ -801,8 +828,12 @@ class KVCacheStore(runtime.DeepCopied):
         self._storage.save(path, self._config, operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> KVCacheStore:
+    def load(cls, path: str | os.PathLike[str], *, place: str = "device", resident_layers: int = 2) -> KVCacheStore:
         """A new store with the form, counts and contents of a saved one, on the arch that runs now.
+
+        Args:
+            path: of a file that `save` wrote, wherever the layers lay.
+            place, resident_layers: as of the class.
 
         Raises:
             CacheFileError: the file is missing, truncated, damaged, or not one that `save` wrote; its counts or shapes
@@ -811,8 +842,10 @@ class KVCacheStore(runtime.DeepCopied):
             DTypeError: this arch cannot hold it.
         """
         operation = "KVCacheStore.load"
-        storage = saved_as(files.kind_of(path, operation))
-        return cls.over(*storage.load(path, runtime_of(), operation))
+        place = checks.option(place, "place", operation, PLACES)
+        resident_layers = checks.integer(resident_layers, "resident_layers", operation, low=1)
+        placed = {"place": place, "resident_layers": resident_layers}
+        return cls.over(*loaded_storage(files.kind_of(path, operation), path, runtime_of(), operation, placed))
 
     @locked
     def host_layers(self) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
@@ -910,5 +943,12 @@ class KVCacheStore(runtime.DeepCopied):
         return (
             f"KVCacheStore({counted(self.num_layers, 'layer')}{batch} x {counted(self.num_kv_heads, 'head')} x "
             f"{storage.rows.width}, {storage.described(config)}, {self._tokens_in_words()}, "
-            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
+            f"{size_in_words(self.nbytes)}{self._place_in_words()}, {self.runtime.arch})"
         )
+
+    def _place_in_words(self) -> str:
+        """Where the layers lie, if that was asked for."""
+        if self.place == "host":
+            return f" on the host, {self.resident_layers} of them on the device too"
+        plain = "" if self._config.place == "device" else why_plain(self.runtime, "KVCacheStore")
+        return f", place='host' is plain: {plain}" if plain else ""

@@ -2,27 +2,51 @@
 
 `contiguous` serves all dtypes but groups along tokens, which `token_groups` serves. `memory` and `counts` are what a
 layer of slots is, `append`, `attend`, `extend`, `compaction` and `drafts` what is done with it, `summaries` what is
-known of pages of its keys; `growing` is one such layer with room that changes.
+known of pages of its keys; `growing` is one such layer with room that changes. `host` has any of these storages in the
+host's memory, and `residents` knows which of its layers the device has.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from tikv.runtime import Runtime
 from tikv.stores.layers.contiguous import ContiguousLayers
+from tikv.stores.layers.host import HostLayers
+from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import LayerStorage, StoreConfig
 from tikv.stores.layers.token_groups import TokenGroupLayers
 
 STORAGES: list[type[LayerStorage]] = [TokenGroupLayers, ContiguousLayers]  # the first that serves a dtype has it
 
 
-def storage_for(dtype: Any, config: StoreConfig) -> type[LayerStorage]:
-    """The storage of a store with this ``dtype=`` and configuration, or OptionError."""
-    found = next(storage for storage in STORAGES if storage.serves(dtype))
-    found.check_summaries("KVCacheStore", config)
-    return found
+def new_storage(live: Runtime, config: StoreConfig) -> LayerStorage:
+    """A storage of this configuration, or OptionError."""
+    kind = next(storage for storage in STORAGES if storage.serves(config.rows["dtype"]))
+    kind.check_summaries("KVCacheStore", config)
+    if lies_apart(live, config.place):
+        HostLayers.check_summaries("KVCacheStore", config)
+        return HostLayers(config, kind(live, config))
+    return kind(live, config._replace(place="device"))
 
 
-def saved_as(kind: str) -> type[LayerStorage]:
-    """The storage that wrote a file of this kind; that of plain stores, which refuses it, where none did."""
-    return next((storage for storage in STORAGES if storage.file_kind == kind), ContiguousLayers)
+def loaded_storage(
+    kind: str, path: Any, live: Runtime, operation: str, placed: dict[str, Any]
+) -> tuple[StoreConfig, LayerStorage]:
+    """The configuration and the storage of a store in a file of this kind, `placed` as its arguments say."""
+    found = next((storage for storage in STORAGES if storage.file_kind == kind), ContiguousLayers)  # which refuses it
+    if lies_apart(live, placed["place"]):
+        config, storage = found.load(path, live, operation, **placed)
+        HostLayers.check_summaries(operation, config)
+        return config, HostLayers(config, storage)
+    config, storage = found.load(path, live, operation)
+    return config._replace(place=placed["place"]), storage
+
+
+def lies_apart(live: Runtime, place: str) -> bool:
+    """Whether layers at this place lie elsewhere than where the device computes.
+
+    Raises:
+        ArchError: they would, and this device has no way to them.
+    """
+    return place == "host" and not why_plain(live, "KVCacheStore")

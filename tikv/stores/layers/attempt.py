@@ -27,7 +27,7 @@ def attempt(operation: str, layers: Sequence[Layer], lost: Callable[[], bool] | 
         with Held():
             came = [layer.length - length for layer, (_, length, _, _) in zip(layers, before, strict=True)]
             full = any(n and was[0] + n > to.slots for to, was, n in zip(layers, before, came, strict=True))
-            if not (lost() if lost else full):
+            if layers[0].is_copy or not (lost() if lost else full):
                 for layer, (_, *counts), n in zip(layers, before, came, strict=True):
                     layer.length, layer.valid_from, layer.newest = counts
                     if n and layer.head_lengths is not None:

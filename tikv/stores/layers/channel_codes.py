@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, contiguous_strides, new_array, read_host, to_device, view, write_host
+from tikv.arrays import (
+    ArrayView,
+    Memory,
+    contiguous_strides,
+    memory_of_host,
+    new_array,
+    read_host,
+    to_device,
+    view,
+    write_host,
+)
 from tikv.dtypes import DType
 from tikv.errors import CapacityError
 from tikv.formats import GroupFormat
@@ -42,6 +52,7 @@ class ChannelCodes:
         format: of K along tokens and of V along its columns.
         dtype: of the rows that are quantised, and of scales and biases.
         scratch: arrays of attention, by the rows of queries of a KV head, which layers share.
+        on_host: the memory is the host's.
 
     Attributes:
         tokens: how many are codes.
@@ -60,6 +71,7 @@ class ChannelCodes:
         format: GroupFormat,
         dtype: DType,
         scratch: BoundedCache[int, tuple[ArrayView, ArrayView]],
+        on_host: bool = False,
     ) -> None:
         self.runtime, self.format, self.room = live, format, room
         self.batch, self.heads, (self.width, self.width_v) = batch, heads, widths
@@ -78,7 +90,11 @@ class ChannelCodes:
                     f"KVCacheStore: {name} of a layer need {needed} bytes in one piece of memory, and {live.arch} "
                     f"addresses {limit}. Use a smaller capacity, or several stores."
                 )
-        self.arrays = [new_array((batch, heads, *shape), stored, live) for shape, stored in forms.values()]  # `ARRAYS`
+        self.arrays = []  # `ARRAYS`
+        for shape, stored in forms.values():
+            nbytes = batch * heads * math.prod(shape) * stored.itemsize
+            block = memory_of_host(nbytes, live) if on_host else Memory(nbytes, live)
+            self.arrays.append(block.array((batch, heads, *shape), stored))
         self.k_codes, self.k_numbers, self.v_codes, self.v_numbers = self.arrays
         self._turned = new_array((batch * heads, self.width, group), dtype, live)  # keys of a group by channel
 
@@ -166,10 +182,15 @@ class ChannelCodes:
         )
         return part, sums
 
+    @property
+    def filled(self) -> list[tuple[ArrayView, int]]:
+        """`arrays`, and how many of the third axis are filled."""
+        filled = (self.tokens // self.format.group,) * 2 + (self.tokens,) * 2
+        return list(zip(self.arrays, filled, strict=True))
+
     def copy_to_host(self) -> list[np.ndarray[Any, Any]]:
         """The filled parts of `arrays` on the host."""
-        filled = (self.tokens // self.format.group,) * 2 + (self.tokens,) * 2
-        return [read_host(a, self.runtime)[:, :, :n] for a, n in zip(self.arrays, filled, strict=True)]
+        return [read_host(a, self.runtime)[:, :, :n] for a, n in self.filled]
 
     def take_over(self, tokens: int, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """Hold what `copy_to_host` of such codes gave."""

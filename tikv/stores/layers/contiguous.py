@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, Views, read_host, to_device, view
+from tikv.arrays import ArrayView, CacheArray, Views, view
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
@@ -71,8 +71,9 @@ class ContiguousLayers(LayerStorage):
         self.counts = config.counts()
         check_summarized("KVCacheStore", self.rows, config.page_summaries)
         self.memory = LayerMemory(
-            live, self.counts, self.rows, config.num_kv_heads, config.batch_size, config.page_summaries
-        )
+            live, self.counts, self.rows, config.num_kv_heads, config.batch_size, config.page_summaries,
+            config.place == "host",
+        )  # fmt: skip
         self.appends = Appends(self.memory)
         self.lock = self.memory.lock
 
@@ -239,11 +240,20 @@ class ContiguousLayers(LayerStorage):
         memory.write_filled(captured.arrays)
         summarize(operation, memory, self.counts)
 
+    def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
+        found = self.counts[layer]
+        return [(a, found.filled) for a in found.arrays]
+
+    def count_as(self, layer: int, other: ContiguousLayers, index: int) -> None:
+        own, found = self.counts[layer], other.counts[index]
+        own.index = found.index
+        counts = (own.length, own.valid_from), (found.length, found.valid_from)
+        if own.history is not found.history or counts[0] != counts[1]:
+            self.memory.recount(own, found.length, found.history, found.valid_from)
+        own.newest = found.newest
+
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
-        return [
-            (layer, [read_host(a, self.runtime) for a in arrays])
-            for layer, arrays in zip(self.counts, self.memory.copy_filled(), strict=True)
-        ]
+        return list(zip(self.counts, self.memory.to_host(), strict=True))
 
     def take_over(
         self,
@@ -259,8 +269,7 @@ class ContiguousLayers(LayerStorage):
             _check_layer(operation, layer, found, one is not None and not one.even)
         for own, layer, one in zip(self.counts, counted, left, strict=True):
             self.memory.recount(own, layer.length, one, layer.valid_from)
-        live = self.runtime
-        self.memory.write_filled([[to_device(np.ascontiguousarray(a), live) for a in found] for found in arrays])
+        self.memory.from_host(arrays)
         summarize(operation, self.memory, self.counts)
 
     # --- files
@@ -270,10 +279,12 @@ class ContiguousLayers(LayerStorage):
         contiguous_files.write(path, saved.arguments(self.rows), self.to_host(operation), operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreConfig, Any]:
+    def load(
+        cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
+    ) -> tuple[StoreConfig, Any]:
         arguments, counts, histories, arrays = contiguous_files.read(path, operation)
         with files.understanding(path, operation):
-            config = StoreConfig.checked("KVCacheStore", **arguments)
+            config = StoreConfig.checked("KVCacheStore", **arguments, **placed)
             found = cls(live, config)
             found.take_over(operation, counts, arrays, histories)
         return config, found

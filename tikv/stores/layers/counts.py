@@ -56,6 +56,7 @@ class Layer:
         self.greatest: ArrayView | None = None
         self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
         self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
+        self.is_copy = False  # of a layer elsewhere, which has all that is lost here
 
     @property
     def held(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, last_call_test, new_array, runtime_of, to_device, view_all
+from tikv.arrays import ArrayView, CacheArray, last_call_test, new_array, runtime_of, view_all
 from tikv.dtypes import DType
 from tikv.errors import PositionError
 from tikv.ops import checks
@@ -60,6 +60,7 @@ class GrowingLayer(runtime.NotCopied):
         (1, 3, 8, [[2.0, 3.0], [4.0, 5.0]])
     """
 
+    on_host = False  # the memory is the device's
     instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
     def __init__(
@@ -85,7 +86,7 @@ class GrowingLayer(runtime.NotCopied):
             scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         batch = checks.integer(batch_size, "batch_size", operation, low=1)
-        self._memory = LayerMemory(self.runtime, [self._layer], rows, heads, batch)
+        self._memory = LayerMemory(self.runtime, [self._layer], rows, heads, batch, on_host=self.on_host)
         self._appends = Appends(self._memory)
         self.rows, self.dtype, self.v_dtype = rows, rows.k.dtype, rows.v.dtype
         self.plain = rows.formats == (None, None) and rows.alike and not rows.divided  # stored as torch can write it
@@ -306,19 +307,18 @@ class GrowingLayer(runtime.NotCopied):
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of the filled slots, (batch, heads, length[, width]), by the names that files have."""
         require_alive(self.runtime, "TikvCache.save")
-        taken = self._memory.copy_filled()[0]
-        return {name: CacheArray(a, self.runtime).numpy() for name, a in zip(self._layer.named, taken, strict=True)}
+        return dict(zip(self._layer.named, self._memory.to_host()[0], strict=True))
 
     def from_host(self, arrays: dict[str, np.ndarray[Any, Any]], *, length: int, origin: int, whole_from: int) -> None:
         """Take over what `to_host` copied, and its counts, into a layer of the same form."""
         self.recount(length=length, origin=origin)
         self.whole_from = whole_from
-        self._memory.write_filled([[to_device(arrays[name], self.runtime) for name in self._layer.named]])
+        self._memory.from_host([[arrays[name] for name in self._layer.named]])
 
-    def twin(self) -> GrowingLayer:
-        """A copy of this layer in memory of its own, from which it can continue on its own."""
+    def twin(self, make: Callable[..., GrowingLayer] | None = None) -> GrowingLayer:
+        """A copy of this layer in memory of its own, from which it goes on by itself; `make` makes an empty one."""
         memory = self._memory
-        found = GrowingLayer(
+        found = (make or GrowingLayer)(
             num_kv_heads=memory.num_kv_heads,
             capacity=self.capacity,
             batch_size=memory.batch_size,
@@ -326,7 +326,8 @@ class GrowingLayer(runtime.NotCopied):
         )
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from
-        found._memory.write_filled(memory.copy_filled())
+        for a, to in zip(self._layer.arrays, found._layer.arrays, strict=True):
+            memory.move_slots(a, to, self.length)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:

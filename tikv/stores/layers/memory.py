@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ALIGNMENT, ArrayView, CacheArray, Memory, new_array, to_device
+from tikv.arrays import (
+    ALIGNMENT,
+    ArrayView,
+    CacheArray,
+    Host,
+    Memory,
+    as_numpy,
+    memory_of_host,
+    new_array,
+    read_host,
+    to_device,
+)
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, PositionError, ShapeError
 from tikv.ops.compact import bind_in_place
@@ -34,6 +45,7 @@ class LayerMemory:
         live, rows, num_kv_heads, batch_size: of the store.
         layers: whose arrays are set; a layer's `slots` say how many it needs.
         page: tokens of the pages whose least and greatest keys layers without a window keep; None for none.
+        on_host: it is memory of the host, which kernels read and write where it lies.
 
     Attributes:
         blocks: the layers of each block, in order.
@@ -51,8 +63,10 @@ class LayerMemory:
         num_kv_heads: int,
         batch_size: int,
         page: int | None = None,
+        on_host: bool = False,
     ) -> None:
         self.runtime = live
+        self.on_host = on_host
         self.layers = list(layers)
         self.rows = rows
         self.num_kv_heads = num_kv_heads
@@ -120,11 +134,11 @@ class LayerMemory:
         total = sum(map(math.prod, shapes))
         v_first = -(-total * k.nbytes // ALIGNMENT) * ALIGNMENT
         if alike and live.is_cpu and v_first + total * v.nbytes <= JOINT_BYTES:
-            k_block = v_block = Memory(v_first + total * v.nbytes, live)
+            k_block = v_block = self._block(v_first + total * v.nbytes)
         else:
-            k_block, v_block, v_first = Memory(total * k.nbytes, live), Memory(total * v.nbytes, live), 0
+            k_block, v_block, v_first = self._block(total * k.nbytes), self._block(total * v.nbytes), 0
         of_row = self.rows.numbers * scale_dtype.itemsize
-        scales = [Memory(total * of_row, live) if row.numbers else None for row in (k, v)]
+        scales = [self._block(total * of_row) if row.numbers else None for row in (k, v)]
         found, first = [], 0
         for shape in shapes:
             keys = k_block.array((*shape, k.stored_width), k.stored, first * k.nbytes)
@@ -149,6 +163,14 @@ class LayerMemory:
             found.append((least, greatest))
             first += n * rows * width
         return found
+
+    def _block(self, nbytes: int) -> Memory:
+        """So many bytes where the layers lie."""
+        return memory_of_host(nbytes, self.runtime) if self.on_host else Memory(nbytes, self.runtime)
+
+    def _beside(self, shape: tuple[int, ...], dtype: DType) -> ArrayView:
+        """A new array where the layers lie."""
+        return self._block(math.prod(shape) * dtype.itemsize).array(shape, dtype)
 
     def recount(self, layer: Layer, length: int, history: History | None, valid_from: int = 0) -> None:
         """Let a layer be one that holds so much, whatever it held before."""
@@ -216,16 +238,14 @@ class LayerMemory:
             src_position=slot, sinks=layer.sinks, ring=layer.ring,
         )  # fmt: skip
 
-    def copy_filled(self, sequences: np.ndarray[Any, Any] | None = None) -> list[list[ArrayView]]:
-        """Copies of every layer's filled slots, of the chosen sequences; None: of all."""
-        count = self.batch_size if sequences is None else len(sequences)
-        index = None if sequences is None else to_device(sequences, self.runtime)
+    def copy_filled(self) -> list[list[ArrayView]]:
+        """Copies of every layer's filled slots, where the layers lie."""
         taken = []
         for layer in self.layers:
             found = []
             for a in layer.arrays:
-                to = new_array((count, self.num_kv_heads, layer.filled, *a.shape[3:]), a.dtype, self.runtime)
-                self.move_slots(a, to, layer.filled, index)
+                to = self._beside((*a.shape[:2], layer.filled, *a.shape[3:]), a.dtype)
+                self.move_slots(a, to, layer.filled)
                 found.append(to)
             taken.append(found)
         return taken
@@ -235,6 +255,24 @@ class LayerMemory:
         for layer, arrays in zip(self.layers, taken, strict=True):
             for a, b in zip(arrays, layer.arrays, strict=True):
                 self.move_slots(a, b, layer.filled)
+
+    def to_host(self) -> list[list[Host]]:
+        """Every layer's filled slots in NumPy."""
+        live = self.runtime
+        if not self.on_host:
+            return [[read_host(a, live) for a in arrays] for arrays in self.copy_filled()]
+        live.synchronize()
+        return [[as_numpy(a)[:, :, : layer.filled].copy() for a in layer.arrays] for layer in self.layers]
+
+    def from_host(self, taken: Sequence[Sequence[Host]]) -> None:
+        """Write what `to_host` gave, of layers that count as many."""
+        if not self.on_host:
+            self.write_filled([[to_device(np.ascontiguousarray(a), self.runtime) for a in arrays] for arrays in taken])
+            return
+        self.runtime.synchronize()
+        for layer, arrays in zip(self.layers, taken, strict=True):
+            for a, to in zip(arrays, layer.arrays, strict=True):
+                as_numpy(to)[:, :, : layer.filled] = a
 
     def move_slots(self, src: ArrayView, dst: ArrayView, slots: int, sequences: ArrayView | None = None) -> None:
         """Copy the first slots of (batch, heads, slots[, width]) arrays, from the sequences that `sequences` names."""
@@ -269,14 +307,23 @@ class LayerMemory:
                 f"Use select() to change it."
             )
         if (chosen != np.arange(self.batch_size)).any():
-            self.write_filled(self.copy_filled(chosen))
+            filled = [((*a.shape[:2], x.filled, *a.shape[3:]), a) for x in self.layers for a in x.arrays if x.filled]
+            # One array after another goes through the same memory of the device, wherever the layers lie.
+            through = Memory(max((math.prod(shape) * a.dtype.itemsize for shape, a in filled), default=0), self.runtime)
+            index = to_device(chosen, self.runtime)
+            for shape, a in filled:
+                taken = through.array(shape, a.dtype)
+                self.move_slots(a, taken, shape[2], index)
+                self.move_slots(taken, a, shape[2])
             self._follow(chosen)
 
     def select(self, sequences: np.ndarray[Any, Any]) -> None:
         """Keep these sequences, in this order, in new memory; nothing changes where that is too large."""
-        taken = self.copy_filled(sequences)
+        before, index = [layer.arrays for layer in self.layers], to_device(sequences, self.runtime)
         self.allocate(len(sequences))
-        self.write_filled(taken)
+        for layer, arrays in zip(self.layers, before, strict=True):
+            for a, to in zip(arrays, layer.arrays, strict=True):
+                self.move_slots(a, to, layer.filled, index)
         self._follow(sequences)
 
     def _follow(self, sequences: np.ndarray[Any, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,6 +20,7 @@ from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime import Runtime
+from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.locking import StoreLock
@@ -27,6 +29,7 @@ from tikv.stores.row_format import RowFormats
 
 Triple = tuple[Any, Any, Any]  # q, k and v as a caller gave them
 NO_PAGES = "In a layer with a window each new token moves all others to another page, so that it keeps no summaries."
+PLACES = ("device", "host")
 
 
 class StoreConfig(NamedTuple):
@@ -40,6 +43,8 @@ class StoreConfig(NamedTuple):
     sinks: int
     rows: Mapping[str, Any]
     page_summaries: int | None = None
+    place: str = "device"  # "host": in memory of the host
+    resident_layers: int = 2  # of those on the host, how many of each window the device has a copy of
 
     @classmethod
     def checked(
@@ -53,6 +58,8 @@ class StoreConfig(NamedTuple):
         window: Any = None,
         sinks: Any = 0,
         page_summaries: Any = None,
+        place: Any = "device",
+        resident_layers: Any = 2,
         **rows: Any,
     ) -> StoreConfig:
         """The configuration that a caller's arguments mean, or an error that says which is wrong."""
@@ -80,7 +87,9 @@ class StoreConfig(NamedTuple):
                     f"{operation}: page_summaries={page_summaries}, and all layers have windows. {NO_PAGES} Leave it "
                     f"out."
                 )
-        return cls(layers, heads, capacity, batch_size, windows, sinks, rows, page_summaries)
+        place = checks.option(place, "place", operation, PLACES)
+        resident_layers = checks.integer(resident_layers, "resident_layers", operation, low=1)
+        return cls(layers, heads, capacity, batch_size, windows, sinks, rows, page_summaries, place, resident_layers)
 
     def arguments(self, rows: RowFormats) -> dict[str, Any]:
         """The arguments that make a store of this configuration with these rows, as JSON has them."""
@@ -108,8 +117,10 @@ class LayerStorage(abc.ABC):
         counts: of each layer how many tokens it has, by which `length`, `held`, `positions` and pictures go.
         memory: of all tokens, of those of this process, or of the newest.
         rows: how rows are stored, for what a store says of itself.
+        place: where the layers lie, "device" or "host".
     """
 
+    place: str = "device"
     title: ClassVar[str]
     remedy: ClassVar[str] = "Use another dtype."
     file_kind: ClassVar[str]
@@ -164,6 +175,16 @@ class LayerStorage(abc.ABC):
         return f"{self.rows.name}, {kind}"
 
     @property
+    def resident_layers(self) -> int:
+        """How many layers the device has."""
+        return len(self.counts)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of the device, filled or not."""
+        return self.nbytes
+
+    @property
     def drawn(self) -> list[Layer]:
         """The layers that a picture shows."""
         return self.counts
@@ -215,8 +236,10 @@ class LayerStorage(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def load(cls, path: str | os.PathLike[str], live: Runtime, operation: str) -> tuple[StoreConfig, Any]:
-        """The configuration of a saved store and a storage that holds what it held."""
+    def load(
+        cls, path: str | os.PathLike[str], live: Runtime, operation: str, **placed: Any
+    ) -> tuple[StoreConfig, Any]:
+        """The configuration of a saved store, `placed` as asked, and a storage that holds what it held."""
 
     # --- what some do
 
@@ -267,6 +290,18 @@ class LayerStorage(abc.ABC):
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
         """Each layer's counts and host copies of its filled slots: K, V, and the scales there are."""
         self._refuse(operation)
+
+    def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
+        """All arrays in which a layer's tokens lie, (batch, heads, n, ...), and how many of the n are filled."""
+        self._refuse("place='host'")
+
+    def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
+        """An `attempt` around what appends to a layer."""
+        return attempt(operation, [self.counts[layer]])
+
+    def count_as(self, layer: int, other: Any, index: int) -> None:
+        """Let a layer, which has such arrays, count what layer `index` of another storage of this kind counts."""
+        self._refuse("place='host'")
 
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
         """Hold what `to_host` gave: (length, oldest valid position) and filled slots of each layer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +88,8 @@ class TokenGroupLayers(LayerStorage):
         room = max(1, (config.capacity - quant.residual) // quant.group) * quant.group
         sizes = config.batch_size, config.num_kv_heads, (width, width_v), room
         scratch: BoundedCache[int, Any] = BoundedCache(4)  # of all layers
-        self.codes = [ChannelCodes(live, *sizes, base, row_dtype, scratch) for _ in self.counts]
+        on_host = config.place == "host"
+        self.codes = [ChannelCodes(live, *sizes, base, row_dtype, scratch, on_host) for _ in self.counts]
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
@@ -189,8 +191,8 @@ class TokenGroupLayers(LayerStorage):
         newest = ring.length - self.codes[layer].tokens
         if ring.length and queries.tokens > newest:
             raise PositionError(
-                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {layer} are not codes "
-                f"yet. Attend with at most so many, or use extend(), which attends as it appends."
+                f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {ring.index} are not "
+                f"codes yet. Attend with at most so many, or use extend(), which attends as it appends."
                 f"{queries.remedy(newest, heads)}"
             )
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
@@ -238,13 +240,17 @@ class TokenGroupLayers(LayerStorage):
         layer_plan(live, operation, layer_arrays(ring, queries.heads_first, terms), ring, scores)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
-        codes, coded = self.codes[layer], self.codes[layer].tokens
-        with attempt(operation, [self.counts[layer], ring], lambda: codes.tokens != coded):
+        with self.attempted(operation, layer):
             for part in self._parts(operation, layer, rows, axes[0]):
                 self._append(operation, layer, part, request.layout)
                 some = [a.part(2, part.first, part.end) for a in (queries.heads_first, to, to_lse)]
                 self._attend(operation, layer, some[0], scores, terms, *some[1:])
             return results_of(out, lse if request.return_lse else None, None)
+
+    def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
+        """As `LayerStorage.attempted`; what has become codes stays."""
+        codes, coded = self.codes[layer], self.codes[layer].tokens
+        return attempt(operation, [self.counts[layer], self.newest.counts[layer]], lambda: codes.tokens != coded)
 
     # --- what lets go
 
@@ -302,6 +308,15 @@ class TokenGroupLayers(LayerStorage):
             counts.length, counts.newest = length, 0
             codes.take_over(tokens, arrays)
 
+    def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
+        return [*self.newest.filled(layer), *self.codes[layer].filled]
+
+    def count_as(self, layer: int, other: TokenGroupLayers, index: int) -> None:
+        self.newest.count_as(layer, other.newest, index)
+        own, found = self.counts[layer], other.counts[index]
+        own.index, own.length, own.newest = found.index, found.length, found.newest
+        self.codes[layer].tokens = other.codes[index].tokens
+
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         layers = [
             ((ring.length, ring.valid_from, codes.tokens), [*arrays, *codes.copy_to_host()])
@@ -310,10 +325,12 @@ class TokenGroupLayers(LayerStorage):
         token_group_files.write(path, config, self.rows, layers, operation)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str) -> tuple[StoreConfig, Any]:
+    def load(
+        cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
+    ) -> tuple[StoreConfig, Any]:
         arguments, quant, layers = token_group_files.read(path, operation)
         with files.understanding(path, operation):
-            config = StoreConfig.checked(OPERATION, **arguments, dtype=quant)
+            config = StoreConfig.checked(OPERATION, **arguments, **placed, dtype=quant)
             found = cls(live, config)
             rows = [arrays[:2] for _, arrays in layers]
             found.newest.take_over(operation, [counts[:2] for counts, _ in layers], rows)

@@ -1,0 +1,51 @@
+"""Memory of the host that kernels of a GPU read and write where it lies, over the link between both."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays.array_view import ALIGNMENT
+from tikv.arrays.memory import Memory, RoomFor
+from tikv.errors import ArchError
+
+
+def memory_of_host(nbytes: int, live: runtime.Runtime) -> Memory:
+    """A block of the host's memory that the device's kernels can use: page-locked on CUDA, on CPU as any other.
+
+    Raises:
+        ArchError: kernels of this device have no address for it.
+        CapacityError: there is not so much.
+    """
+    if live.is_cpu:
+        return Memory(nbytes, live)
+    if not live.is_cuda:
+        raise ArchError(f"memory: kernels on {live.device} have no address for the host's memory.")
+    return PageLocked(nbytes, live)
+
+
+class PageLocked(Memory):
+    """Page-locked memory of the host, at one address for the host and for all GPUs. NumPy sees its bytes as `block`."""
+
+    def __init__(self, nbytes: int, live: runtime.Runtime) -> None:
+        self.runtime, self.device, self.nbytes = live, live.device, nbytes
+        self.handle, self.ptr = None, 0
+        size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        with RoomFor(size, "the host (page-locked)"):
+            self.ptr = runtime.lock_pages(size, live.index)
+        self.block: Any = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.ptr))
+
+    def __del__(self) -> None:
+        # As in `Memory`: at the interpreter's end and in a forked process nobody takes the memory any more.
+        if not getattr(self, "ptr", 0) or sys is None or sys.is_finalizing() or runtime is None or runtime.is_forked():
+            return
+        runtime.unlock_pages(self.ptr, self.runtime.index)
+
+    def clear(self) -> None:
+        """Set every byte to zero."""
+        self.runtime.synchronize()
+        self.block.fill(0)

@@ -1,0 +1,96 @@
+"""Layers of a `TikvCache` in the host's memory, whose keys and values a model reads in a copy on the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling as _is_traced
+
+from tikv.arrays import runtime_of
+from tikv.integrations import _transformers_layer as layers
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_storage import OPERATION, Storage
+from tikv.stores.layers.growing import GrowingLayer
+from tikv.stores.layers.hosted import HostedLayer, Shelf
+
+
+class HostLayer(TikvLayer):
+    """`TikvLayer` of a cache with ``place="host"``; where the device computes in the host's memory, as any other.
+
+    What `update` returns is a view of the copy. As long as somebody has it the copy stays as it is.
+
+    Args:
+        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
+        shelf: where the copies of the cache's layers are.
+    """
+
+    def __init__(
+        self, index: int, window: int | None, max_cache_len: int | None, dtype: Storage, config: Any, shelf: Shelf
+    ) -> None:
+        self._shelf = shelf
+        self._content: GrowingLayer | None = None  # the copy that is attached
+        super().__init__(index, window, max_cache_len, dtype, config)
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether its memory is the host's, and lies apart."""
+        return isinstance(self._store, HostedLayer)
+
+    def _new_store(self, **form: Any) -> GrowingLayer:
+        if self._shelf.why_plain(runtime_of(), OPERATION):
+            return GrowingLayer(**form)
+        return HostedLayer(self._shelf, self.index, self._leave, **form)
+
+    def _bring(self, ahead: bool = False) -> None:
+        """Attach the copy, which launches that follow may read."""
+        store = self._store
+        if isinstance(store, HostedLayer) and store.bring(ahead) is not self._content:
+            self._attach()
+
+    def _attach(self) -> None:
+        super()._attach()
+        store = self._store
+        self._content = store.bring() if isinstance(store, HostedLayer) else None
+
+    def _leave(self) -> None:
+        """Let go of the copy, whose memory another layer gets."""
+        self._recall()
+        self._content = self._k = self._v = None
+        self._scales = []
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update`."""
+        if not _is_traced() and not self._staged:
+            self._bring(ahead=True)
+        return super().update(key_states, value_states)
+
+    def _traced_update(self, key_states: Any, value_states: Any) -> tuple[Any, Any]:
+        if not self.is_hosted:
+            return super()._traced_update(key_states, value_states)
+        return layers._update_outside_the_graph(self, key_states, value_states)
+
+    def _read(self, first: int, end: int) -> tuple[Any, Any]:
+        self._bring()
+        return super()._read(first, end)
+
+    def _stored(self, first: int, end: int) -> Any:
+        self._bring()
+        return super()._stored(first, end)
+
+    def _blank(self) -> TikvLayer:
+        return HostLayer(self.index, self.sliding_window, self.limit, self.storage, self.config, self._shelf)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TikvLayer:
+        own, self._shelf = self._shelf, copy.deepcopy(self._shelf, memo)  # the copies of layers share another
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self._shelf = own
+
+    def __repr__(self) -> str:
+        found, store = super().__repr__()[:-1], self._store
+        if store is None:
+            return f"{found}, place='host')"
+        why = self._shelf.why_plain(store.runtime, OPERATION)
+        return f"{found}, place='host'{f' is plain: {why}' if why else ''})"

@@ -1,0 +1,99 @@
+"""Copies from the host's page-locked memory to a GPU's, on a stream beside the one that computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from tikv import runtime
+from tikv.arrays import ArrayView
+from tikv.launch.cuda import driver
+
+
+@functools.cache
+def _stream_of_copies(index: int) -> int:
+    """The handle of a GPU's stream for copies. It lives as long as the process: memory dropped later waits for it."""
+    cu = driver.binding()
+    with driver.device(index).entered():
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING.value
+        return int(driver.checked(cu.cuStreamCreate(flags), "cuStreamCreate"))
+
+
+class _Event:
+    """A point in a stream."""
+
+    def __init__(self) -> None:
+        cu = driver.binding()
+        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+        self.handle = driver.checked(cu.cuEventCreate(flags), "cuEventCreate")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None) is not None and not runtime.is_forked():
+            driver.binding().cuEventDestroy(self.handle)
+
+    def record(self, stream: int) -> None:
+        """What was given to the stream until now."""
+        driver.checked(driver.binding().cuEventRecord(self.handle, driver.stream_object(stream)), "cuEventRecord")
+
+    def wait(self, stream: int) -> None:
+        """Let the stream go on behind it; at once where it was never recorded."""
+        cu = driver.binding()
+        driver.checked(cu.cuStreamWaitEvent(driver.stream_object(stream), self.handle, 0), "cuStreamWaitEvent")
+
+
+class DriverTransfer:
+    """What goes from the host's memory to one place on the GPU, again and again.
+
+    `start` waits for what the current stream was given, so for all that wrote what is copied; and for `used`. What
+    reads the copy calls `wait` before and `used` after it.
+    """
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        self._index = live.index
+        self._device = driver.device(live.index)
+        self._copies = _stream_of_copies(live.index)
+        live.side_streams.add(self._copies)  # memory that is dropped waits for it
+        with self._device.entered():
+            self._arrived, self._used, self._before = _Event(), _Event(), _Event()
+
+    def start(self, pairs: Sequence[tuple[ArrayView, ArrayView, int]]) -> None:
+        """Copy so many of the third axis of each first array, which is the host's, to the second, of the same form."""
+        with self._device.entered():
+            self._before.record(driver.stream(self._index))
+            self._before.wait(self._copies)
+            self._used.wait(self._copies)
+            for source, to, count in pairs:
+                _copy(source, to, count, self._copies)
+            self._arrived.record(self._copies)
+
+    def wait(self) -> None:
+        """Let what is launched next see what was copied."""
+        with self._device.entered():
+            self._arrived.wait(driver.stream(self._index))
+
+    def used(self) -> None:
+        """What was launched last has to be done before the copy is overwritten."""
+        with self._device.entered():
+            self._used.record(driver.stream(self._index))
+
+
+def _copy(source: ArrayView, to: ArrayView, count: int, stream: int) -> None:
+    """Copy the first `count` of the third axis of (batch, heads, n, ...) arrays, whose other elements lie side by side.
+
+    As one piece, or as one for each head, of which the copy engine does all at once.
+    """
+    cu, queue = driver.binding(), driver.stream_object(stream)
+    heads, of_one = source.shape[0] * source.shape[1], source.nbytes // (source.shape[0] * source.shape[1])
+    filled = of_one // source.shape[2] * count if source.shape[2] else 0
+    if not filled:
+        return
+    if filled == of_one or heads == 1:
+        driver.checked(cu.cuMemcpyHtoDAsync(to.ptr, source.ptr, heads * filled, queue), "cuMemcpyHtoDAsync")
+        return
+    whole: Any = cu.CUDA_MEMCPY2D()
+    whole.srcMemoryType, whole.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    whole.srcHost, whole.dstDevice = source.ptr, to.ptr
+    whole.srcPitch = whole.dstPitch = of_one
+    whole.WidthInBytes, whole.Height = filled, heads
+    driver.checked(cu.cuMemcpy2DAsync(whole, queue), "cuMemcpy2DAsync")

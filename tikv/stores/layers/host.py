@@ -1,0 +1,271 @@
+"""HostLayers: layers that lie in the host's memory, of which the device has the few that are in use.
+
+The memory of the host is page-locked: kernels of the device write new tokens straight through to it, and read there
+whatever does not read a layer again and again. Attention reads a copy on the device, see `residents`. So the host has
+all that is held at any time, and a copy may be dropped whenever keeping it would be work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv import launch, runtime
+from tikv.arrays import CacheArray, Views, view_all
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.rotate import Rope
+from tikv.runtime.interrupts import uninterrupted
+from tikv.stores.layers.append import ROWS
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.residents import Frame, Residents, Transfer, transfer_of
+from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
+
+KEPT_ON_DEVICE = "a layer's place on the device, which changes from call to call,"
+
+
+class HostLayers(LayerStorage):
+    """Layers in memory of the host, see the module.
+
+    Args:
+        config: of the store.
+        whole: the layers, made with ``place="host"``; it is of the kind that serves the store's dtype.
+        transfer: makes what copies to a frame.
+
+    Attributes:
+        whole: as given.
+        residents: by the window of layers the copies of some of them.
+    """
+
+    title = "a store in the host's memory"
+    remedy = "Use place='device'."
+    place = "host"
+    file_kind = ""  # `whole` writes it
+
+    def __init__(
+        self, config: StoreConfig, whole: LayerStorage, transfer: Callable[[runtime.Runtime], Transfer] = transfer_of
+    ) -> None:
+        self.config, self.whole, self._transfer = config, whole, transfer
+        self.runtime, self.lock, self.counts = whole.runtime, whole.lock, whole.counts
+        self.memory, self.rows = whole.memory, whole.rows
+        self.residents = self._new_residents(whole.batch_size)
+
+    @classmethod
+    def serves(cls, dtype: Any) -> bool:
+        """None by itself: `whole` does."""
+        return False
+
+    def _new_residents(self, batch_size: int) -> dict[int | None, Residents[Frame]]:
+        """Frames for layers of each window, with nothing in them."""
+        found = {}
+        for window in dict.fromkeys(self.config.windows):
+            layers = [i for i, w in enumerate(self.config.windows) if w == window]
+            of_one = self.config._replace(
+                num_layers=1, batch_size=batch_size, windows=(window,), place="device",
+                sinks=self.config.sinks if window is not None else 0,
+            )  # fmt: skip
+            frames = []
+            for _ in range(min(self.config.resident_layers, len(layers))):
+                content = type(self.whole)(self.runtime, of_one)
+                content.counts[0].is_copy = True
+                frames.append(Frame(content, self._transfer(self.runtime)))
+            found[window] = Residents(layers, len(self.config.windows), frames, self._fetch)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
+        return HostLayers(self.config, copy.deepcopy(self.whole, memo), self._transfer)
+
+    # --- what it is
+
+    @property
+    def resident_layers(self) -> int:
+        return sum(len(some.frames) for some in self.residents.values())
+
+    @property
+    def resident_nbytes(self) -> int:
+        return sum(frame.content.nbytes for some in self.residents.values() for frame in some.frames)
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes
+
+    def described(self, config: StoreConfig) -> str:
+        return self.whole.described(config)
+
+    @property
+    def drawn(self) -> list[Layer]:
+        return self.whole.drawn
+
+    def check_drawn_mass(self, operation: str) -> None:
+        self.whole.check_drawn_mass(operation)
+
+    def quantised(self, operation: str, layer: int) -> int:
+        return self.whole.quantised(operation, layer)
+
+    # --- what is on the device
+
+    def _of(self, layer: int) -> Residents[Frame]:
+        return self.residents[self.config.windows[layer]]
+
+    def _fetch(self, layer: int, frame: Frame) -> None:
+        """Start the copy of a layer's filled slots."""
+        copies = [to for to, _ in frame.content.filled(0)]
+        filled = self.whole.filled(layer)
+        frame.transfer.start([(a, to, count) for (a, count), to in zip(filled, copies, strict=True)])
+
+    def _bring(self, operation: str, layer: int) -> Frame:
+        """The frame of a layer, for launches that follow, with what comes next on its way."""
+        launch.refuse_during_capture(self.runtime, operation, KEPT_ON_DEVICE)
+        batches = {frame.content.batch_size for some in self.residents.values() for frame in some.frames}
+        if batches != {self.batch_size}:
+            self.residents = self._new_residents(self.batch_size)
+        frame = self._of(layer).bring(layer)
+        for some in self.residents.values():
+            some.bring_next(layer)
+        self._ready(layer, frame)
+        return frame
+
+    def _ready(self, layer: int, frame: Frame) -> None:
+        """Let what is launched next read a frame, which counts what the layer does."""
+        frame.transfer.wait()
+        frame.content.count_as(0, self.whole, layer)
+
+    @contextlib.contextmanager
+    def _writing(self, layer: int, frame: Frame) -> Iterator[None]:
+        """Around what writes to a frame and to the host: a frame that was not written as the host was is dropped."""
+        try:
+            yield
+        except BaseException:
+            self._of(layer).drop(layer)
+            raise
+        finally:
+            frame.transfer.used()
+
+    def _drop(self) -> None:
+        for some in self.residents.values():
+            some.drop()
+
+    # --- writes
+
+    @uninterrupted
+    def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append`, to the host and to the copy, if there is one."""
+        launch.refuse_during_capture(self.runtime, operation)
+        frame = self._of(layer).frame_of(layer)
+        if frame is None:
+            self.whole.append(operation, layer, rows, layout)
+            return
+        self._ready(layer, frame)
+        with self._writing(layer, frame):
+            frame.content.append(operation, 0, rows, layout)
+            self.whole.append(operation, layer, rows, layout)
+
+    @uninterrupted
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """As `LayerStorage.append_all`, to the host; copies are made anew."""
+        launch.refuse_during_capture(self.runtime, operation)
+        self._settle()
+        self.whole.append_all(operation, rows, layout)
+        self._drop()
+
+    def _settle(self) -> None:
+        """Let what writes to the host come behind the copies that are on their way from there."""
+        for some in self.residents.values():
+            for frame in some.frames:
+                if frame.layer is not None:
+                    frame.transfer.wait()
+
+    # --- reads
+
+    def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
+        """As `LayerStorage.attend`, over the copy on the device.
+
+        Raises:
+            OptionError: ``seq_lens``, by which the host does not know what is to be copied.
+        """
+        request.refuse(operation, ("seq_lens",), f"{self.title} does not offer", "Leave it out.")
+        frame = self._bring(operation, layer)
+        try:
+            return frame.content.attend(operation, 0, q, request)
+        finally:
+            frame.transfer.used()
+
+    def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
+        """As `LayerStorage.extend`, over the copy; new tokens go to the host as well."""
+        frame = self._bring(operation, layer)
+        with self.whole.attempted(operation, layer), self._writing(layer, frame):
+            found = frame.content.extend(operation, 0, arrays, request)
+            rows = view_all(arrays[1:], ROWS, operation)
+            self._append_to_host(operation, layer, rows, request.layout)
+            return found
+
+    @uninterrupted
+    def _append_to_host(self, operation: str, layer: int, rows: Views, layout: str) -> None:
+        self.whole.append(operation, layer, rows, layout)
+
+    def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
+        """As `LayerStorage.tokens`, from the host to the device."""
+        return self.whole.tokens(operation, layer)
+
+    # --- what lets go, and what changes tokens that are held
+
+    def trim(self, operation: str, n: int) -> None:
+        self.whole.trim(operation, n)
+
+    def reset(self) -> None:
+        self.whole.reset()
+
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+        self._settle()
+        self.whole.compact(operation, keeps, rope)
+        self._drop()
+
+    def commit(self, operation: str, path: Any, drafted: int | None) -> None:
+        self._settle()
+        self.whole.commit(operation, path, drafted)
+        self._drop()
+
+    def reorder(self, operation: str, index: Any) -> None:
+        self._settle()
+        self.whole.reorder(operation, index)
+        self._drop()
+
+    def select(self, operation: str, index: Any) -> None:
+        batch = len(self.memory.sequences_of(operation, index))
+        copies = self.residents if batch == self.batch_size else self._new_residents(batch)
+        self._settle()
+        self.whole.select(operation, index)
+        self.residents = copies
+        self._drop()
+
+    # --- copies and files
+
+    def capture(self) -> Any:
+        return self.whole.capture()
+
+    def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
+        self._settle()
+        self.whole.restore(operation, captured, shown)
+        self._drop()
+
+    def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
+        return self.whole.to_host(operation)
+
+    def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
+        self._settle()
+        self.whole.take_over(operation, counts, arrays)
+        self._drop()
+
+    def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
+        self.whole.save(path, config, operation)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
+    ) -> tuple[StoreConfig, Any]:
+        """Not called: the file is of `whole`."""
+        raise NotImplementedError

@@ -1,0 +1,247 @@
+"""A `GrowingLayer` in the host's memory, read by a copy on the device, for which layers share a few places."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from tikv import runtime
+from tikv.arrays import ArrayView, CacheArray
+from tikv.dtypes import DType
+from tikv.runtime.interrupts import uninterrupted
+from tikv.stores.layers.growing import AppendAlike, GrowingLayer
+from tikv.stores.layers.residents import Frame, Residents, Transfer, transfer_of, why_plain
+
+
+class Shelf:
+    """The places on each device that layers of a cache share.
+
+    Args:
+        count: layers of the cache, which are used in this order.
+        resident_layers: how many of them a device has a copy of.
+        transfer: makes what copies to a place, on whatever device; None where only a GPU has places.
+    """
+
+    def __init__(
+        self, count: int, resident_layers: int, transfer: Callable[[runtime.Runtime], Transfer] | None = None
+    ) -> None:
+        self.count, self.resident_layers, self.transfer = count, resident_layers, transfer
+        self._layers: dict[int, HostedLayer] = {}
+        self._residents: dict[runtime.Runtime, Residents[Place]] = {}
+
+    def why_plain(self, live: runtime.Runtime, operation: str) -> str:
+        """As `residents.why_plain`; nothing where copies are made anyway."""
+        return "" if self.transfer else why_plain(live, operation)
+
+    def add(self, number: int, layer: HostedLayer) -> Residents[Place]:
+        """Have a layer, in the place of another of its number; gives the layers on its device."""
+        live = layer.runtime
+        before = self._layers.get(number)
+        if before is not None:
+            self._residents[before.runtime].drop(number)
+        self._layers[number] = layer
+        if live not in self._residents:
+            self._residents[live] = Residents((), self.count, (), self._fetch)
+        found = self._residents[live]
+        found.layers = sorted(i for i, x in self._layers.items() if x.runtime is live)
+        while len(found.frames) < min(self.resident_layers, len(found.layers)):
+            found.frames.append(Place((self.transfer or transfer_of)(live)))
+        return found
+
+    def _fetch(self, number: int, place: Place) -> None:
+        place.take(self._layers[number])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shelf:
+        """One for the copies of the layers, which come to it as they are made."""
+        found = Shelf(self.count, self.resident_layers, self.transfer)
+        memo[id(self)] = found
+        return found
+
+
+class Place(Frame):
+    """A `Frame` whose content is a `GrowingLayer`, or None before its first use."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__(None, transfer)
+        self._holder: weakref.ref[HostedLayer] | None = None
+        self._lent: list[weakref.ref[Lent]] = []
+
+    def take(self, layer: HostedLayer) -> None:
+        """Start the copy of a layer's tokens, once the layer before has left."""
+        before = None if self._holder is None else self._holder()
+        if before is not None:
+            before.leave()
+        self.layer, self._holder = None, None
+        # What was handed out stays as it is as long as somebody has it.
+        if any(lent() is not None for lent in self._lent) or not layer.fits(self.content):
+            self.content = None  # given back before more is asked for
+            self.content = layer.empty_copy()
+        self._lent = []
+        self.transfer.start(layer.pairs(self.content))
+        self._holder = weakref.ref(layer)
+
+    def lend(self, array: CacheArray) -> CacheArray:
+        """An array of the content to hand out, of which it is known whether somebody still has it."""
+        a = array.view_for("TikvCache")
+        lent = Lent(a.owner)
+        self._lent = [*(one for one in self._lent if one() is not None), weakref.ref(lent)]
+        found = ArrayView(
+            a.ptr, a.shape, a.strides, a.dtype, a.device, writable=a.writable, handle=a.handle, offset=a.offset,
+            owner=lent,
+        )  # fmt: skip
+        return CacheArray(found, self.content.runtime)
+
+
+class Lent:
+    """Holds memory as long as an array over it is there."""
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+
+class HostedLayer(GrowingLayer):
+    """A `GrowingLayer` whose memory is the host's. What it gives to read is on the device, as long as it is there.
+
+    Args:
+        shelf, number: where its copy lies, and which of the layers it is.
+        on_leave: called before its copy goes: nobody reads `keys`, `values` and `scales` that were given before.
+        **form: as of `GrowingLayer`.
+    """
+
+    on_host = True
+
+    def __init__(self, shelf: Shelf, number: int, on_leave: Callable[[], None], **form: Any) -> None:
+        super().__init__(**form)
+        self.number, self._on_leave = number, weakref.WeakMethod(on_leave)
+        self._residents = shelf.add(number, self)
+
+    # --- its copy
+
+    def fits(self, content: GrowingLayer | None) -> bool:
+        """Whether a copy of this layer has room there."""
+        if content is None or content.capacity < self.capacity:
+            return False
+        forms = [(x.rows.arguments(), x._memory.num_kv_heads, x.batch_size) for x in (self, content)]
+        return forms[0] == forms[1]
+
+    def empty_copy(self) -> GrowingLayer:
+        """A layer of this form on the device."""
+        with runtime.current_gpu(self.runtime.index) if self.runtime.is_cuda else contextlib.nullcontext():
+            return GrowingLayer(
+                num_kv_heads=self._memory.num_kv_heads,
+                capacity=self.capacity,
+                batch_size=self.batch_size,
+                **self.rows.arguments(),
+            )
+
+    def pairs(self, content: GrowingLayer) -> list[tuple[ArrayView, ArrayView, int]]:
+        """What is copied, see `Transfer.start`."""
+        arrays = zip(self._layer.arrays, content._layer.arrays, strict=True)
+        return [(a, to, self.length) for a, to in arrays]
+
+    def leave(self) -> None:
+        """Have those that read its copy let go of it."""
+        call = self._on_leave()
+        if call is not None:
+            call()
+
+    def bring(self, ahead: bool = False) -> GrowingLayer:
+        """Its copy, for launches that follow; `ahead`: the layer that is used next comes meanwhile."""
+        place = self._residents.bring(self.number)
+        if ahead:
+            self._residents.bring_next(self.number)
+        place.transfer.wait()
+        content: GrowingLayer = place.content
+        content.recount(length=self.length, origin=self.origin)
+        return content
+
+    def _place(self) -> Place:
+        self.bring()
+        return self._residents.bring(self.number)
+
+    def _settle(self) -> None:
+        """Let what writes to the host come behind a copy that is on its way from there."""
+        place = self._residents.frame_of(self.number)
+        if place is not None:
+            place.transfer.wait()
+
+    def _drop(self) -> None:
+        self._residents.drop(self.number)
+
+    # --- what is read
+
+    @property
+    def keys(self) -> CacheArray:
+        """As `GrowingLayer.keys`, of the copy; its capacity may be more."""
+        place = self._place()
+        return place.lend(place.content.keys)
+
+    @property
+    def values(self) -> CacheArray:
+        """As `GrowingLayer.values`, of the copy."""
+        place = self._place()
+        return place.lend(place.content.values)
+
+    @property
+    def scales(self) -> tuple[CacheArray | None, CacheArray | None]:
+        """As `GrowingLayer.scales`, of the copy."""
+        place = self._place()
+        k, v = (None if a is None else place.lend(a) for a in place.content.scales)
+        return k, v
+
+    def decoded(self, first: int, dtype: DType | None = None) -> tuple[CacheArray, CacheArray]:
+        """As `GrowingLayer.decoded`, by the copy."""
+        return self.bring().decoded(first, dtype)
+
+    # --- what is written
+
+    @uninterrupted
+    def append(self, k: Any, v: Any) -> None:
+        """As `GrowingLayer.append`, to the copy and to the host."""
+        content = self.bring()
+        place = self._residents.bring(self.number)
+        try:
+            content.append(k, v)
+            super().append(k, v)
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            place.transfer.used()
+
+    def _like_the_last(self, operation: str) -> AppendAlike:
+        return self.append_alike  # which takes nothing: tokens go to two places
+
+    def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
+        """As `GrowingLayer.make_room`."""
+        if capacity != self.capacity or drop:
+            self._settle()
+            self._drop()
+        super().make_room(capacity=capacity, drop=drop, sinks=sinks)
+
+    def compact(self, keep: Any) -> None:
+        """As `GrowingLayer.compact`."""
+        self._settle()
+        super().compact(keep)
+        self._drop()
+
+    def reorder(self, index: Any) -> None:
+        """As `GrowingLayer.reorder`."""
+        self._settle()
+        super().reorder(index)
+        self._drop()
+
+    def _select(self, sequences: Any) -> None:
+        self._settle()
+        super()._select(sequences)
+        self._drop()
+
+    def from_host(self, arrays: Any, **counts: Any) -> None:
+        """As `GrowingLayer.from_host`."""
+        self._settle()
+        super().from_host(arrays, **counts)
+        self._drop()

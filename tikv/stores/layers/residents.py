@@ -1,0 +1,150 @@
+"""Which layers of the host's memory the device has a copy of, and how they come there.
+
+Layers are used one after another and then from the first again, so it is known which is next: it is copied while the
+one before it is used, in the place of the layer whose turn comes last. Other orders work: a layer that is not there is
+copied when it is asked for, and then what is computed waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from tikv import launch, runtime
+from tikv.arrays import ArrayView, as_numpy
+from tikv.errors import ArchError
+
+Pairs = Sequence[tuple[ArrayView, ArrayView, int]]
+
+
+class Transfer(Protocol):
+    """What goes from the host's memory to one place on the device; `launch.cuda.transfers` does it on CUDA."""
+
+    def start(self, pairs: Pairs) -> None:
+        """Copy so many of the third axis of each first array to the second, once what was launched so far is done."""
+
+    def wait(self) -> None:
+        """Let what is launched next see what was copied."""
+
+    def used(self) -> None:
+        """What was launched last has to be done before the copy is overwritten."""
+
+
+class CopiedByNumPy:
+    """A `Transfer` between two arrays of the host, which shows on any machine who waits and who does not.
+
+    `late`: nothing is copied before somebody waits for it; else it is copied as soon as it may be.
+    """
+
+    def __init__(self, live: runtime.Runtime, late: bool = False) -> None:
+        self._late = late
+        self._pairs: Pairs = ()
+
+    def start(self, pairs: Pairs) -> None:
+        """As `Transfer.start`."""
+        self._pairs = list(pairs)
+        if not self._late:
+            self.wait()
+
+    def wait(self) -> None:
+        """As `Transfer.wait`."""
+        for source, to, count in self._pairs:
+            as_numpy(to)[:, :, :count] = as_numpy(source)[:, :, :count]
+        self._pairs = ()
+
+    def used(self) -> None:
+        """As `Transfer.used`: kernels of the CPU are done when their launch returns."""
+
+
+def why_plain(live: runtime.Runtime, operation: str) -> str:
+    """Why layers on the host lie where this device computes anyway; nothing where they lie apart.
+
+    Raises:
+        ArchError: they would lie apart, and this device cannot read them there.
+    """
+    if runtime.shares_memory(live.arch, live.index):
+        return f"{live.arch} computes in the host's memory"
+    if not live.is_cuda:
+        raise ArchError(
+            f"{operation}: place='host' is for CUDA, and of no use on CPU, Metal and what shares the host's memory. "
+            f"{live.arch} has its own. Use place='device'."
+        )
+    name = launch.launcher_report(live)["launcher"]
+    if name != "native":
+        raise ArchError(
+            f"{operation}: place='host' needs the native launcher, and kernels get {name!r}. `tikv.info()['launcher']` "
+            f"says why."
+        )
+    return ""
+
+
+def transfer_of(live: runtime.Runtime) -> Transfer:
+    """A transfer to the device of a runtime."""
+    if live.is_cuda:
+        from tikv.launch.cuda.transfers import DriverTransfer
+
+        return DriverTransfer(live)
+    return CopiedByNumPy(live)
+
+
+class Frame:
+    """A place for a layer on the device: what it is there, how it gets there, and which layer it is."""
+
+    def __init__(self, content: Any, transfer: Transfer) -> None:
+        self.content, self.transfer = content, transfer
+        self.layer: int | None = None
+
+
+F = TypeVar("F", bound=Frame)
+
+
+class Residents(Generic[F]):
+    """The frames of layers that fit the same ones.
+
+    Args:
+        layers: the numbers of the layers, in the order of their use.
+        count: how many layers there are in all, after which the first is used again.
+        frames: where they go.
+        fetch: starts the copy of a layer to a frame, which still says what it held.
+    """
+
+    def __init__(self, layers: Sequence[int], count: int, frames: Sequence[F], fetch: Callable[[int, F], None]) -> None:
+        self.layers, self.count, self.frames, self._fetch = list(layers), count, list(frames), fetch
+
+    def frame_of(self, layer: int) -> F | None:
+        """Where a layer is or will be; None where it is not."""
+        return next((frame for frame in self.frames if frame.layer == layer), None)
+
+    def bring(self, layer: int) -> F:
+        """The frame of a layer, on whose way it is at least."""
+        return self.frame_of(layer) or self._take(self._last_needed(layer, self.frames), layer)
+
+    def bring_next(self, using: int) -> None:
+        """Have the layer on its way that is used next, while that of a number is used, here or elsewhere."""
+        following = min(self.layers, key=lambda layer: self._steps(using, layer))
+        free = [frame for frame in self.frames if frame.layer != using]
+        if free and following != using and self.frame_of(following) is None:
+            self._take(self._last_needed(using, free), following)
+
+    def drop(self, layer: int | None = None) -> None:
+        """Forget the copy of a layer, or of all of them."""
+        for frame in self.frames:
+            if layer is None or frame.layer == layer:
+                frame.layer = None
+
+    def _steps(self, using: int, layer: int) -> int:
+        """How many layers further a layer is used again."""
+        return (layer - using - 1) % self.count + 1
+
+    def _last_needed(self, using: int, frames: Sequence[F]) -> F:
+        """An empty frame, or that of the layer which is used again last."""
+        return max(frames, key=lambda f: self.count + 1 if f.layer is None else self._steps(using, f.layer))
+
+    def _take(self, frame: F, layer: int) -> F:
+        try:
+            self._fetch(layer, frame)
+        except BaseException:
+            frame.layer = None
+            raise
+        frame.layer = layer
+        return frame
