@@ -90,7 +90,7 @@ class Memory:
             return
         if runtime.is_forked():
             return
-        for handle in tuple(self.runtime.side_streams):
+        for handle in (*self.runtime.side_streams, *self.runtime.copy_streams):
             block.record_stream(sys.modules["torch"].cuda.ExternalStream(handle, device=self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:

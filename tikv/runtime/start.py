@@ -107,6 +107,7 @@ class Runtime(NotCopied):
         self._plans: BoundedCache[Any, Any] = BoundedCache()
         self._scratch: list[Any] = []
         self.side_streams: set[int] = set()  # CUDA streams beside the default one that kernels were launched on
+        self.copy_streams: set[int] = set()  # and those of copies that launches wait for
         self.dropped = Dropped()
         self.turns: Turns = Turns()  # each launch waits for its own
         self.lock: threading.RLock = threading.RLock() if first is None else first.lock

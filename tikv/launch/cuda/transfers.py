@@ -53,12 +53,12 @@ class DriverTransfer:
         self._index = live.index
         self._device = driver.device(live.index)
         self._copies = _stream_of_copies(live.index)
-        live.side_streams.add(self._copies)  # memory that is dropped waits for it
+        live.copy_streams.add(self._copies)  # memory that is dropped waits for it
         with self._device.entered():
             self._arrived, self._used, self._before = _Event(), _Event(), _Event()
 
     def start(self, pairs: Sequence[tuple[ArrayView, ArrayView, int]]) -> None:
-        """Copy so many of the third axis of each first array, which is the host's, to the second, of the same form."""
+        """Copy so many of the third axis of each first array, which is the host's, to the second."""
         with self._device.entered():
             self._before.record(driver.stream(self._index))
             self._before.wait(self._copies)
@@ -79,21 +79,21 @@ class DriverTransfer:
 
 
 def _copy(source: ArrayView, to: ArrayView, count: int, stream: int) -> None:
-    """Copy the first `count` of the third axis of (batch, heads, n, ...) arrays, whose other elements lie side by side.
+    """Copy the first `count` of the third axis of a (batch, heads, n, ...) array to those of one whose n may differ.
 
     As one piece, or as one for each head, of which the copy engine does all at once.
     """
-    cu, queue = driver.binding(), driver.stream_object(stream)
-    heads, of_one = source.shape[0] * source.shape[1], source.nbytes // (source.shape[0] * source.shape[1])
-    filled = of_one // source.shape[2] * count if source.shape[2] else 0
-    if not filled:
+    cu, queue, heads = driver.binding(), driver.stream_object(stream), source.shape[0] * source.shape[1]
+    if not count or not heads:
         return
-    if filled == of_one or heads == 1:
+    of_head, of_head_there = source.nbytes // heads, to.nbytes // heads
+    filled = of_head // source.shape[2] * count
+    if heads == 1 or filled == of_head == of_head_there:
         driver.checked(cu.cuMemcpyHtoDAsync(to.ptr, source.ptr, heads * filled, queue), "cuMemcpyHtoDAsync")
         return
     whole: Any = cu.CUDA_MEMCPY2D()
     whole.srcMemoryType, whole.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST, cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     whole.srcHost, whole.dstDevice = source.ptr, to.ptr
-    whole.srcPitch = whole.dstPitch = of_one
+    whole.srcPitch, whole.dstPitch = of_head, of_head_there
     whole.WidthInBytes, whole.Height = filled, heads
     driver.checked(cu.cuMemcpy2DAsync(whole, queue), "cuMemcpy2DAsync")
