@@ -1,4 +1,4 @@
-"""Decode attention over stores of 4 bits: groups along tokens, whose newest stay in float16, and along rows."""
+"""Decode attention over stores of 4 bits: keys by channel, whose newest stay in float16, and groups along rows."""
 
 import numpy as np
 import oracle
@@ -11,8 +11,9 @@ import tikv
 @pytest.mark.parametrize("axis", ["tokens", "head_dim"])
 def bench_attend_over_groups_of(arch, rng, axis, group, smoke, timed):
     heads, tokens, width = (2, 128, 64) if smoke else (8, 8192, 128)
-    quant = tikv.Quant(4, 32, axis, 32 if axis == "tokens" else 0)
-    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=heads, head_dim=width, capacity=tokens, dtype=quant)
+    quant, form = tikv.Quant(4, 64, axis, 64 if axis == "tokens" else 0), {"capacity": tokens}
+    form |= {"num_layers": 1, "num_kv_heads": heads, "head_dim": width}
+    store = tikv.KVCacheStore(**form, dtype=quant, v_dtype=tikv.Quant(4, 64))
     k, v = (oracle.place(rng.standard_normal((tokens, heads, width), np.float32), arch) for _ in "kv")
     store.append(0, k, v)
     q = rng.standard_normal((1, heads * group, width), np.float32)

@@ -13,11 +13,13 @@ from tikv.arrays import view
 from tikv.distributed.token_shard import TokenShardLayers
 from tikv.distributed.token_sharding import TokenSharding
 from tikv.formats import FORMATS
-from tikv.ops.attention.by_channel import channel_scores
+from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
+from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
 from tikv.ops.deal import deal
+from tikv.ops.layouts import Rows
 from tikv.ops.write_pages import write_pages
 from tikv.stores.layers.storage import StoreConfig
 
@@ -230,11 +232,24 @@ def attend_with_terms(values):
 
 def scores_by_channel(values):
     codes = np.arange(2 * 2 * 32 * 4, dtype=np.uint32).reshape(1, 2, 2, 32, 4) * np.uint32(2654435761)
-    scores = values((2, 4, 64), F32)
+    live, scores = runtime.current(), values((1, 2, 4, 64), F32)
     arrays = values((1, 4, 2, 32), F16) / F16.type(64), codes, values((1, 2, 2, 32, 2), F16), scores
-    views = [view(a, "a", "channel_scores") for a in arrays]
-    channel_scores(runtime.current(), "channel_scores", *views, FORMATS["quant4_32"], 2)
+    q, words, numbers, products = (view(a, "a", "channel_scores") for a in arrays)
+    keys = ChannelKeys(words, numbers, FORMATS["quant4_32"])
+    channel_scores(live, "channel_scores", q, keys, products, 2)
     yield "channel_scores", [scores]
+    v = view(values((1, 2, 64, 32), F16), "v", "channel_scores")
+    rows = Rows(v, sequence=v.strides[0], head=v.strides[1], token=v.strides[2])
+    attended = AttendedTokens(60, 3, 1)
+    for ring, span in ((0, None), (64, 50)):
+        plan = scored_plan(
+            live,
+            "channel_scores",
+            {"q": q, "k": products, "v": v},
+            ScoredValues(rows, 32, 64, ring, span),
+            AttentionScale(None, None),
+        )
+        yield "scored attention", [plan.attend(arrays[0], {"q": q, "k": products, "v": v}, attended)]
 
 
 def chosen_tokens(values):

@@ -46,9 +46,9 @@ class KVCacheStore(runtime.DeepCopied):
             scale for each token and head; or groups of a few bits: a `tikv.Quant`, "q8_0", "q4_0", "mxfp8", "mxfp4" or
             "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
             groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
-            ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns. Such a
-            store has no window. It has `append`, `append_all`, `attend`, `extend`, `reset`, `snapshot`, `save`, `draw`,
-            `trim` of tokens that are not codes yet, and ``quantised(layer)``, the number of tokens that are codes.
+            ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns, or
+            as ``v_dtype`` says. Sinks stay as they came, and of a window whole groups leave. There is no `compact`,
+            `commit`, nor appends at positions on the device, and `trim` drops new tokens or whole groups.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
             divided by them before they are stored, and multiplied by them when they are read. None for 1.
@@ -249,7 +249,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @locked
     def quantised(self, layer: int) -> int:
-        """How many of a layer's oldest tokens are codes, in a store with groups along tokens.
+        """How many of a layer's oldest tokens, behind its sinks, became codes, in a store with groups along tokens.
 
         Raises:
             OptionError: the store has no groups along tokens.

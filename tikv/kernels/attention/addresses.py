@@ -86,6 +86,22 @@ def make_find_key(c):
     return find_key
 
 
+def make_score_offset(c):
+    """score_offset(slot, index, visible): how far the products with a key lie from those with the first of a sequence.
+
+    They are found as the key is in a cache without pages: pages that sequences share have other products for each.
+    """
+
+    @ti.func
+    def score_offset(slot, index, visible):
+        at = slot
+        if ti.static(c.place == "table"):
+            at = visible[V.first] + index - visible[V.sinks]
+        return at
+
+    return score_offset
+
+
 def make_slot_offset(c, token, block):
     """slot_offset(slot, strides): how far a slot lies from the first, by the entries `token` and `block` of strides."""
 

@@ -1,16 +1,30 @@
 """Scores of queries with keys whose codes have a scale and a bias a channel, over a group of tokens.
 
 The codes of a channel lie one after another, token by token. With s and b of channel d in the key's group, q.k is the
-sum over d of (q s) code + q b: each thread adds it up for the tokens of a unit of codes, for a few rows of queries.
+sum over d of (q s) code + q b, added up for the tokens of a unit of codes, on CPU of a group, and for a few rows of
+queries. Groups lie one after another, for each KV head, in a sequence of their own or in the blocks of a table.
 """
 
+import zlib
 from typing import NamedTuple
 
 from tikv.formats import GROUP_FORMATS
+from tikv.kernels.address import index_array
+from tikv.kernels.attention.cpu_codes import ENDED
+from tikv.kernels.attention.cpu_loops import before
 from tikv.kernels.attention.parameters import FLOATS
-from tikv.kernels.codec import SIZE, element_array, make_bits_to_f32, make_load, scale_array, word_array
+from tikv.kernels.codec import (
+    ELEMENT,
+    SIZE,
+    element_array,
+    make_bits_to_f32,
+    make_element_to_f32,
+    make_load,
+    scale_array,
+    word_array,
+)
 from tikv.kernels.groups import make_code, step_of_code, unit_of
-from tikv.kernels.lanes import make_loop
+from tikv.kernels.lanes import LEAST_ITERATIONS, make_loop
 from tikv.runtime import ti
 
 
@@ -18,8 +32,8 @@ class ScoreParams(NamedTuple):
     """Numbers of a launch: units of work, extents, and where what lies."""
 
     items: int = 0
-    groups: int = 0  # of tokens, whose scores are wanted
-    room: int = 0  # groups that there is memory for
+    groups: int = 0  # of tokens of a sequence, whose scores are wanted
+    room: int = 0  # groups of a sequence, or of a block, that there is memory for
     heads: int = 1  # KV heads
     queries: int = 1  # of a query head
     tokens: int = 0  # from a row of scores to the next
@@ -29,68 +43,232 @@ class ScoreParams(NamedTuple):
     q_first: int = 0
     k_first: int = 0
     numbers_first: int = 0
+    blocks: int = 0  # that a table may name
+    table_sequence: int = 0
+    table_first: int = 0
+    work: int = 0  # on CPU: from a worker's memory to the next one's
+
+
+class Scored(NamedTuple):
+    """What kernels of scores are compiled for."""
+
+    name: str  # of the format, whose groups are of tokens
+    query: str  # dtype code of q
+    scale: str  # dtype code of scales and biases
+    width: int  # channels
+    group: int  # query heads of a KV head
+    table: int  # bits of an entry of the table; 0 for none
 
 
 P = ScoreParams(*range(len(ScoreParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
+BAND = 4  # rows at most that share a code which was taken out of its word
+LINE_WORDS = 16  # of a cache line
+SUMS = 64  # floats that are summed in registers: 8 vectors of most CPUs
 
 
-def make_channel_scores(style, serial, name, query, scale, width, group, band):
-    """scores(q, codes, numbers, out, params): out (sequence and KV head, row, token) float32.
+def make_find_group(c):
+    """find_group(b, h, g, table, params): which of all groups of tokens is group g of a KV head; -1 for none."""
+
+    @ti.func
+    def find_group(b, h, g, table: ti.template(), params):
+        found = (b * params[P.heads] + h) * params[P.room] + g
+        if ti.static(c.table > 0):
+            block = ti.cast(table[params[P.table_first] + b * params[P.table_sequence] + g // params[P.room]], ti.i64)
+            found = -1
+            if block >= ti.i64(0) and block < ti.cast(params[P.blocks], ti.i64):
+                found = (ti.cast(block, ti.i32) * params[P.heads] + h) * params[P.room] + g % params[P.room]
+        return found
+
+    return find_group
+
+
+def make_row_of_queries(c):
+    """row_of_queries(b, h, r, params): where row r of the queries of a KV head lies: its head comes first, in r."""
+
+    @ti.func
+    def row_of_queries(b, h, r, params):
+        head, token = h * c.group + r % c.group, r // c.group
+        return params[P.q_first] + b * params[P.q_sequence] + head * params[P.q_head] + token * params[P.q_token]
+
+    return row_of_queries
+
+
+def make_channel_scores(style, band, c):
+    """scores(q, codes, numbers, table, out, params) on GPUs: out (sequence, KV head, row, token) float32.
 
     Args:
-        style, serial: as in `lanes.make_loop`.
-        name: of the format, whose groups are of tokens.
-        query, scale: dtype codes of q, and of scales and biases.
-        width: channels.
-        group: query heads of a KV head; with the queries of each they are its rows.
-        band: rows that an item computes, which divide them.
+        style: as in `lanes.make_loop`.
+        band: rows that an item computes for a unit of codes, which divide those of a KV head.
+        c: `Scored`.
     """
-    row, code, (count, words) = GROUP_FORMATS[name], make_code(name), unit_of(name)
-    load_q, value = make_load(query, 1, SIZE[query] * 8), make_bits_to_f32(scale)
-    units, steps = row.group // count, [1 / step_of_code(name, e) for e in range(count)]
-    Q, CODES, SC = element_array(query), word_array(32), scale_array(scale)
+    row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
+    load_q, value = make_load(c.query, 1, SIZE[c.query] * 8), make_bits_to_f32(c.scale)
+    units, steps = row.group // count, [1 / step_of_code(c.name, e) for e in range(count)]
+    Q, CODES, SC, TABLE = element_array(c.query), word_array(32), scale_array(c.scale), index_array(c.table)
+    find_group, row_of_queries, width = make_find_group(c), make_row_of_queries(c), c.width
 
     @ti.func
     def score(i, arrays: ti.template(), params):
-        q, codes, numbers, out = ti.static(arrays)
+        q, codes, numbers, table, out = ti.static(arrays)
         unit, rest = i % units, i // units
-        of_group, rest = rest % params[P.groups], rest // params[P.groups]
-        bands = group * params[P.queries] // band
+        g, rest = rest % params[P.groups], rest // params[P.groups]
+        bands = c.group * params[P.queries] // band
         first_row, head = rest % bands * band, rest // bands
         b, h = head // params[P.heads], head % params[P.heads]
-        channel = (head * params[P.room] + of_group) * width
-        at = ti.Vector([0] * band)
-        for g in ti.static(range(band)):
-            r = first_row + g
-            of_head, token = r // params[P.queries], r % params[P.queries]
-            at[g] = (params[P.q_first] + b * params[P.q_sequence] + (h * group + of_head) * params[P.q_head]
-                     + token * params[P.q_token])  # fmt: skip
-        sums = ti.Vector([ti.f32(0.0)] * (band * count))
-        biases = ti.Vector([ti.f32(0.0)] * band)
-        for d in range(width):
-            number = params[P.numbers_first] + (channel + d) * 2
-            s, bias = value(numbers[number]), value(numbers[number + 1])
-            word = params[P.k_first] + ((channel + d) * units + unit) * words
-            found = [codes[word + w] for w in range(words)]
-            for g in ti.static(range(band)):
-                y = load_q(q, at[g] + d)[0]
-                biases[g] += y * bias
-                y = y * s
+        place = find_group(b, h, g, table, params)
+        if place >= 0:
+            at = ti.Vector([0] * band)
+            for n in ti.static(range(band)):
+                at[n] = row_of_queries(b, h, first_row + n, params)
+            sums = ti.Vector([ti.f32(0.0)] * (band * count))
+            biases = ti.Vector([ti.f32(0.0)] * band)
+            for d in range(width):
+                number = params[P.numbers_first] + (place * width + d) * 2
+                s, bias = value(numbers[number]), value(numbers[number + 1])
+                word = params[P.k_first] + ((place * width + d) * units + unit) * words
+                found = [codes[word + w] for w in range(words)]
+                for n in ti.static(range(band)):
+                    y = load_q(q, at[n] + d)[0]
+                    biases[n] += y * bias
+                    y = y * s
+                    for e in ti.static(range(count)):
+                        sums[n * count + e] += code(found, e) * y
+            for n in ti.static(range(band)):
+                to = (head * bands * band + first_row + n) * params[P.tokens] + g * row.group + unit * count
                 for e in ti.static(range(count)):
-                    sums[g * count + e] += code(found, e) * y
-        for g in ti.static(range(band)):
-            to = (head * bands * band + first_row + g) * params[P.tokens] + of_group * row.group + unit * count
-            for e in ti.static(range(count)):
-                out[to + e] = sums[g * count + e] * ti.f32(ti.static(steps[e])) + biases[g]
+                    out[to + e] = sums[n * count + e] * ti.f32(ti.static(steps[e])) + biases[n]
 
-    loop = make_loop(style, serial, score, P.items)
+    loop = make_loop(style, False, score, P.items)
 
     @ti.kernel
-    def scores(q: Q, codes: CODES, numbers: SC, out: FLOATS, params: PARAMS):
-        loop(q, params, ((q, codes, numbers, out), params))
+    def scores(q: Q, codes: CODES, numbers: SC, table: TABLE, out: FLOATS, params: PARAMS):
+        loop(q, params, ((q, codes, numbers, table, out), params))
 
     return scores
 
 
 make_channel_scores.fast_math = True
+
+
+def make_channel_scores_cpu(workers, rows, c):
+    """scores(q, codes, numbers, table, out, work, params) on CPU: as `make_channel_scores`.
+
+    A task is a group of tokens. A worker first multiplies the rows of a band by the scales. The words of a channel's
+    group are then the lanes of vectors, which LLVM makes of what is written out lane by lane: the same code of each is
+    taken out by one mask, for all rows of the band. Sums stay in registers, so of several rows few codes of a word are
+    in a pass.
+    Not cached: its real functions belong to one Taichi program.
+
+    Args:
+        workers: threads; 1 runs in the calling thread.
+        rows: query heads of a KV head times the queries of each.
+        c: `Scored`.
+
+    `work` holds `channel_work_floats` for each worker.
+    """
+    row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
+    load_q, value = make_load(c.query, 1, SIZE[c.query] * 8), make_element_to_f32(c.scale)
+    units, steps = row.group // count, [1 / step_of_code(c.name, e) for e in range(count)]
+    B = max(n for n in range(1, BAND + 1) if rows % n == 0)
+    E = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * B * units <= SUMS))
+    Q, CODES, TABLE = element_array(c.query), word_array(32), index_array(c.table)
+    SC = ti.types.ndarray(dtype=ELEMENT[c.scale], ndim=1)
+    find_group, row_of_queries, width = make_find_group(c), make_row_of_queries(c), c.width
+    uid = zlib.crc32(repr((workers, rows, c)).encode()) >> 1
+    iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
+
+    @ti.real_func
+    def multiply(q: Q, numbers: SC, work: FLOATS, at: ti.i32, number: ti.i32, to: ti.i32, sum_to: ti.i32,
+                 uid: ti.i32):  # fmt: skip
+        scales, begin, total = before(number, 2 * width), before(to, width), ti.f32(0.0)
+        for d in range(width):
+            y = load_q(q, at + d)[0]
+            work[begin + d] = y * value(numbers[scales + d * 2])
+            total += y * value(numbers[scales + d * 2 + 1])
+        work[sum_to] = total
+
+    @ti.real_func
+    def list_channels(work: FLOATS, to: ti.i32, uid: ti.i32):
+        begin = before(to, width + 1)
+        for d in range(width):
+            work[begin + d] = ti.bit_cast(d * (units * words), ti.f32)
+        work[begin + width] = ti.bit_cast(ENDED, ti.f32)
+
+    @ti.real_func
+    def fetch(codes: CODES, work: FLOATS, first: ti.i32, to: ti.i32, uid: ti.i32):
+        total = ti.u32(0)
+        for line in range(width * units * words // LINE_WORDS):
+            total = total | codes[first + line * LINE_WORDS]
+        work[to] = ti.bit_cast(total, ti.f32)
+
+    @ti.real_func
+    def add_up(codes: CODES, work: FLOATS, first: ti.i32, factors: ti.i32, places: ti.i32, to: ti.i32, uid: ti.i32):
+        for part in ti.static(range(count // E)):
+            sums = ti.Vector([ti.f32(0.0)] * (B * E * units))
+            at, place, word = before(factors, B * width), places, ti.bit_cast(work[places], ti.i32)
+            while word != ENDED:  # as many as are listed: of a count LLVM would gather words of several channels
+                begin = before(word + first, units * words)
+                for u in ti.static(range(units)):
+                    found = [codes[begin + ti.static(u * words + w)] for w in range(words)]
+                    for e in ti.static(range(E)):
+                        x = code(found, part * E + e)
+                        for g in ti.static(range(B)):
+                            sums[(g * E + e) * units + u] += x * work[at + ti.static(g * width)]
+                at += 1
+                place += 1
+                word = ti.bit_cast(work[place], ti.i32)
+            for g in ti.static(range(B)):
+                begin = before(to + (g * count + part * E) * units, E * units)
+                for n in ti.static(range(E * units)):
+                    work[begin + ti.static(n)] = sums[g * E * units + n]
+
+    @ti.real_func
+    def store(work: FLOATS, out: FLOATS, first: ti.i32, biases: ti.i32, to: ti.i32, step: ti.i32, uid: ti.i32):
+        for g in range(B):
+            begin, place = before(first + g * row.group, row.group), before(to + g * step, row.group)
+            bias = work[biases + g]
+            for u in range(units):
+                for e in ti.static(range(count)):
+                    x = work[begin + ti.static(e * units) + u]
+                    out[place + u * count + e] = x * ti.f32(ti.static(steps[e])) + bias
+
+    @ti.func
+    def score(task, to, arrays: ti.template(), params):
+        q, codes, numbers, table, out, work = ti.static(arrays)
+        g, head = task % params[P.groups], task // params[P.groups]
+        b, h = head // params[P.heads], head % params[P.heads]
+        channel = find_group(b, h, g, table, params) * width
+        biases, places, sums = to + BAND * width, to + BAND * (width + 1), to + (BAND + 1) * (width + 1)
+        if channel >= 0:
+            fetch(codes, work, params[P.k_first] + channel * (units * words), sums, uid)
+            for band in range(rows // B):
+                for n in range(B):
+                    at = row_of_queries(b, h, band * B + n, params)
+                    multiply(q, numbers, work, at, params[P.numbers_first] + channel * 2, to + n * width, biases + n,
+                             uid)  # fmt: skip
+                add_up(codes, work, params[P.k_first] + channel * (units * words), to, places, sums, uid)
+                store(work, out, sums, biases, (head * rows + band * B) * params[P.tokens] + g * row.group,
+                      params[P.tokens], uid)  # fmt: skip
+
+    @ti.kernel
+    def scores(q: Q, codes: CODES, numbers: SC, table: TABLE, out: FLOATS, work: FLOATS, params: PARAMS):
+        ti.loop_config(serialize=workers == 1)
+        for i in range(iterations):
+            worker, tasks = i // every, 0
+            if i % every == 0:
+                tasks = (params[P.items] - worker + workers - 1) // workers
+            if tasks > 0:
+                list_channels(work, worker * params[P.work] + BAND * (width + 1), uid)
+            for turn in range(tasks):
+                score(turn * workers + worker, worker * params[P.work], (q, codes, numbers, table, out, work), params)
+
+    return scores
+
+
+make_channel_scores_cpu.fast_math = True
+
+
+def channel_work_floats(width, group):
+    """Floats of a worker of `make_channel_scores_cpu`: rows times scales and biases, where channels lie, and sums."""
+    return (BAND + 1) * (width + 1) + BAND * group

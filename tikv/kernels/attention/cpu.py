@@ -11,11 +11,18 @@ from typing import NamedTuple
 from tikv.formats import GROUP_FORMATS
 from tikv.kernels.address import index_array
 from tikv.kernels.attention import cpu_codes
-from tikv.kernels.attention.addresses import make_find_key, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import (
+    make_find_key,
+    make_output_offsets,
+    make_query_row,
+    make_score_offset,
+    make_slot_offsets,
+)
 from tikv.kernels.attention.cpu_loops import (
     CHUNK,
     LINE_BYTES,
     ROW,
+    before,
     make_key_loops,
     make_list_keys,
     make_note_key,
@@ -234,12 +241,15 @@ def make_attend_codes(rows, uid, parts, c):
         row_loops = row_loops._replace(load_query=codes.load_query)
     decode_task, list_chunk = make_decode_visible_task(c), make_list_chunk(make_list_keys(), uid, c.of_values)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
-    softmax = make_softmax(None, row_loops, uid, c)
+    softmax, take_scores = make_softmax(None, row_loops, uid, c), make_take_scores(uid, c)
 
     @ti.func
-    def multiply_keys(n, task, memory, k: ti.template(), k_scale: ti.template(), work: ti.template(), strides):
+    def multiply_keys(n, task, memory, k: ti.template(), k_scale: ti.template(), work: ti.template(), strides,
+                      params):  # fmt: skip
         scales, numbers = memory[M.scales], memory[M.numbers]
-        if ti.static(c.groups):
+        if ti.static(c.scored):
+            take_scores(rows, n, task, memory, k, work, strides, params)
+        elif ti.static(c.groups):
             codes.load_numbers(k_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.k_scale_first], n,
                                numbers, uid)  # fmt: skip
             codes.dots(k, work, memory[M.k_list], task[T.k_first], n, numbers, scales, memory[M.queries],
@@ -261,7 +271,7 @@ def make_attend_codes(rows, uid, parts, c):
             n, index_behind = list_chunk(index, visible, task, memory, table, work, strides, params)
             index = index_behind
             if n > 0:
-                multiply_keys(n, task, memory, k, k_scale, work, strides)
+                multiply_keys(n, task, memory, k, k_scale, work, strides, params)
                 masked = softmax(1, rows, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 values.load_numbers(v_scale, work, memory[M.scale_list], task[T.scale_first] + strides[S.v_scale_first],
@@ -288,7 +298,7 @@ def make_attend_numbers(uid, parts, c):
     decode_task, B = make_decode_visible_task(c), rows_per_band(c.rows)
     list_chunk = make_list_chunk(keys.list_keys, uid, c._replace(scale=c.scale or cv.scale))
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
-    softmax = make_softmax(None, row_loops, uid, plain)
+    softmax, take_scores = make_softmax(None, row_loops, uid, plain), make_take_scores(uid, c)
 
     @ti.func
     def list_numbers(n, width, to, memory, work: ti.template()):
@@ -309,11 +319,14 @@ def make_attend_numbers(uid, parts, c):
             index = index_behind
             if n > 0:
                 scale_first = task[T.scale_first] + strides[S.k_scale_first]
-                k_numbers(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first], scale_first, n, to,
-                          uid)  # fmt: skip
-                list_numbers(n, c.width, to, memory, work)
-                keys.dots(work, work, memory[M.k_scales], 0, 0, n, CHUNK, 1, bands, memory[M.queries],
-                          memory[M.scores], uid)  # fmt: skip
+                if ti.static(c.scored):
+                    take_scores(bands * B, n, task, memory, k, work, strides, params)
+                else:
+                    k_numbers(k, k_scale, work, memory[M.k_list], memory[M.scale_list], task[T.k_first], scale_first, n,
+                              to, uid)  # fmt: skip
+                    list_numbers(n, c.width, to, memory, work)
+                    keys.dots(work, work, memory[M.k_scales], 0, 0, n, CHUNK, 1, bands, memory[M.queries],
+                              memory[M.scores], uid)  # fmt: skip
                 masked = softmax(1, bands * B, n, visible, task, memory, k_scale, v_scale, work, terms, strides, params,
                                  scalars)  # fmt: skip
                 scale_first = task[T.scale_first] + strides[S.v_scale_first]
@@ -329,6 +342,31 @@ def make_attend_numbers(uid, parts, c):
         store_rows(1, bands * B, task, memory, out, lse, work, strides, params, scalars)
 
     return attend_task
+
+
+def make_take_scores(uid, c):
+    """take_scores(rows, n, task, ...): the products of a task's rows and the listed keys, where K holds those."""
+
+    @ti.real_func
+    def take(k: FLOATS, work: FLOATS, lists: ti.i32, first: ti.i32, n: ti.i32, to: ti.i32, number: ti.i32):
+        begin, end = ti.bit_cast(work[lists], ti.i32), ti.bit_cast(work[lists + n - 1], ti.i32)
+        together = 0
+        if ti.static(c.place != "table"):
+            together = ti.select(end - begin == n - 1, ti.min(n, CHUNK), 0)
+        at, behind = before(begin + first, CHUNK), before(to, ROW)
+        for j in range(together):
+            work[behind + j] = k[at + j]
+        for j in range(together, n):
+            work[behind + j] = k[ti.bit_cast(work[lists + j], ti.i32) + first]
+
+    @ti.func
+    def take_scores(rows, n, task, memory, k: ti.template(), work: ti.template(), strides, params):
+        for g in range(rows):
+            r = ti.min(task[T.row] + ti.min(g, c.rows - 1), params[P.queries] * c.group - 1)
+            take(k, work, memory[M.k_list], task[T.k_first] + r * strides[S.k_block], n, memory[M.scores] + g * ROW,
+                 uid)  # fmt: skip
+
+    return take_scores
 
 
 def make_decode_visible_task(c):
@@ -369,6 +407,7 @@ def make_start_rows(row_loops, uid, c):
 def make_list_chunk(list_keys, uid, c):
     """list_chunk(begin, ...) -> (keys listed, which is behind the last): where the next keys lie, at most a chunk."""
     find_key, (k_offset, v_offset, scale_offset) = make_find_key(c), make_slot_offsets(c)
+    score_offset = make_score_offset(c)
     if c.chosen:  # each by itself
         list_keys = make_note_key()
 
@@ -381,6 +420,8 @@ def make_list_chunk(list_keys, uid, c):
             slot, count, index = found[0], ti.min(ti.min(found[1], task[T.end] - at), CHUNK - n), found[2]
             if slot >= 0:
                 k_first, v_first = k_offset(slot, strides), v_offset(slot, strides)
+                if ti.static(c.scored):
+                    k_first = score_offset(slot, index, visible)
                 list_keys(work, memory[M.k_list] + n, count, k_first, strides[S.k_token], uid)
                 list_keys(work, memory[M.v_list] + n, count, v_first, strides[S.v_token], uid)
                 if ti.static(c.scale != ""):

@@ -31,8 +31,10 @@ def state_row(row, array: ti.template(), strides, params):
     return outer * strides[array] + middle * strides[array + 1] + inner * strides[array + 2] + strides[array + 3]
 
 
-def make_merge_states(style, width, code_a, code_b, code_out):
-    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, params, scalars): one state of two; items: rows * width.
+def make_merge_states(style, serial, width, code_a, code_b, code_out):
+    """merge(out_a, out_b, lse_a, lse_b, out, lse, strides, params, scalars): one state of two.
+
+    An item is an element, on CPU a row, whose weights are then found once; `serial` is as in `lanes.make_loop`.
 
     `AttentionScalars.lse_scale` turns the base of the log-sum-exps into 2. The extent of `out_a` is the number of
     items.
@@ -44,11 +46,13 @@ def make_merge_states(style, width, code_a, code_b, code_out):
     @ti.func
     def merge_item(i, arrays: ti.template(), strides, params, scalars):
         out_a, out_b, lse_a, lse_b, out, lse = ti.static(arrays)
-        row, d = i // width, i % width
+        row, first, end = i // width, i % width, i % width + 1
+        if ti.static(style == "cpu"):
+            row, first, end = i, 0, width
         a_bits = lse_a[state_row(row, LSE_A, strides, params)]
         b_bits = lse_b[state_row(row, LSE_B, strides, params)]
         a_counts, b_counts = a_bits != ti.u32(MINUS_INFINITY), b_bits != ti.u32(MINUS_INFINITY)
-        x, bits = ti.f32(0.0), ti.u32(MINUS_INFINITY)
+        wa, wb, bits = ti.f32(0.0), ti.f32(0.0), ti.u32(MINUS_INFINITY)
         if a_counts or b_counts:
             a, b = ti.f32(MASKED), ti.f32(MASKED)
             if a_counts:
@@ -57,17 +61,23 @@ def make_merge_states(style, width, code_a, code_b, code_out):
                 b = ti.bit_cast(b_bits, ti.f32) * scalars[X.lse_scale]
             m = ti.max(a, b)
             wa, wb = exp2(a - m), exp2(b - m)
-            inverse = ti.f32(1.0) / (wa + wb)
+            total = wa + wb
+            bits = ti.bit_cast((m + ti.log(total) * ti.f32(LOG2E)) / scalars[X.lse_scale], ti.u32)
+            inverse = ti.f32(1.0) / total
+            wa, wb = wa * inverse, wb * inverse
+        at_a, at_b = state_row(row, OUT_A, strides, params), state_row(row, OUT_B, strides, params)
+        to = state_row(row, OUT, strides, params)
+        for d in range(first, end):
+            x = ti.f32(0.0)
             if a_counts:
-                x = x + wa * inverse * load_a(out_a, state_row(row, OUT_A, strides, params) + d)[0]
+                x = x + wa * load_a(out_a, at_a + d)[0]
             if b_counts:
-                x = x + wb * inverse * load_b(out_b, state_row(row, OUT_B, strides, params) + d)[0]
-            bits = ti.bit_cast((m + ti.log(wa + wb) * ti.f32(LOG2E)) / scalars[X.lse_scale], ti.u32)
-        store(out, state_row(row, OUT, strides, params) + d, ti.Vector([x]), ti.f32(1.0))
-        if d == 0:
+                x = x + wb * load_b(out_b, at_b + d)[0]
+            store(out, to + d, ti.Vector([x]), ti.f32(1.0))
+        if first == 0:
             lse[state_row(row, LSE, strides, params)] = bits
 
-    loop = make_loop(style, False, merge_item, P.items)
+    loop = make_loop(style, serial, merge_item, P.items)
 
     @ti.kernel
     def merge_states(out_a: A, out_b: B, lse_a: BITS, lse_b: BITS, out: RESULT, lse: BITS, strides: STRIDES,

@@ -55,6 +55,7 @@ class Choices(NamedTuple):
     tree: bool = False  # which of the new tokens a query sees stands in an array
     values: Kept | None = None  # None: as K
     chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 where all are
+    scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
 
     @property
     def terms(self) -> bool:

@@ -9,7 +9,13 @@ one thread.
 from typing import NamedTuple
 
 from tikv.kernels.address import make_word_offset
-from tikv.kernels.attention.addresses import make_find_key, make_output_offsets, make_query_row, make_slot_offsets
+from tikv.kernels.attention.addresses import (
+    make_find_key,
+    make_output_offsets,
+    make_query_row,
+    make_score_offset,
+    make_slot_offsets,
+)
 from tikv.kernels.attention.parameters import (
     LOG2E,
     MASKED,
@@ -219,6 +225,7 @@ def make_load_unit(inner, c):
 def make_load_key(c):
     """load_key(n, ...) -> of the key that a thread owns (slot, index, row of K, of V, of scales, scale of K, of V)."""
     find_key, (k_offset, v_offset, scale_offset), cv = make_find_key(c), make_slot_offsets(c), c.of_values
+    score_offset = make_score_offset(c)
     scale_value = make_bits_to_f32(c.scale or cv.scale) if c.scale or cv.scale else None
 
     @ti.func
@@ -231,6 +238,8 @@ def make_load_key(c):
             slot, index = found[0], found[2]
         if slot >= 0:
             k_row, v_row = task[T.k_first] + k_offset(slot, strides), task[T.v_first] + v_offset(slot, strides)
+            if ti.static(c.scored):
+                k_row = task[T.k_first] + score_offset(slot, index, visible)
             if ti.static(c.scale != "" or cv.scale != ""):
                 scale_row = task[T.scale_first] + scale_offset(slot, strides)
             if ti.static(c.row_scale):
@@ -302,7 +311,14 @@ def make_group_logits(shape, kind, c):
                      queries: ti.template(), k_rows: ti.template(), of_groups: ti.template(), terms: ti.template(),
                      strides, params, scalars):  # fmt: skip
         rows = params[P.queries] * c.group
-        bits = group_dots(position, left, k, k_scale, queries, k_rows, strides)
+        bits = ti.Vector([0] * R)
+        if ti.static(c.scored):
+            for g in ti.static(range(R)):
+                r = ti.min(task[T.row] + g, rows - 1)
+                word = k[k_rows[position[G.offset] + position[G.rank]] + r * strides[S.k_block]]
+                bits[g] = ti.cast(word, ti.i32)
+        else:
+            bits = group_dots(position, left, k, k_scale, queries, k_rows, strides)
         logits, top = ti.Vector([ti.f32(MASKED)] * R), ti.Vector([ti.f32(MASKED)] * R)
         for g in ti.static(range(R)):
             logit = logit_of(ti.bit_cast(bits[g], ti.f32) * k_factor, scalars[X.logit_scale], scalars[X.softcap])

@@ -311,6 +311,7 @@ class AttentionLaunches(Plan):
             tree=bool(tree_of(arrays)),
             values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
             chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,
+            scored=cache.scored,
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:

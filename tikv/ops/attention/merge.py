@@ -13,6 +13,9 @@ from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
 from tikv.ops.plan import Launch, Plan
 
+STATES = ("out_a", "out_b", "lse_a", "lse_b")
+SERIAL_ELEMENTS = 1 << 16  # on CPU, below this the calling thread is done before another one is awake
+
 
 def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, lse_base2: bool = False, out: Any = None
@@ -53,11 +56,26 @@ def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any,
     """`merge_states` of (out_a, lse_a, out_b, lse_b), also into an array for the log-sum-exps, of any strides."""
     out_a, lse_a, out_b, lse_b = states
     live = runtime_of(out_a, out_b)
-    names = ("out_a", "out_b", "lse_a", "lse_b")
-    arrays = [view(a, n, operation) for n, a in zip(names, (out_a, out_b, lse_a, lse_b), strict=True)]
-    first, second = arrays[:2]
-    checks.on_device(list(zip(names, arrays, strict=True)), live, operation)
-    for name, a in zip(names[:2], arrays[:2], strict=True):
+    arrays = [view(a, n, operation) for n, a in zip(STATES, (out_a, out_b, lse_a, lse_b), strict=True)]
+    first = arrays[0]
+    result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
+    if lse is None:
+        lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
+    arrays += [view(result, "out", operation), view(lse, "lse", operation)]
+    key = (operation, *[a.key for a in arrays], lse_base2)
+    plan = live.plans.get(key)
+    if plan is None:
+        _check_states(live, operation, arrays)
+        plan = live.plans.keep(key, _merge_plan(live, operation, first.shape, lse_base2))
+    plan.run(arrays)
+    return handed_over(result), handed_over(lse)
+
+
+def _check_states(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView]) -> None:
+    """Refuse two states that cannot be merged, and a result that theirs does not fit."""
+    first, second, _, _, to, _ = arrays
+    checks.on_device(list(zip(STATES, arrays[:4], strict=True)), live, operation)
+    for name, a in zip(STATES[:2], arrays[:2], strict=True):
         checks.rank(a, (2, 3, 4), name, "(..., D_v)", operation)
         checks.readable(a, name, operation)
         if a.dtype not in QUERIES:
@@ -66,29 +84,17 @@ def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any,
             raise ShapeError(f"{operation}: {name} is {describe(a)}, of width 0. Use a head width of at least 1.")
     if second.shape != first.shape:
         raise ShapeError(f"{operation}: out_b is {describe(second)} where {first.shape} is needed, the shape of out_a.")
-    for name, a in zip(names[2:], arrays[2:], strict=True):
+    for name, a in zip(STATES[2:], arrays[2:4], strict=True):
         if a.dtype is not dtypes.float32:
             raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp is float32.")
         if a.shape != first.shape[:-1]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
         checks.ascending(a, name, operation)
-    result = new_like(out_a, first.shape, first.dtype, live) if out is None else out
-    if lse is None:
-        lse = new_like(out_a, first.shape[:-1], dtypes.float32, live)
-    to = view(result, "out", operation)
-    if out is not None:
-        checks.on_device([("out", to)], live, operation)
-        checks.writable(to, "out", operation)
-        checks.readable(to, "out", operation)
-        if to.shape != first.shape or to.dtype not in QUERIES:
-            raise ShapeError(f"{operation}: out is {describe(to)} where a float {first.shape} is needed.")
-    arrays += [to, view(lse, "lse", operation)]
-    key = (operation, *[a.key for a in arrays], lse_base2)
-    plan = live.plans.get(key)
-    if plan is None:
-        plan = live.plans.keep(key, _merge_plan(live, operation, first.shape, lse_base2))
-    plan.run(arrays)
-    return handed_over(result), handed_over(lse)
+    checks.on_device([("out", to)], live, operation)
+    checks.writable(to, "out", operation)
+    checks.readable(to, "out", operation)
+    if to.shape != first.shape or to.dtype not in QUERIES:
+        raise ShapeError(f"{operation}: out is {describe(to)} where a float {first.shape} is needed.")
 
 
 def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], base2: bool) -> Plan:
@@ -98,19 +104,20 @@ def _merge_plan(live: runtime.Runtime, operation: str, shape: tuple[int, ...], b
 
         out_a, out_b, _, _, to, _ = arrays
         codes = [a.dtype.short for a in (out_a, out_b, to)]
-        kernel = launch.kernel(live, make_merge_states, live.kernel_style, shape[-1], *codes)
+        elements = checks.integer(math.prod(shape), "elements of a state", operation, high=2**31 - 1)
+        items = elements // shape[-1] if live.is_cpu else elements
+        serial = live.is_cpu and elements < SERIAL_ELEMENTS
+        kernel = launch.kernel(live, make_merge_states, live.kernel_style, serial, shape[-1], *codes)
         strides: list[int] = []
         for a in arrays:
             lead = a.strides[:-1] if a.ndim == len(shape) else a.strides
             strides += [*[0] * (3 - len(lead)), *lead, a.offset // a.dtype.itemsize]
         extents = [*[1] * (4 - len(shape)), *shape[:-1]]
-        items = checks.integer(math.prod(shape), "elements of a state", operation, high=2**31 - 1)
         two = MergeStatesParams(items, extents[1], extents[2])
         factors = AttentionScalars(lse_scale=1.0 if base2 else LOG2E)
         return [Launch(kernel.bind(items, *arrays, tuple(strides), tuple(two), tuple(factors)), arrays)]
 
-    names = ("out_a", "out_b", "lse_a", "lse_b", "out", "lse")
-    return Plan(live, operation, names, [False] * 4 + [True] * 2, bind if math.prod(shape) else None)
+    return Plan(live, operation, (*STATES, "out", "lse"), [False] * 4 + [True] * 2, bind if math.prod(shape) else None)
 
 
 def merge_parts(

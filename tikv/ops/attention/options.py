@@ -40,11 +40,12 @@ class CacheLayout(NamedTuple):
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
     most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
     chosen: bool = False  # whether a query reads some tokens only, so that no other shares its keys
+    scored: bool = False  # K holds products of queries and keys; `k.block` is from a query row's to the next one's
 
     @property
     def alike(self) -> bool:
         """Whether K and V are stored in one format; keys alone may be turned."""
-        return self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
+        return not self.scored and self.k.storage == self.v.storage and self.k.array.dtype is self.v.array.dtype
 
     @property
     def scales(self) -> list[Scale]:

@@ -2,83 +2,148 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from tikv import dtypes
+from tikv import runtime
 from tikv.formats import Quant
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
-from tikv.stores.layers.channel_codes import ARRAYS
+from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.storage import StoreConfig
-from tikv.stores.row_format import RowFormats
+from tikv.stores.layers.token_group_form import OPERATION, TokenGroupForm, room_of
+from tikv.stores.row_format import ROWS, RowFormat
 
 KIND = "KVCacheStore of groups along tokens"
-NAMES = ("k", "v", *ARRAYS)
-Layers: TypeAlias = Sequence[tuple[Sequence[int], list[np.ndarray[Any, Any]]]]
+NOT_PLACED: Mapping[str, Any] = {}
 
 
-def write(path: str | os.PathLike[str], form: StoreConfig, rows: RowFormats, layers: Layers, operation: str) -> None:
-    """Save the arrays of each layer with (length, oldest slot's position, tokens that are codes); as `files.write`."""
-    quant: Quant = form.rows["dtype"]
-    names = ("num_layers", "num_kv_heads", "capacity", "batch_size")
-    arguments = {name: getattr(form, name) for name in names} | {"scale_dtype": rows.scale_dtype.name}
-    arguments |= {"head_dim": rows.k.width, "head_dim_v": rows.v.width}
+class SavedLayer(NamedTuple):
+    """What a file has of a layer.
+
+    Attributes:
+        counts: of all its tokens; it has no memory.
+        oldest: position of the oldest of the newest tokens' slots that was not overwritten.
+        coded: tokens behind the sinks that became codes.
+        arrays: K and V of the newest tokens, then the arrays of codes.
+    """
+
+    counts: Layer
+    oldest: int
+    coded: int
+    arrays: list[Any]
+
+
+def write(
+    path: str | os.PathLike[str],
+    config: StoreConfig,
+    form: TokenGroupForm,
+    layers: Sequence[SavedLayer],
+    operation: str,
+) -> None:
+    """Save the form of a store, and of each layer its counts and arrays; as `files.write`."""
+    said = form.said
+    arguments = {name: getattr(config, name) for name in ("num_layers", "num_kv_heads", "capacity", "batch_size")}
+    arguments |= {"head_dim": said.k.width, "head_dim_v": said.v.width, "scale_dtype": said.scale_dtype.name}
+    if config.rows.get("v_dtype") is not None:
+        arguments["v_dtype"] = str(said.v.dtype)
+    if any(config.windows):
+        arguments |= {"window": list(config.windows), "sinks": config.sinks}
     tensors = {
-        f"layers.{i}.{name}": a for i, (_, arrays) in enumerate(layers) for name, a in zip(NAMES, arrays, strict=True)
+        f"layers.{i}.{name}": a
+        for i, layer in enumerate(layers)
+        for name, a in zip(_names(form), layer.arrays, strict=True)
     }
-    meta = {"form": arguments, "quant": asdict(quant), "counts": [list(counts) for counts, _ in layers]}
+    meta: dict[str, Any] = {"form": arguments, "quant": asdict(form.quant)}
+    meta["counts"] = [[layer.counts.length, layer.oldest, layer.coded] for layer in layers]
+    meta["oldest"] = [layer.counts.valid_from for layer in layers]
     files.write(path, KIND, tensors, meta, operation)
 
 
-def read(path: str | os.PathLike[str], operation: str) -> tuple[dict[str, Any], Quant, Layers]:
-    """The arguments of a saved store, its format, and what each layer has."""
-    tensors, meta = files.read(path, KIND, operation, _check)
-    form, quant = meta["form"], Quant(**meta["quant"])
-    row = sum(dtype.itemsize * int(np.prod(shape[2:])) for shape, dtype in _slot_shapes(form, quant))
-    rows = form["batch_size"] * form["num_kv_heads"] * form["num_layers"]
-    files.require_memory(path, rows * (form["capacity"] + quant.residual + quant.group) * row, operation)
-    layers = [(counts, [tensors[f"layers.{i}.{name}"] for name in NAMES]) for i, counts in enumerate(meta["counts"])]
-    return form, quant, layers
-
-
-def _slot_shapes(form: dict[str, Any], quant: Quant) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """The shapes and dtypes of a layer's arrays, for one token, or for one group of tokens where it has groups."""
-    lead, row = (form["batch_size"], form["num_kv_heads"]), quant.row
-    width, width_v, scale = form["head_dim"], form["head_dim_v"], dtypes.parse(form["scale_dtype"], "load").numpy
-    words = np.dtype(np.uint32)
-    return [
-        ((*lead, width), scale),
-        ((*lead, width_v), scale),
-        ((*lead, width, row.words(quant.group)), words),
-        ((*lead, width, row.numbers), scale),
-        ((*lead, row.words(width_v)), words),
-        ((*lead, width_v // quant.group * row.numbers), scale),
+def read(
+    path: str | os.PathLike[str], live: runtime.Runtime, operation: str, placed: Mapping[str, Any]
+) -> tuple[StoreConfig, list[SavedLayer]]:
+    """The configuration of a saved store, `placed` as asked, and what each layer has."""
+    tensors, meta = files.read(path, KIND, operation, functools.partial(_check, live))
+    with files.understanding(path, operation):
+        config, form = _form_of(meta, live, placed)
+    slots = sum(min(layer.slots, config.capacity) + _slots(config, form) for layer in config.counts())
+    row = form.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in _newest(form))
+    files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * row), operation)
+    return config, [
+        layer._replace(arrays=[tensors[f"layers.{i}.{name}"] for name in _names(form)])
+        for i, layer in enumerate(_layers(meta, config, form))
     ]
 
 
-def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
-    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
-    form, quant = meta["form"], Quant(**meta["quant"])
+def _form_of(
+    meta: dict[str, Any], live: runtime.Runtime, placed: Mapping[str, Any] = NOT_PLACED
+) -> tuple[StoreConfig, TokenGroupForm]:
+    quant = Quant(**meta["quant"])
     if quant.axis != "tokens":
         raise ValueError(f"axis is {quant.axis!r}")
-    count = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
-    for name in ("num_kv_heads", "head_dim", "head_dim_v", "batch_size", "capacity"):
+    form = meta["form"]
+    for name in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v", "batch_size", "capacity"):
         files.integer(form[name], name, low=1)
-    shapes, slots = _slot_shapes(form, quant), quant.residual + quant.group
-    for i, numbers in enumerate(files.listed(meta["counts"], "counts", count)):
+    config = StoreConfig.checked(OPERATION, **form, **placed, dtype=quant)
+    return config, TokenGroupForm.checked(live, config.num_kv_heads, config.rows)
+
+
+def _newest(form: TokenGroupForm) -> list[RowFormat]:
+    return [
+        RowFormat(form.newest[name], row.width) for name, row in zip(("dtype", "v_dtype"), form.said.both, strict=True)
+    ]
+
+
+def _names(form: TokenGroupForm) -> list[str]:
+    return [*ROWS, *form.codes.arrays()]
+
+
+def _slots(config: StoreConfig, form: TokenGroupForm) -> int:
+    """Slots of a layer's newest tokens."""
+    return config.sinks + form.quant.residual + form.quant.group
+
+
+def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> list[SavedLayer]:
+    """The counts of a file's layers, without arrays; ValueError where they cannot be."""
+    group, slots, found = form.quant.group, _slots(config, form), []
+    counted = files.listed(meta["counts"], "counts", config.num_layers)
+    since = files.integers(meta.get("oldest", [0] * config.num_layers), "oldest", "a position", config.num_layers)
+    for layer, numbers, valid_from in zip(config.counts(), counted, since, strict=True):
         length, oldest, coded = files.integers(numbers, "counts of a layer", "a count", 3)
+        layer.length, layer.valid_from = length, valid_from
+        behind = layer.sinks + coded if coded else 0
         if (
-            coded % quant.group
-            or not oldest <= max(coded, 0) <= length <= form["capacity"]
-            or length - coded > slots
-            or oldest < length - slots
+            coded % group
+            or not oldest <= max(behind, 0) <= length
+            or (not layer.ring and length > config.capacity)
+            or length - behind > slots
+            or oldest < length - (slots - config.sinks)
+            or not valid_from <= length
+            or valid_from < length - layer.slots
         ):
-            raise ValueError(f"layer {i} has {length} tokens, {coded} of them codes, and rows from {oldest} on")
-        groups, filled = coded // quant.group, min(length, slots)
-        for name, (shape, dtype), n in zip(NAMES, shapes, (filled, filled, groups, groups, coded, coded), strict=True):
-            files.require_entry(entries, f"layers.{i}.{name}", (*shape[:2], n, *shape[2:]), dtype)
+            raise ValueError(
+                f"layer {layer.index} has {length} tokens, {coded} of them codes, and rows from {oldest} on, of "
+                f"which {valid_from} are behind the window"
+            )
+        found.append(SavedLayer(layer, oldest, coded, []))
+    return found
+
+
+def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry]) -> None:
+    """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
+    files.integer(meta["form"]["num_layers"], "num_layers", low=1, high=len(entries))
+    config, form = _form_of(meta, live)
+    lead, arrays = (config.batch_size, config.num_kv_heads), form.codes.arrays()
+    for layer in _layers(meta, config, form):
+        name = f"layers.{layer.counts.index}"
+        for what, row in zip(ROWS, _newest(form), strict=True):
+            shape = (*lead, min(layer.counts.length, _slots(config, form)), row.width)
+            files.require_entry(entries, f"{name}.{what}", shape, row.stored.numpy)
+        room = room_of(layer.counts, form.quant)
+        for what, (row_shape, dtype, tokens) in arrays.items():
+            filled = min(layer.coded, room) // tokens
+            files.require_entry(entries, f"{name}.{what}", (*lead, filled, *row_shape), dtype.numpy)

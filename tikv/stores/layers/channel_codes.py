@@ -1,6 +1,7 @@
-"""The older tokens of a layer as codes: keys by channel over groups of tokens, values by token.
+"""The older tokens of a layer as codes: keys by channel over groups of tokens, values by token or as numbers.
 
-A group of tokens is quantised once, from the rows that a ring still has, and never written again.
+A group of tokens is quantised once, from the rows that a ring still has, and never written again. Of a window the
+slots of groups go round: a group is overwritten as a whole, once none of its tokens is seen.
 """
 
 from __future__ import annotations
@@ -12,50 +13,56 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import (
-    ArrayView,
-    Memory,
-    contiguous_strides,
-    memory_of_host,
-    new_array,
-    read_host,
-    to_device,
-    view,
-    write_host,
-)
-from tikv.dtypes import DType
+from tikv.arrays import ArrayView, Memory, memory_of_host, new_array, read_host, to_device, write_host
 from tikv.errors import CapacityError
-from tikv.formats import GroupFormat
-from tikv.ops.attention.by_channel import channel_scores
+from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttentionScale
-from tikv.ops.layouts import Placement, Rows, Scale
-from tikv.ops.quantize import scale_of_groups
+from tikv.ops.layouts import LINEAR, Placement, Rows, Scale
 from tikv.runtime.cache import BoundedCache
-from tikv.stores.layers.attend import cache_plan
 from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.memory import copy_rows, rows_of
+from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
+from tikv.stores.layers.token_group_form import CodeForm
 from tikv.stores.limits import BLOCK_BYTES
 
-ARRAYS = ("k_codes", "k_numbers", "v_codes", "v_numbers")  # by the names that files have
 RING = Placement("ring")
+MOST_SCRATCH = 8
+
+
+class ScoreMemory:
+    """Float32 memory of what one launch leaves for the next, by its purpose and shape.
+
+    So a decode loop finds it where it was, and its launches need not be told of another.
+    """
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        self._runtime = live
+        self._arrays: BoundedCache[tuple[str, tuple[int, ...]], ArrayView] = BoundedCache(MOST_SCRATCH)
+
+    def array(self, purpose: str, shape: tuple[int, ...]) -> ArrayView:
+        """Memory of this shape, whatever is in it."""
+        found = self._arrays.get((purpose, shape))
+        if found is None:
+            found = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self._runtime))
+        return found
 
 
 class ChannelCodes:
-    """The codes of one layer's first tokens, in memory of their own.
+    """The codes of one layer's tokens behind its sinks, in memory of their own.
 
     Args:
         live: the runtime.
-        batch, heads, widths: of the layer, and of rows of K and V.
+        form: how they are kept.
+        batch: sequences.
         room: tokens that there is memory for, whole groups.
-        format: of K along tokens and of V along its columns.
-        dtype: of the rows that are quantised, and of scales and biases.
-        scratch: arrays of attention, by the rows of queries of a KV head, which layers share.
+        rings: whether the slots of groups go round.
+        scratch: memory between launches, which layers share.
         on_host: the memory is the host's.
 
     Attributes:
-        tokens: how many are codes.
+        tokens: how many became codes, those included that were overwritten since.
+        first: how many of those are gone, whole groups.
 
     Raises:
         CapacityError: an array is larger than a launch on this arch can address.
@@ -64,49 +71,43 @@ class ChannelCodes:
     def __init__(
         self,
         live: runtime.Runtime,
+        form: CodeForm,
         batch: int,
-        heads: int,
-        widths: tuple[int, int],
         room: int,
-        format: GroupFormat,
-        dtype: DType,
-        scratch: BoundedCache[int, tuple[ArrayView, ArrayView]],
+        rings: bool,
+        scratch: ScoreMemory,
         on_host: bool = False,
     ) -> None:
-        self.runtime, self.format, self.room = live, format, room
-        self.batch, self.heads, (self.width, self.width_v) = batch, heads, widths
-        self.tokens, self._scratch = 0, scratch
-        group, words = format.group, dtypes.uint32
-        forms = {
-            "k_codes": ((room // group, self.width, format.words(group)), words),
-            "k_numbers": ((room // group, self.width, format.numbers), dtype),
-            "v_codes": ((room, format.words(self.width_v)), words),
-            "v_numbers": ((room, self.width_v // group * format.numbers), dtype),
-        }
-        for name, (shape, stored) in forms.items():
-            needed, limit = batch * heads * math.prod(shape) * stored.itemsize, BLOCK_BYTES[live.arch]
-            if needed > limit:
-                raise CapacityError(
-                    f"KVCacheStore: {name} of a layer need {needed} bytes in one piece of memory, and {live.arch} "
-                    f"addresses {limit}. Use a smaller capacity, or several stores."
-                )
-        self.arrays = []  # `ARRAYS`
-        for shape, stored in forms.values():
-            nbytes = batch * heads * math.prod(shape) * stored.itemsize
-            block = memory_of_host(nbytes, live) if on_host else Memory(nbytes, live)
-            self.arrays.append(block.array((batch, heads, *shape), stored))
-        self.k_codes, self.k_numbers, self.v_codes, self.v_numbers = self.arrays
-        self._turned = new_array((batch * heads, self.width, group), dtype, live)  # keys of a group by channel
+        self.runtime, self.form, self.format, self.rings = live, form, form.keys, rings
+        self.heads, self.width = form.heads, form.width
+        self.tokens, self.scratch, self.on_host = 0, scratch, on_host
+        self._turned: Any = None
+        self.hold(self.like(batch, room))
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and biases, filled or not."""
         return sum(a.nbytes for a in self.arrays)
 
+    @property
+    def first(self) -> int:
+        """Of the tokens that became codes, how many were overwritten."""
+        return max(0, self.tokens - self.room) if self.rings else 0
+
+    @property
+    def slots(self) -> int:
+        """Slots of tokens that were ever written, from the first on."""
+        return min(self.tokens, self.room)
+
     def encode(self, operation: str, layer: Layer) -> None:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
-        group, at, live = self.format.group, self.tokens, self.runtime
-        of_ring: dict[str, Any] = {"src_place": RING, "src_position": layer.slot_of(at), "ring": layer.ring}
+        group, at, live = self.format.group, self.tokens % self.room, self.runtime
+        of_ring: dict[str, Any] = {
+            "src_place": RING,
+            "src_position": layer.slot_of(layer.sinks + self.tokens),
+            "sinks": layer.sinks,
+            "ring": layer.ring,
+        }
         k, v, shape, pairs = (
             rows_of(layer.k),
             rows_of(layer.v),
@@ -116,7 +117,7 @@ class ChannelCodes:
         turned, channels = self._by_channel(self._turned)
         copy_rows(live, operation, [k], [channels], [self.width], shape, **of_ring)
         copy_rows(live, operation, [turned], [self._keys(at // group)], [group], (pairs, 1, self.width))
-        copy_rows(live, operation, [v], [self._values], [self.width_v], shape, dst_position=at, **of_ring)
+        copy_rows(live, operation, [v], [self._values], [self.form.values.width], shape, dst_position=at, **of_ring)
         self.tokens += group
 
     def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
@@ -135,58 +136,106 @@ class ChannelCodes:
 
     @property
     def _values(self) -> Rows:
-        sequence, head, token, _ = self.v_codes.strides
-        scale = scale_of_groups(self.v_numbers, token=2, head=1, sequence=0)
-        return Rows(self.v_codes, sequence=sequence, head=head, token=token, format=self.format, scale=scale)
+        scale, numbers = None, self.v_numbers
+        if numbers is not None:
+            sequence, head, token = numbers.strides[:3]
+            scale = Scale(numbers, sequence=sequence, head=head, token=token)
+        return rows_of(self.v_codes)._replace(format=self.form.values.format, scale=scale)
 
-    def decode(self, operation: str, k: ArrayView, v: ArrayView) -> None:
-        """The numbers that the codes stand for, into the first tokens of (batch, H, n, D) float32 arrays."""
-        group, channels, live = self.format.group, self.tokens // self.format.group * self.width, self.runtime
-        if not channels:
-            return
-        pairs, shape = self.batch * self.heads, (self.batch, self.heads, self.tokens)
-        turned, by_channel = self._by_channel(new_array((pairs, channels, group), dtypes.float32, live))
-        place = Placement("linear", group)
-        copy_rows(live, operation, [self._keys(0)], [turned], [group], (pairs, 1, channels))
-        copy_rows(live, operation, [by_channel], [rows_of(k)], [self.width], shape, src_place=place)
-        copy_rows(live, operation, [self._values], [rows_of(v)], [self.width_v], shape)
+    def decode(self, operation: str, k: ArrayView, v: ArrayView, first: int = 0) -> None:
+        """The numbers that tokens from the given one on stand for, to the start of (batch, H, n, D) float32 arrays."""
+        live, group = self.runtime, self.format.group
+        at, end = first // group * group, self.tokens
+        while at < end:  # as far as slots follow one another
+            slot = at % self.room
+            count = min(end - at, self.room - slot)
+            skip = max(0, first - at)
+            shape, to = (self.batch, self.heads, count - skip), max(0, at - first)
+            pairs, channels = self.batch * self.heads, count // group * self.width
+            turned, by_channel = self._by_channel(new_array((pairs, channels, group), dtypes.float32, live))
+            copy_rows(live, operation, [self._keys(slot // group)], [turned], [group], (pairs, 1, channels))
+            place, widths = Placement("linear", group), (self.width, self.form.values.width)
+            copy_rows(
+                live, operation, [by_channel], [rows_of(k, to)], [widths[0]], shape, src_place=place, src_position=skip
+            )
+            copy_rows(
+                live, operation, [self._values], [rows_of(v, to)], [widths[1]], shape, src_place=LINEAR,
+                src_position=slot + skip,
+            )  # fmt: skip
+            at += count
 
-    def attend(self, operation: str, q: ArrayView, scores: AttentionScale) -> tuple[Any, Any]:
-        """Attention of (batch, Hq, T, D) queries over all that is codes: float32 (batch, Hq, T, D_v) and log-sum-exps.
+    def attend(
+        self,
+        operation: str,
+        q: ArrayView,
+        scores: AttentionScale,
+        oldest: int = 0,
+        window: tuple[int, int] | None = None,
+    ) -> tuple[Any, Any]:
+        """Attention of (batch, Hq, T, D) queries over the codes from token `oldest` on.
 
-        In two launches, or three where the keys are split; K's and V's codes are read in place.
+        All of them see all of these, or with a `window` the newest so many up to their own token, where the last query
+        stands so many tokens behind the last that is codes. Float32 (batch, Hq, T, D_v) and log-sum-exps, in two
+        launches, or three where the keys are split; K's and V's codes are read in place.
         """
-        live, (batch, q_heads, queries, width) = self.runtime, q.shape
-        rows, pairs = q_heads // self.heads * queries, batch * self.heads
-        found = self._scratch.get(rows)
-        if found is None:
-            ones = to_device(np.ones((pairs, rows, 1), np.float32), live)
-            found = self._scratch.keep(rows, (ones, new_array((pairs, rows, self.room), dtypes.float32, live)))
-        ones, products = found
-        channel_scores(
-            live, operation, q, self.k_codes, self.k_numbers, products, self.format, self.tokens // self.format.group
-        )
-        of_rows = [
-            a.restrided((pairs, rows, *a.shape[2:]), (a.strides[1], 0, *a.strides[2:]))
-            for a in (self.v_codes, self.v_numbers)
-        ]
-        keys = products.restrided((pairs, rows, self.room, 1), (rows * self.room, self.room, 1, 1))
-        arrays = {"q": ones, "k": keys, "v": of_rows[0], "v_scale": of_rows[1]}
-        of_one = AttentionScale(width**-0.5 if scores.scale is None else scores.scale, scores.softcap)
-        plan = cache_plan(live, operation, arrays, of_one, 0, 0, 0, (None, self.format))
-        out, lse = plan.attend(None, arrays, AttendedTokens(self.tokens), Results(return_lse=True))
-        lead = (batch, q_heads, queries)
-        part, sums = (
-            view(a, "a part", operation).restrided(shape, contiguous_strides(shape))
-            for a, shape in ((out, (*lead, self.width_v)), (lse, lead))
-        )
-        return part, sums
+        live, group = self.runtime, self.format.group
+        rows = q.shape[1] // self.heads * q.shape[2]
+        products = self.scratch.array("scores", (self.batch, self.heads, rows, self.room))
+        keys = ChannelKeys(self.k_codes, self.k_numbers, self.format)
+        channel_scores(live, operation, q, keys, products, self.slots // group)
+        arrays = {"q": q, "k": products, "v": self.v_codes}
+        if self.v_numbers is not None:
+            arrays["v_scale"] = self.v_numbers
+        span, ahead = window or (None, 0)
+        values = ScoredValues(self._values, self.form.values.width, self.room, self.room if self.rings else 0, span)
+        plan = scored_plan(live, operation, arrays, values, scores)
+        part = self.scratch.array("of codes", (*q.shape[:3], values.width))
+        lse = self.scratch.array("sums of codes", q.shape[:3])
+        attended = AttendedTokens(self.tokens, oldest, ahead)
+        plan.attend(None, arrays, attended, Results(part, True, lse, is_partial=True, is_new=True))
+        return part, lse
+
+    def selected(self, sequences: np.ndarray[Any, Any], memory: LayerMemory) -> list[ArrayView]:
+        """What some sequences hold, in new memory, which `hold` then takes."""
+        index, made = to_device(sequences, self.runtime), self.like(len(sequences))
+        for (a, slots), to in zip(self.filled, made, strict=True):
+            memory.move_slots(_of_slots(a), _of_slots(to), slots, index)
+        return made
+
+    def like(self, batch: int, room: int | None = None) -> list[ArrayView]:
+        """New memory for so many sequences, and tokens; None: for as many.
+
+        Raises:
+            CapacityError: an array is larger than a launch on this arch can address.
+        """
+        live, room, made = self.runtime, self.room if room is None else room, []
+        for name, (shape, dtype, tokens) in self.form.arrays().items():
+            whole = (batch, self.form.heads, room // tokens, *shape)
+            needed, limit = math.prod(whole) * dtype.itemsize, BLOCK_BYTES[live.arch]
+            if needed > limit:
+                raise CapacityError(
+                    f"KVCacheStore: {name} of a layer need {needed} bytes in one piece of memory, and {live.arch} "
+                    f"addresses {limit}. Use a smaller capacity, or several stores."
+                )
+            block = memory_of_host(needed, live) if self.on_host else Memory(needed, live)
+            made.append(block.array(whole, dtype))
+        return made
+
+    def hold(self, arrays: list[ArrayView]) -> None:
+        """Let these, which `like` made, be the memory."""
+        group, self.arrays = self.format.group, arrays
+        self.k_codes, self.k_numbers, self.v_codes, *rest = arrays
+        self.v_numbers = rest[0] if rest else None
+        self.batch, self.room = self.k_codes.shape[0], self.k_codes.shape[2] * group
+        turned = (self.batch * self.heads, self.width, group)
+        if self._turned is None or self._turned.shape != turned:
+            self._turned = new_array(turned, self.form.rows, self.runtime)  # keys of a group by channel
 
     @property
     def filled(self) -> list[tuple[ArrayView, int]]:
-        """`arrays`, and how many of the third axis are filled."""
-        filled = (self.tokens // self.format.group,) * 2 + (self.tokens,) * 2
-        return list(zip(self.arrays, filled, strict=True))
+        """`arrays`, and how many of the third axis were ever written."""
+        tokens = [tokens for _, _, tokens in self.form.arrays().values()]
+        return [(a, self.slots // n) for a, n in zip(self.arrays, tokens, strict=True)]
 
     def copy_to_host(self) -> list[np.ndarray[Any, Any]]:
         """The filled parts of `arrays` on the host."""
@@ -199,3 +248,10 @@ class ChannelCodes:
             host[:, :, : given.shape[2]] = given
             write_host(host, to)
         self.tokens = tokens
+
+
+def _of_slots(a: ArrayView) -> ArrayView:
+    """An array (batch, heads, slots, ...) as rows (batch, heads, slots, width), or (batch, heads, slots)."""
+    if a.ndim < 5:
+        return a
+    return a.restrided((*a.shape[:3], math.prod(a.shape[3:])), (*a.strides[:3], 1))

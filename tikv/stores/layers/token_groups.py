@@ -1,8 +1,10 @@
 """TokenGroupLayers: ``tikv.Quant(axis="tokens")``: older tokens as codes, the newest as the model gave them.
 
-The newest tokens of a layer lie in a ring of `residual` + `group` slots, which is a `ContiguousLayers`. When it is
-full, an append first lets its oldest group be quantised, see `channel_codes`: so a token's age decides, not the call
-that brought it. Attention reads both parts where they lie and merges them by their log-sum-exps.
+The newest tokens of a layer lie in a ring of `residual` + `group` slots behind its sinks, a `ContiguousLayers`. When
+it is full, an append first lets its oldest group be quantised, see `channel_codes`: so a token's age decides, not
+the call that brought it. Sinks stay as they came, and groups are counted from behind them. With a window a group leaves
+as a whole, when no query can see a token of it any more; until then attention leaves out those that left the window.
+Attention reads both parts where they lie and merges them by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -14,40 +16,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tikv import dtypes, runtime
+from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.plan import Results
+from tikv.ops.attention.plan import AttentionPlan, Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
-from tikv.ops.layouts import Placement
-from tikv.runtime.cache import BoundedCache
+from tikv.ops.layouts import LINEAR, Placement
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores import files
 from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
-from tikv.stores.layers.attend import layer_arrays, layer_plan, results_of
-from tikv.stores.layers.channel_codes import ChannelCodes
+from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, results_of
+from tikv.stores.layers.channel_codes import ChannelCodes, ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
-from tikv.stores.row_format import RowFormat, RowFormats
+from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
 
-OPERATION = "KVCacheStore"
 REFUSED = ("seq_lens", "alibi_slopes", "mass_queries", "out", "return_mass", "mask", "parents", "indices")
 
 
 class CapturedGroups(NamedTuple):
-    """What a store of groups along tokens held: its newest tokens, and of each layer the codes."""
+    """What a store of groups along tokens held: its newest tokens, and of each layer counts and codes."""
 
     newest: Captured
     config: tuple[Any, ...]
-    counts: list[int]
+    counts: list[tuple[int, int]]
     codes: list[tuple[int, list[np.ndarray[Any, Any]]]]
 
 
@@ -55,7 +55,7 @@ class TokenGroupLayers(LayerStorage):
     """Layers of codes and a ring of the newest tokens each, see the module.
 
     Attributes:
-        newest: the rings.
+        newest: the rings, and the sinks.
         codes: of each layer those of its older tokens.
     """
 
@@ -63,33 +63,22 @@ class TokenGroupLayers(LayerStorage):
     remedy = "Use axis='head_dim'."
     file_kind = token_group_files.KIND
 
-    def __init__(self, live: runtime.Runtime, config: StoreConfig) -> None:
-        quant: Quant = config.rows["dtype"]
-        asked = {"sinks": config.sinks or None, **{n: config.rows.get(n) for n in ("v_dtype", "k_scale", "v_scale")}}
-        asked["window"] = next((w for w in config.windows if w is not None), None)
-        for name, value in asked.items():
-            if value is not None:
-                raise OptionError(
-                    f"{OPERATION}: {name}={value!r} with groups along tokens is not offered. Leave it out, or use "
-                    f"axis='head_dim'."
-                )
-        slots = quant.residual + quant.group
-        row_dtype = dtypes.parse(config.rows.get("scale_dtype", "float16"), OPERATION)
-        ring = config._replace(
-            capacity=slots, windows=(slots,) * config.num_layers, rows={**config.rows, "dtype": row_dtype}
-        )
+    def __init__(self, live: runtime.Runtime, config: StoreConfig, row_dtype: Any = None) -> None:
+        form = self.form = TokenGroupForm.checked(live, config.num_kv_heads, dict(config.rows), row_dtype)
+        quant = form.quant
+        slots = config.sinks + quant.residual + quant.group
+        ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, rows=form.newest)
         self.newest = ContiguousLayers(live, ring)
-        (width, width_v), base = self.newest.rows.widths, quant.row
-        base.groups(width_v, "head_dim_v", OPERATION)
         self.runtime, self.lock, self.memory = live, self.newest.lock, self.newest.memory
-        self.quant, self.config = quant, config
-        self.rows = RowFormats(RowFormat(quant.by_tokens, width), RowFormat(quant.by_tokens, width_v), row_dtype)
+        self.quant, self.config, self.rows = quant, config, form.said
         self.counts = config.counts()
-        room = max(1, (config.capacity - quant.residual) // quant.group) * quant.group
-        sizes = config.batch_size, config.num_kv_heads, (width, width_v), room
-        scratch: BoundedCache[int, Any] = BoundedCache(4)  # of all layers
-        on_host = config.place == "host"
-        self.codes = [ChannelCodes(live, *sizes, base, row_dtype, scratch, on_host) for _ in self.counts]
+        self.scratch, on_host = ScoreMemory(live), config.place == "host"
+        self.codes = [
+            ChannelCodes(
+                live, form.codes, config.batch_size, room_of(layer, quant), layer.ring > 0, self.scratch, on_host
+            )
+            for layer in self.counts
+        ]
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
@@ -102,7 +91,8 @@ class TokenGroupLayers(LayerStorage):
         return self.memory.nbytes + sum(codes.nbytes for codes in self.codes)
 
     def described(self, config: StoreConfig) -> str:
-        return f"{self.rows.name}, {self.quant.residual} or more {self.rows.scale_dtype.name}"
+        found = f"{super().described(config)}, " if any(config.windows) else f"{self.rows.name}, "
+        return f"{found}{self.quant.residual} or more {self.form.codes.rows.name}"
 
     def quantised(self, operation: str, layer: int) -> int:
         return self.codes[layer].tokens
@@ -145,9 +135,10 @@ class TokenGroupLayers(LayerStorage):
         ring, codes = self.newest.counts[layer], self.codes[layer]
         tokens, first = rows[0].shape[token_axis], 0
         while first < tokens:
-            if ring.length - codes.tokens >= ring.slots:
+            if ring.length - ring.sinks - codes.tokens >= ring.ring:
                 codes.encode(operation, ring)
-            end = min(tokens, first + ring.slots - (ring.length - codes.tokens), first + MOST_QUERIES)
+            free = ring.ring + ring.sinks + codes.tokens - ring.length
+            end = min(tokens, first + free, first + MOST_QUERIES)
             yield _Part(first, end, Views([a.part(token_axis, first, end) for a in rows]))
             first = end
 
@@ -159,25 +150,37 @@ class TokenGroupLayers(LayerStorage):
     # --- reads
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
-        """As `LayerStorage.tokens`, float32."""
-        ring, codes, live = self.newest.counts[layer], self.codes[layer], self.runtime
-        shape = self.batch_size, self.config.num_kv_heads, ring.length
-        out = [new_array((*shape, width), dtypes.float32, live) for width in self.rows.widths]
-        codes.decode(operation, *out)
-        newest = ring.length - codes.tokens
-        if newest:
-            copy_rows(
-                live, operation, [rows_of(ring.k), rows_of(ring.v)], [rows_of(a, codes.tokens) for a in out],
-                self.rows.widths, (*shape[:2], newest), src_place=Placement("ring"),
-                src_position=ring.slot_of(codes.tokens), ring=ring.ring,
-            )  # fmt: skip
+        """As `LayerStorage.tokens`; keys are float32."""
+        return self.tokens_from(operation, layer, 0)
+
+    def tokens_from(self, operation: str, layer: int, first: int) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds from a position on, in temporal order, as a copy."""
+        counts, ring, codes, live = self.counts[layer], self.newest.counts[layer], self.codes[layer], self.runtime
+        fixed = max(0, min(counts.length, ring.sinks) - first)
+        start = max(counts.valid_from, ring.sinks, first)  # of what goes round
+        plain = max(start, ring.sinks + codes.tokens)
+        count = fixed + max(0, counts.length - start)
+        lead = self.batch_size, self.config.num_kv_heads
+        out = [new_array((*lead, count, row.width), row.read_dtype, live) for row in self.rows.both]
+        behind = [a.part(2, fixed, count) for a in out]
+        if plain > start:
+            codes.decode(operation, behind[0], behind[1], start - ring.sinks)
+        sources, place = [rows_of(ring.k), rows_of(ring.v)], {"sinks": ring.sinks, "ring": ring.ring}
+        for at, position, tokens in ((0, first, fixed), (fixed + plain - start, plain, counts.length - plain)):
+            if tokens > 0:
+                copy_rows(
+                    live, operation, sources, [rows_of(a, at) for a in out], self.rows.widths, (*lead, tokens),
+                    src_place=Placement("ring") if position >= ring.sinks else LINEAR,
+                    src_position=ring.slot_of(position), **place,
+                )  # fmt: skip
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`, both parts read in place.
 
         Raises:
-            PositionError: a query's own token is codes already: `extend` attends before.
+            PositionError: a query's own token is codes already: `extend` attends before. Or with a window one would see
+                a token that was overwritten.
             OptionError: slopes, mass, ``seq_lens`` or torch's attention.
         """
         ring, heads, live = self.newest.counts[layer], self.config.num_kv_heads, self.runtime
@@ -187,22 +190,33 @@ class TokenGroupLayers(LayerStorage):
         sizes = self.batch_size, heads, self.rows.k.width
         queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
         several = with_tokens(queries.heads_first, 4)
-        layer_plan(live, operation, layer_arrays(ring, several, terms), ring, scores)
-        newest = ring.length - self.codes[layer].tokens
+        self._ring_plan(operation, layer, several, scores, terms)
+        newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
         if ring.length and queries.tokens > newest:
             raise PositionError(
                 f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {ring.index} are not "
                 f"codes yet. Attend with at most so many, or use extend(), which attends as it appends."
                 f"{queries.remedy(newest, heads)}"
             )
+        if request.missing == "raise" and queries.tokens > 1:
+            refuse_missing(operation, self.counts[layer], queries.tokens, False)
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(operation, layer, several, scores, terms, to, to_lse)
+        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), self.counts[layer].valid_from)
         return results_of(result, lse if request.return_lse else None, None)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
         request.refuse(operation, REFUSED, f"{self.title} does not offer", "Leave it out, or use axis='head_dim'.")
+
+    def _ring_plan(
+        self, operation: str, layer: int, q: ArrayView, scores: AttentionScale, terms: dict[str, ArrayView]
+    ) -> tuple[AttentionPlan, dict[str, ArrayView]]:
+        """The plan of attention over the sinks and the newest tokens, and its arrays."""
+        ring, span = self.newest.counts[layer], self.counts[layer].ring or self.newest.counts[layer].ring
+        arrays = layer_arrays(ring, q, terms)
+        plan = cache_plan(self.runtime, operation, arrays, scores, span, ring.sinks, ring.ring, ring.formats)
+        return plan, arrays
 
     def _attend(
         self,
@@ -211,40 +225,45 @@ class TokenGroupLayers(LayerStorage):
         q: ArrayView,
         scores: AttentionScale,
         terms: dict[str, ArrayView],
-        out: ArrayView,
-        lse: ArrayView,
+        to: Results,
+        since: int,
     ) -> None:
-        """Attention of (batch, Hq, T, D) queries of the newest tokens, into `out` and `lse`."""
-        ring, codes = self.newest.counts[layer], self.codes[layer]
-        arrays = layer_arrays(ring, q, terms)
-        plan = layer_plan(self.runtime, operation, arrays, ring, scores)
-        if codes.tokens == 0:
-            plan.attend(None, arrays, AttendedTokens(ring.length, ring.valid_from), Results(out, True, lse))
+        """Attention of (batch, Hq, T, D) queries of the newest tokens; none sees one before position `since`."""
+        counts, ring, codes = self.counts[layer], self.newest.counts[layer], self.codes[layer]
+        plan, arrays = self._ring_plan(operation, layer, q, scores, terms)
+        oldest = max(codes.first, since - ring.sinks)
+        plain = ring.sinks + codes.tokens if codes.tokens else 0
+        tokens = AttendedTokens(ring.length, max(ring.valid_from, plain, since))
+        if codes.tokens <= oldest:
+            plan.attend(None, arrays, tokens, to)
             return
-        part = new_array(out.shape, dtypes.float32, self.runtime)
-        tokens = AttendedTokens(ring.length, max(ring.valid_from, codes.tokens))
-        of_ring = plan.attend(None, arrays, tokens, Results(part, True, is_partial=True))
-        merge_into(operation, (*of_ring, *codes.attend(operation, q, scores)), False, out, lse)
+        part = self.scratch.array("of the newest", to.out.shape)
+        sums = self.scratch.array("sums of the newest", to.out.shape[:-1])
+        of_ring = plan.attend(None, arrays, tokens, Results(part, True, sums, is_partial=True, is_new=True))
+        ahead = ring.length - ring.sinks - codes.tokens
+        of_codes = codes.attend(operation, q, scores, oldest, (counts.ring, ahead) if counts.ring else None)
+        merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`, as many tokens at a time as the ring of the newest has room for.
 
         Each query sees what it would see if the tokens came one at a time.
         """
-        ring, live, (q, k, v) = self.newest.counts[layer], self.runtime, arrays
+        live, (q, k, v) = self.runtime, arrays
         self._refuse_options(operation, request)
         scores, terms = request.scores(operation), request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
         queries = extend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
-        layer_plan(live, operation, layer_arrays(ring, queries.heads_first, terms), ring, scores)
+        self._ring_plan(operation, layer, queries.heads_first, scores, terms)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
         with self.attempted(operation, layer):
             for part in self._parts(operation, layer, rows, axes[0]):
+                since = self.counts[layer].valid_from
                 self._append(operation, layer, part, request.layout)
                 some = [a.part(2, part.first, part.end) for a in (queries.heads_first, to, to_lse)]
-                self._attend(operation, layer, some[0], scores, terms, *some[1:])
+                self._attend(operation, layer, some[0], scores, terms, Results(some[1], True, some[2]), since)
             return results_of(out, lse if request.return_lse else None, None)
 
     def attempted(self, operation: str, layer: int) -> AbstractContextManager[None]:
@@ -252,60 +271,96 @@ class TokenGroupLayers(LayerStorage):
         codes, coded = self.codes[layer], self.codes[layer].tokens
         return attempt(operation, [self.counts[layer], self.newest.counts[layer]], lambda: codes.tokens != coded)
 
-    # --- what lets go
+    # --- what lets go, and what moves
 
     def trim(self, operation: str, n: int) -> None:
-        """As `LayerStorage.trim`; tokens that are codes stay, or all go by `reset`.
+        """As `LayerStorage.trim`; of tokens that are codes whole groups go, or all tokens by `reset`.
 
         Raises:
-            PositionError: a token that is codes. Nothing is changed.
+            PositionError: a part of a group would stay, or with a window tokens that were overwritten. Nothing is
+                changed.
         """
         length = max(counts.length for counts in self.counts)
         if n == length:
             self.reset()
             return
-        coded = max(codes.tokens for codes in self.codes)
-        if n and length - n < coded:
-            raise PositionError(
-                f"{operation}: cannot drop {n} tokens of length={length}: the first {coded} are codes of whole groups, "
-                f"quantised once. Drop at most {length - coded}, or reset()."
-            )
-        self.newest.trim(operation, n)
-        for counts, ring in zip(self.counts, self.newest.counts, strict=True):
-            counts.length, counts.newest = ring.length, 0
+        for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
+            left, coded = min(counts.length, length - n), ring.sinks + codes.tokens if codes.tokens else 0
+            counts.refuse_trim(operation, n, length)
+            if left < coded and (left - ring.sinks) % self.quant.group and left > ring.sinks:
+                raise PositionError(
+                    f"{operation}: cannot drop {n} tokens of length={length}: the first {coded} are codes of whole "
+                    f"groups, quantised once. Drop at most {length - coded}, "
+                    f"{length - left + (left - ring.sinks) % self.quant.group} for whole groups, or reset()."
+                )
+        for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
+            left = min(counts.length, length - n)
+            if left == counts.length:
+                continue
+            codes.tokens = min(codes.tokens, max(0, left - ring.sinks))
+            for each in (counts, ring):
+                each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
 
     def reset(self) -> None:
         self.newest.reset()
         for counts, codes in zip(self.counts, self.codes, strict=True):
-            counts.length = counts.newest = codes.tokens = 0
+            counts.length = counts.newest = counts.valid_from = codes.tokens = 0
+
+    @uninterrupted
+    def reorder(self, operation: str, index: Any) -> None:
+        """As `LayerStorage.reorder`: groups are of tokens, so that sequences move whole; in new memory for codes."""
+        chosen = self.memory.sequences_of(operation, index)
+        if len(chosen) == self.batch_size and (chosen == np.arange(self.batch_size)).all():
+            return
+        taken = [codes.selected(chosen, self.memory) for codes in self.codes]
+        self.newest.reorder(operation, index)
+        for codes, arrays in zip(self.codes, taken, strict=True):
+            codes.hold(arrays)
+
+    @uninterrupted
+    def select(self, operation: str, index: Any) -> None:
+        """As `LayerStorage.select`: in new memory."""
+        chosen = self.memory.sequences_of(operation, index)
+        taken = [codes.selected(chosen, self.memory) for codes in self.codes]
+        self.newest.select(operation, index)
+        for codes, arrays in zip(self.codes, taken, strict=True):
+            codes.hold(arrays)
 
     # --- copies and files
 
     def _kind(self) -> tuple[Any, ...]:
         """What a store has to share with one whose contents it takes over."""
-        rows = self.rows.widths, self.quant, self.rows.scale_dtype
-        return len(self.counts), self.batch_size, self.config.num_kv_heads, *rows
+        windows = [(layer.window, layer.sinks) for layer in self.counts]
+        return len(self.counts), windows, self.config.num_kv_heads, self.quant, self.form.codes
 
     def capture(self) -> CapturedGroups:
         """As `LayerStorage.capture`; the codes by way of the host."""
         codes = [(codes.tokens, codes.copy_to_host()) for codes in self.codes]
-        return CapturedGroups(self.newest.capture(), self._kind(), [layer.length for layer in self.counts], codes)
+        counts = [(layer.length, layer.valid_from) for layer in self.counts]
+        return CapturedGroups(self.newest.capture(), self._kind(), counts, codes)
 
+    @uninterrupted
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
         snapshot, store = shown
         if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
             raise OptionError(f"{operation}: {snapshot:.200} is not of a store of this form ({store}).")
-        longest = max(captured.counts)
-        if longest > self.config.capacity or max(tokens for tokens, _ in captured.codes) > self.codes[0].room:
-            raise CapacityError(
-                f"{operation}: the snapshot has {longest} tokens, and there is room for {self.config.capacity}. "
-                f"Restore it into a store of that capacity or more."
-            )
-        self.newest.restore(operation, captured.newest, shown)
-        for counts, length, codes, (tokens, arrays) in zip(
-            self.counts, captured.counts, self.codes, captured.codes, strict=True
+        for layer, codes, (length, _), (coded, _) in zip(
+            self.counts, self.codes, captured.counts, captured.codes, strict=True
         ):
-            counts.length, counts.newest = length, 0
+            if not layer.ring and (length > layer.slots or coded > codes.room):
+                raise CapacityError(
+                    f"{operation}: the snapshot has {length} tokens, and there is room for {layer.slots}. Restore it "
+                    f"into a store of that capacity or more."
+                )
+        batch = captured.newest.batch_size
+        made = [None if batch == codes.batch else codes.like(batch) for codes in self.codes]
+        self.newest.restore(operation, captured.newest, shown)
+        for counts, codes, new, (length, oldest), (tokens, arrays) in zip(
+            self.counts, self.codes, made, captured.counts, captured.codes, strict=True
+        ):
+            counts.length, counts.valid_from, counts.newest = length, oldest, 0
+            if new is not None:
+                codes.hold(new)
             codes.take_over(tokens, arrays)
 
     def filled(self, layer: int) -> list[tuple[ArrayView, int]]:
@@ -314,29 +369,30 @@ class TokenGroupLayers(LayerStorage):
     def count_as(self, layer: int, other: TokenGroupLayers, index: int) -> None:
         self.newest.count_as(layer, other.newest, index)
         own, found = self.counts[layer], other.counts[index]
-        own.index, own.length, own.newest = found.index, found.length, found.newest
+        own.index, own.length, own.valid_from, own.newest = found.index, found.length, found.valid_from, found.newest
         self.codes[layer].tokens = other.codes[index].tokens
 
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         layers = [
-            ((ring.length, ring.valid_from, codes.tokens), [*arrays, *codes.copy_to_host()])
-            for (ring, arrays), codes in zip(self.newest.to_host(operation), self.codes, strict=True)
+            token_group_files.SavedLayer(counts, ring.valid_from, codes.tokens, [*arrays, *codes.copy_to_host()])
+            for counts, (ring, arrays), codes in zip(
+                self.counts, self.newest.to_host(operation), self.codes, strict=True
+            )
         ]
-        token_group_files.write(path, config, self.rows, layers, operation)
+        token_group_files.write(path, config._replace(batch_size=self.batch_size), self.form, layers, operation)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], live: runtime.Runtime, operation: str, **placed: Any
     ) -> tuple[StoreConfig, Any]:
-        arguments, quant, layers = token_group_files.read(path, operation)
+        config, layers = token_group_files.read(path, live, operation, placed)
         with files.understanding(path, operation):
-            config = StoreConfig.checked(OPERATION, **arguments, **placed, dtype=quant)
             found = cls(live, config)
-            rows = [arrays[:2] for _, arrays in layers]
-            found.newest.take_over(operation, [counts[:2] for counts, _ in layers], rows)
-            for own, codes, (counts, arrays) in zip(found.counts, found.codes, layers, strict=True):
-                own.length = counts[0]
-                codes.take_over(counts[2], arrays[2:])
+            counts = [(layer.counts.length, layer.oldest) for layer in layers]
+            found.newest.take_over(operation, counts, [layer.arrays[:2] for layer in layers])
+            for own, codes, layer in zip(found.counts, found.codes, layers, strict=True):
+                own.length, own.valid_from = layer.counts.length, layer.counts.valid_from
+                codes.take_over(layer.coded, layer.arrays[2:])
         return config, found
 
 

@@ -1,0 +1,126 @@
+"""How a store of groups along tokens keeps rows: the newest as they came, the older ones as codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tikv import dtypes, runtime
+from tikv.dtypes import DType
+from tikv.errors import OptionError
+from tikv.formats import GroupFormat, Quant, parse_format
+from tikv.stores.layers.counts import Layer
+from tikv.stores.row_format import RowFormat, RowFormats
+
+OPERATION = "KVCacheStore"
+
+
+class CodeForm(NamedTuple):
+    """How the older tokens of a layer are kept.
+
+    Attributes:
+        heads: KV heads.
+        width: channels of a key.
+        keys: the format of a channel's codes.
+        key_scales: dtype of their scales and biases.
+        values: how rows of V are stored, beside one another: a dtype or groups of codes.
+        value_scales: dtype of the scales of those rows, if they have any.
+        rows: dtype of the rows that are quantised.
+    """
+
+    heads: int
+    width: int
+    keys: GroupFormat
+    key_scales: DType
+    values: RowFormat
+    value_scales: DType
+    rows: DType
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], DType, int]]:
+        """By the names that files have: what lies there for a group or a token, its dtype, and for how many tokens."""
+        keys, values, group = self.keys, self.values, self.keys.group
+        found: dict[str, tuple[tuple[int, ...], DType, int]] = {
+            "k_codes": ((self.width, keys.words(group)), dtypes.uint32, group),
+            "k_numbers": ((self.width, keys.numbers), self.key_scales, group),
+            "v_codes": ((values.stored_width,), values.stored, 1),
+        }
+        if values.numbers:
+            axis = (values.numbers,) if values.format else ()
+            found["v_numbers"] = (axis, self.value_scales, 1)
+        return found
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token of a head."""
+        return sum(math.prod(shape) * dtype.itemsize / tokens for shape, dtype, tokens in self.arrays().values())
+
+
+class TokenGroupForm(NamedTuple):
+    """How rows are stored: what of them a store says, the newest, and the older ones.
+
+    Attributes:
+        quant: of the keys.
+        said: what the store says of its rows.
+        newest: arguments of the rows of the newest tokens.
+        codes: of the older ones.
+    """
+
+    quant: Quant
+    said: RowFormats
+    newest: dict[str, Any]
+    codes: CodeForm
+
+    @classmethod
+    def checked(
+        cls, live: runtime.Runtime, heads: int, rows: Mapping[str, Any], row_dtype: Any = None
+    ) -> TokenGroupForm:
+        """What the arguments of a store mean; `row_dtype` is of the newest keys, None for that of scales.
+
+        Raises:
+            OptionError: K has a scale of the caller's, or V is grouped along tokens.
+            DTypeError, ShapeError: as `RowFormats.checked`.
+        """
+        quant, v_dtype = rows["dtype"], rows.get("v_dtype")
+        for name, value in (("k_scale", rows.get("k_scale")), ("v_scale", rows.get("v_scale"))):
+            if value is not None:
+                raise OptionError(
+                    f"{OPERATION}: {name} with groups along tokens is not offered: codes have scales of their own, and "
+                    f"values of 8-bit floats are divided by 1. Leave it out."
+                )
+        if isinstance(v_dtype, Quant) and v_dtype.axis == "tokens":
+            raise OptionError(
+                f"{OPERATION}: v_dtype {v_dtype!r} is not offered: only keys have scales by channel, over a group "
+                f"of tokens. Use groups along 'head_dim' or a dtype for V, or leave v_dtype out."
+            )
+        scales = rows.get("scale_dtype", "float16")
+        values = quant.row if v_dtype is None else v_dtype
+        widths = {name: rows.get(name) for name in ("head_dim", "head_dim_v")}
+        key_scales = quant.row.check_scale_dtype(dtypes.parse(scales, OPERATION), OPERATION)
+        own = parse_format(values)
+        given = {"v_dtype": values, "scale_dtype": scales if own is None or own.own_scale_dtype is None else "float16"}
+        found = RowFormats.checked(OPERATION, live, heads, dtype=key_scales, **widths, **given)
+        width, v = found.k.width, found.v
+        newest = key_scales if row_dtype is None else dtypes.parse(row_dtype, OPERATION)
+        newest_v = v.dtype if isinstance(v.dtype, DType) and v.dtype in dtypes.FLOATS else newest
+        said = RowFormats(
+            RowFormat(quant.by_tokens, width),
+            RowFormat(quant.by_tokens, v.width) if v_dtype is None else v,
+            key_scales,
+        )
+        arguments = {
+            "head_dim": width, "head_dim_v": v.width, "dtype": newest, "v_dtype": newest_v, "scale_dtype": scales
+        }  # fmt: skip
+        codes = CodeForm(heads, width, quant.row, key_scales, v, found.scale_dtype, newest)
+        return cls(quant, said, arguments, codes)
+
+
+def room_of(layer: Layer, quant: Quant) -> int:
+    """Tokens of a layer that may be codes at a time, in whole groups.
+
+    Of a window those that are still seen when a group has just become codes: `residual` are newer.
+    """
+    residual, group = quant.residual, quant.group
+    if layer.ring:
+        return max(1, -(-(layer.ring - residual) // group)) * group
+    return max(1, (layer.slots - residual) // group) * group
