@@ -163,6 +163,9 @@ def send_and_receive(rank, world, group, changes):
         for layer in range(pool.num_layers):
             for a, b in zip(pool.tokens(layer, mine), model.tokens(layer, sent), strict=True):
                 oracle.assert_same_bits(a.numpy(), b.numpy())
+            if "page_summaries" in changes:
+                for a, b in zip(pool.page_summaries(layer, [mine]), model.page_summaries(layer, [sent]), strict=True):
+                    oracle.assert_same_bits(a.numpy(), b.numpy())
     # Two blocks of the second and three of the fork came with the first; the fork copied its fourth.
     assert free - pool.num_free_blocks == 1 + 1 + 3, (free, pool.num_free_blocks)
     assert pool.length(pool.add(ids, "tenant")) == 12

@@ -7,7 +7,7 @@ pytest.importorskip("torch.distributed")
 import on_ranks
 
 CASES = [
-    pytest.param({}, id="NHD"),
+    pytest.param({"page_summaries": 2}, id="NHD"),
     pytest.param({"layout": "HND", "dtype": "int8", "scale_dtype": "float32"}, id="int8"),
     pytest.param({"layout": "VLLM", "dtype": "bfloat16"}, id="VLLM", marks=pytest.mark.full),
 ]

@@ -1,5 +1,7 @@
 """The summaries that a store keeps have the bits of `reference.summarize_pages` of what it holds; the rest stays."""
 
+import copy
+
 import numpy as np
 import oracle
 import pytest
@@ -7,6 +9,7 @@ from launch_counter import count_launches
 
 import tikv
 from tikv import reference
+from tikv.arrays import read_host
 
 HEADS, WIDTH, PAGE, CAPACITY = 2, 8, 4, 23
 NUMBERS = ("float32", "float16", "bfloat16", "float8_e4m3fn")  # of which the append's launch keeps summaries
@@ -21,9 +24,8 @@ def store_of(dtype="float32", batch=1, layers=2, width=WIDTH, **form):
 def rows(rng, arch, *lead, width=WIDTH):
     """K and V, of which zeros have either sign and some become zeros when they are rounded."""
     found = rng.standard_normal((2, *lead, HEADS, width)).astype(np.float32)
-    found[0] = np.where(
-        rng.random(found[0].shape) < 0.3, rng.choice([0.0, -0.0, 1e-30, -1e-30], found[0].shape), found[0]
-    )
+    small = rng.choice([0.0, -0.0, 1e-30, -1e-30], found[0].shape)
+    found[0] = np.where(rng.random(found[0].shape) < 0.3, small, found[0])
     return [oracle.place(a, arch) for a in found]
 
 
@@ -279,3 +281,197 @@ def test_refused_calls_change_nothing(arch, rng):
         for each, was in zip((store, scaled), before, strict=True):
             for a, b in zip(each.page_summaries(0), was, strict=True):
                 oracle.assert_same_bits(a, b)
+
+
+# --- pools
+
+
+def pool_of(dtype="float32", layout="NHD", per_head=False, page=PAGE, width=WIDTH, **form):
+    form |= {"dtype": dtype, "layout": layout, "per_head": per_head, "page_summaries": page}
+    return tikv.PagedKVCacheStore(num_layers=2, num_kv_heads=HEADS, head_dim=width, num_blocks=40, block_size=4, **form)
+
+
+def check_pool(pool, page=PAGE):
+    """Of all sequences, also behind their last page."""
+    seqs = [seq for seq in pool.sequences if pool._pages.sequences.states[seq].swapped is None]
+    for layer in range(2):
+        found = [oracle.to_numpy(a) for a in pool.page_summaries(layer, seqs)]
+        for b, seq in enumerate(seqs):
+            keys = oracle.to_numpy(pool.tokens(layer, seq)[0]).swapaxes(0, 1)[None]
+            lens = np.broadcast_to(pool.held(layer, seq), (1, HEADS))
+            for (_, h), wanted in of_contents(keys, lens, page):
+                for got, want, name in zip(found, wanted, ("least", "greatest"), strict=True):
+                    padded = np.zeros_like(got[b, h])
+                    padded[: len(want)] = want
+                    what = f"{name} of layer {layer}, sequence {seq}, head {h}"
+                    oracle.assert_same_bits(got[b, h], padded, what=what)
+
+
+POOLS = [
+    ("float32", "NHD", False, 4),
+    ("float32", "HND", False, 2),
+    ("float16", "NHD", True, 4),
+    ("int8", "NHD", False, 2),
+    ("int8", "HND", True, 4),
+    ("bfloat16", "HND", True, 1),
+    ("float8_e5m2", "NHD", False, 4),
+    ("q8_0", "HND", False, 4),
+    ("nvfp4_hadamard", "NHD", True, 2),
+]
+
+
+@pytest.mark.full(unless=lambda case: case["dtype"] in ("float32", "int8"))
+@pytest.mark.parametrize(("dtype", "layout", "per_head", "page"), POOLS)
+def test_pools(arch, rng, tmp_path, dtype, layout, per_head, page):
+    """Appends, forks, cut and compacted sequences, paths, blocks on the host and in files, and copies."""
+    width = WIDTH if dtype in (*NUMBERS, "int8", "float8_e5m2") else 32
+    pool = pool_of(dtype, layout, per_head, page, width)
+    a, b = pool.add(), pool.add()
+
+    def append(seqs, *counts):
+        bounds = np.cumsum([0, *counts])
+        for layer in range(2):
+            k, v = rows(rng, "cpu", int(bounds[-1]), width=width)
+            if layer:  # not one row behind the other
+                k, v = (np.concatenate([x, x])[::2] for x in (k, v))
+            pool.append(layer, oracle.place(k, arch), oracle.place(v, arch), seqs, bounds)
+        check_pool(pool, page)
+
+    for counts in ((1, 1), (2, 5), (1, 0), (7, 1)):
+        append([a, b], *counts)
+    if not per_head:
+        c = pool.fork(a)
+        append([c, a], 1, 1)
+        pool.truncate(c, pool.length(c) - 3)
+        check_pool(pool, page)
+        append([c, b], 5, 1)
+        pool.swap_out(c)
+        append([a], 2)
+        pool.swap_in(c)
+        check_pool(pool, page)
+    append([b], 5)
+    pool.commit([b], [0, 2, 3])
+    check_pool(pool, page)
+    held = int(np.max(pool.held(0, a)))
+    mask = rng.random((HEADS, held)) < 0.6
+    pool.compact(0, a, mask if per_head else mask[0])
+    check_pool(pool, page)
+    append([a, b], 1, 3)
+    pool.truncate(b, pool.length(b) - 2)
+    check_pool(pool, page)
+    if not per_head:
+        pool.save(tmp_path / "pool.safetensors")
+        pool = tikv.PagedKVCacheStore.load(tmp_path / "pool.safetensors")
+        check_pool(pool, page)
+        pool.load_sequences(tmp_path / "pool.safetensors")
+        check_pool(pool, page)
+        plain = tikv.PagedKVCacheStore(num_layers=2, num_kv_heads=HEADS, head_dim=width, num_blocks=40, block_size=4,
+                                       dtype=dtype, layout=layout)  # fmt: skip
+        plain.load_sequences(tmp_path / "pool.safetensors")
+        plain.save(tmp_path / "plain.safetensors")
+        pool = pool_of(dtype, layout, per_head, page, width)
+        pool.load_sequences(tmp_path / "plain.safetensors")
+        check_pool(pool, page)
+    pool = copy.deepcopy(pool)
+    append([pool.sequences[0]], 3)
+
+
+def test_a_pool_with_prefixes_and_fused_rows(arch, rng):
+    pool = pool_of("float16")
+    prompt = list(range(9))
+    a = pool.add(prompt)
+    for layer in range(2):
+        pool.append(layer, *rows(rng, arch, 9), [a], [0, 9])
+    b = pool.add(prompt)
+    assert pool.length(b) == 8
+    check_pool(pool)
+    qkv = oracle.place(rng.standard_normal((5, 4 * HEADS * WIDTH)).astype(np.float16), arch)
+    for layer in range(2):
+        pool.write_qkv(layer, qkv, [a, b], [0, 4, 5], num_q_heads=2 * HEADS)
+    check_pool(pool)
+    pool.compact(0, a, [1, 2, 5, 8, 9, 12], rope=tikv.Rope(np.linspace(0.1, 1, WIDTH // 2)))
+    check_pool(pool)
+
+
+@pytest.mark.archs("cpu", "vulkan")
+def test_an_append_to_a_pool_takes_one_launch(arch, rng, monkeypatch):
+    """Two more where keys have scales and a page is full."""
+    pools = pool_of("float16"), pool_of("int8")
+    seqs = [pool.add() for pool in pools]
+    launches = count_launches(monkeypatch)
+    for tokens, scaled in ((1, 1), (6, 3), (1, 3), (1, 1)):
+        for pool, seq, wanted in zip(pools, seqs, (1, scaled), strict=True):
+            launches.clear()
+            pool.append(0, *rows(rng, arch, tokens), [seq], [0, tokens])
+            assert len(launches) == wanted, launches
+
+
+def test_a_sequence_of_a_pool_chooses_by_what_is_kept(arch, rng):
+    pool = pool_of()
+    seqs = [pool.add(), pool.add()]
+    pool.append(0, *rows(rng, arch, 30), seqs, [0, 19, 30])
+    lens = np.array([19, 11])
+    q = oracle.place(rng.standard_normal((2, 4, WIDTH)).astype(np.float32), arch)
+    least, greatest = pool.page_summaries(0, seqs)
+    scores = tikv.page_scores(q, least, greatest, lens, page=PAGE)
+    chosen = tikv.select(scores, 2, page=PAGE, valid=lens)
+    out = oracle.to_numpy(pool.attend(0, q, seqs, indices=chosen))
+    for b, h in np.ndindex(2, 4):
+        k, v = (oracle.to_numpy(a)[:, h // 2] for a in pool.tokens(0, seqs[b]))
+        of_pages = reference.summarize_pages(np.ascontiguousarray(k), int(lens[b]), PAGE)
+        some = oracle.to_numpy(q)[b, h // 2 * 2 : h // 2 * 2 + 2]
+        best = np.argsort(-reference.page_scores(some, *of_pages), kind="stable")[:2]
+        at = [n for n in range(lens[b]) if n // PAGE in best]
+        want, _ = reference.attention(oracle.to_numpy(q)[b, h], k[at], v[at], scale=WIDTH**-0.5)
+        np.testing.assert_allclose(out[b, h], want, rtol=0, atol=2e-5)
+
+
+def test_no_sequences(arch):
+    pool = pool_of()
+    assert [a.shape for a in pool.page_summaries(0, [])] == [(0, HEADS, 0, WIDTH)] * 2
+    assert [a.shape for a in pool.page_summaries(0, [pool.add()])] == [(1, HEADS, 0, WIDTH)] * 2
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("form", "error", "match"),
+    [
+        ({"page_summaries": 0}, tikv.PositionError, "page_summaries"),
+        ({"page_summaries": 3}, tikv.OptionError, "does not divide block_size=4"),
+        ({"page_summaries": 8}, tikv.OptionError, "may not lie in two blocks"),
+        ({"page_summaries": 4, "layout": "VLLM"}, tikv.OptionError, "VLLM cuts rows"),
+        ({"page_summaries": 4, "dtype": "float64"}, tikv.DTypeError, "float64, which page_scores does not take"),
+    ],
+)
+def test_refused_pools(arch, form, error, match):
+    with pytest.raises(error, match=match):
+        tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=4, block_size=4, **form)
+
+
+@pytest.mark.archs("cpu")
+def test_refused_calls_of_a_pool_change_nothing(arch, rng):
+    pool = pool_of()
+    seq, other = pool.add(), pool.add()
+    k, v = rows(rng, arch, 4 * 45)
+    pool.append(0, k[:13], v[:13], [seq], [0, 13])
+    pool.append(1, k[:13], v[:13], [seq], [0, 13])
+
+    def summaries():
+        return [read_host(a, pool.runtime) for group in pool._pages.pools.groups for a in group.summaries]
+
+    before = summaries()
+    for call, error, match in (
+        (lambda: pool.page_summaries(0, [5]), tikv.PositionError, "never added"),
+        (lambda: pool.page_summaries(2, [seq]), tikv.PositionError, "layer"),
+        (lambda: pool_of(page=None).page_summaries(0, []), tikv.OptionError, "Make it with page_summaries=16"),
+        (lambda: pool.append(0, k, v, [other], [0, len(k)]), tikv.CapacityError, "free"),
+        (lambda: pool.append(0, k[:3], v[:2], [seq], [0, 3]), tikv.ShapeError, "v"),
+        (lambda: pool.compact(0, seq, [3, 2]), tikv.PositionError, "2 behind 3"),
+        (lambda: pool.commit([seq], [0, 14]), tikv.PositionError, "14"),
+        (lambda: pool.truncate(seq, 14), tikv.PositionError, "14"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+        after = summaries()
+        for a, b in zip(after, before, strict=True):
+            oracle.assert_same_bits(a, b)

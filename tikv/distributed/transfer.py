@@ -172,8 +172,9 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
-    """What two pools have in common that exchange blocks."""
-    return {name: value for name, value in in_full(pool._pages.pools.arguments()).items() if name != "num_blocks"}
+    """What two pools have in common that exchange blocks; each keeps summaries of pages or not."""
+    form = in_full(pool._pages.pools.arguments())
+    return {name: value for name, value in form.items() if name not in ("num_blocks", "page_summaries")}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:
@@ -302,11 +303,13 @@ class _Exchange:
         if self.direct and _side_by_side(chosen):
             self.peer.exchange(dist.irecv, self._in_place(chosen))
             self._settle()
+            self.pools.summarize_blocks(chosen)
         elif self.direct:
             apart = self._apart(n)
             self.peer.exchange(dist.irecv, self._by_layer(apart))
             _held = self._move(chosen, apart, out_of_pool=False)
             self._settle()
+            self.pools.summarize_blocks(chosen)
         else:
             host = [
                 [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]

@@ -20,6 +20,7 @@ from tikv.ops.layouts import (
     PoolShape,
     Rows,
     Scale,
+    WrittenPages,
     pool_axes,
     pool_rows,
     pool_scale,
@@ -146,14 +147,15 @@ def check_write_slots(
     layout: str,
     formats: Formats | None = None,
     scale_names: Sequence[str] = ("k_scale", "v_scale"),
+    pages: WrittenPages | None = None,
 ) -> WriteSlotsPlan:
     """Check everything but the slots, which may change from call to call.
 
-    `formats` are as in `check_pool_write`, `scale_names` what the arrays behind the slots are.
+    `formats` are as in `check_pool_write`, `scale_names` what the arrays behind the slots are, `pages` as in `Rows`.
     """
     names = (*_SLOT_NAMES[:5], *scale_names)[: len(arrays)]
     given = dict(zip(names, arrays, strict=True))
-    write = check_pool_write(live, operation, names, arrays, layout, formats)
+    write = check_pool_write(live, operation, names, arrays, layout, formats)._replace(pages=pages)
     k, shape, index = given["k"], write.shapes[0], given["slot_mapping"]
     for name, of, format in zip("kv", write.shapes, write.formats, strict=True):
         _check_stored(operation, given, name, of, format)
@@ -240,6 +242,7 @@ class PoolWrite(NamedTuple):
     heads: int
     shapes: tuple[PoolShape, PoolShape]
     formats: Formats = (None, None)  # of pools of groups of codes
+    pages: WrittenPages | None = None  # of K, which the launch summarises
 
     @property
     def streams(self) -> list[int]:
@@ -279,7 +282,7 @@ class PoolWrite(NamedTuple):
                 src=[Rows(rows[i], token=rows[i].strides[0], head=rows[i].strides[1]) for i in streams],
                 dst=[
                     pool_rows(pools[i], POOL_LAYOUTS[self.layout][i], self.formats[i])._replace(
-                        scale=_scale_of(scales[i])
+                        scale=_scale_of(scales[i]), pages=None if i else self.pages
                     )
                     for i in streams
                 ],

@@ -61,6 +61,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             sequence has a block table of its own, so `compact` can drop different tokens of each. Each layer has
             ``num_blocks`` blocks. Such a store shares no blocks, neither by prefix nor by `fork`, cannot swap or save,
             and has no `write_qkv`.
+        page_summaries: keep the least and the greatest key of each page of so many tokens, for `page_summaries`: a
+            number that divides ``block_size``; None to keep none. Not with float64 or layout VLLM.
 
     Attributes:
         num_layers (int): layers of the model.
@@ -109,6 +111,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         v_dtype: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        page_summaries: int | None = None,
     ) -> None:
         operation = "PagedKVCacheStore"
         self.runtime = runtime_of()
@@ -116,7 +119,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         config = self.config = PoolConfig.checked(
             operation, self.runtime, num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads,
             head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, scale_dtype=scale_dtype, layout=layout,
-            per_head=per_head, v_dtype=v_dtype, k_scale=k_scale, v_scale=v_scale,
+            per_head=per_head, v_dtype=v_dtype, k_scale=k_scale, v_scale=v_scale, page_summaries=page_summaries,
         )  # fmt: skip
         self.num_kv_heads, self.num_blocks, self.block_size = config.num_kv_heads, config.num_blocks, config.block_size
         self.layout, (self.head_dim, self.head_dim_v) = config.layout, config.rows.widths
@@ -133,7 +136,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales of all layers, filled or not."""
+        """Bytes of keys, values, scales and summaries of pages of all layers, filled or not."""
         return self._pages.pools.nbytes
 
     @property
@@ -234,6 +237,45 @@ class PagedKVCacheStore(runtime.DeepCopied):
             )
         found = {name: CacheArray(a, self.runtime) for name, a in arrays.items()}
         return found.get("k_scale"), found.get("v_scale")
+
+    @locked
+    def page_summaries(self, layer: int, seqs: Sequence[int]) -> tuple[CacheArray, CacheArray]:
+        """The least and the greatest key of each page of sequences, as `tikv.summarize_pages` gives them of `tokens`.
+
+        For `tikv.page_scores` and `tikv.select`, with the store's ``page_summaries`` as ``page``. Token ``n`` of those
+        that a sequence holds is in page ``n // page``. Every call that changes the store keeps them right. Summaries of
+        full pages lie beside their blocks; a last page that is not full is summarised here.
+
+        Args:
+            layer: its index.
+            seqs: the B sequences.
+
+        Returns:
+            (least, greatest), each (B, num_kv_heads, P, head_dim), new arrays, with P the pages of the longest; of the
+            keys' dtype, or float32 for formats with scales. 0 in both of a page without tokens.
+
+        Raises:
+            OptionError: the store keeps none.
+            PositionError: a sequence does not exist, or is swapped out.
+
+        Cost: one launch that copies, and one that reads at most a page of each sequence, or two with scales.
+
+        Examples:
+            >>> import numpy as np, tikv
+            >>> form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_blocks": 4, "block_size": 2}
+            >>> pool = tikv.PagedKVCacheStore(**form, dtype="float32", page_summaries=2)
+            >>> seq = pool.add()
+            >>> k = np.array([3, 1, 2, 5, 4], np.float32).reshape(5, 1, 1)
+            >>> pool.append(0, k, k, [seq], cu_seqlens=[0, 5])
+            >>> [a.numpy().ravel().tolist() for a in pool.page_summaries(0, [seq])]
+            [[1.0, 2.0, 4.0], [3.0, 5.0, 4.0]]
+        """
+        operation = "PagedKVCacheStore.page_summaries"
+        layer, ids = self._layer(layer, operation), self._pages.ids(seqs, operation)
+        states, pages = [self._state(seq, operation) for seq in ids], self._pages.pools.pages[layer]
+        if pages is None:
+            raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
+        return pages.read(operation, *self._pages.sequences.block_tables(layer, states))
 
     def _layer(self, index: int, operation: str) -> int:
         runtime.require_alive(self.runtime, operation)

@@ -16,6 +16,7 @@ from tikv.formats import OR_FORMATS, GroupFormat, format_of, parse_format
 from tikv.ops import checks
 from tikv.ops.fixed_scales import fixed_numbers
 from tikv.ops.layouts import Formats
+from tikv.ops.page_summaries import SUMMARIZED
 
 Stored: TypeAlias = DType | GroupFormat
 Divisor: TypeAlias = tuple[float, ...] | None  # the caller's scale of 8-bit floats: one number, or one for each head
@@ -61,6 +62,11 @@ class RowFormat(NamedTuple):
         """Scales of a row, those of groups with their biases; 0 for none."""
         row = format_of(self.dtype)
         return 0 if row is None else row.numbers_of(self.width)
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether a row is numbers without scales, so that what is stored is what is read."""
+        return self.format is None and self.read_dtype is self.stored
 
     @property
     def read_dtype(self) -> DType:
@@ -182,6 +188,15 @@ class RowFormats(NamedTuple):
             if row.divisor is not None or whole != 1.0:
                 found[name] = [whole] if row.divisor is None else [*row.divisor]
         return found
+
+
+def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None:
+    """Raise DTypeError where summaries of pages are asked for of keys that `page_scores` does not take."""
+    if page is not None and rows.k.read_dtype not in SUMMARIZED:
+        raise DTypeError(
+            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores does not take. "
+            f"Use another dtype, or leave page_summaries out."
+        )
 
 
 def plain_format(

@@ -23,7 +23,7 @@ from tikv.runtime.interrupts import Held, uninterrupted
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import check_heads
-from tikv.stores.layers.summaries import in_launch, summarize, written_pages
+from tikv.stores.layers.summaries import summarize, written_pages
 
 ROWS = ("k", "v")
 NAMES = (*ROWS, "positions")
@@ -56,7 +56,7 @@ class AppendPlan(Plan):
         self.batch, self.heads = memory.batch_size, memory.num_kv_heads
         self.rows = memory.rows
         self.lock = memory.lock
-        self.page = memory.page if in_launch(memory.rows) else None  # of which the launch keeps summaries
+        self.page = memory.page if memory.rows.k.is_numbers else None  # of which the launch keeps summaries
         self.layers = layers
         self.absolute = absolute
         self.counted = positions is None
@@ -299,7 +299,6 @@ class Appends:
         self.memory = memory
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
         self._fitting: BoundedCache[Any, bool] = BoundedCache()  # what new rows look like that fit
-        self.summarized_later = memory.page is not None and not in_launch(memory.rows)
 
     def append_first(
         self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
@@ -342,12 +341,6 @@ class Appends:
 
     def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         """Append views of new K and V to one layer."""
-        if self.summarized_later:
-            self._append_and_summarize(operation, [layer], rows, layout)
-        else:
-            self._append(operation, layer, rows, layout)
-
-    def _append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
         key = (operation, layer.index, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None:
@@ -357,24 +350,6 @@ class Appends:
 
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """Append views of new K and V, stacked, to all layers."""
-        if self.summarized_later:
-            self._append_and_summarize(operation, None, rows, layout)
-        else:
-            self._append_all(operation, rows, layout)
-
-    @uninterrupted
-    def _append_and_summarize(self, operation: str, layers: list[Layer] | None, rows: Views, layout: str) -> None:
-        """Append to a layer, or to all, whose keys have scales, and summarise the pages that were written."""
-        every = self.memory.layers if layers is None else layers
-        before = [int(layer.lengths.min()) for layer in every]
-        if layers is None:
-            self._append_all(operation, rows, layout)
-        else:
-            self._append(operation, layers[0], rows, layout)
-        for layer, first in zip(every, before, strict=True):
-            summarize(operation, self.memory, [layer], first)
-
-    def _append_all(self, operation: str, rows: Views, layout: str) -> None:
         key = (operation, rows.key, layout)
         plan = self.plans.get(key)
         if plan is None or not plan.in_step():
@@ -385,12 +360,6 @@ class Appends:
 
     def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
         """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
-        if self.summarized_later:
-            raise OptionError(
-                f"{operation}: positions are given, and the store keeps summaries of pages, which for keys kept as "
-                f"{self.memory.rows.k.dtype} need launches that the host counts. Append without positions, or make "
-                f"the store without page_summaries."
-            )
         key = ("at", layers[0].index, stacked, given.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
         if plan is None:
@@ -494,3 +463,36 @@ class Appends:
         if a.ndim == at + 3:
             a = a.restrided((*a.shape[:at], 1, *a.shape[at:]), (*a.strides[:at], 0, *a.strides[at:]))
         return a if stacked else a.batch_of_one()
+
+
+class SummarizedAppends(Appends):
+    """Appends to layers that keep summaries of pages of keys with scales: these are found behind the write."""
+
+    @uninterrupted
+    def append(self, operation: str, layer: Layer, rows: Views, layout: str) -> None:
+        """As `Appends.append`, and summaries of the pages that were written."""
+        first = int(layer.lengths.min())
+        super().append(operation, layer, rows, layout)
+        summarize(operation, self.memory, [layer], first)
+
+    @uninterrupted
+    def append_all(self, operation: str, rows: Views, layout: str) -> None:
+        """As `Appends.append_all`, and summaries of the pages that were written."""
+        before = [int(layer.lengths.min()) for layer in self.memory.layers]
+        super().append_all(operation, rows, layout)
+        for layer, first in zip(self.memory.layers, before, strict=True):
+            summarize(operation, self.memory, [layer], first)
+
+    def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+        """Refused: the host does not know which pages are written."""
+        raise OptionError(
+            f"{operation}: positions are given, and the store keeps summaries of pages, which for keys kept as "
+            f"{self.memory.rows.k.dtype} need launches that the host counts. Append without positions, or make the "
+            f"store without page_summaries."
+        )
+
+
+def appends_to(memory: LayerMemory) -> Appends:
+    """The appends to the layers of a memory."""
+    later = memory.page is not None and not memory.rows.k.is_numbers
+    return SummarizedAppends(memory) if later else Appends(memory)

@@ -27,7 +27,7 @@ from tikv.stores import files
 from tikv.stores.files import contiguous as contiguous_files
 from tikv.stores.history import History
 from tikv.stores.layers import drafts
-from tikv.stores.layers.append import Appends
+from tikv.stores.layers.append import appends_to
 from tikv.stores.layers.attend import (
     attend_in_order,
     last_queries,
@@ -43,8 +43,8 @@ from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.layers.queries import attend_queries
 from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
-from tikv.stores.layers.summaries import check_summarized, summarize, summarize_last
-from tikv.stores.row_format import RowFormats
+from tikv.stores.layers.summaries import summarize, summarize_last
+from tikv.stores.row_format import RowFormats, check_summarized
 
 
 class Captured(NamedTuple):
@@ -74,7 +74,7 @@ class ContiguousLayers(LayerStorage):
             live, self.counts, self.rows, config.num_kv_heads, config.batch_size, config.page_summaries,
             config.place == "host",
         )  # fmt: skip
-        self.appends = Appends(self.memory)
+        self.appends = appends_to(self.memory)
         self.lock = self.memory.lock
 
     @classmethod

@@ -1,7 +1,7 @@
 """The least and the greatest key of each page of a layer: which are kept by appends, and which are found anew.
 
 Token `n` of a layer without a window is in page `n // page`, of those that it holds now. An append summarises the pages
-that it writes to in its own launch, where keys are stored as numbers (`in_launch`). Keys with scales are decoded first,
+that it writes to in its own launch, where keys are stored as numbers. Keys with scales are decoded first,
 in a launch more. What moves tokens or drops them lets `summarize` find the pages anew of which tokens changed.
 """
 
@@ -12,28 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tikv.arrays import ArrayView, Host, new_array
-from tikv.errors import DTypeError
 from tikv.ops.layouts import Rows, WrittenPages
-from tikv.ops.page_summaries import SUMMARIZED, summarize_listed
+from tikv.ops.page_summaries import summarize_listed
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
-from tikv.stores.row_format import RowFormats
 
 DECODED_TOKENS = 4096  # of a sequence, that are numbers at a time
-
-
-def check_summarized(operation: str, rows: RowFormats, page: int | None) -> None:
-    """Raise DTypeError where summaries are asked for of keys that `page_scores` does not take."""
-    if page is not None and rows.k.read_dtype not in SUMMARIZED:
-        raise DTypeError(
-            f"{operation}: page_summaries={page} with keys kept as {rows.k.dtype}, which page_scores does not take. "
-            f"Use another dtype, or leave page_summaries out."
-        )
-
-
-def in_launch(rows: RowFormats) -> bool:
-    """Whether the launch that writes keys summarises their pages: they are stored as numbers without scales."""
-    return rows.k.format is None and rows.k.read_dtype is rows.k.stored
 
 
 def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPages:
@@ -71,7 +55,7 @@ def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: i
     assert layer.least is not None
     assert layer.greatest is not None
     summaries, end, start = (layer.least, layer.greatest), int(lens.max(initial=0)), first // page * page
-    if in_launch(memory.rows):
+    if memory.rows.k.is_numbers:
         rows = layer.k.restrided(layer.k.shape, layer.k.strides)
         listed = _listed(page, memory, lens, range(start, end, page), 0, layer.slots, summaries[0].shape[2])
         _summarize(operation, memory, rows, summaries, listed, lens)

@@ -20,6 +20,7 @@ from tikv.stores.layers.queries import check_heads, rows_first
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.sequences import AppendStep
+from tikv.stores.pools.summaries import LayerPages
 
 Arrays = Sequence[ArrayView]
 
@@ -47,6 +48,8 @@ class PageAppends:
             change.copy_shared(calls[0].prepare)
             for call in calls:
                 call.run()
+            if write.summarized_later is not None:
+                write.summarized_later.summarize_filled(operation, step.slots)
         pages.sequences.commit(layer, step)
         return step
 
@@ -77,6 +80,9 @@ class PageAppends:
             call = fused_call(operation, qkv, target, **options)
             change.copy_shared(call.prepare)
             q = call.run()
+            summaries = pages.pools.pages[layer]
+            if summaries is not None:
+                summaries.summarize_filled(operation, step.slots)
         pages.sequences.commit(layer, step)
         return q
 
@@ -112,7 +118,20 @@ class RowWrite:
         self.pools, self.scales = pages.pools.layers[layer], pages.pools.scales[layer]
         index = new_array((self._read(operation, rows),), dtypes.int32, live)
         arrays = self._arrays(*self._parts(rows, index)[0])
-        self.plan = paged.check_write_slots(live, operation, arrays, config.layout, config.rows.formats, [*self.scales])
+        summaries, written = pages.pools.pages[layer], None
+        self.summarized_later: LayerPages | None = None
+        if summaries is not None and config.rows.k.is_numbers:
+            written = summaries.written(self.row_step)
+        else:
+            self.summarized_later = summaries
+        self.plan = paged.check_write_slots(
+            live, operation, arrays, config.layout, config.rows.formats, [*self.scales], written
+        )
+
+    @property
+    def row_step(self) -> int:
+        """Rows of a launch from a token to the next of the same sequence and head."""
+        return 1
 
     def _read(self, operation: str, rows: Arrays) -> int:
         """How many slots a write reads."""
@@ -150,6 +169,11 @@ class HeadWrite(RowWrite):
             return [(k, v, slots)]
         n = k.shape[0]
         return [(k.part(1, h, h + 1), v.part(1, h, h + 1), slots.part(0, h * n, h * n + n)) for h in range(self.heads)]
+
+    @property
+    def row_step(self) -> int:
+        """As there: between two tokens lie the other heads, if a launch writes all."""
+        return self.heads if self.together else 1
 
     def ordered(self, slots: Host) -> Host:
         """The slots of tokens by head in the order in which the launches read them."""

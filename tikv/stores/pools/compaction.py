@@ -51,7 +51,7 @@ def _compact_heads(
     turned, index = rope is not None, np.broadcast_to(index, (sequences.heads, index.shape[-1]))
     by_head = [row[:n] for row, n in zip(index, counts_of(index).tolist(), strict=True)]
     moves = sequences.moves(layer, state, by_head, turned)
-    move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
+    _move(operation, pages, layer, moves, rope)
     sequences.compact_heads(layer, state, by_head, turned)
 
 
@@ -68,10 +68,18 @@ def _compact_alike(
         change.copy_shared()
         src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
         moves = Moves(src, dst, before[changed], place[changed])
-        move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
+        _move(operation, pages, layer, moves, rope)
     next_position = held + state.shift(layer) if rope is None else len(place)
     left = History.of_rows([before if rope is None else place], state.came(layer), next_position)
     sequences.compact(layer, step, first, left)
+
+
+def _move(operation: str, pages: Pages, layer: int, moves: Moves, rope: Rope | None) -> None:
+    """Move and turn rows of a layer, and find the summaries of the pages that they are in now."""
+    move_rows(pages.runtime, pages.config, pages.pools.layers[layer], moves, rope, operation)
+    summaries = pages.pools.pages[layer]
+    if summaries is not None:
+        summaries.summarize_slots(operation, moves.dst)
 
 
 def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | None) -> None:
@@ -84,10 +92,14 @@ def commit(operation: str, pages: Pages, seqs: Any, path: Any, drafted: int | No
     counts = [state.drafted(operation, drafted) for state in states]
     step = sequences.begin_paths(operation, states, counts, _paths(operation, path, counts))
     with Changing(pages, step) as change:
-        launches = _moves(operation, pages, sequences.moved_slots(step))
+        slots = sequences.moved_slots(step)
+        launches = _moves(operation, pages, slots)
         change.copy_shared()
         for moves in launches:
             moves.bound.launch()
+        for summaries, (_, dst) in zip(pages.pools.pages, slots, strict=True):
+            if summaries is not None:
+                summaries.summarize_slots(operation, dst)
     sequences.commit_paths(step)
 
 

@@ -13,7 +13,7 @@ from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
 from tikv.stores.limits import BLOCK_BYTES, shared_bytes
-from tikv.stores.row_format import ROWS, RowFormats
+from tikv.stores.row_format import ROWS, RowFormats, check_summarized
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
@@ -29,6 +29,7 @@ class PoolConfig:
     rows: RowFormats
     layout: str
     per_head: bool = False  # a block holds tokens of one head
+    page: int | None = None  # tokens of the pages whose least and greatest keys are kept
 
     @classmethod
     def checked(
@@ -41,6 +42,7 @@ class PoolConfig:
         num_kv_heads: int,
         layout: str,
         per_head: bool = False,
+        page_summaries: int | None = None,
         **rows: Any,
     ) -> PoolConfig:
         """The configuration that arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
@@ -52,7 +54,9 @@ class PoolConfig:
             RowFormats.checked(operation, live, heads, **rows),
             checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS)),
             bool(per_head),
+            None if page_summaries is None else checks.integer(page_summaries, "page_summaries", operation, low=1),
         )
+        config._check_summaries(operation)
         if config.per_head and any(numbers is not None and len(numbers) > 1 for numbers in config.rows.divisors):
             raise OptionError(
                 f"{operation}: k_scale or v_scale has a number for each head, and with per_head=True a pool is of one "
@@ -83,6 +87,21 @@ class PoolConfig:
                     f"{live.arch} addresses {limit}. Use fewer blocks, or several stores."
                 )
         return config
+
+    def _check_summaries(self, operation: str) -> None:
+        """Raise OptionError or DTypeError where pages are asked for that are not parts of blocks, or of other keys."""
+        if self.page is None:
+            return
+        if self.block_size % self.page:
+            raise OptionError(
+                f"{operation}: page_summaries={self.page} does not divide block_size={self.block_size}, and a page may "
+                f"not lie in two blocks. Use {self.block_size}, or what divides it."
+            )
+        if self.layout == "VLLM":
+            raise OptionError(
+                f"{operation}: layout VLLM cuts rows into pieces, whose pages are not summarised. Use NHD or HND."
+            )
+        check_summarized(operation, self.rows, self.page)
 
     @property
     def block_heads(self) -> int:
@@ -145,6 +164,8 @@ class PoolConfig:
         if not self.scale_names:
             rows["scale_dtype"] = dtypes.float16.name  # of no scales
         sizes = {name: getattr(self, name) for name in ("num_blocks", "block_size", "num_kv_heads", "layout")}
+        if self.page is not None:
+            sizes["page_summaries"] = self.page
         return sizes | rows
 
 

@@ -16,6 +16,7 @@ from tikv.arrays import ArrayView, new_array, to_device
 from tikv.ops import blocks, paged
 from tikv.ops.attention.paged import PagedCaches
 from tikv.stores.pools.config import HostArray, PoolConfig
+from tikv.stores.pools.summaries import LayerPages
 from tikv.stores.row_format import SCALES
 
 HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers: the arrays of each group
@@ -33,6 +34,19 @@ class LayerGroup:
             ((n, *shape), dtype) for name, (shape, dtype) in config.names().items() if name in config.scale_names
         ]
         self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
+        self.summaries: list[ArrayView] = []  # of a block's pages, (n, pages, heads, width): the least, the greatest
+        if config.page is not None:
+            shape = (n, config.block_size // config.page, config.block_heads, config.rows.k.width)
+            self.summaries = [new_array(shape, config.rows.k.read_dtype, live) for _ in range(2)]
+
+    def summaries_of(self, layer: int) -> tuple[ArrayView, ArrayView]:
+        """Those of one of the layers, (pages of all blocks, heads, width) each."""
+        _, pages, heads, width = self.summaries[0].shape
+        n = self.config.num_blocks * pages
+        least, greatest = (
+            a.restrided((n, heads, width), (heads * width, width, 1), layer * n * heads * width) for a in self.summaries
+        )
+        return least, greatest
 
     def pairs(self, src: Sequence[int], dst: Sequence[int], src_blocks: int, dst_blocks: int) -> HostArray:
         """(layers * n, 2) int32: each block to move and its destination, in each layer of pools of so many blocks."""
@@ -49,6 +63,7 @@ class LayerPools:
         layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
         scales: of each layer those scales by name, as operations take them; or what all rows are divided by.
         caches: of each layer all of this, as attention takes it, without block tables.
+        pages: of each layer the summaries of its pages, or None.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
@@ -75,10 +90,18 @@ class LayerPools:
             for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
         ]
 
+        self.pages: list[LayerPages | None] = [None] * num_layers
+        if config.page is not None:
+            self.pages = [
+                LayerPages(live, config, self.layers[first + i][0], self.scales[first + i], group.summaries_of(i))
+                for first, group in zip(range(0, num_layers, most), self.groups, strict=True)
+                for i in range(group.layers)
+            ]
+
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales of all layers."""
-        return sum(a.nbytes for group in self.groups for a in group.arrays)
+        """Bytes of keys, values, scales and summaries of pages of all layers."""
+        return sum(a.nbytes for group in self.groups for a in (*group.arrays, *group.summaries))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make a store of this configuration, as JSON has them."""
@@ -95,6 +118,8 @@ class LayerPools:
                 blocks.copy_blocks(scales[0], scales[1], found)
             elif scales:
                 blocks.swap_blocks(scales[0], scales[0], found)
+            if group.summaries:
+                blocks.copy_blocks(group.summaries[0], group.summaries[1], found)
 
     def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
         """Copies of these blocks of all layers on the host, waited for."""
@@ -117,7 +142,16 @@ class LayerPools:
             pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.config.num_blocks)
             for array, found in zip(group.arrays, arrays, strict=True):
                 blocks.swap_blocks(found, array, pairs)
+        self.summarize_blocks(dst)
         self.runtime.synchronize()
+
+    def summarize_blocks(self, written: Sequence[int]) -> None:
+        """Find the summaries of the pages of these blocks anew, in all layers, if any are kept."""
+        size = self.config.block_size
+        slots = (np.asarray(written, np.int64)[:, None] * size + np.arange(size)).ravel()
+        for pages in self.pages:
+            if pages is not None:
+                pages.summarize_slots("PagedKVCacheStore", slots)
 
     def gather(self, layer: int, stream: int, table: HostArray, length: int, out: ArrayView) -> None:
         """Copy so many rows of K (0) or of V (1) out of the blocks of a table."""
