@@ -296,6 +296,45 @@ def test_what_a_graph_would_need_is_refused_by_name(arch):
     both.check()
 
 
+CALLS = {
+    "append": lambda both, store: store.append(0, *both.new(1)[1:]),
+    "append_all": lambda both, store: store.append_all(*both.new(1, LAYERS)[1:]),
+    "attend": lambda both, store: store.attend(0, both.new(1)[0]),
+    "extend": lambda both, store: store.extend(0, *both.new(1)),
+}
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_each_call_asks_first_whether_a_graph_is_captured(arch, monkeypatch, call):
+    both = Both(arch, FORMS["float32 linear"])
+    both.call("append_all", *both.new(3, LAYERS)[1:])
+
+    def captured(live, operation, what, remedy):
+        raise tikv.ArchError(f"{operation}: {what}. {remedy}")
+
+    monkeypatch.setattr("tikv.launch.refuse_during_capture", captured)
+    with pytest.raises(tikv.ArchError, match=r"a layer's copy is now\. Use place='device' for what graphs capture"):
+        call(both, both.host)
+    both.check()
+
+
+@pytest.mark.archs("cuda")
+def test_a_captured_graph_is_refused(arch):
+    import torch
+
+    both = Both(arch, FORMS["float32 linear"])
+    both.call("append_all", *both.new(3, LAYERS)[1:])
+    q = both.new(1)[0]
+    both.call("attend", 0, q)
+    torch.cuda.synchronize()
+    refused = pytest.raises(tikv.ArchError, match="Use place='device' for what graphs capture")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        both.host.attend(0, q)
+    torch.cuda.synchronize()
+    both.check()
+
+
 @ARCHS
 def test_what_is_refused_changes_nothing(arch):
     both = Both(arch, FORMS["float32 linear"])

@@ -646,6 +646,34 @@ def test_swapping_moves_the_data(arch, rng, dtype):
     assert (store.sequences, store.num_free_blocks) == ([a], 2)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_pool_holds_more_sequences_than_its_blocks_by_moving_them(arch, rng, dtype):
+    """Ten sequences of three blocks take turns in a pool of eight: the bits of a pool that has room for all."""
+    small, large = (make(dtype, num_blocks=n) for n in (8, 40))
+    pools = small, large
+    seqs = [[pool.add() for pool in pools] for _ in range(10)]
+    q = oracle.place(rows(rng, 1, np.float32), arch)
+    for turn, tokens in enumerate((7, 1, 4)):
+        for pair in seqs:
+            if turn:
+                small.swap_in(pair[0])
+            k, v = (oracle.place(rows(rng, tokens, np.float32), arch) for _ in "kv")
+            for layer in range(2):
+                for pool, seq in zip(pools, pair, strict=True):
+                    pool.append(layer, k, v, [seq], [0, tokens])
+                got, want = (pool.attend(layer, q, [seq]) for pool, seq in zip(pools, pair, strict=True))
+                oracle.assert_same_bits(got, oracle.to_numpy(want))
+            small.swap_out(pair[0])
+    assert sum(small.length(own) for own, _ in seqs) == 120 > 8 * SIZE
+    assert small.num_free_blocks == 8
+    for own, other in seqs:
+        small.swap_in(own)
+        for layer in range(2):
+            for got, want in zip(small.tokens(layer, own), large.tokens(layer, other), strict=True):
+                oracle.assert_same_bits(got, oracle.to_numpy(want))
+        small.free(own)
+
+
 def test_a_swapped_prefix_comes_back_shared(arch, rng):
     store = make(num_blocks=6)
     ids = list(range(9))

@@ -61,6 +61,8 @@ class TokenShardLayers(LayerStorage):
 
     def __init__(self, live: runtime.Runtime, form: StoreConfig, sharding: TokenSharding) -> None:
         self.check_summaries("ShardedKVCacheStore", form)
+        if form.place != "device":
+            raise OptionError(f"ShardedKVCacheStore: {self.title} does not offer place={form.place!r}. {self.remedy}")
         self.runtime, self.sharding = live, sharding
         sinks, behind = (
             form.sinks,

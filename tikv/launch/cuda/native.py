@@ -14,8 +14,15 @@ from tikv.launch.bound import Bound
 from tikv.launch.compilation import CompiledKernel
 from tikv.launch.cuda import compiler, driver, ptx
 
+KEEP_ON_DEVICE = (
+    "Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), append_ragged "
+    "with cache_offsets on the device, or write_slots with slot_mapping on the device."
+)
 
-def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a position on the host") -> None:
+
+def refuse_during_capture(
+    live: runtime.Runtime, operation: str, what: str = "a position on the host", remedy: str = KEEP_ON_DEVICE
+) -> None:
     """Refuse what lies on the host while a CUDA graph is captured: each replay would use the same position or values.
 
     Raises:
@@ -24,8 +31,7 @@ def refuse_during_capture(live: runtime.Runtime, operation: str, what: str = "a 
     if live.is_cuda and driver.capturing(live.index):
         raise ArchError(
             f"{operation}: {what} would be baked into the CUDA graph under capture, and each replay would use it "
-            f"again. Pass arrays on the device. Keep positions in device memory: KVCacheStore.positions_on_device(), "
-            f"append_ragged with cache_offsets on the device, or write_slots with slot_mapping on the device."
+            f"again. {remedy}"
         )
 
 

@@ -15,17 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from tikv import launch, runtime
+from tikv import runtime
 from tikv.arrays import CacheArray, Views, view_all
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.counts import Layer
-from tikv.stores.layers.residents import Frame, Residents, Transfer, transfer_of
+from tikv.stores.layers.residents import Frame, Residents, Transfer, refuse_capture, transfer_of
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
-
-KEPT_ON_DEVICE = "a layer's place on the device, which changes from call to call,"
 
 
 class HostLayers(LayerStorage):
@@ -119,7 +117,7 @@ class HostLayers(LayerStorage):
 
     def _bring(self, operation: str, layer: int) -> Frame:
         """The frame of a layer, for launches that follow, with what comes next on its way."""
-        launch.refuse_during_capture(self.runtime, operation, KEPT_ON_DEVICE)
+        refuse_capture(self.runtime, operation)
         batches = {frame.content.batch_size for some in self.residents.values() for frame in some.frames}
         if batches != {self.batch_size}:
             self.residents = self._new_residents(self.batch_size)
@@ -154,7 +152,7 @@ class HostLayers(LayerStorage):
     @uninterrupted
     def append(self, operation: str, layer: int, rows: Views, layout: str) -> None:
         """As `LayerStorage.append`, to the host and to the copy, if there is one."""
-        launch.refuse_during_capture(self.runtime, operation)
+        refuse_capture(self.runtime, operation)
         frame = self._of(layer).frame_of(layer)
         if frame is None:
             self.whole.append(operation, layer, rows, layout)
@@ -167,7 +165,7 @@ class HostLayers(LayerStorage):
     @uninterrupted
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """As `LayerStorage.append_all`, to the host; copies are made anew."""
-        launch.refuse_during_capture(self.runtime, operation)
+        refuse_capture(self.runtime, operation)
         self._settle()
         self.whole.append_all(operation, rows, layout)
         self._drop()

@@ -12,7 +12,7 @@ from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.growing import AppendAlike, GrowingLayer
-from tikv.stores.layers.residents import Frame, Residents, Transfer, transfer_of, why_plain
+from tikv.stores.layers.residents import Frame, Residents, Transfer, refuse_capture, transfer_of, why_plain
 
 
 class Shelf:
@@ -151,6 +151,7 @@ class HostedLayer(GrowingLayer):
 
     def bring(self, ahead: bool = False) -> GrowingLayer:
         """Its copy, for launches that follow; `ahead`: the layer that is used next comes meanwhile."""
+        refuse_capture(self.runtime, "TikvCache")
         place = self._residents.bring(self.number)
         if ahead:
             self._residents.bring_next(self.number)

@@ -87,6 +87,16 @@ def transfer_of(live: runtime.Runtime) -> Transfer:
     return CopiedByNumPy(live)
 
 
+def refuse_capture(live: runtime.Runtime, operation: str) -> None:
+    """Refuse layers on the host while a CUDA graph is captured.
+
+    Raises:
+        ArchError: one is.
+    """
+    what = "the place on the device where a layer's copy is now"
+    launch.refuse_during_capture(live, operation, what, "Use place='device' for what graphs capture.")
+
+
 class Frame:
     """A place for a layer on the device: what it is there, how it gets there, and which layer it is."""
 
