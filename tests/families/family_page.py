@@ -29,7 +29,8 @@ beams that are reordered; `generate`; and, of an encoder-decoder, a cache for ea
 "eager", "sdpa" and "tikv", where the model has them; and with a cache of int8 under "tikv", whose logits are compared
 with those of the same cache under the model's own attention. Right is what is within {tolerance} of the logits'
 standard deviation, for int8 {codes}. Transformers' own cache is run beside it: where that is itself not as no cache,
-the table says so.
+the table says so. Where layers choose keys by an indexer, the notes say how attention "tikv" is told of the choice, and
+that it read the rows of those keys alone.
 
 `TikvCache` is in the table:
 

@@ -41,6 +41,7 @@ _DOTS3 = {
 _GEMMA4 = {**_SHARED, "global_head_dim": 16}
 
 # Fields set after the rules, by the class of the model or of the configuration.
+_MINIMAX_M3 = {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "Apertus1p5Config": {
         "image_token_offset": 71,
@@ -103,8 +104,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Lfm2VlConfig": {"text_config": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "MiniMaxM3VLConfig": {"text_config": {"layer_types": ["full_attention", "minimax_m3_sparse"]}},
-    "MiniMaxM3VLTextConfig": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "MiniMaxM3VLConfig": {"text_config": _MINIMAX_M3},
+    "MiniMaxM3VLTextConfig": _MINIMAX_M3,
     "MinistralConfig": {"head_dim": 8},
     "Molmo2Config": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
@@ -136,7 +137,7 @@ _QWEN4 = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
-    "indexer_budget": 8,
+    "indexer_budget": 4,
     "indexer_compress_ratio": 2,
     "ngram_vocab_size_base": 200,
     "make_ngram_vocab_size_divisible_by": 8,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import family_settings as settings
@@ -13,6 +14,7 @@ from family_settings import CODES_TOLERANCE, SETTINGS, TOLERANCE, Call, Referenc
 from tiny_models import tiny_model
 
 import tikv
+from tikv.integrations import _transformers_attention as attention
 
 ATTENTIONS = ("eager", "sdpa", "tikv")
 CODED = ("steps", "left-padded", "chunks")  # the settings that are run with a cache of int8
@@ -72,17 +74,39 @@ def survey_of_model(model: Any, call: Call) -> dict[str, Any]:
     own_attention = model.config._attn_implementation
     for name in ATTENTIONS:
         try:
-            with settings.attention(model, name):
+            with settings.attention(model, name), choices() as told_by:
                 settings.tikv_cache(model)  # which says that the model has not this attention
                 control = own if name == "tikv" else Control(call, want)
                 found[name] = {setting: against(call, setting, want, control) for setting in SETTINGS}
                 if name in ("tikv", own_attention):
                     codes[name] = {setting: _codes(call, setting) for setting in CODED}
+            if told_by:
+                found["chosen"] = sorted(told_by)
         except Exception as error:
             found.setdefault("attention refused", {})[name] = told(error)
     if len(codes) == 2:
         found["int8"] = {setting: _between(codes["tikv"][setting], codes[own_attention][setting]) for setting in CODED}
     return found
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[set[str]]:
+    """How models told attention "tikv" which keys they chose, as far as the rows of those alone were read."""
+    told_by: set[str] = set()
+    before = attention.chosen_keys
+
+    def chosen_keys(module: Any, *args: Any) -> Any:
+        *_, said, _ = args
+        numbers = before(module, *args)
+        if numbers is not None and getattr(module, "indexer", None) is not None:
+            told_by.add({"indices": "numbers", "block_indices": "blocks"}[said[0]] if said else "a mask")
+        return numbers
+
+    attention.chosen_keys = chosen_keys
+    try:
+        yield told_by
+    finally:
+        attention.chosen_keys = before
 
 
 class Control:
@@ -179,6 +203,8 @@ def outcome(found: dict[str, Any]) -> Outcome:
         notes.append(f'attention "tikv" refused: {refused["tikv"]}')
     if not any(name in found for name in ATTENTIONS):
         return Outcome("not run", [str(refused)])
+    if "chosen" in found:
+        notes.append(f'attention "tikv" reads the rows of chosen keys, told by {", ".join(found["chosen"])}')
     if found["sensitivity"] < SENSITIVE:
         notes.append(f"says little: the logits hardly depend on tokens before ({found['sensitivity']:.0e})")
     return Outcome("differs", _joined(wrong + notes)) if wrong else Outcome("yes", _joined(notes))

@@ -31,6 +31,9 @@ LAYERS = -1  # as many as the configuration is being tried with
 # The first rule with a pattern that is found in a field's name says the largest number that the field keeps.
 RULES: list[tuple[int, list[str]]] = [
     (4, [r"^rotary_dim$", r"num_filters$", r"n_filters$"]),
+    (4, [r"^index_topk$"]),  # fewer than the tokens of a prompt
+    (16, [r"^index_n_heads$"]),  # of a few heads many scores are 0, and ties are broken as it comes
+    (2, [r"^index_block_size$", r"^index_topk_blocks$", r"^index_kpool$"]),
     (HIDDEN, [r"upsample_groups$"]),
     (LAYERS, [r"layers?$", r"(^|_)depth$", r"num_\w*layers\w*$"]),
     (VOCABULARY, [r"(^|_)vocab(ulary)?_size\w*$", r"^vocab\w*$", r"_vocab$"]),

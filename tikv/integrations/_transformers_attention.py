@@ -14,12 +14,12 @@ from tikv.errors import DTypeError
 from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import _transformers_steps as steps
+from tikv.integrations._transformers_chosen import attend_chosen, chosen_keys
+from tikv.integrations._transformers_keywords import ATTENTION as ATTENTION
 from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
-from tikv.integrations._transformers_stored import decoded, stored_pair
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.integrations._transformers_stored import attend_in_place, decoded
 from tikv.ops.attention.request import AttendRequest
 
-ATTENTION = "tikv"  # the name for attn_implementation
 _READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that the kernel takes
 
 
@@ -37,10 +37,10 @@ def attend(
     """Attention under the name "tikv": a decoded token reads the cache in place, whatever its storage.
 
     So does one in a step that `torch.compile` traces, of a `TikvCache` whose memory is made once, and the prompt of a
-    model with learned sinks, where no mask is needed. Torch's `scaled_dot_product_attention` takes other prompts,
-    padded batches, training and what else is traced; with a soft cap or sinks plain torch does. What else a model says
-    by keyword is honoured as `KEYWORDS` lists it; what is not known there goes to the model's own function, as under
-    the name "eager".
+    model with learned sinks, where no mask is needed. Queries for which the model chose keys read the rows of these
+    alone, see `chosen_keys`. Torch's `scaled_dot_product_attention` takes other prompts, padded batches, training and
+    what else is traced; with a soft cap or sinks plain torch does. What else a model says by keyword is honoured as
+    `KEYWORDS` lists it; what is not known there goes to the model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
@@ -75,8 +75,8 @@ def attend(
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
     if attention_mask is not None and attention_mask.shape[-1] > held:
         attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
-    ours = (tokens == 1 or sinks is not None) and query.dtype in _READ and batch == k_batch
-    ours = ours and not (said or masked_outside or trained or dropout)
+    served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
+    ours = served and (tokens == 1 or sinks is not None) and not said
     if _is_traced():
         counted = getattr(key, "tikv_counted", None)
         seen = attention_mask is None or getattr(attention_mask, "tikv_of_slots", False)
@@ -93,15 +93,16 @@ def attend(
             )
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
     elif ours and attention_mask is None:
-        lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
-        stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
-        keys, values, k_scale, v_scale, formats = stored
-        query = _in_rows(query)
-        caches = ContiguousCaches(keys, values, lengths, k_scale, v_scale, formats=formats)
         logits = None if sinks is None else sinks.detach().float()
         request = AttendRequest(scale=scaling, softcap=softcap, causal=causal, sink_logits=logits)
-        call = contiguous_call("decode_attention", query, caches, request)
-        return call.attend(query, impl="auto").transpose(1, 2), None
+        return attend_in_place(query, key, value, request).transpose(1, 2), None
+    elif served:
+        several = causal and tokens > 1
+        numbers = chosen_keys(module, query, key, attention_mask, several, said, kwargs)
+        if numbers is not None:
+            logits = None if sinks is None else sinks.detach().float()
+            request = AttendRequest(scale=scaling, softcap=softcap, sink_logits=logits)
+            return attend_chosen(query, key, value, numbers, request), None
     key, value = decoded(key), decoded(value)
     mask, plain = attention_mask, softcap is not None or sinks is not None
     if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
@@ -126,11 +127,6 @@ def attend(
     causal = causal and mask is None
     out, _ = forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, is_causal=causal)
     return out, None
-
-
-def _in_rows(a: Any) -> Any:
-    """An array whose numbers of a row follow each other, as the kernel reads them."""
-    return a if a.stride(3) == 1 else a.contiguous()
 
 
 def _plain(

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 
 from tikv.errors import OptionError
 
-OPERATION = 'attention "tikv"'
+ATTENTION = "tikv"  # the name for attn_implementation
+OPERATION = f'attention "{ATTENTION}"'
 
 ATTEND = "each way in which `attend` computes"
+CHOSEN = "`chosen_keys`, where few are read, else the mask, of which it becomes a part"
 MASK = "the mask, of which it becomes a part"
 MODEL = "the model's own function, the one of attention 'eager'"
 NOTHING = "nothing: it changes no score, or only says what the mask says too"
@@ -28,8 +30,8 @@ KEYWORDS: dict[str, str] = {
     "s_aux": ATTEND,  # logits of learned sinks, (heads,)
     "is_causal": ATTEND,
     "position_bias": MASK,
-    "indices": MASK,  # the keys that an indexer chose for each query, where attention is not named "eager" or "sdpa"
-    "block_indices": MASK,  # blocks of them
+    "indices": CHOSEN,  # the keys that an indexer chose for each query, where attention is not named "eager" or "sdpa"
+    "block_indices": CHOSEN,  # blocks of them
     "sinks": MODEL,  # logits of sinks of each query
     "head_mask": MODEL,
     "output_attentions": MODEL,  # where it is true

@@ -45,6 +45,7 @@ _STATE_PREFIXES = ("mamba_", "ssm_")
 
 _ATTENTION_BESIDE_STATE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 _STATE_ALONE = ("linear_attention", "conv")
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
 
 
 class LayerKind(NamedTuple):
@@ -83,8 +84,6 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         elif layer_type in _ATTENTION_BESIDE_STATE:
             beside = _kind(_ATTENTION_BESIDE_STATE[layer_type], given.get("sliding_window"), None)
             kinds.append(beside._replace(state=state))
-        elif layer_type == "indexed_attention" and hasattr(cache_utils, "DynamicIndexedLayer"):
-            kinds.append(LayerKind("full", indexed=True))
         else:
             kinds.append(_kind(layer_type, given.get("sliding_window"), foreign))
     return kinds
@@ -170,6 +169,8 @@ def _kind(layer_type: str, window: int | None, foreign: str | None) -> LayerKind
         return LayerKind(foreign)
     if layer_type == "full_attention":
         return LayerKind("full")
+    if layer_type in _INDEXED:
+        return LayerKind("full", indexed=True)
     if layer_type in ("sliding_attention", "chunked_attention"):
         return LayerKind("sliding", window) if window else LayerKind("full")
     return LayerKind("none" if layer_type == "dummy" else layer_type)

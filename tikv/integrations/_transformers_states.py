@@ -1,4 +1,4 @@
-"""Layers of a `TikvCache` that keep more than keys and values, or a state in their place: that is transformers' own.
+"""Layers of a `TikvCache` that keep a state beside keys and values, or in their place: that is transformers' own.
 
 Imported where a model has such layers, which old versions of transformers have no classes for.
 """
@@ -236,76 +236,3 @@ class StreamingKeysAndState(_KeysBeside, StreamingLayer):
 
     def _blank(self) -> StreamingKeysAndState:
         return StreamingKeysAndState(self.index, self.window, self.sinks, self.storage, self.config, **self._options)
-
-
-class IndexedLayer(TikvLayer):
-    """`TikvLayer` with the keys by which an indexer chooses tokens, in transformers' own layer for them.
-
-    Args:
-        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
-    """
-
-    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        super().__init__(index, window, max_cache_len, dtype, config)
-        self._indexer = cache_utils.DynamicIndexedLayer()  # in which nothing but the indexer's part is used
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """As `TikvLayer.update`; values may have no width, where keys hold all."""
-        if value_states.shape[-1]:
-            return super().update(key_states, value_states)
-        keys, values = super().update(key_states, key_states[..., :1])
-        return keys, values[..., :0]
-
-    def update_indexer(self, indexer_key_states: Any) -> Any:
-        """Append keys of the indexer, (batch, tokens, width); returns all of them."""
-        return self._indexer.update_indexer(indexer_key_states)
-
-    @property
-    def indexer_keys(self) -> Any:
-        """(batch, tokens, width); None before the first."""
-        return self._indexer.indexer_keys
-
-    @property
-    def indexer_position_ids(self) -> Any:
-        """Positions that some models keep for their indexer, (axes, batch, tokens); None for none."""
-        return self._indexer.indexer_position_ids
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: Any) -> None:
-        self._indexer.indexer_position_ids = positions
-
-    def reset(self) -> None:
-        """As `TikvLayer.reset`, of both."""
-        super().reset()
-        self._indexer.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `TikvLayer.crop`, of both or of none."""
-        super().crop(tokens_to_remove)
-        self._indexer.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """As `TikvLayer.reorder_cache`, of both."""
-        super().reorder_cache(beam_idx)
-        self._indexer.reorder_cache(torch.as_tensor(beam_idx))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """As `TikvLayer.batch_repeat_interleave`, of both."""
-        super().batch_repeat_interleave(repeats)
-        self._indexer.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """As `TikvLayer.batch_select_indices`, of both."""
-        super().batch_select_indices(indices)
-        self._indexer.batch_select_indices(indices)
-
-    def _blank(self) -> IndexedLayer:
-        return IndexedLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        found: Any = super().__deepcopy__(memo)
-        found._indexer = copy.deepcopy(self._indexer, memo)
-        return found
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, and keys of an indexer)"

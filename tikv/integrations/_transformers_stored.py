@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.request import AttendRequest
+
 
 class Pair:
     """The keys and values that one `update` returned: where they lie or, once they were used, their numbers.
@@ -49,7 +52,7 @@ class StoredTensor(torch.Tensor):  # type: ignore[misc]
     So a model may cut, repeat, scale or gate what `update` returned; where it did not, `attend` reads it in place.
     """
 
-    pair: Pair
+    pair: Any  # a `Pair`, or what has its `numbers` and `stored`
     which: int  # 0: keys; 1: values
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -101,7 +104,7 @@ class StoredTensor(torch.Tensor):  # type: ignore[misc]
 _make = torch.Tensor._make_wrapper_subclass
 
 
-def stored_tensors(pair: Pair, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+def stored_tensors(pair: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
     """The keys and the values of a pair, with these shapes."""
     keys, values = (_make(StoredTensor, shape, dtype=dtype, device=device) for shape in (k_shape, v_shape))
     keys.pair, keys.which = pair, 0
@@ -119,3 +122,19 @@ def stored_pair(keys: Any, values: Any) -> Any:
     if type(keys) is not StoredTensor or type(values) is not StoredTensor:
         return None
     return keys.pair.stored() if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
+
+
+def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
+    """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, by what is stored of them."""
+    (batch, _, _, _), held = query.shape, key.shape[2]
+    lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
+    stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
+    keys, values, k_scale, v_scale, formats = stored
+    query = _in_rows(query)
+    caches = ContiguousCaches(keys, values, lengths, k_scale, v_scale, formats=formats)
+    return contiguous_call("decode_attention", query, caches, request).attend(query, impl="auto")
+
+
+def _in_rows(a: Any) -> Any:
+    """An array whose numbers of a row follow each other, as the kernel reads them."""
+    return a if a.stride(3) == 1 else a.contiguous()

@@ -32,6 +32,7 @@ from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
 from tikv.integrations._transformers_host import HostLayer
+from tikv.integrations._transformers_indexed import IndexedLayer
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_ring import RingLayer, SlidingRing
@@ -80,7 +81,6 @@ def _streamed(window: Any, sinks: Any, max_cache_len: Any, kinds: list[shim.Laye
 
 
 _OTHER_LAYERS = {
-    "minimax_m3_sparse": "keeps the keys of an indexer beside those of attention",
     "heavily_compressed_attention": "keeps keys of several tokens together",
     "compressed_sparse_attention": "keeps keys of several tokens together",
     "reference_sliding_attention": "keeps a prompt beside a window",
@@ -157,10 +157,10 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
         if kind.window is not None:
             made = SlidingOrCross if crossed else SlidingRing
         return made(index, kind.window, limit, storage, text)
+    if kind.state is None:
+        return IndexedLayer(index, kind.window, limit, storage, text)
     from tikv.integrations import _transformers_states as states  # of classes that old versions have not
 
-    if kind.state is None:
-        return states.IndexedLayer(index, kind.window, limit, storage, text)
     if kind.kind == "state":
         return states.StateLayer(index, **kind.state)
     return states.KeysAndState(index, kind.window, limit, storage, text, **kind.state)

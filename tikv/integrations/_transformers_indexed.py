@@ -1,0 +1,171 @@
+"""Layers of a `TikvCache` whose model chooses, by keys of an indexer, which tokens a query reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tikv.integrations._transformers_layer import FIRST_CAPACITY, TikvLayer
+
+
+class IndexerKeys:
+    """What an indexer scores queries against, one row a token, in memory of torch's with room for more.
+
+    Attributes:
+        length: tokens held.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Any = None  # (batch, room, width)
+        self.length = 0
+
+    @property
+    def rows(self) -> Any:
+        """(batch, tokens, width), where they lie; None before the first."""
+        return None if self._memory is None else self._memory[:, : self.length]
+
+    def append(self, new: Any, limit: int | None) -> Any:
+        """Append (batch, T, width) rows; returns all of them. A limit is how many tokens there can be at most."""
+        end = self.length + new.shape[1]
+        memory = self._memory
+        if memory is None or not self.length or end > memory.shape[1] or new.dtype is not memory.dtype:
+            self._make_room(new, end, limit)
+        with torch.no_grad():
+            self._memory[:, self.length : end] = new
+        self.length = end
+        return self.rows.clone() if torch.is_grad_enabled() else self.rows
+
+    def _make_room(self, new: Any, tokens: int, limit: int | None) -> None:
+        room = FIRST_CAPACITY
+        while room < tokens:
+            room *= 2
+        held = self.rows if self.length else new[:, :0]
+        batch, _, width = new.shape
+        dtype = torch.promote_types(held.dtype, new.dtype)
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in that mode cannot be written outside of it
+            memory = torch.empty((batch, limit or room, width), dtype=dtype, device=new.device)
+            memory[:, : self.length] = held
+        self._memory = memory
+
+    def cut(self, length: int) -> None:
+        """Drop the newest rows beyond so many tokens."""
+        self.length = min(self.length, length)
+
+    def forget(self) -> None:
+        """Drop all rows."""
+        self._memory, self.length = None, 0
+
+    def choose(self, sequences: Any) -> None:
+        """Let sequence b be what sequence ``sequences[b]`` is."""
+        if self._memory is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._memory = self._memory[sequences.to(self._memory.device)]
+
+    def copied(self) -> IndexerKeys:
+        """The same rows in memory of their own."""
+        found = IndexerKeys()
+        found.length = self.length
+        found._memory = None if self._memory is None else self._memory.clone()
+        return found
+
+
+class IndexedLayer(TikvLayer):
+    """`TikvLayer` with the keys of an indexer, which go wherever keys and values go.
+
+    Args:
+        index, window, max_cache_len, dtype, config: as in `TikvLayer`.
+
+    Attributes:
+        indexer_position_ids: positions that some models keep for their indexer, (axes, batch, tokens); None for none.
+    """
+
+    def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
+        super().__init__(index, window, max_cache_len, dtype, config)
+        self._indexer = IndexerKeys()
+        self.indexer_position_ids: Any = None
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """As `TikvLayer.update`; values may have no width, where keys hold all."""
+        if value_states.shape[-1]:
+            return super().update(key_states, value_states)
+        keys, values = super().update(key_states, key_states[..., :1])
+        return keys, values[..., :0]
+
+    def update_indexer(self, indexer_key_states: Any) -> Any:
+        """Append keys of the indexer, (batch, tokens, width); returns all of them.
+
+        Models call it before `update` or after it. Rows of tokens that `update` refused are dropped.
+
+        Raises:
+            CapacityError: more than ``max_cache_len`` tokens. Nothing is written.
+        """
+        self._indexer.cut(self.get_seq_length())
+        if self._indexer.length == self.get_seq_length():  # their keys and values are not here yet
+            self._refuse_beyond_limit(indexer_key_states.shape[1])
+        return self._indexer.append(indexer_key_states, self.limit)
+
+    def update_index(self, idx_k: Any) -> Any:
+        """`update_indexer` by the name and in the form of MiniMax M3: (batch, 1, tokens, width)."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
+
+    @property
+    def indexer_keys(self) -> Any:
+        """(batch, tokens, width); None before the first."""
+        return self._indexer.rows
+
+    def reset(self) -> None:
+        """As `TikvLayer.reset`, of both."""
+        super().reset()
+        self._indexer.forget()
+        self.indexer_position_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `TikvLayer.crop`, of both or of none."""
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        self._indexer.cut(length)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """As `TikvLayer.reorder_cache`, of both."""
+        batch = self._sequences()
+        super().reorder_cache(beam_idx)
+        self._choose(torch.as_tensor(beam_idx), batch)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """As `TikvLayer.batch_repeat_interleave`, of both."""
+        batch = self._sequences()
+        super().batch_repeat_interleave(repeats)
+        self._choose(torch.arange(batch).repeat_interleave(repeats), batch)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """As `TikvLayer.batch_select_indices`, of both."""
+        batch = self._sequences()
+        super().batch_select_indices(indices)
+        self._choose(torch.as_tensor(indices), batch)
+
+    def _sequences(self) -> int:
+        return self.batch_size if self.get_seq_length() else 0
+
+    def _choose(self, sequences: Any, batch: int) -> None:
+        """Let the indexer's keys follow those of attention, which were of so many sequences."""
+        if not batch:
+            return
+        self._indexer.choose(sequences)
+        positions = self.indexer_position_ids
+        if positions is not None and positions.shape[1] == batch:  # and not one row for all of them
+            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
+
+    def _blank(self) -> IndexedLayer:
+        return IndexedLayer(self.index, self.sliding_window, self.limit, self.storage, self.config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        found: Any = super().__deepcopy__(memo)
+        found._indexer = self._indexer.copied()
+        found.indexer_position_ids = None if self.indexer_position_ids is None else self.indexer_position_ids.clone()
+        return found
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, and keys of an indexer)"

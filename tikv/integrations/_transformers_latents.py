@@ -1,0 +1,196 @@
+"""Keys and values that a model makes of latents, one short row a token: made of the chosen rows only, or of none.
+
+DeepSeek's models cache a latent and a rotated key for all heads, and their method `expand_kv` makes the keys and values
+of every head of all tokens there are, before attention is called. Where attention reads few of them, queries are taken
+to the latents instead: a head's key is ``W_k latent``, so its score is ``(W_k^T q) latent``, and the sum of its values
+is W_v times the sum of latents.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as _is_traced
+
+from tikv.integrations._stored_ops import decode_stored, name_of
+from tikv.integrations._transformers_keywords import ATTENTION
+from tikv.integrations._transformers_stored import StoredTensor, decoded, stored_pair, stored_tensors
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.request import AttendRequest
+
+MOST_NUMBERS = 1 << 24  # of rows that are gathered at once
+_own: dict[Any, Any] = {}  # `expand_kv` of a class, as it was
+_linear: dict[Any, bool] = {}  # whether it is the map that is described above
+
+
+class Expansion:
+    """The keys and values that `expand_kv` would make, as the pair of two `StoredTensor`.
+
+    Args:
+        module: the attention module.
+        own: its method, as the model has it.
+        latents: (batch, 1, n, rank).
+        rotated: (batch, 1, n, width).
+    """
+
+    __slots__ = ("__weakref__", "_made", "_own", "latents", "module", "rotated")
+
+    def __init__(self, module: Any, own: Any, latents: Any, rotated: Any) -> None:
+        self.module, self._own, self.latents, self.rotated = module, own, latents, rotated
+        self._made: Any = None
+
+    def numbers(self) -> tuple[Any, Any]:
+        """Both, as the model makes them."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._own(self.module, decoded(self.latents), decoded(self.rotated))
+        return self._made  # type: ignore[no-any-return]
+
+    def stored(self) -> Any:
+        """None: they lie nowhere."""
+        return None
+
+    def rows(self, numbers: Any) -> Any:
+        """(batch, M, rank + width) latents and rotated keys of the tokens (batch, M), and no others."""
+        sequences = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
+        stored = stored_pair(self.latents, self.rotated)
+        if stored is None:
+            return torch.cat([decoded(a)[:, 0][sequences, numbers] for a in (self.latents, self.rotated)], -1)
+        found = []
+        for a, scale, format, like in zip(
+            stored[:2], stored[2:4], stored[4], (self.latents, self.rotated), strict=True
+        ):
+            row = _taken(a, sequences, numbers)
+            if scale is not None or format is not None:
+                by_row = scale is not None and scale.ndim > 2
+                given = _taken(scale, sequences, numbers) if by_row else scale
+                row = decode_stored(row, given, like.shape[-1], name_of(format))
+            found.append(row[:, 0].to(like.dtype))
+        return torch.cat(found, -1)
+
+
+def _taken(a: Any, sequences: Any, numbers: Any) -> Any:
+    """(batch, 1, M, ...) rows of (batch, 1, n, ...), whatever the dtype."""
+    bits = a.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()])
+    return bits[:, 0][sequences, numbers].view(a.dtype)[:, None]
+
+
+def keep_latents(kind: Any) -> None:
+    """Have attention modules of this class leave latents as they lie until somebody uses the keys and values.
+
+    The method `expand_kv` of the class is wrapped, once: outside of attention "tikv" it does what it did.
+    """
+    owner = _owner_of(kind)
+    if owner is None or owner in _own:
+        return
+    own = _own[owner] = owner.expand_kv
+
+    @functools.wraps(own)
+    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
+        if _is_traced() or torch.is_grad_enabled() or self.config._attn_implementation != ATTENTION:
+            return own(self, kv_nope, k_rot)
+        if not _serves(self, owner, kv_nope, k_rot):
+            return own(self, kv_nope, k_rot)
+        made = Expansion(self, own, kv_nope, k_rot)
+        shape = kv_nope.shape[0], _heads(self), kv_nope.shape[2]
+        k_shape, v_shape = (*shape, self.qk_nope_head_dim + self.qk_rope_head_dim), (*shape, self.v_head_dim)
+        return stored_tensors(made, k_shape, v_shape, kv_nope.dtype, kv_nope.device)
+
+    owner.expand_kv = expand_kv
+
+
+def _owner_of(kind: Any) -> Any:
+    """The class that has the method; None for none."""
+    return next((cls for cls in kind.__mro__ if "expand_kv" in vars(cls)), None)
+
+
+def _heads(module: Any) -> int:
+    return int(module.kv_b_proj.weight.shape[0]) // int(module.qk_nope_head_dim + module.v_head_dim)
+
+
+def _serves(module: Any, owner: Any, latents: Any, rotated: Any) -> bool:
+    """Whether keys and values are what the weight makes of latents, and nothing stands between."""
+    linear: Any = getattr(module, "kv_b_proj", None)
+    if (
+        type(linear) is not torch.nn.Linear
+        or linear.bias is not None
+        or linear.weight.data.__class__ is not torch.Tensor
+    ):
+        return False
+    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+        return False
+    if latents.ndim != 4 or latents.shape[1] != 1 or linear.weight.dtype is not latents.dtype:
+        return False
+    if rotated.shape[-1] != module.qk_rope_head_dim or linear.weight.device != latents.device:
+        return False
+    if owner not in _linear:
+        _linear[owner] = _is_linear(module, owner, latents)
+    return _linear[owner]
+
+
+def _is_linear(module: Any, owner: Any, like: Any) -> bool:
+    """Whether `expand_kv` of three tokens gives what it is taken for here."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = (2, 1, 3, like.shape[-1]), (2, 1, 3, module.qk_rope_head_dim)
+    latents, rotated = (torch.randn(s, generator=numbers).to(like.device, like.dtype) for s in shapes)
+    with torch.no_grad():
+        of_keys, of_values = _weights(module)
+        expanded = (*shapes[1][:1], _heads(module), *shapes[1][2:])
+        want = torch.cat((latents @ of_keys.mT, rotated.expand(expanded)), -1), latents @ of_values.mT
+        got = _own[owner](module, latents, rotated)
+    near = 8 * torch.finfo(like.dtype).eps
+    pairs = zip(got, want, strict=True)
+    return all(a.shape == b.shape and bool(((a - b).abs() <= near * b.abs().amax()).all()) for a, b in pairs)
+
+
+def _weights(module: Any) -> tuple[Any, Any]:
+    """(heads, width, rank) each: what makes keys of latents, but for their rotated part, and what makes values."""
+    weight = module.kv_b_proj.weight.detach()
+    both = weight.view(_heads(module), -1, weight.shape[1])
+    return both[:, : module.qk_nope_head_dim], both[:, module.qk_nope_head_dim :]
+
+
+def made_of_latents(key: Any) -> bool:
+    """Whether keys are not made yet, and may never be."""
+    return type(key) is StoredTensor and type(key.pair) is Expansion
+
+
+def latents_of(key: Any, value: Any) -> Expansion | None:
+    """The latents that these keys and values are of, if nothing has used or followed them."""
+    if not made_of_latents(key) or type(value) is not StoredTensor or key.pair is not value.pair:
+        return None
+    found: Any = key.pair
+    return found if found._made is None and (key.which, value.which) == (0, 1) else None
+
+
+def attend_latents(query: Any, expansion: Expansion, numbers: Any, request: AttendRequest) -> Any:
+    """Attention to chosen tokens, of whose latents alone rows are gathered: (batch, T, heads, head_dim_v).
+
+    Args:
+        query: (batch, heads, T, head_dim).
+        expansion: the keys and values.
+        numbers: (batch, T, K) of the tokens that each query reads, -1 for none.
+        request: the scale of the scores, and the logits of sinks.
+    """
+    (batch, heads, tokens, width), chosen = query.shape, numbers.shape[-1]
+    of_keys, of_values = _weights(expansion.module)
+    rank, plain = of_keys.shape[2], of_keys.shape[1]
+    asked = torch.cat((query[..., :plain] @ of_keys, query[..., plain:]), -1).transpose(1, 2)
+    if request.scale is None:
+        request = request._replace(scale=width**-0.5)
+    numbers = numbers.sort(-1, descending=True).values  # -1 last, where no row counts
+    counts = (numbers >= 0).sum(-1, dtype=torch.int32)
+    several = max(1, MOST_NUMBERS // (batch * chosen * asked.shape[-1]))
+    found = []
+    for first in range(0, tokens, several):
+        part = numbers[:, first : first + several].clamp(min=0)
+        rows = expansion.rows(part.flatten(1).long()).view(-1, 1, chosen, asked.shape[-1])
+        asking = asked[:, first : first + several].reshape(-1, heads, asked.shape[-1])
+        lengths = counts[:, first : first + several].reshape(-1)
+        caches = ContiguousCaches(rows, None, lengths, head_dim_v=rank)
+        out = contiguous_call("decode_attention", asking, caches, request).attend(asking, impl="auto")
+        found.append(out.view(batch, -1, heads, rank))
+    summed = found[0] if len(found) == 1 else torch.cat(found, 1)
+    return (summed.transpose(1, 2) @ of_values.mT).transpose(1, 2)
