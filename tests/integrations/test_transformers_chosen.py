@@ -455,27 +455,27 @@ def test_memory_of_an_indexer_s_keys():
     keys, rows = IndexerKeys(), torch.randn(2, 600, 3)
     assert keys.rows is None
     with torch.no_grad():
-        first = keys.append(rows[:, :200], None)
+        first = keys.append(rows[:, :200], 256)
         assert torch.equal(first, rows[:, :200])
-        assert keys.append(rows[:, 200:201], None).data_ptr() == first.data_ptr()  # in place
-        assert torch.equal(keys.append(rows[:, 201:600], None), rows)
+        assert keys.append(rows[:, 200:201], 999).data_ptr() == first.data_ptr()  # in place
+        assert torch.equal(keys.append(rows[:, 201:600], 675), rows)
     keys.cut(700)
     keys.cut(300)
     keys.choose(torch.tensor([1, 1, 0]))
     assert torch.equal(keys.rows, rows[[1, 1, 0], :300])
     twin = keys.copied()
     with torch.inference_mode():
-        keys.append(torch.zeros(3, 1, 3), None)
+        keys.append(torch.zeros(3, 1, 3), 300)
     assert twin.length == 300 == keys.length - 1
     with torch.no_grad():
-        assert keys.append(torch.zeros(3, 1, 3, dtype=torch.float64), None).dtype is torch.float64  # as torch.cat
+        assert keys.append(torch.zeros(3, 1, 3, dtype=torch.float64), 400).dtype is torch.float64  # as torch.cat
         keys.cut(0)
         assert keys.append(torch.ones(1, 2, 5), 4).shape == (1, 2, 5)  # of another batch
         assert keys.append(torch.ones(1, 2, 5), 4).shape == (1, 4, 5)
     keys.forget()
     assert keys.rows is None
     graded = torch.ones(1, 2, 3, requires_grad=True)
-    assert not keys.append(graded, None).requires_grad
+    assert not keys.append(graded, 2).requires_grad
 
 
 @pytest.mark.parametrize("indexer_first", [True, False])

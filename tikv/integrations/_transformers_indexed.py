@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tikv.integrations._transformers_layer import FIRST_CAPACITY, TikvLayer
+from tikv.integrations._transformers_layer import TikvLayer
 
 
 class IndexerKeys:
@@ -25,26 +25,23 @@ class IndexerKeys:
         """(batch, tokens, width), where they lie; None before the first."""
         return None if self._memory is None else self._memory[:, : self.length]
 
-    def append(self, new: Any, limit: int | None) -> Any:
-        """Append (batch, T, width) rows; returns all of them. A limit is how many tokens there can be at most."""
+    def append(self, new: Any, room: int) -> Any:
+        """Append (batch, T, width) rows; returns all of them. New memory has room for so many."""
         end = self.length + new.shape[1]
         memory = self._memory
         if memory is None or not self.length or end > memory.shape[1] or new.dtype is not memory.dtype:
-            self._make_room(new, end, limit)
+            self._make_room(new, room)
         with torch.no_grad():
             self._memory[:, self.length : end] = new
         self.length = end
         return self.rows.clone() if torch.is_grad_enabled() else self.rows
 
-    def _make_room(self, new: Any, tokens: int, limit: int | None) -> None:
-        room = FIRST_CAPACITY
-        while room < tokens:
-            room *= 2
+    def _make_room(self, new: Any, room: int) -> None:
         held = self.rows if self.length else new[:, :0]
         batch, _, width = new.shape
         dtype = torch.promote_types(held.dtype, new.dtype)
         with torch.inference_mode(False), torch.no_grad():  # tensors made in that mode cannot be written outside of it
-            memory = torch.empty((batch, limit or room, width), dtype=dtype, device=new.device)
+            memory = torch.empty((batch, room, width), dtype=dtype, device=new.device)
             memory[:, : self.length] = held
         self._memory = memory
 
@@ -103,7 +100,8 @@ class IndexedLayer(TikvLayer):
         self._indexer.cut(self.get_seq_length())
         if self._indexer.length == self.get_seq_length():  # their keys and values are not here yet
             self._refuse_beyond_limit(indexer_key_states.shape[1])
-        return self._indexer.append(indexer_key_states, self.limit)
+        room = self._room_for(self._indexer.length + indexer_key_states.shape[1])
+        return self._indexer.append(indexer_key_states, room)
 
     def update_index(self, idx_k: Any) -> Any:
         """`update_indexer` by the name and in the form of MiniMax M3: (batch, 1, tokens, width)."""
