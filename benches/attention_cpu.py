@@ -3,6 +3,7 @@
     python benches/attention_cpu.py host                         # microseconds a call over tiny caches
     python benches/attention_cpu.py prompts --tokens 64 512      # times torch's speed over 4,096 keys
     python benches/attention_cpu.py chosen                       # 1,024 chosen of 32,768, beside all and beside torch
+    python benches/attention_cpu.py invariant                    # what tikv.init(invariant=True) costs
 
 One thread each, timed by the time that this thread computed, so that other work on the machine counts little.
 """
@@ -131,10 +132,52 @@ def chosen(chosen_tokens, keys, rounds):
                 print(row + ratios, flush=True)
 
 
+def of_invariant(keys):
+    """Calls by what they are, of one token of 8 KV heads and of prompts of 2, over `keys` tokens."""
+    calls = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, "int8"):
+        name = str(dtype).removeprefix("torch.")
+        for group in (1, 4):
+            store = tikv.KVCacheStore(
+                num_layers=1, num_kv_heads=8, head_dim=WIDTH, capacity=keys, dtype=name, head_dim_v=WIDTH
+            )
+            store.append(0, *torch.randn(2, keys, 8, WIDTH))
+            q = torch.randn(1, 8 * group, WIDTH)
+            calls[name, f"one token, group of {group}"] = lambda store=store, q=q: store.attend(0, q)
+        if dtype == "int8":
+            continue
+        pool = tikv.PagedKVCacheStore(
+            num_layers=1, num_kv_heads=8, head_dim=WIDTH, num_blocks=keys // 16, block_size=16, dtype=name
+        )
+        seq = pool.add()
+        pool.append(0, *torch.randn(2, keys, 8, WIDTH), [seq], [0, keys])
+        calls[name, "one token, group of 4, pages of 16"] = lambda pool=pool, q=q, seq=seq: pool.attend(0, q, [seq])
+        k, v = torch.randn(2, 1, 2, keys, WIDTH).to(dtype)
+        for tokens in (16, 512):
+            q = torch.randn(1, 8, tokens, WIDTH).to(dtype)
+            for how in ("taichi", "auto"):
+                what = f"{tokens} tokens of a prompt" + (", beside torch's" if how == "auto" else "")
+                if how == "taichi" or (tokens >= 64 and dtype is not torch.bfloat16):
+                    calls[name, what] = lambda q=q, k=k, v=v, how=how: tikv.decode_attention(q, k, v, keys, impl=how)
+    return calls
+
+
+def invariant(keys, rounds):
+    """Each call in a runtime of its own setting."""
+    found = {}
+    for setting in (False, True):
+        tikv.runtime.ti.reset()
+        tikv.init("cpu", cpu_max_num_threads=1, invariant=setting)
+        found[setting] = best_times(of_invariant(keys), 1, rounds)
+    print("| dtype | call | default, ms | invariant, times that |\n| --- | --- | ---: | ---: |")
+    for (dtype, what), seconds in found[False].items():
+        print(f"| {dtype} | {what} | {seconds * 1e3:.2f} | {found[True][dtype, what] / seconds:.2f} |", flush=True)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["host", "prompts", "chosen"])
+    parser.add_argument("what", choices=["host", "prompts", "chosen", "invariant"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--keys", type=int, help="4,096 of prompts, 32,768 to choose from")
     parser.add_argument("--chosen", type=int, default=1024)
@@ -145,6 +188,8 @@ def main():
     print(f"{environment.line(environment.environment(['cpu']))}\n")
     if given.what == "host":
         host(given.rounds)
+    elif given.what == "invariant":
+        invariant(given.keys or 8192, given.rounds)
     elif given.what == "chosen":
         chosen(given.chosen, given.keys or 32768, given.rounds)
     else:

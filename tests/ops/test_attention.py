@@ -244,7 +244,7 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     query = QueryShape(32, 32, 1, 128, (0, 0, 0))
     options = AttentionOptions(None, True, None, None, None, False)
     monkeypatch.setattr("tikv.ops.attention.splits.launch.multiprocessors", lambda live: 132)
-    gpu = SimpleNamespace(is_cpu=False, is_cuda=True, arch="cuda", threads=1)
+    gpu = SimpleNamespace(is_cpu=False, is_cuda=True, arch="cuda", threads=1, invariant=False)
     even = choose_shares(gpu, query, cache, Lengths(4096), options).splits
     shares = choose_shares(gpu, query, cache, Lengths(7372, 4096), options)
     assert shares.least_share == -(-4096 // even // 16) * 16 == 352
@@ -254,7 +254,7 @@ def test_heads_of_different_lengths_share_out_the_sum_of_their_keys(monkeypatch,
     assert far.splits * far.least_share >= 8192
     near = choose_shares(gpu, query, cache, Lengths(7372, 4096), options._replace(span=64))
     assert near.splits == 1
-    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2)
+    cpu = SimpleNamespace(is_cpu=True, is_cuda=False, arch="cpu", threads=2, invariant=False)
     assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options) == Shares(2, 2)
     assert choose_shares(cpu, query, cache, Lengths(7372, 4096), options._replace(splits=5)) == Shares(5, 2)
 

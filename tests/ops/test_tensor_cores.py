@@ -309,7 +309,7 @@ def given(dtype="float16", q_dtype=None, width=128, width_v=None, group=4, queri
 
 
 CUDA = types.SimpleNamespace(
-    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda"
+    is_cuda=True, is_cpu=False, arch="cuda", index=0, engine=engines.TAICHI, kernel_style="cuda", invariant=False
 )
 
 
@@ -350,6 +350,8 @@ def test_where_there_are_none_todays_kernels_serve_and_the_report_says_why(arch,
     assert "is cpu" in tikv.info()["tensor_cores"]
     quadrants = types.SimpleNamespace(is_cuda=True, engine=engines.QUADRANTS)
     assert "Quadrants takes no bitcode" in launch.why_no_tensor_cores(quadrants)
+    invariant = types.SimpleNamespace(**vars(CUDA) | {"invariant": True})
+    assert "invariant=True" in launch.why_no_tensor_cores(invariant)
     ampere.setattr(driver, "generation", lambda index: 7)
     assert "compute capability 7" in launch.why_no_tensor_cores(CUDA)
     assert tensor_cores.choose_tile(CUDA, *given()) is None

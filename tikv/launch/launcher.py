@@ -127,6 +127,8 @@ def why_no_tensor_cores(live: runtime.Runtime) -> str:
         return f"they are NVIDIA's, and this is {live.arch}"
     if not live.engine.has_bitcode:
         return f"{live.engine.title} takes no bitcode"
+    if live.invariant:
+        return "tikv.init(invariant=True), and the order of their sums follows from the number of queries"
     try:
         generation = driver.generation(live.index)
     except ArchError as error:

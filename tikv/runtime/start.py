@@ -90,6 +90,7 @@ class Runtime(NotCopied):
         config = program.config()
         self.why_arch = f"{self.engine.title} ran already"
         self.debug = bool(config.debug)
+        self.invariant: bool = first is not None and first.invariant  # see `init`
         self.is_cpu = self.arch == "cpu"
         self.is_cuda = self.arch == "cuda"
         self.index = index  # of the GPU, 0 on other archs
@@ -294,7 +295,7 @@ def _auto() -> tuple[list[str], str]:
     }[archs[0]]
 
 
-def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
+def init(arch: str = "auto", engine: str = "auto", invariant: bool | None = None, **options: Any) -> Runtime:
     """Start the engine for this library. Optional: the first operation does it, or attaches to the one you started.
 
     Args:
@@ -305,13 +306,18 @@ def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
         engine: "taichi", or "quadrants", its fork that is maintained. "auto" takes that of the environment variable
             TIKV_ENGINE, else the one that runs or is imported already, else Taichi where it is installed. A process has
             one engine, from its first operation or `init` on.
+        invariant: True: a row of what attention gives has the same bits whatever the batch, the other sequences, pages
+            or contiguous memory, the chunks in which its prompt came, and whether it is of a prompt or of one token.
+            Slower, see the manual on performance; results stay within the same bounds. None: as what runs, or False.
+            ``tikv.info()["invariant"]`` tells.
         **options: passed to `ti.init` or `qd.init` (`debug`, `device_memory_GB`, `cpu_max_num_threads`, ...).
             `debug=True` turns rows that a device-side index would skip into errors.
 
     Raises:
         ArchError: the arch is unknown, or the engine lacks it or cannot start on it; the engine is missing, too old or
             too new, or the process has another one.
-        OptionError: an engine, or an option of it, that is unknown. What ran goes on running.
+        OptionError: an engine, or an option of it, that is unknown; or what runs has another value of ``invariant``.
+            What ran goes on running.
         StaleRuntimeError: this process was forked after the engine had started.
 
     Cost: 0.2 s on CPU, 0.5 to 3 s on a GPU. Ends what the engine ran, with all its memory.
@@ -323,11 +329,13 @@ def init(arch: str = "auto", engine: str = "auto", **options: Any) -> Runtime:
         >>> tikv.init(arch="cpu").arch
         'cpu'
     """
-    return _start(arch, engine, options)
+    return _start(arch, engine, options, invariant)
 
 
-def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
+def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None = None) -> Runtime:
     global _current
+    if invariant is not None and type(invariant) is not bool:
+        raise OptionError(f"init: invariant={invariant!r} is not True, False or None.")
     if arch != "auto" and arch not in ARCHS:
         raise ArchError(f"init: unknown arch {arch!r}. Use 'auto' or one of {', '.join(ARCHS)}.")
     if arch != "auto":
@@ -343,6 +351,14 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
     with _lock:
         if engine.is_left_behind():
             raise StaleRuntimeError(f"init: {_why_forked()}")
+        before = _current.invariant if _current is not None and _current.alive else None
+        if invariant is not None and before is not None and invariant is not before:
+            ti = used.alias
+            raise OptionError(
+                f"init: invariant={invariant}, and what runs has invariant={before}, since it was started without or "
+                f"by another call: results of both would not compare. Call tikv.init(invariant={invariant}) before the "
+                f"first operation, or end what runs, with all its memory, by {ti}.reset() first."
+            )
         reasons = []
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()
         for each in archs:
@@ -356,6 +372,7 @@ def _start(arch: str, name: str, options: dict[str, Any]) -> Runtime:
                 log.warning("nobody has run tikv on %s yet: compare its results with those of the CPU", each)
             _current = Runtime(engine.front())
             _current.why_arch = "; ".join(reasons) or why
+            _current.invariant = bool(before if invariant is None else invariant)
             log.info("started %s on %s (epoch %d)", _current.engine.title, _current.arch, _current.epoch)
             return _current
         raise ArchError(

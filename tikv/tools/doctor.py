@@ -48,7 +48,7 @@ def info() -> dict[str, Any]:
 
     The keys ``arch``, ``device`` and ``memory_bytes`` tell of the running engine, or of what "auto" would start, and
     ``arch_why`` says why; ``engine`` is "taichi", "quadrants", or "none" where none can be had, and ``engine_why`` says
-    why.
+    why. ``invariant`` is what `init` was told.
     ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``warpgroups`` the same of the
     products by which prompts attend on compute capability 9; ``subgroups`` the same of Vulkan and Metal, where
     attention's first call tries them out.
@@ -75,6 +75,7 @@ def info() -> dict[str, Any]:
         "started": live is not None,
         "epoch": live.epoch if live is not None else 0,
         "debug": live.debug if live is not None else False,
+        "invariant": live.invariant if live is not None else False,
         "device": runtime.device_name(arch),
         "memory_bytes": runtime.memory_bytes(arch),
         "vulkan_devices": [{"name": name, "kind": kind} for name, kind in runtime.vulkan_devices()],

@@ -1,7 +1,7 @@
 """Where keys, query rows and results of attention lie."""
 
 from tikv.kernels.attention.parameters import MAX_TOKENS, P, S
-from tikv.kernels.attention.visible import V, make_in_bounds, make_query_bounds
+from tikv.kernels.attention.visible import V, first_position, make_in_bounds, make_query_bounds
 from tikv.kernels.codec import WORD
 from tikv.runtime import ti
 
@@ -49,7 +49,8 @@ def make_find_key(c):
     Its index over what is visible and, as `make_locate` has it, where it lies and how many lie in a row. Where tokens
     are chosen the range is what query t of the sequence chose, `table` is a pair of the table and the chosen tokens,
     and a slot of -1 also stands for none, for a token that there is not, and for one that the query does not see. New
-    tokens of a tree are found whoever sees them.
+    tokens of a tree are found whoever sees them. Under `invariant` the n-th key is that of position n, and a slot of -1
+    also stands for one between the sinks and the first that is seen.
     """
     locate, query_bounds, in_bounds = make_locate(c), make_query_bounds(), make_in_bounds(c)
 
@@ -78,6 +79,14 @@ def make_find_key(c):
             if index >= 0:
                 at = locate(b, h, index, visible, of_blocks, strides, params)
                 found = ti.Vector([at[0], 1, index])
+        elif ti.static(c.invariant):
+            sinks, low = visible[V.sinks], first_position(visible)
+            if n < sinks or n >= low:
+                index = ti.select(n < sinks, n, n - low + sinks)
+                at = locate(b, h, index, visible, table, strides, params)
+                found = ti.Vector([at[0], at[1], index])
+            else:
+                found[1] = low - n
         else:
             at = locate(b, h, n, visible, table, strides, params)
             found = ti.Vector([at[0], at[1], n])

@@ -151,7 +151,7 @@ def make_channel_scores(style, band, c):
 make_channel_scores.fast_math = True
 
 
-def make_channel_scores_cpu(workers, rows, c):
+def make_channel_scores_cpu(workers, rows, most, c):
     """scores(q, codes, numbers, table, out, work, params) on CPU: as `make_channel_scores`.
 
     A task is a group of tokens. A worker first multiplies the rows of a band by the scales. The words of a channel's
@@ -163,6 +163,7 @@ def make_channel_scores_cpu(workers, rows, c):
     Args:
         workers: threads; 1 runs in the calling thread.
         rows: query heads of a KV head times the queries of each.
+        most: of them that are computed together, at most.
         c: `Scored`.
 
     `work` holds `channel_work_floats` for each worker.
@@ -170,12 +171,12 @@ def make_channel_scores_cpu(workers, rows, c):
     row, code, (count, words) = GROUP_FORMATS[c.name], make_code(c.name), unit_of(c.name)
     load_q, value = make_load(c.query, 1, SIZE[c.query] * 8), make_element_to_f32(c.scale)
     units, steps = row.group // count, [1 / step_of_code(c.name, e) for e in range(count)]
-    B = max(n for n in range(1, BAND + 1) if rows % n == 0)
+    B = max(n for n in range(1, most + 1) if rows % n == 0)
     E = max(e for e in range(1, count + 1) if count % e == 0 and (e == 1 or e * B * units <= SUMS))
     Q, CODES, TABLE = element_array(c.query), word_array(32), index_array(c.table)
     SC = ti.types.ndarray(dtype=ELEMENT[c.scale], ndim=1)
     find_group, row_of_queries, width = make_find_group(c), make_row_of_queries(c), c.width
-    uid = zlib.crc32(repr((workers, rows, c)).encode()) >> 1
+    uid = zlib.crc32(repr((workers, rows, most, c)).encode()) >> 1
     iterations, every = (workers * LEAST_ITERATIONS, LEAST_ITERATIONS) if workers > 1 else (1, 1)
 
     @ti.real_func

@@ -18,14 +18,17 @@ from tikv.kernels.attention.addresses import (
     make_score_offset,
     make_slot_offsets,
 )
+from tikv.kernels.attention.cpu_invariant import RowFunctions, make_attend_invariant
 from tikv.kernels.attention.cpu_loops import (
     CHUNK,
     LINE_BYTES,
     ROW,
+    band_of,
     before,
     make_key_loops,
     make_list_keys,
     make_note_key,
+    make_prefetch,
     make_row_loops,
     rows_per_band,
 )
@@ -48,7 +51,7 @@ from tikv.kernels.attention.softmax import exp2, is_masked, make_inverse, make_s
 from tikv.kernels.attention.task import T, make_decode_task
 from tikv.kernels.attention.terms import make_origin, make_slope_of, make_start_state
 from tikv.kernels.attention.tree import make_place_of
-from tikv.kernels.attention.visible import V, make_query_bounds, make_rows_range
+from tikv.kernels.attention.visible import V, first_position, make_query_bounds, make_rows_range
 from tikv.kernels.lanes import LEAST_ITERATIONS
 from tikv.runtime import ti
 
@@ -148,7 +151,7 @@ def make_attend_cpu(workers, parts, c):
     _, V, _, _, VSC, _ = array_types("cpu", c.of_values)
     CHOSEN = index_array(c.chosen)
     uid = zlib.crc32(repr((workers, parts, c)).encode()) >> 1
-    rows = padded_rows(c.rows)
+    rows = -(-c.rows // band_of(c)) * band_of(c)
     worker_memory, attend_task = make_worker_memory(rows, c), make_attend_task(rows, uid, parts, c)
     iterations = workers * LEAST_ITERATIONS if workers > 1 else 1
     every = LEAST_ITERATIONS if workers > 1 else 1
@@ -190,6 +193,17 @@ make_attend_cpu.fast_math = True
 
 def make_attend_task(rows, uid, parts, c):
     """attend_task(number, memory, ...): a task, from its number to its rows of the result."""
+    if c.invariant:
+        plain = c._replace(cache="f32", bits=32, scale="", values=None)
+        row_loops, floats = make_row_loops(plain), number_floats(c.width, c.width_v)
+        ahead = [
+            make_ahead(of, uid, head, w) for of, head, w in ((c, S.k_head, c.width), (c.of_values, S.v_head, c.width_v))
+        ]
+        functions = RowFunctions(
+            make_decode_visible_task(c), make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c),
+            make_softmax(None, row_loops, uid, plain), *ahead, make_take_scores(uid, c),
+        )  # fmt: skip
+        return make_attend_invariant(uid, floats, functions, M, c)
     codes = c.groups if c.values is None else c.of_values.groups and c.cache not in GROUP_FORMATS and c.scale == ""
     if c.rows < NUMBER_ROWS and codes:
         return make_attend_codes(rows, uid, parts, c)
@@ -199,8 +213,8 @@ def make_attend_task(rows, uid, parts, c):
     row_loops = make_row_loops(c)
     start_rows, store_rows = make_start_rows(row_loops, uid, c), make_store_rows(row_loops, uid, parts, c)
     list_chunk = make_list_chunk(keys.list_keys, uid, c)
-    prefetch_k = make_prefetch_heads(keys, uid, S.k_head, c.width)
-    prefetch_v = make_prefetch_heads(keys, uid, S.v_head, c.width_v)
+    prefetch_k = make_prefetch_heads(keys.prefetch, uid, S.k_head, c.width)
+    prefetch_v = make_prefetch_heads(keys.prefetch, uid, S.v_head, c.width_v)
     softmax, bands = make_softmax(keys.load_scales, row_loops, uid, c), rows // rows_per_band(rows)
 
     @ti.func
@@ -378,6 +392,10 @@ def make_decode_visible_task(c):
         visible, task = decode_task(number, lens, strides, params)
         if ti.static(c.chosen == 0):
             seen = rows_range(task[T.row], visible, params)
+            if ti.static(c.invariant):  # by position, from the beginning of a chunk on
+                ahead = first_position(visible) - visible[V.sinks]
+                seen[0] = ti.select(seen[0] > 0, (seen[0] + ahead) // CHUNK * CHUNK, 0)
+                seen[1] = seen[1] + ti.select(seen[1] > visible[V.sinks], ahead, 0)
             task[T.begin] = ti.max(task[T.begin], seen[0])
             task[T.end] = ti.min(task[T.end], seen[1])
         return visible, task
@@ -439,15 +457,30 @@ def make_list_chunk(list_keys, uid, c):
     return list_chunk
 
 
-def make_prefetch_heads(keys, uid, head, width):
+def make_ahead(c, uid, head, width):
+    """`make_prefetch_heads` of K or V; nothing for codes of groups, of which a few bytes are a row."""
+    return make_no_prefetch() if c.groups else make_prefetch_heads(make_prefetch(c), uid, head, width)
+
+
+def make_no_prefetch():
+    """`make_prefetch_heads` where nothing is loaded ahead."""
+
+    @ti.func
+    def no_prefetch(array: ti.template(), lists, first, heads, n, to, work: ti.template(), strides, params):
+        pass
+
+    return no_prefetch
+
+
+def make_prefetch_heads(prefetch, uid, head, width):
     """prefetch_heads(array, lists, ...): load K or V of the listed keys ahead, if that is wanted."""
 
     @ti.func
     def prefetch_heads(array: ti.template(), lists, first, heads, n, to, work: ti.template(), strides, params):
         if params[P.prefetch] == PREFETCH_TOKENS:
-            keys.prefetch(array, work, lists, first, 0, 1, (heads - 1) * strides[head] + width, n, to, uid)
+            prefetch(array, work, lists, first, 0, 1, (heads - 1) * strides[head] + width, n, to, uid)
         elif params[P.prefetch] == PREFETCH_PAGES:
-            keys.prefetch(array, work, lists, first, strides[head], heads, width, n, to, uid)
+            prefetch(array, work, lists, first, strides[head], heads, width, n, to, uid)
 
     return prefetch_heads
 
@@ -508,7 +541,7 @@ def make_softmax(load_scales, row_loops, uid, c):
                 if ti.static(c.row_scale):
                     row_loops.multiply(work, scores, n, memory[M.v_scales], uid)
                 if (
-                    ti.static(not c.of_values.groups) and n % 2 == 1
+                    ti.static(not c.of_values.groups and not c.invariant) and n % 2 == 1
                 ):  # the last key is added twice, by half each: 0 times infinity is NaN
                     last = work[scores + n - 1]
                     half = ti.select(is_masked(last), last, last * 0.5)

@@ -20,12 +20,20 @@ CHUNK = 64  # keys whose scores are held at once
 ROW = CHUNK + 16  # floats between two rows of numbers of a chunk's keys: pairs may write one more
 LINE_BYTES = 64  # of a cache line
 INDICES = 1 << 31  # that 32 bits with a sign have
+BAND = 4  # query rows whose sums are in registers at once, at most
 
 
 def rows_per_band(rows):
     """Query rows whose sums are in registers at once; bands of one width cover all rows."""
-    bands = -(-rows // 4)
+    bands = -(-rows // BAND)
     return -(-rows // bands)
+
+
+def band_of(c):
+    """`rows_per_band` of one set of choices: whatever the rows, where a row has the same bits among any others."""
+    if c.invariant:
+        return min(BAND, 2 * c.group)  # a token of a model without groups has one row: fewer of a band are idle
+    return rows_per_band(c.rows)
 
 
 @ti.func
@@ -137,7 +145,7 @@ def make_dots(c):
     """dots(...): scores of bands of rows with the listed keys, two at a time; some keys of a head, then of the next."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, k_word = make_element_to_f32(c.cache), make_word_offset(*c.k_inner)
-    D, B = c.width, rows_per_band(c.rows)
+    D, B = c.width, band_of(c)
 
     @ti.real_func
     def dots(k: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
@@ -182,7 +190,7 @@ def make_add_values(c):
     """add_values(...): add the values of the listed keys, weighted, to the accumulators, in the order of `dots`."""
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
-    DV, B = c.width_v, rows_per_band(c.rows)
+    DV, B = c.width_v, band_of(c)
 
     @ti.real_func
     def add_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, keys_per_pass: ti.i32,
@@ -213,7 +221,7 @@ def make_add_visible_values(c):
     """
     _, KV, _, _, _, _ = array_types("cpu", c)
     value, v_word = make_element_to_f32(c.cache), make_word_offset(*c.v_inner)
-    DV, B = c.width_v, rows_per_band(c.rows)
+    DV, B = c.width_v, band_of(c)
 
     @ti.real_func
     def add_visible_values(v: KV, work: FLOATS, lists: ti.i32, first: ti.i32, head: ti.i32, n: ti.i32, heads: ti.i32,

@@ -14,6 +14,7 @@ MASKED_BITS = 0xFF7FFFFF
 LOWEST = -3.3e38  # all other logits are above, or -infinity, or NaN
 INFINITY, MINUS_INFINITY, NAN = 0x7F800000, 0xFF800000, 0x7FC00000
 MAX_TOKENS = 1 << 30  # more tokens than a launch can see
+HIDDEN = 0x7FFFFFFF  # the index of a key that is not there
 
 
 class Kept(NamedTuple):
@@ -56,6 +57,7 @@ class Choices(NamedTuple):
     values: Kept | None = None  # None: as K
     chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 where all are
     scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
+    invariant: bool = False  # a row has the same bits whatever else is computed: see `ops.attention.invariance`
 
     @property
     def terms(self) -> bool:
@@ -65,7 +67,7 @@ class Choices(NamedTuple):
     @property
     def gaps(self) -> bool:
         """Whether a key in the range of a task may not be there."""
-        return self.place == "table" or self.chosen > 0
+        return self.place == "table" or self.chosen > 0 or self.invariant
 
     @property
     def of_values(self) -> "Choices":
@@ -160,6 +162,8 @@ class AttentionParams(NamedTuple):
     chosen_head: int = 0
     chosen_query: int = 0
     chosen_first: int = 0
+    split_keys: int = 0  # positions of a split, where splits have one length
+    later: int = 0  # queries of a sequence behind those of this launch, which has some of them
 
 
 class AttentionScalars(NamedTuple):

@@ -126,10 +126,15 @@ def make_attend_block(style, kind, parts, c):
 make_attend_block.fast_math = True
 
 
+def make_attend_block_in_order(style, kind, parts, c):
+    """`make_attend_block` whose sums no compiler puts in another order, for `Choices.invariant`."""
+    return make_attend_block(style, kind, parts, c)
+
+
 def make_attend_task(style, kind, parts, c):
     """attend_task(thread, position, number, ...): a thread's share of a task; all threads of a block call it."""
     shape, group_sum = shape_of(kind, c), make_group_operations(kind).sum
-    decode_task = make_decode_task(style, 1, c)
+    decode_task = make_decode_task(style, BLOCK if c.invariant else 1, c)
     load_queries, load_key = make_load_queries(shape, c), make_load_key(c)
     group_logits, start_state = make_group_logits(shape, kind, c), make_start_state(c)
     cv = c.of_values

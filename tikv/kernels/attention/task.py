@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from tikv.kernels.attention.parameters import P, S
-from tikv.kernels.attention.visible import V, make_visible_range
+from tikv.kernels.attention.visible import V, first_position, make_visible_range
 from tikv.runtime import ti
 
 
@@ -31,9 +31,9 @@ def make_decode_task(style, keys_multiple, c):
     Splits begin at multiples of `keys_multiple` keys; where KV heads have lengths of their own, the last splits of a
     short one may have none. Where tokens are chosen, the keys are those that a query chose. On CPU a task has
     `heads_per_task` KV heads, fewer for the last of a sequence, and one where they differ in length or have pages or
-    chosen tokens of their own.
+    chosen tokens of their own. Under `invariant` keys are counted by position, see `make_fixed_share`.
     """
-    visible_range = make_visible_range(c)
+    visible_range, fixed_share = make_visible_range(c), make_fixed_share(keys_multiple, c)
 
     @ti.func
     def decode_task(number, lens: ti.template(), strides, params):
@@ -56,9 +56,46 @@ def make_decode_task(style, keys_multiple, c):
             share = ti.max(share, (params[P.least_share] + keys_multiple - 1) // keys_multiple * keys_multiple)
         begin = split * share
         end = ti.min(count, begin + share)
+        if ti.static(c.invariant):
+            fixed = fixed_share(split, count, visible, params)
+            begin, end = fixed[0], fixed[1]
         k_first = strides[S.k_first] + b * strides[S.k_sequence] + h * strides[S.k_head]
         v_first = strides[S.v_first] + b * strides[S.v_sequence] + h * strides[S.v_head]
         scale_first = b * strides[S.scale_sequence] + h * strides[S.scale_head]
         return visible, ti.Vector([split, row, b, h, kv_head, begin, end, k_first, v_first, scale_first])
 
     return decode_task
+
+
+def make_fixed_share(keys_multiple, c):
+    """fixed_share(split, count, visible, params) -> (begin, end): the positions of a split, each `split_keys` long.
+
+    Which keys a query's partial results are of, and where the blocks of `keys_multiple` begin, follows from positions
+    alone. A sink logit is a part by itself, the first. Splits that nobody sees between the sinks and the first key
+    behind them are left out. Chosen tokens are counted as they are given.
+    """
+
+    @ti.func
+    def fixed_share(split, count, visible, params):
+        length, number, sinks = params[P.split_keys], split, 0
+        if ti.static(c.sink_logits):
+            number = number - 1
+        low, last = 0, count
+        if ti.static(c.chosen == 0):
+            sinks, low, last = visible[V.sinks], first_position(visible), visible[V.end]
+            if visible[V.recent] <= 0:
+                low, last = sinks, sinks
+        first, of_sinks = low // length, (sinks + length - 1) // length
+        behind = number >= of_sinks
+        if behind:
+            number = number + ti.max(first - of_sinks, 0)
+        begin, end = number * length, ti.min(last, (number + 1) * length)
+        if behind:
+            begin = ti.max(begin, low // keys_multiple * keys_multiple)
+        elif first > number:
+            end = ti.min(end, sinks)
+        if number < 0:
+            begin, end = 0, 0
+        return ti.Vector([begin, end])
+
+    return fixed_share

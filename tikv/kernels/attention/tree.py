@@ -117,7 +117,8 @@ def index_in_tree(index, tree: ti.template(), row, first, words, tokens, new, hi
     back = ti.min(ti.cast(tree[first + j * words], ti.i32) - ti.cast(tree[row], ti.i32), 0)
     found = ti.select(last_sink + back < sinks, last_sink + back, high + back)
     found = ti.select(sees != ti.u32(0), found, MAX_TOKENS)
-    return ti.select(index >= new, found, index)
+    found = ti.select(index >= new, found, index)
+    return ti.select(index > MAX_TOKENS, index, found)  # it is not there
 
 
 def make_index_of(c):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tikv.kernels.attention.parameters import MAX_TOKENS, P, S
+from tikv.kernels.attention.parameters import HIDDEN, MAX_TOKENS, P, S
 from tikv.runtime import ti
 
 
@@ -41,7 +41,7 @@ def make_visible_range(c):
         sinks = ti.cast(params[P.sinks], ti.i64)
         oldest = length + ti.cast(params[P.ahead] - params[P.window], ti.i64)
         if ti.static(c.causal):
-            oldest = oldest - ti.cast(params[P.queries] - 1, ti.i64)
+            oldest = oldest - ti.cast(params[P.queries] - 1 + params[P.later], ti.i64)
         if ti.static(c.place == "ring"):
             oldest = ti.max(oldest, length - ti.cast(params[P.ring], ti.i64))
         low = ti.max(ti.max(sinks, ti.cast(params[P.first_valid], ti.i64)), oldest)
@@ -60,6 +60,12 @@ def make_visible_range(c):
     return visible_range
 
 
+@ti.func
+def first_position(visible):
+    """The position of the first key behind the sinks that some query sees; the end where no query sees any."""
+    return visible[V.end] - ti.max(visible[V.recent], 0)
+
+
 def make_query_bounds():
     """query_bounds(t, visible, params) -> what query t of a sequence sees, by the keys' indices, for `make_in_bounds`.
 
@@ -68,7 +74,8 @@ def make_query_bounds():
 
     @ti.func
     def query_bounds(t, visible, params):
-        back = params[P.queries] - t - params[P.ahead]  # the query stands where the back-th newest key does
+        # The query stands where the back-th newest key does.
+        back = params[P.queries] + params[P.later] - t - params[P.ahead]
         high = visible[V.sinks] + visible[V.recent] - back
         return ti.Vector([high - params[P.window], high, visible[V.sinks], visible[V.end] - back])
 
@@ -82,7 +89,7 @@ def make_rows_range(c):
     @ti.func
     def rows_range(row, visible, params):
         begin, end = 0, visible[V.count]
-        if ti.static(c.masked and not c.tree):
+        if ti.static(c.masked and c.causal and not c.tree):
             last = ti.min(row + c.rows, params[P.queries] * c.group) - 1
             end = ti.max(query_bounds(last // c.group, visible, params)[1] + 1, visible[V.sinks])
             if ti.static(not c.sinks):
@@ -93,12 +100,17 @@ def make_rows_range(c):
 
 
 def make_in_bounds(c):
-    """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0; no branch."""
+    """in_bounds(index, low, high, sinks, last_sink): 1 if the key at this index is visible, else 0; no branch.
+
+    Where queries do not differ in what they see, that is every key which is there.
+    """
 
     @ti.func
     def in_bounds(index, low, high, sinks, last_sink):
         found = ti.select(index <= high, ti.select(index > low, 1, 0), 0)
-        if ti.static(c.sinks):
+        if ti.static(not c.causal):
+            found = ti.select(index < HIDDEN, 1, 0)
+        elif ti.static(c.sinks):
             found = ti.select(index < sinks, ti.select(index <= last_sink, 1, 0), found)
         return found
 

@@ -83,7 +83,7 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
         _, heads, room, width, _ = codes.shape
         batch, group, queries = q.shape[0], q.shape[1] // heads, q.shape[2]
         rows = group * queries
-        band = next(n for n in (4, 2, 1) if rows % n == 0)
+        band = 1 if live.invariant else next(n for n in (4, 2, 1) if rows % n == 0)
         count, _ = unit_of(format.name)
         per_group = 1 if live.is_cpu else (rows // band) * (format.group // count)
         items = batch * heads * groups * per_group
@@ -105,7 +105,9 @@ def _plan(live: runtime.Runtime, operation: str, format: GroupFormat, groups: in
         workers = live.threads if items * rows * format.group * width >= SERIAL_PRODUCTS else 1
         each = kernels.channel_work_floats(width, format.group)
         plan.work = work = new_array((workers * each,), dtypes.float32, live)
-        kernel = launch.kernel(live, kernels.make_channel_scores_cpu, workers, rows, form)
+        kernel = launch.kernel(
+            live, kernels.make_channel_scores_cpu, workers, rows, 1 if live.invariant else kernels.BAND, form
+        )
         return [Launch(kernel.bind(workers, *taken, work, tuple(params._replace(work=each))), taken)]
 
     names = ("q", "K", "the scales of K", "scores", *["block tables"] * paged)

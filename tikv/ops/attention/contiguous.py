@@ -122,8 +122,9 @@ def decode_attention(
         ShapeError, DTypeError, OptionError: the arrays do not fit, int8 has no scales, or ``impl`` is unknown.
 
     Exactness: products and sums are float32, rounded once at the end; the last bits differ between splits and back
-        ends. A NaN in a query, or in a key or value that it sees, shows in everything that depends on it, and other
-        NaNs never do; infinities behave as in a softmax in float32.
+        ends, and with the batch unless ``tikv.init(invariant=True)`` was called. A NaN in a query, or in a key or value
+        that it sees, shows in everything that depends on it, and other NaNs never do; infinities behave as in a softmax
+        in float32.
         CUDA's tensor cores are used if q, K and V are all float16 or all bfloat16 and heads are 64 to 256 wide in steps
         of 32, or keys up to 576 in steps of 64 and values up to 512 in steps of 128. They round weights to that dtype
         before they multiply V, and divide by the sum of the rounded weights, so the result is within 2**-10 or 2**-7

@@ -7,7 +7,7 @@ of each key is one more launch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tikv import dtypes, launch, runtime
@@ -15,6 +15,7 @@ from tikv.arrays import ALIGNMENT, ArrayView, Memory, lasting_memory
 from tikv.launch.cuda import driver
 from tikv.ops import checks
 from tikv.ops.attention.chosen import indices_by_head
+from tikv.ops.attention.invariance import queries_of_launch
 from tikv.ops.attention.options import (
     MOST_ROWS,
     AttentionOptions,
@@ -113,7 +114,9 @@ class AttentionLaunches(Plan):
         self.query, self.cache, self.options = query, cache, options
         self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
-        partials = self.rows * self.splits if self.splits > 1 else 0
+        whole = bool(tree_of(arrays)) or options.dealt != (0, 0) or cache.scored  # which count queries from the first
+        self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
+        partials = query.batch * query.heads * self.of_launch * self.splits if self.splits > 1 else 0
         checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
         partial_bytes = partials * cache.width_v * 4
         own_lse = partial_bytes + partials * 4
@@ -125,17 +128,19 @@ class AttentionLaunches(Plan):
         nbytes = work
         self.heads_per_task, self.keys_per_pass, self.prefetch, self.work_floats = 1, 0, 0, 0
         if live.is_cpu:
-            from tikv.kernels.attention import cpu
+            from tikv.kernels.attention import cpu, cpu_loops
 
             group = query.heads // cache.heads
-            of_task = rows_of_task(query.queries, group, None, cache.most_rows, cache.chosen)
+            of_task = rows_of_task(query.queries, group, None, cache.most_rows, cache.chosen, cache.fixed_rows)
+            if cache.fixed_rows:
+                of_task = -(-of_task // cpu_loops.BAND) * cpu_loops.BAND
             shape = of_task, cache.width, cache.width_v
             by_head = lens_by_head(arrays) or table_by_head(arrays) or indices_by_head(arrays)
             found = choose_heads_per_task(query, cache, shares, by_head)
             self.heads_per_task, self.keys_per_pass, self.prefetch = found
             codes = cache.k.format is not None or cache.v.format is not None
             self.work_floats = cpu.work_floats(*shape, self.heads_per_task, codes)
-            if of_task >= cpu.NUMBER_ROWS or not cache.alike:
+            if cache.fixed_rows or of_task >= cpu.NUMBER_ROWS or not cache.alike:
                 self.work_floats += cpu.number_floats(cache.width, cache.width_v)
             nbytes += shares.workers * self.work_floats * 4
         self.scratch = Scratch(partial_bytes, own_lse, tree, turned, work, nbytes)
@@ -189,7 +194,9 @@ class AttentionLaunches(Plan):
             given_q = arrays["q"]
             arrays["q"] = memory.array(given_q.shape, given_q.dtype, self.scratch.turned)
             found.append(turn_launch(live, self.operation, given_q, arrays["q"], self._seed))
-        style, split, q = live.kernel_style, self.splits > 1, arrays["q"]
+        style, split, q, query = live.kernel_style, self.splits > 1, arrays["q"], self.query
+        make_merge = merge.make_merge_in_order if live.invariant else merge.make_merge
+        by_element = style == "spirv" or (style == "cuda" and live.invariant)
         to = arrays.get("out", q)
         bits = word_bits(arrays["k"], arrays["v"], cache, style)
         for name, of in zip("kv", bits, strict=True):
@@ -207,7 +214,7 @@ class AttentionLaunches(Plan):
         rows = rows_of_task(self.query.queries, choices.group, chosen=cache.chosen)
         # What attention leaves has the terms.
         plain = choices._replace(sink_logits=False, alibi=False, two_sided=False, block=0, tree=False)
-        plain = plain._replace(rows=rows, values=None)
+        plain = plain._replace(rows=rows, values=None, invariant=False, masked=masked(arrays, self.query, self.options))
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
@@ -227,18 +234,52 @@ class AttentionLaunches(Plan):
             style, choices, split or _in_pairs(to, query_shape(to, "out", self.operation))
         )
         kernel = launch.kernel(live, factory, *own_choices, split, choices)
-        items = params.tasks * _threads_of_task(style, cache.tile)
-        used = [*cached, *written, *terms]
-        found.append(Launch(kernel.bind(items, *used, strides, params, scalars, *term_vector), used))
-        if split:
-            items = self.rows * (cache.width_v if style == "spirv" else _threads_of_task(style))
-            serial = self.rows * self.splits * cache.width_v < SERIAL_PRODUCTS
-            kernel = launch.kernel(live, merge.make_merge, style, serial, plain._replace(out=to.dtype.short))
-            merged, numbers = [partials, partial_lse, to, lse], params._replace(tasks=items, out_lse_first=_first(lse))
-            found.append(Launch(kernel.bind(items, *merged, strides, numbers, scalars), merged))
+        used, merged = [*cached, *written, *terms], [partials, partial_lse, to, lse]
+        numbers = params._replace(out_lse_first=_first(lse))
+        for at, some in self._pieces(strides, numbers, split):
+            items = some.tasks * _threads_of_task(style, cache.tile)
+            found.append(Launch(kernel.bind(items, *used, at, some, scalars, *term_vector), used))
+            if split:
+                items = query.batch * query.heads * some.queries
+                serial = items * self.splits * cache.width_v < SERIAL_PRODUCTS
+                items *= cache.width_v if by_element else _threads_of_task(style)
+                merging = launch.kernel(live, make_merge, style, serial, plain._replace(out=to.dtype.short))
+                found.append(Launch(merging.bind(items, *merged, at, some._replace(tasks=items), scalars), merged))
         if self.options.mass:
             found.append(self._mass_launch(arrays, plain, strides, params, lse))
         return found
+
+    def _pieces(self, strides: Any, params: Any, split: bool) -> Iterator[tuple[Any, Any]]:
+        """Strides and numbers of each launch that attends, where one does not have all queries."""
+        queries, most = self.query.queries, self.of_launch
+        if most == queries:
+            yield strides, params
+            return
+        group = self.query.heads // self.cache.heads
+        for begin in range(0, queries, most):
+            end = min(queries, begin + most)
+            row_blocks = -(-(end - begin) * group // self._rows_of_task(group))
+            of_lse = begin * strides.lse_token
+            yield (
+                strides._replace(
+                    q_first=strides.q_first + begin * strides.q_token,
+                    out_first=strides.out_first + begin * strides.out_token,
+                ),
+                params._replace(
+                    tasks=params.tasks // params.row_blocks * row_blocks,
+                    row_blocks=row_blocks,
+                    queries=end - begin,
+                    later=queries - end,
+                    lse_first=params.lse_first + (0 if split else of_lse),
+                    out_lse_first=params.out_lse_first + of_lse,
+                    chosen_first=params.chosen_first + begin * params.chosen_query,
+                ),
+            )
+
+    def _rows_of_task(self, group: int) -> int:
+        """Query rows of a task that attends."""
+        cache = self.cache
+        return rows_of_task(self.query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
 
     def _mass_launch(
         self, arrays: dict[str, ArrayView], choices: Any, strides: Any, params: Any, lse: ArrayView
@@ -296,9 +337,9 @@ class AttentionLaunches(Plan):
             width=cache.width,
             width_v=cache.width_v,
             group=group,
-            rows=rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen),
+            rows=self._rows_of_task(group),
             causal=options.causal,
-            masked=masked(arrays, query, options),
+            masked=self.live.invariant or masked(arrays, query, options),
             softcap=options.softcap is not None,
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
@@ -312,6 +353,7 @@ class AttentionLaunches(Plan):
             values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
             chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,
             scored=cache.scored,
+            invariant=self.live.invariant,
         )
 
     def _strides(self, arrays: dict[str, ArrayView], bits: tuple[int, int]) -> Any:
@@ -345,8 +387,7 @@ class AttentionLaunches(Plan):
         cache, query, options = self.cache, self.query, self.options
         group = query.heads // cache.heads
         rows = group * query.queries
-        of_task = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen)
-        row_blocks = -(-rows // of_task)
+        row_blocks = -(-rows // self._rows_of_task(group))
         return AttentionParams(
             tasks=query.batch * -(-cache.heads // self.heads_per_task) * row_blocks * self.splits,
             splits=self.splits,
@@ -368,6 +409,7 @@ class AttentionLaunches(Plan):
             prefetch=self.prefetch,
             work_floats=self.work_floats,
             least_share=self.shares.least_share,
+            split_keys=self.shares.split_keys,
         )
 
     def _scalars(self) -> tuple[float, ...]:
@@ -401,16 +443,17 @@ class AttentionLaunches(Plan):
                 return hopper.make_attend_hopper, (tile._replace(paired=paired),)
             if tile is not None:
                 return tensor_cores.make_attend_tensor, (tile,)
-            if choices.bits == cuda.WORD_BITS:
+            if choices.bits == cuda.WORD_BITS and not choices.invariant:
                 width = max(self.cache.width, self.cache.width_v)
                 shape = cuda.shape_of(width, choices.unit, choices.rows, cuda.is_long(choices))
                 return cuda.make_attend_lanes, (shape,)
         from tikv.kernels import lanes
-        from tikv.kernels.attention.subgroup import make_attend_block
+        from tikv.kernels.attention.subgroup import make_attend_block, make_attend_block_in_order
 
+        make = make_attend_block_in_order if choices.invariant else make_attend_block
         if style == "cuda":
-            return make_attend_block, (style, lanes.WARP)
-        return make_attend_block, (style, lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP)
+            return make, (style, lanes.WARP)
+        return make, (style, lanes.SINGLE if launch.why_no_subgroups(self.live) else lanes.SUBGROUP)
 
     def _mass_factory(self, style: str, choices: Any) -> tuple[Any, tuple[Any, ...]]:
         """As `_factory`, of the mass."""
@@ -453,7 +496,7 @@ def choose_most_rows(
     from tikv.kernels.groups import UNIT
 
     bits = word_bits(arrays["k"], arrays["v"], cache, style)
-    if bits[0] == cuda.WORD_BITS:
+    if bits[0] == cuda.WORD_BITS and not live.invariant:
         return MOST_ROWS
     unit, parts = 1, {str(name) for name in ("sink_logits", "alibi_slopes") if name in arrays}
     for name, rows, of in zip("kv", (cache.k, cache.v), bits, strict=True):
@@ -463,7 +506,7 @@ def choose_most_rows(
             parts.add("decoded")
     if cache.chosen:
         parts.add("chosen")
-    if masked(arrays, query, options):
+    if live.invariant or masked(arrays, query, options):
         parts |= {"masked", "sinks"} if cache.sinks else {"masked"}
     if tree_of(arrays):
         parts.add("tree")

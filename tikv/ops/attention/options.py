@@ -41,6 +41,7 @@ class CacheLayout(NamedTuple):
     most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
     chosen: bool = False  # whether a query reads some tokens only, so that no other shares its keys
     scored: bool = False  # K holds products of queries and keys; `k.block` is from a query row's to the next one's
+    fixed_rows: int = 0  # query rows of a task for any number of queries; 0 where `most_rows` are shared out
 
     @property
     def alike(self) -> bool:

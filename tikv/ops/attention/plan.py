@@ -16,6 +16,7 @@ from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.chosen import check_chosen, check_indices
 from tikv.ops.attention.hopper import choose_warpgroups
+from tikv.ops.attention.invariance import fixed_rows, refuse_splits
 from tikv.ops.attention.launches import ALL, AttendedTokens, AttentionLaunches, choose_most_rows, length_entries
 from tikv.ops.attention.options import (
     MOST_QUERIES,
@@ -104,18 +105,21 @@ class AttentionPlan(Plan):
         self.options = options
         self.query = query_shape(q, "q", operation)
         check_form(operation, arrays, self.query, cache, batch, options)
+        refuse_splits(live, operation, options)
         check_terms(operation, arrays, self.query, cache, options, live)
         if "indices" in arrays:
             check_indices(operation, arrays, self.query, cache, live)
             cache = cache._replace(chosen=True)
         self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
+        most_rows = choose_most_rows(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
         self.cache = cache._replace(
             k=cache.k.without_owner(),
             v=cache.v.without_owner(),
             tile=warpgroups or self.other_tile,
-            most_rows=choose_most_rows(live, arrays, self.query, cache, options),
+            most_rows=most_rows,
+            fixed_rows=fixed_rows(live, self.query, cache, most_rows),
         )
         self.shape = (*q.shape[:-1], cache.width_v)
         self.lse_shape = q.shape[:-1]
@@ -130,6 +134,7 @@ class AttentionPlan(Plan):
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
         self.by_head = lens_by_head(arrays)
+        self.has_sink_logits = "sink_logits" in arrays
 
     def attend(
         self,
@@ -302,7 +307,8 @@ class AttentionPlan(Plan):
         """How the keys are shared out among so many tokens."""
         known, shares = self.last_shares
         if known != lengths:
-            shares = choose_shares(self.live, self.query, self.cache, lengths, self.options)
+            given = self.live, self.query, self.cache, lengths, self.options
+            shares = choose_shares(*given, sink=self.has_sink_logits)
             if self.options.mass:
                 shares = shares._replace(mass_splits=choose_mass_splits(self.cache, lengths))
             self.last_shares = lengths, shares

@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from tikv import launch, runtime
+from tikv.ops.attention.invariance import SPLIT_KEYS, fixed_splits
 from tikv.ops.attention.options import MOST_ROWS, MOST_SPLITS, AttentionOptions, CacheLayout, QueryShape
 
 LEAST_KEYS = 256  # of a split that nobody asked for
@@ -34,17 +35,28 @@ class Shares(NamedTuple):
     workers: int  # threads on CPU
     least_share: int = 0  # keys of a split at least; those behind the end of a short head have none
     mass_splits: int = 1  # parts in which keys are weighed for their mass
+    split_keys: int = 0  # positions of a split, where all have as many
 
 
 def choose_shares(
-    live: runtime.Runtime, query: QueryShape, cache: CacheLayout, lengths: Lengths, options: AttentionOptions
+    live: runtime.Runtime,
+    query: QueryShape,
+    cache: CacheLayout,
+    lengths: Lengths,
+    options: AttentionOptions,
+    sink: bool = False,
 ) -> Shares:
     """Parts and workers for lengths up to the longest, and as many parts as `options` ask for.
+
+    `sink` is whether there are sink logits.
 
     Heads of different lengths take the time of their sum. On CUDA a task has equally many keys of a short and a long
     head: as many as those of heads that all had the mean. On CPU each worker has its share of every head.
     """
     longest, splits = most_keys(cache, lengths), options.splits
+    if live.invariant:
+        fixed = fixed_splits(live, query, cache, lengths.longest, options, sink)
+        return Shares(fixed, choose_workers(live, query, cache, longest), split_keys=SPLIT_KEYS[live.arch])
     if lengths.mean is None:
         return Shares(splits or choose_splits(live, query, cache, longest), choose_workers(live, query, cache, longest))
     if options.span is not None:
@@ -89,7 +101,7 @@ def choose_splits(live: runtime.Runtime, query: QueryShape, cache: CacheLayout, 
 def tasks_of_split(query: QueryShape, cache: CacheLayout) -> int:
     """Tasks that one part of the keys has, over all sequences and KV heads, a head each."""
     group = query.heads // cache.heads
-    rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen)
+    rows = rows_of_task(query.queries, group, cache.tile, cache.most_rows, cache.chosen, cache.fixed_rows)
     return query.batch * cache.heads * -(-query.queries * group // rows)
 
 
@@ -143,6 +155,8 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     if cache.chosen and not (cache.k.inner[0] or cache.v.inner[0] or cache.k.format):
         side = cpu.PREFETCH_PAGES  # no row follows another
     rows = rows_of_task(query.queries, query.heads // cache.heads, None, cache.most_rows, cache.chosen)
+    if cache.fixed_rows:
+        rows = query.queries * query.heads // cache.heads
     if rows >= cpu.NUMBER_ROWS or not cache.alike:  # each head's keys are made numbers
         return 1, near, side
     if by_head or cache.k.format is not None:  # keys are listed once for all heads of a task, and codes unpacked
@@ -162,14 +176,18 @@ def choose_heads_per_task(query: QueryShape, cache: CacheLayout, shares: Shares,
     return min(most, -(-cache.heads // blocks)), near, side
 
 
-def rows_of_task(queries: int, group: int, tile: Any = None, most: int = MOST_ROWS, chosen: bool = False) -> int:
+def rows_of_task(
+    queries: int, group: int, tile: Any = None, most: int = MOST_ROWS, chosen: bool = False, fixed: int = 0
+) -> int:
     """Query rows that one task computes, of those that share a KV head; by tensor cores those of a `Tile`.
 
     Those of a prompt are 4 or the most whatever its length: a kernel of its own for each would be compiled for seconds.
     Where each query has chosen tokens of its own they are rows of one query, and none is left over.
     """
     if chosen:
-        return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
+        return next(n for n in range(min(group, fixed or most), 0, -1) if group % n == 0)
+    if fixed:
+        return fixed
     rows = queries * group
     if queries > 1:
         return int(tile.rows) if tile is not None else 4 if rows <= 4 else most

@@ -23,6 +23,8 @@ def why_not_torch(
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
+    if live.invariant:
+        return "tikv.init(invariant=True), and the bits of torch's results follow from the batch"
     if live.is_spirv:
         return f"torch has no view of memory on {live.arch}"
     if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
@@ -48,6 +50,8 @@ def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dty
     On CPU prompts, of which torch's take 0.4 to 0.8 of the time. On CUDA what the tensor cores do not serve: their
     kernel returns to the caller ten times as soon.
     """
+    if live.invariant:
+        return False
     if live.is_cpu:
         return queries >= LEAST_QUERIES.get(dtype, queries + 1)
     return cache.tile is None

@@ -67,7 +67,8 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             to = queries.as_read(staged_out)
             to_lse = queries.as_read(staged_lse[0]) if staged_lse else None
             wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
-            if wraps and layer.head_lengths is not None:
+            alone = live.invariant and not tree_of(added)  # what a ring holds, and what is new, are cut by the call
+            if wraps and (alone or layer.head_lengths is not None):
                 call.token_by_token(appends, (k, v), staged_q, to, to_lse)
             elif wraps:
                 call.attend_over_both((k, v), staged_q, to, to_lse)

@@ -1,0 +1,200 @@
+"""``tikv.init(invariant=True)``: the same bits for a row over random cuts of the same work, and values as before."""
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from invariance import invariant, same
+from ops.test_attention import random_rows
+
+import tikv
+from tikv import reference
+from tikv.ops.attention import invariance
+
+KEYS = 128  # of a split, so that short sequences have several
+PAGE = 8
+WIDTH = 64
+
+
+class Work:
+    """Sequences whose every token has a query, some of it computed at a time."""
+
+    def __init__(self, rng, *, dtype="float32", group=2, lens=(300, 150, 41), query_dtype=np.float32, **options):
+        self.rng, self.lens, self.heads, self.group = rng, lens, 2, group
+        shape = (len(lens), self.heads, max(lens), WIDTH)
+        self.k, self.k_scale, self.k_real = random_rows(rng, shape, dtype)
+        self.v, self.v_scale, self.v_real = random_rows(rng, shape, dtype)
+        if dtype != "int8":  # seen by some queries, and not by those before
+            self.v[:, 0, 30, 3], self.v[:, 1, 20, 5] = np.nan, np.inf
+        self.q = rng.standard_normal((len(lens), self.heads * group, max(lens), WIDTH)).astype(query_dtype)
+        self.options = options
+
+    def run(self, arch, seqs, ends, tokens, pages=False, **more):
+        """(out, lse) of the queries of `tokens` tokens before `ends` of some sequences, each (B, Hq, T, ...)."""
+        place = lambda a: oracle.place(np.ascontiguousarray(a), arch)  # noqa: E731
+        q = np.stack([self.q[s, :, e - tokens : e] for s, e in zip(seqs, ends, strict=True)])
+        q = q[:, :, 0] if tokens == 1 and self.rng.integers(2) else q
+        arrays = [self.k, self.v] + [a for a in (self.k_scale, self.v_scale) if a is not None]
+        lens = place(np.array(ends, np.int32))
+        options = {**self.options, **more, "return_lse": True}
+        if (slopes := options.pop("slopes", None)) is not None:
+            options["alibi_slopes"] = place(slopes)
+        if (logits := options.pop("sink_logits", None)) is not None:
+            options["sink_logits"] = place(logits)
+        if pages:
+            table, stored = self.in_pages(arrays, seqs, ends)
+            k, v, *scales = map(place, stored)
+            options.pop("sinks", None)
+            call = lambda **kw: tikv.paged_decode_attention(place(q), k, v, place(table), lens, **options, **kw)  # noqa: E731
+        else:
+            room = max(ends) + int(self.rng.integers(1, 40))
+            stored = []
+            for a in arrays:
+                cache = np.full((len(seqs), self.heads, room, *a.shape[3:]), 77, a.dtype)
+                for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
+                    cache[i, :, :e] = a[s, :, :e]
+                stored.append(cache)
+            k, v, *scales = map(place, stored)
+            call = lambda **kw: tikv.decode_attention(place(q), k, v, lens, **options, **kw)  # noqa: E731
+        out, lse = map(oracle.to_numpy, call(**dict(zip(("k_scale", "v_scale"), scales, strict=False))))
+        return out.reshape(*q.shape[:2], tokens, -1), lse.reshape(*q.shape[:2], tokens)
+
+    def in_pages(self, arrays, seqs, ends):
+        """(block table, pools): the first tokens of sequences in pages of random order."""
+        counts = [-(-e // PAGE) for e in ends]
+        order = iter(self.rng.permutation(sum(counts) + 3))
+        table = np.full((len(seqs), max(counts)), -1, np.int32)
+        pools = [np.full((sum(counts) + 3, PAGE, self.heads, *a.shape[3:]), 77, a.dtype) for a in arrays]
+        for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
+            for n in range(counts[i]):
+                table[i, n] = next(order)
+                first, end = n * PAGE, min(e, (n + 1) * PAGE)
+                for pool, a in zip(pools, arrays, strict=True):
+                    pool[table[i, n], : end - first] = np.moveaxis(a[s, :, first:end], 0, 1)
+        return table, pools
+
+    def whole(self, arch):
+        """(out, lse) of every token of every sequence, from prompts of 64 tokens one sequence at a time."""
+        out = np.zeros((*self.q.shape[:3], WIDTH), self.q.dtype)
+        lse = np.zeros(self.q.shape[:3], np.float32)
+        for s, length in enumerate(self.lens):
+            for first in range(0, length, 64):
+                end = min(length, first + 64)
+                out[s, :, first:end], lse[s, :, first:end] = (a[0] for a in self.run(arch, [s], [end], end - first))
+        return out, lse
+
+    def cut(self):
+        """Random sequences in random order, up to which tokens, and how many of each."""
+        tokens = int(self.rng.choice([1, 1, 2, 5, 33]))
+        seqs = self.rng.permutation(len(self.lens))[: self.rng.integers(1, len(self.lens) + 1)]
+        return seqs, [int(self.rng.integers(tokens, self.lens[s] + 1)) for s in seqs], tokens
+
+    def check(self, arch, cuts, **options):
+        """Fail unless random cuts of the work have the bits of the whole."""
+        out, lse = self.whole(arch)
+        for n in range(cuts):
+            seqs, ends, tokens = self.cut()
+            paged = bool(n % 2) and "sinks" not in self.options
+            got = self.run(arch, seqs, ends, tokens, paged, **options)
+            for i, (s, e) in enumerate(zip(seqs, ends, strict=True)):
+                what = f"sequence {s}, {tokens} tokens before {e}, {'pages' if paged else 'contiguous'}"
+                same((got[0][i], got[1][i]), (out[s, :, e - tokens : e], lse[s, :, e - tokens : e]), what)
+
+
+SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.02], np.float32), np.array([0.5, -1, 3, -np.inf], np.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 1},
+        {"dtype": "float16", "group": 3, "window": 140, "sinks": 3, "query_dtype": np.float16},
+        {"dtype": "float16", "group": 3, "window": 140, "query_dtype": np.float16},
+        {"dtype": "int8", "slopes": SLOPES, "sink_logits": SINKS, "softcap": 20.0},
+        {"dtype": "int8", "sink_logits": SINKS, "window": 30},
+    ],
+    ids=["plain", "window-sinks", "window", "slopes-logits", "logits-window"],
+)
+def test_a_row_has_the_same_bits_however_the_work_is_cut(arch, rng, options):
+    """Batches, neighbours, prompts in chunks or one token at a time, pages in random order, contiguous memory."""
+    work = Work(rng, **options)
+    with invariant(KEYS):
+        work.check(arch, 16)
+
+
+def test_without_it_the_bits_differ_somewhere(arch, rng):
+    """So the comparison can fail."""
+    work = Work(rng, lens=(1100, 300), group=4)
+    with pytest.raises(AssertionError, match="elements differ"):
+        work.check(arch, 40)
+
+
+@pytest.mark.parametrize("options", [{"window": 140, "sinks": 3}, {"softcap": 20.0}, {"causal": False}])
+def test_values_are_those_of_the_oracle(arch, rng, options):
+    work = Work(rng, lens=(300, 41), **options)
+    work.v[~np.isfinite(work.v)] = 1.0
+    with invariant(KEYS):
+        out, lse = work.run(arch, [0, 1], [300, 41], 33)
+    seen = {name: value for name, value in options.items() if name in ("window", "causal")}
+    for b, h, t in itertools.product(range(2), range(4), (0, 7, 32)):
+        at = reference.visible_positions(work.lens[b], t, 33, sinks=options.get("sinks", 0), **seen)
+        q, k, v = work.q[b, h, work.lens[b] - 33 + t], work.k[b, h // 2, at], work.v[b, h // 2, at].astype(np.float64)
+        want = reference.attention(q, k, v, scale=WIDTH**-0.5, softcap=options.get("softcap"))
+        np.testing.assert_allclose(out[b, h, t], want[0], atol=1e-5)
+        np.testing.assert_allclose(lse[b, h, t], want[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_choice_of_all_rows_is_dense_attention(arch, rng, by_head, pages):
+    work = Work(rng, group=3)
+    ends, tokens = [290, 1, 41], 1
+    indices = np.full((3, 1, max(ends) + 5), -1)
+    for row, end in zip(indices, ends, strict=True):
+        row[:, :end] = np.arange(end)
+    if by_head:
+        indices = np.repeat(indices[:, None], 2, 1)
+    with invariant(KEYS):
+        dense = work.run(arch, range(3), ends, tokens, pages)
+        same(work.run(arch, range(3), ends, tokens, pages, indices=oracle.place(indices, arch)), dense)
+
+
+def test_queries_of_several_launches(arch, rng, monkeypatch):
+    """Parts that would take too much memory are merged before the next queries attend."""
+    work = Work(rng, window=200)
+    with invariant(KEYS):
+        out, lse = work.run(arch, [0, 1], [300, 150], 50)
+        monkeypatch.setattr(invariance, "MOST_PARTS", 2 * 4 * 3 * WIDTH * 20)
+        tikv.runtime.current().plans.clear()
+        same(work.run(arch, [0, 1], [300, 150], 50), (out, lse))
+        plans = [p for p in tikv.runtime.current().plans.values() if hasattr(p, "by_split")]
+    assert [found.of_launch for p in plans for found in p.by_split.values()] == [16]
+
+
+@pytest.mark.parametrize(("option", "why"), [({"num_splits": 2}, "num_splits=2"), ({"impl": "torch"}, "follow from")])
+def test_what_has_other_bits_is_refused(arch, rng, option, why):
+    with invariant(), pytest.raises(tikv.OptionError, match=rf"{why}.*|invariant=True"):
+        Work(rng).run(arch, [0], [300], 1, **option)
+
+
+@pytest.mark.archs("cpu")
+def test_it_is_said_at_the_start(python):
+    """One value for what runs: another is refused, with the way out; a start without it keeps what is set."""
+    told = python(
+        "import tikv\n"
+        "print(tikv.info()['invariant'], tikv.init('cpu', invariant=True).invariant, tikv.info()['invariant'])\n"
+        "print(tikv.init('cpu').invariant)\n"
+        "try: tikv.init('cpu', invariant=False)\n"
+        "except tikv.OptionError as error: print(error)\n"
+        "try: tikv.init('cpu', invariant=1)\n"
+        "except tikv.OptionError as error: print(error)\n"
+        "print(tikv.runtime.current().invariant)\n"
+        "tikv.runtime.ti.reset()\n"
+        "print(tikv.init('cpu').invariant)\n"
+    ).stdout.splitlines()
+    assert told[:2] == ["False True True", "True"]
+    assert "invariant=False" in told[2]
+    assert ".reset()" in told[2]
+    assert told[3] == "init: invariant=1 is not True, False or None."
+    assert told[4:] == ["True", "False"]
