@@ -7,10 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from campaign import contiguous, paged
+from campaign import contiguous, paged, summarized
 
+from tikv.stores.layers import contiguous as contiguous_layers
 from tikv.stores.layers.memory import LayerMemory
 from tikv.stores.pools.memory import LayerPools
+from tikv.stores.pools.summaries import LayerPages
 
 RUN = pathlib.Path(__file__).parent / "campaign" / "run.py"
 
@@ -42,6 +44,36 @@ def steps(subject, arch, folder, number):
         made = subject(np.random.default_rng(seed), arch, number, folder)
         for _ in range(100):
             made.step()
+
+
+def sequences(subject, arch, folder, numbers):
+    """Sequences of 12 steps, each on a new store with summaries of pages."""
+    for number in numbers:
+        made = subject(np.random.default_rng([5, number]), arch, number, folder)
+        for _ in range(12):
+            made.step()
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("subject", [summarized.SummarizedStore, summarized.SummarizedPool])
+def test_summaries_of_pages(arch, tmp_path, subject):
+    """A few of the 100,000 sequences of `run.py summaries`, of a form whose kernels other tests have."""
+    sequences(subject, arch, tmp_path, range(0, 48, 12))
+
+
+@pytest.mark.full
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("what", ["a trim", "moved rows", "blocks that moved"])
+def test_a_summary_that_is_left_out_is_noticed(arch, tmp_path, monkeypatch, what):
+    if what == "a trim":
+        monkeypatch.setattr(contiguous_layers, "summarize_last", lambda *_: None)
+    elif what == "moved rows":
+        monkeypatch.setattr(contiguous_layers, "summarize", lambda *_: None)
+    else:
+        monkeypatch.setattr(LayerPages, "summarize_slots", lambda *_: None)
+    subject = summarized.SummarizedPool if what == "blocks that moved" else summarized.SummarizedStore
+    with pytest.raises(AssertionError, match="elements differ"):
+        sequences(subject, arch, tmp_path, range(0, 600, 12))
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from campaign.progress import Progress, Settings  # noqa: E402
 PARTS = {
     "operations": "1,000,000 random calls of stores and functions; all memory compared (on a GPU after a 4th)",
     "compactions": "100,000 random sequences of 12 appends, compactions, trims, reorders, saves and others",
+    "summaries": "100,000 random sequences of 12 appends, trims, forks, attention and others, summaries compared",
     "memory": "1,000,000 appends, trims and resets; the process must not grow",
     "threads": "8 threads on one ring, one store, one pool for 300 seconds (--count: seconds)",
     "files": "3,000 damaged files and 300 crafted ones, whose checksums are right",

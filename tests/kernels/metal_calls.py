@@ -259,6 +259,16 @@ def chosen_tokens(values):
     yield "page_scores", [tikv.page_scores(q, least, greatest, np.array([37]), page=8)]
     for valid in (None, np.array([[700, 3]])):
         yield "select", [tikv.select(values((1, 2, 2, 700), F32), 130, sinks=2, recent=5, valid=valid)]
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8"):
+        store = tikv.KVCacheStore(num_layers=1, num_kv_heads=2, head_dim=32, capacity=16, dtype=dtype, page_summaries=4)
+        for tokens in (9, 1):
+            store.append(0, *(values((tokens, 2, 32), F32) for _ in "kv"))
+        store.trim(3)
+        yield "page_summaries", [a.numpy()[:, :, :2] for a in store.page_summaries(0)]
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=32, num_blocks=4, page_summaries=8)
+    seq = pool.add()
+    pool.append(0, *(values((21, 2, 32), F32) for _ in "kv"), [seq], [0, 21])
+    yield "page_summaries", list(pool.page_summaries(0, [seq]))
     indices = np.array([[[3, 0, 36, -1, 17], [35, 1, 9, 8, 7]]])
     yield "decode_attention", tikv.decode_attention(q, keys, keys, 37, indices=indices, return_mass=True)
 
