@@ -31,27 +31,28 @@ SINKS = 4  # first tokens that are always read
 Choice = tuple[np.ndarray, int]  # tokens (1, H or none, 1, K), and the rows that were read to choose them
 
 
-# --- the ways: which of the keys (1, H, n, D) a query (1, Hq, D) shall read, `count` tokens at most
+# --- the ways: which tokens of a store's layer a query (1, Hq, D) shall read, `count` at most
 
 
-def window(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
+def window(q: np.ndarray, store: tikv.KVCacheStore, layer: int, count: int) -> Choice:
     """The first tokens and the newest, whatever the query: attention sinks and a recent window."""
-    length = keys.shape[2]
+    length = store.held(layer)
     newest = max(SINKS, length - (count - SINKS))
     return np.r_[: min(SINKS, length), newest:length][None, None], 0
 
 
-def quest(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
-    """The pages whose least and greatest keys could score highest."""
-    length = keys.shape[2]
-    least, greatest = tikv.summarize_pages(keys, length, page=PAGE)
+def quest(q: np.ndarray, store: tikv.KVCacheStore, layer: int, count: int) -> Choice:
+    """The pages whose least and greatest keys, which the store keeps, could score highest."""
+    length = store.held(layer)
+    least, greatest = store.page_summaries(layer)
     scores = tikv.page_scores(q, least, greatest, length, page=PAGE)
     chosen = tikv.select(scores, count // PAGE, page=PAGE, sinks=SINKS, recent=1, valid=length)
-    return chosen, 2 * least.shape[1] * least.shape[2]
+    return chosen, 2 * store.num_kv_heads * -(-length // PAGE)
 
 
-def block_mean(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
+def block_mean(q: np.ndarray, store: tikv.KVCacheStore, layer: int, count: int) -> Choice:
     """The pages whose mean key scores highest, as MoBA chooses blocks."""
+    keys = np.asarray(store.tokens(layer)[0])  # a program that is fast keeps the means
     _, heads, length, dim = keys.shape
     starts = np.arange(0, length, PAGE)
     means = np.add.reduceat(keys.astype(np.float32), starts, axis=2) / np.diff(np.r_[starts, length])[:, None]
@@ -60,7 +61,8 @@ def block_mean(q: np.ndarray, keys: np.ndarray, count: int) -> Choice:
     return chosen, heads * len(starts)
 
 
-WAYS: dict[str, Callable[[np.ndarray, np.ndarray, int], Choice]] = {
+Way = Callable[[np.ndarray, tikv.KVCacheStore, int, int], Choice]
+WAYS: dict[str, Way] = {
     "window and sinks": window,
     "block mean": block_mean,
     "quest": quest,
@@ -78,9 +80,10 @@ class Memory:
             capacity=capacity,
             dtype="float16",
             window=model.windows,
+            page_summaries=PAGE,
         )
         self.windows = model.windows
-        self.way: Callable[[np.ndarray, np.ndarray, int], Choice] | None = None
+        self.way: Way | None = None
         self.count = 0
         self.rows_read = 0  # of one head: keys, values, and summaries
 
@@ -89,8 +92,7 @@ class Memory:
         heads = self.store.num_kv_heads
         if len(q) == 1 and self.way is not None and self.windows[layer] is None:
             self.store.append(layer, k, v)
-            keys = np.asarray(self.store.tokens(layer)[0])  # a program that is fast keeps summaries instead
-            indices, summaries = self.way(q, keys, self.count)
+            indices, summaries = self.way(q, self.store, layer, self.count)
             chosen = int((indices >= 0).sum()) * (1 if indices.ndim == 4 else heads)
             self.rows_read += 2 * chosen + summaries
             return self.store.attend(layer, q, indices=indices)
