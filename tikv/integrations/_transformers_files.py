@@ -15,6 +15,7 @@ import torch
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
 from tikv.integrations import _transformers_shim as shim
+from tikv.integrations._transformers_groups import GroupsLayer
 from tikv.integrations._transformers_host import HostLayer
 from tikv.integrations._transformers_layer import TikvLayer
 from tikv.integrations._transformers_ring import SlidingRing
@@ -73,6 +74,11 @@ def _metadata_of(layer: Any, index: int, operation: str) -> dict[str, Any] | Non
         raise OptionError(
             f"{operation}: layer {index} keeps {beside}, not saved. Keep the cache by copy.deepcopy(), or read the "
             f"prompt again."
+        )
+    if isinstance(layer, GroupsLayer):
+        raise OptionError(
+            f"{operation}: layer {index} has groups along tokens, which are not saved. Keep the cache by "
+            f"copy.deepcopy(), or read the prompt again."
         )
     if isinstance(layer, SlidingRing):
         layer._put_in_order()

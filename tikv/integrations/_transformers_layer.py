@@ -56,6 +56,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """
 
     is_croppable = True
+    attend_stored: Any = None  # attention of a decoded token, where only the layer can read its memory
     supports_early_init = True
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
@@ -276,7 +277,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Take on the form of another model or batch when empty; refuse it when not."""
         store = self.store
         assert store is not None
-        form = (*self._k.shape[:2], "n", self.head_dim), (*self._v.shape[:2], "n", self._v_width)
+        lead = self.batch_size, self.num_heads
+        form = (*lead, "n", self.head_dim), (*lead, "n", self._v_width)
         given = (
             (*key_states.shape[:2], "n", key_states.shape[-1]),
             (*value_states.shape[:2], "n", value_states.shape[-1]),
@@ -301,6 +303,11 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return k, v
         k, v = self._slices(first, end)
         return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
+
+    def _is_memory(self, tensor: Any) -> bool:
+        """Whether a tensor lies in the memory of keys or of values."""
+        found = tensor.untyped_storage().data_ptr()
+        return found in (self._k.untyped_storage().data_ptr(), self._v.untyped_storage().data_ptr())
 
     def _slices(self, first: int, end: int) -> tuple[Any, Any]:
         """Slots first..end where they lie."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tikv import dtypes, engines, runtime
 from tikv.dtypes import APPENDED, DType
 from tikv.errors import ArchError, DTypeError
-from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, parse_format
+from tikv.formats import GROUP_FORMATS, OR_FORMATS, GroupFormat, Quant, parse_format
 from tikv.stores.row_format import appended, check_divided, values_of
 
 OPERATION = "TikvCache"
@@ -21,6 +21,7 @@ class Storage(NamedTuple):
     v: DType | GroupFormat | None
     k_scale: Any = None
     v_scale: Any = None
+    quant: Quant | None = None  # of keys by channel over groups of tokens
 
 
 def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: Any = None) -> Storage:
@@ -30,12 +31,13 @@ def storage_of(dtype: Any, v_dtype: Any = None, k_scale: Any = None, v_scale: An
         DTypeError: nothing is stored in one of the dtypes.
         OptionError: a scale of what is not stored in floats of 8 bits.
     """
-    k = _stored_as(dtype, "dtype")
+    quant = dtype if isinstance(dtype, Quant) and dtype.axis == "tokens" else None
+    k = _stored_as(dtype, "dtype") if quant is None else quant.by_tokens
     v = k if v_dtype is None else _stored_as(v_dtype, "v_dtype")
     if isinstance(v, GroupFormat):
         v = values_of(v, v_dtype, OPERATION)
     check_divided((k, v), (k_scale, v_scale), OPERATION)
-    return Storage(k, v, k_scale, v_scale)
+    return Storage(k, v, k_scale, v_scale, quant)
 
 
 def _stored_as(dtype: Any, name: str) -> DType | GroupFormat | None:
@@ -69,7 +71,7 @@ def check_storage(name: str, storage: Storage, keys: Any, values: Any) -> None:
                 f"{name}: {what} of {model.name} are not stored as {stored}. Use dtype=None, or one of "
                 f"{', '.join(fit)}."
             )
-        if isinstance(stored, GroupFormat):
+        if isinstance(stored, GroupFormat) and not (stored is storage.k and storage.quant and what == "keys"):
             stored.groups(states.shape[3], f"a head of {what}", name)
 
 

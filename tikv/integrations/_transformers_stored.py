@@ -28,15 +28,20 @@ class Pair:
     def numbers(self) -> tuple[Any, Any]:
         """Both, decoded, in memory of their own."""
         if self._layer is not None:
-            memory = [a.untyped_storage().data_ptr() for a in (self._layer._k, self._layer._v)]
             with torch.no_grad():
-                both = [
-                    a.clone() if a.untyped_storage().data_ptr() in memory else a
-                    for a in self._layer._read(self.first, self.end)
-                ]
+                found = self._layer._read(self.first, self.end)
+                both = [a.clone() if self._layer._is_memory(a) else a for a in found]
             self._numbers = both[0].contiguous(), both[1].contiguous()
             self._layer = None
         return self._numbers
+
+    def attend(self, query: Any, request: AttendRequest) -> Any:
+        """Attention of (batch, heads, 1, head_dim) queries by the layer itself; None where others read its memory.
+
+        None too once they were decoded, and of chosen keys, which no such layer reads.
+        """
+        own = None if self._layer is None or request.indices is not None else self._layer.attend_stored
+        return None if own is None else own(self.first, query, request)
 
     def stored(self) -> Any:
         """(keys, values, scales of keys, scales of values, formats) as they lie there.
@@ -117,20 +122,29 @@ def decoded(tensor: Any) -> Any:
     return tensor.numbers() if type(tensor) is StoredTensor else tensor
 
 
-def stored_pair(keys: Any, values: Any) -> Any:
-    """`Pair.stored`, if these are what one `update` returned and nothing has used or followed it; else None."""
+def pair_of(keys: Any, values: Any) -> Pair | None:
+    """What one `update` returned, if these are it and nothing has followed it; else None."""
     if type(keys) is not StoredTensor or type(values) is not StoredTensor:
         return None
-    return keys.pair.stored() if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
+    return keys.pair if keys.pair is values.pair and (keys.which, values.which) == (0, 1) else None
+
+
+def stored_pair(keys: Any, values: Any) -> Any:
+    """`Pair.stored`, if these are what one `update` returned and nothing has used or followed it; else None."""
+    pair = pair_of(keys, values)
+    return None if pair is None else pair.stored()
 
 
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
     """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, by what is stored of them."""
+    query, pair = _in_rows(query), pair_of(key, value)
+    found = None if pair is None else pair.attend(query, request)
+    if found is not None:
+        return found
     (batch, _, _, _), held = query.shape, key.shape[2]
     lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
     stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
     keys, values, k_scale, v_scale, formats = stored
-    query = _in_rows(query)
     caches = ContiguousCaches(keys, values, lengths, k_scale, v_scale, formats=formats)
     return contiguous_call("decode_attention", query, caches, request).attend(query, impl="auto")
 

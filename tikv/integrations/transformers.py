@@ -31,6 +31,7 @@ from tikv.integrations import _transformers_files as cache_files
 from tikv.integrations import _transformers_shim as shim
 from tikv.integrations._transformers_attention import ATTENTION
 from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
+from tikv.integrations._transformers_groups import GroupsLayer
 from tikv.integrations._transformers_host import HostLayer
 from tikv.integrations._transformers_indexed import IndexedLayer
 from tikv.integrations._transformers_keywords import check_configured
@@ -120,6 +121,28 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
     return kinds
 
 
+def _check_groups(kinds: list[shim.LayerKind], window: Any, place: Any, crossed: bool) -> None:
+    """Refuse groups along tokens where a layer is of a kind that does not keep them.
+
+    Raises:
+        OptionError: by the name of what it is.
+    """
+    why = ""
+    if window is not None:
+        why = f"window={window} overwrites single tokens, and a group leaves as a whole"
+    elif place == "host":
+        why = "place='host' is of layers that share no scales between tokens"
+    elif crossed:
+        why = "its decoder may have an encoder"
+    else:
+        beside = [
+            i for i, kind in enumerate(kinds) if kind.indexed or (kind.state is not None and kind.kind != "state")
+        ]
+        why = f"layer {beside[0]} keeps something beside keys and values" if beside else ""
+    if why:
+        raise OptionError(f"{OPERATION}: dtype=Quant(axis='tokens') is not offered: {why}. Use axis='head_dim'.")
+
+
 def _shelf(place: Any, resident_layers: Any, kinds: list[shim.LayerKind], window: Any, crossed: bool) -> Shelf | None:
     """Where layers in the host's memory have their copies; None where all layers lie on the device.
 
@@ -152,6 +175,8 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
     """The layer of a cache for what a layer of the model caches; `crossed`: its decoder may have an encoder."""
     if kind.kind == "none":
         return shim.layer_without_keys()
+    if storage.quant is not None and kind.kind != "state":
+        return GroupsLayer(index, kind.window, limit, storage, text)
     if kind.state is None and not kind.indexed:
         made: Any = TikvLayer
         if kind.window is not None:
@@ -183,6 +208,8 @@ def _why_not_compiled(layers: list[Any], text: Any, crossed: bool) -> str:
         return "its decoder may have an encoder"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "attention_chunk_size", None):
         return "a layer attends in chunks"
+    if any(isinstance(layer, GroupsLayer) for layer in layers):
+        return "keys are groups along tokens, and the host counts which of them become codes"
     for layer in layers:
         if type(layer) not in (TikvLayer, SlidingRing, StreamingLayer) and type(layer).__name__ != "DummyLayer":
             return "a layer keeps something beside keys and values"
@@ -206,7 +233,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         dtype: what is stored: None for the model's dtype; "float16" or "bfloat16" of a float32 model; "float8_e4m3fn"
             or "float8_e5m2", saturating; "int8", with a scale per token and head; a `tikv.Quant`, "q8_0", "q4_0",
             "mxfp8", "mxfp4" or "nvfp4", whose groups divide the heads. What is stored narrower is widened for each
-            read.
+            read. Of `tikv.Quant(axis="tokens", residual=)` keys are quantised by channel, once they are older than the
+            newest ``residual``; `crop` returns to those, or to a multiple of the group. Such steps are not compiled.
         v_dtype: what values are stored in, if that differs from keys; as ``dtype``.
         k_scale, v_scale: scales of 8-bit floats: one number, or one for each KV head of every layer, as in
             `tikv.KVCacheStore`.
@@ -306,6 +334,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
         streamed, sinks = _streamed(window, sinks, max_cache_len, kinds)
         flags = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
         crossed = any(getattr(part, flag, False) for part in (config, text) for flag in flags)
+        if storage.quant is not None:
+            _check_groups(kinds, window, place, crossed)
         shelf = self._shelf = _shelf(place, resident_layers, kinds, window, crossed)
         layers = [
             _streaming_layer(i, kind, streamed, sinks, storage, named, crossed)

@@ -62,7 +62,7 @@ class ChannelCodes:
 
     Attributes:
         tokens: how many became codes, those included that were overwritten since.
-        first: how many of those are gone, whole groups.
+        dropped: how many of the first were let go of, whole groups, where slots do not go round.
 
     Raises:
         CapacityError: an array is larger than a launch on this arch can address.
@@ -80,7 +80,7 @@ class ChannelCodes:
     ) -> None:
         self.runtime, self.form, self.format, self.rings = live, form, form.keys, rings
         self.heads, self.width = form.heads, form.width
-        self.tokens, self.scratch, self.on_host = 0, scratch, on_host
+        self.tokens, self.dropped, self.scratch, self.on_host = 0, 0, scratch, on_host
         self._turned: Any = None
         self.hold(self.like(batch, room))
 
@@ -91,17 +91,17 @@ class ChannelCodes:
 
     @property
     def first(self) -> int:
-        """Of the tokens that became codes, how many were overwritten."""
-        return max(0, self.tokens - self.room) if self.rings else 0
+        """Of the tokens that became codes, how many were overwritten or let go of."""
+        return max(0, self.tokens - self.room) if self.rings else self.dropped
 
     @property
     def slots(self) -> int:
         """Slots of tokens that were ever written, from the first on."""
-        return min(self.tokens, self.room)
+        return min(self.tokens - self.dropped, self.room)
 
     def encode(self, operation: str, layer: Layer) -> None:
         """Quantise the next group of tokens, whose rows the layer's ring has, in three launches."""
-        group, at, live = self.format.group, self.tokens % self.room, self.runtime
+        group, at, live = self.format.group, (self.tokens - self.dropped) % self.room, self.runtime
         of_ring: dict[str, Any] = {
             "src_place": RING,
             "src_position": layer.slot_of(layer.sinks + self.tokens),
@@ -147,7 +147,7 @@ class ChannelCodes:
         live, group = self.runtime, self.format.group
         at, end = first // group * group, self.tokens
         while at < end:  # as far as slots follow one another
-            slot = at % self.room
+            slot = (at - self.dropped) % self.room
             count = min(end - at, self.room - slot)
             skip = max(0, first - at)
             shape, to = (self.batch, self.heads, count - skip), max(0, at - first)
@@ -191,7 +191,7 @@ class ChannelCodes:
         plan = scored_plan(live, operation, arrays, values, scores)
         part = self.scratch.array("of codes", (*q.shape[:3], values.width))
         lse = self.scratch.array("sums of codes", q.shape[:3])
-        attended = AttendedTokens(self.tokens, oldest, ahead)
+        attended = AttendedTokens(self.tokens - self.dropped, oldest - self.dropped, ahead)
         plan.attend(None, arrays, attended, Results(part, True, lse, is_partial=True, is_new=True))
         return part, lse
 
@@ -200,6 +200,14 @@ class ChannelCodes:
         index, made = to_device(sequences, self.runtime), self.like(len(sequences))
         for (a, slots), to in zip(self.filled, made, strict=True):
             memory.move_slots(_of_slots(a), _of_slots(to), slots, index)
+        return made
+
+    def moved(self, room: int, drop: int, memory: LayerMemory) -> list[ArrayView]:
+        """What is held without the `drop` oldest tokens, whole groups, in new memory for `room`; `hold` takes it."""
+        made = self.like(self.batch, room)
+        for (a, slots), (_, _, tokens), to in zip(self.filled, self.form.arrays().values(), made, strict=True):
+            rows, gone = _of_slots(a), drop // tokens
+            memory.move_slots(rows.part(2, gone, rows.shape[2]), _of_slots(to), slots - gone)
         return made
 
     def like(self, batch: int, room: int | None = None) -> list[ArrayView]:

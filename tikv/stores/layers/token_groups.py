@@ -18,6 +18,7 @@ import numpy as np
 
 from tikv import runtime
 from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
+from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
 from tikv.ops.attention.launches import AttendedTokens
@@ -153,15 +154,17 @@ class TokenGroupLayers(LayerStorage):
         """As `LayerStorage.tokens`; keys are float32."""
         return self.tokens_from(operation, layer, 0)
 
-    def tokens_from(self, operation: str, layer: int, first: int) -> tuple[CacheArray, CacheArray]:
-        """What a layer holds from a position on, in temporal order, as a copy."""
+    def tokens_from(
+        self, operation: str, layer: int, first: int, dtype: DType | None = None
+    ) -> tuple[CacheArray, CacheArray]:
+        """What a layer holds from a position on, in temporal order, as a copy of a dtype, or that of `tokens`."""
         counts, ring, codes, live = self.counts[layer], self.newest.counts[layer], self.codes[layer], self.runtime
         fixed = max(0, min(counts.length, ring.sinks) - first)
         start = max(counts.valid_from, ring.sinks, first)  # of what goes round
         plain = max(start, ring.sinks + codes.tokens)
         count = fixed + max(0, counts.length - start)
         lead = self.batch_size, self.config.num_kv_heads
-        out = [new_array((*lead, count, row.width), row.read_dtype, live) for row in self.rows.both]
+        out = [new_array((*lead, count, row.width), dtype or row.read_dtype, live) for row in self.rows.both]
         behind = [a.part(2, fixed, count) for a in out]
         if plain > start:
             codes.decode(operation, behind[0], behind[1], start - ring.sinks)
@@ -183,6 +186,10 @@ class TokenGroupLayers(LayerStorage):
                 a token that was overwritten.
             OptionError: slopes, mass, ``seq_lens`` or torch's attention.
         """
+        return self.attend_since(operation, layer, q, request, self.counts[layer].valid_from)
+
+    def attend_since(self, operation: str, layer: int, q: Any, request: AttendRequest, since: int) -> Any:
+        """`attend` over the tokens from position `since` on, which are held."""
         ring, heads, live = self.newest.counts[layer], self.config.num_kv_heads, self.runtime
         self._refuse_options(operation, request)
         request.check_choices(operation, ("auto", "taichi"))
@@ -203,7 +210,7 @@ class TokenGroupLayers(LayerStorage):
         result, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
         to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
-        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), self.counts[layer].valid_from)
+        self._attend(operation, layer, several, scores, terms, Results(to, True, to_lse), since)
         return results_of(result, lse if request.return_lse else None, None)
 
     def _refuse_options(self, operation: str, request: AttendRequest) -> None:
@@ -284,6 +291,17 @@ class TokenGroupLayers(LayerStorage):
         if n == length:
             self.reset()
             return
+        self.refuse_trim(operation, n, length)
+        for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
+            left = min(counts.length, length - n)
+            if left == counts.length:
+                continue
+            codes.tokens = min(codes.tokens, max(0, left - ring.sinks))
+            for each in (counts, ring):
+                each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
+
+    def refuse_trim(self, operation: str, n: int, length: int) -> None:
+        """Raise PositionError where layers, of which the longest has `length` tokens, cannot drop the `n` newest."""
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
             left, coded = min(counts.length, length - n), ring.sinks + codes.tokens if codes.tokens else 0
             counts.refuse_trim(operation, n, length)
@@ -293,18 +311,11 @@ class TokenGroupLayers(LayerStorage):
                     f"groups, quantised once. Drop at most {length - coded}, "
                     f"{length - left + (left - ring.sinks) % self.quant.group} for whole groups, or reset()."
                 )
-        for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left = min(counts.length, length - n)
-            if left == counts.length:
-                continue
-            codes.tokens = min(codes.tokens, max(0, left - ring.sinks))
-            for each in (counts, ring):
-                each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
 
     def reset(self) -> None:
         self.newest.reset()
         for counts, codes in zip(self.counts, self.codes, strict=True):
-            counts.length = counts.newest = counts.valid_from = codes.tokens = 0
+            counts.length = counts.newest = counts.valid_from = codes.tokens = codes.dropped = 0
 
     @uninterrupted
     def reorder(self, operation: str, index: Any) -> None:
@@ -347,7 +358,7 @@ class TokenGroupLayers(LayerStorage):
         for layer, codes, (length, _), (coded, _) in zip(
             self.counts, self.codes, captured.counts, captured.codes, strict=True
         ):
-            if not layer.ring and (length > layer.slots or coded > codes.room):
+            if not layer.ring and (length > layer.slots or coded - codes.dropped > codes.room):
                 raise CapacityError(
                     f"{operation}: the snapshot has {length} tokens, and there is room for {layer.slots}. Restore it "
                     f"into a store of that capacity or more."

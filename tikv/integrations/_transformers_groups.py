@@ -1,0 +1,75 @@
+"""Layers of a `TikvCache` whose keys are quantised by channel over groups of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tikv import dtypes
+from tikv.errors import OptionError
+from tikv.integrations._transformers_layer import TikvLayer
+from tikv.ops.attention.request import AttendRequest
+from tikv.stores.layers.growing_groups import GrowingGroups
+
+
+class GroupsLayer(TikvLayer):
+    """`TikvLayer` of a cache with ``dtype=tikv.Quant(axis="tokens")``: older keys are codes, the newest as they came.
+
+    What several tokens see is what is stored once they were appended, as with any format; a decoded token reads it
+    where it lies, by `attend_stored`, if attention is "tikv". A full and a sliding layer are alike: a window lets go of
+    whole groups.
+    """
+
+    def _new_store(self, **form: Any) -> Any:
+        for name in ("k_scale", "v_scale", "dtype"):
+            form.pop(name)
+        form["v_dtype"] = None if self.storage.v is None or self.storage.v is self.storage.k else self.storage.v
+        quant: Any = self.storage.quant
+        return GrowingGroups(quant=quant, row_dtype=dtypes.parse(self.dtype, self._name), **form)
+
+    def _attach(self) -> None:
+        """Take over what follows from the memory and its room; others read none of it."""
+        store: Any = self._store
+        usual = self._usual_room()
+        self.has_prompt_room = usual is not None and store.capacity > usual
+        self._counted = None
+        self.batch_size, self.num_heads = store.batch_size, store._layers.config.num_kv_heads
+        self.max_batch_size = self.batch_size
+        self.head_dim, self._v_width = store.rows.widths
+        self._k = self._v = None
+        self._scales: list[Any] = []
+        self._as_stored = self._whole = False
+        self._bound = self._bound_of(store)
+
+    def _is_memory(self, tensor: Any) -> bool:
+        return False
+
+    def _read(self, first: int, end: int) -> tuple[Any, Any]:
+        store: Any = self.store
+        k, v = (a.torch() for a in store.decoded(first, dtypes.parse(self.dtype, self._name)))
+        return k, v
+
+    def _stored(self, first: int, end: int) -> Any:
+        return None  # as others read it
+
+    def attend_stored(self, first: int, query: Any, request: AttendRequest) -> Any:
+        """Attention of the newest token's queries over the tokens held from slot `first` on, where they lie."""
+        store: Any = self.store
+        return store.attend(query, request, first)
+
+    def _cropped_to(self, tokens_to_remove: int) -> int:
+        target = super()._cropped_to(tokens_to_remove)
+        store: Any = self.store
+        if store is not None:
+            store.refuse_trim(self.get_seq_length() - target)
+        return target
+
+    def compact(self, keep: Any) -> None:
+        """Not offered.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"{self._name}: compact() would separate keys that share scales. Use Quant(axis='head_dim'), or set keys "
+            f"and values."
+        )

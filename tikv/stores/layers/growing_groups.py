@@ -1,0 +1,239 @@
+"""`GrowingGroups`: one layer of groups along tokens, with room that changes, for `TikvCache`.
+
+What `GrowingLayer` is of rows. Of a window that moves on the oldest groups are let go of, each as a whole, so that a
+few tokens more may be held than were asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tikv import runtime
+from tikv.arrays import CacheArray, runtime_of, view_all
+from tikv.dtypes import DType
+from tikv.errors import PositionError
+from tikv.formats import Quant
+from tikv.ops import checks
+from tikv.ops.attention.request import AttendRequest
+from tikv.runtime import require_alive
+from tikv.stores.layers.append import ROWS
+from tikv.stores.layers.channel_codes import ChannelCodes
+from tikv.stores.layers.growing import AppendAlike
+from tikv.stores.layers.storage import StoreConfig
+from tikv.stores.layers.token_group_form import room_of
+from tikv.stores.layers.token_groups import TokenGroupLayers
+from tikv.stores.picture import counted, size_in_words
+
+
+class GrowingGroups(runtime.NotCopied):
+    """Keys by channel and values of one layer without a window, head-major; see the module.
+
+    Args:
+        quant: of the keys, along tokens.
+        row_dtype: of the newest keys, and of the newest values where these become codes.
+        num_kv_heads, head_dim, head_dim_v, capacity, batch_size, v_dtype: as of `KVCacheStore`.
+
+    Attributes:
+        rows: how keys and values are stored.
+        capacity: tokens that there is room for as `make_room` was asked; there may be for a few more.
+        origin: position of the oldest token that is held; `end` is that of the next token.
+
+    Arguments, what is raised and exactness are as of `KVCacheStore`; making room keeps every bit.
+    """
+
+    instead = "Use copy.deepcopy()."
+    on_host = plain = False  # as `GrowingLayer` has them
+    whole_from = 0
+
+    def __init__(
+        self,
+        *,
+        quant: Quant,
+        row_dtype: Any,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None,
+        capacity: int,
+        batch_size: int,
+        v_dtype: Any = None,
+    ) -> None:
+        self.runtime = runtime_of()
+        config = StoreConfig.checked(
+            "GrowingGroups", num_layers=1, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=quant, v_dtype=v_dtype,
+        )  # fmt: skip
+        self.row_dtype, self.capacity = row_dtype, capacity
+        self._layers = TokenGroupLayers(self.runtime, config, row_dtype)
+        self._before = 0  # tokens before the first that was ever appended here
+        self.rows = self._layers.rows
+        self.dtype, self.v_dtype = self.rows.k.dtype, self.rows.v.dtype
+
+    @property
+    def _codes(self) -> ChannelCodes:
+        return self._layers.codes[0]
+
+    @property
+    def quantised(self) -> int:
+        """Tokens held that are codes, the oldest."""
+        return self._codes.tokens - self._codes.dropped
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._layers.counts[0].length - self._codes.dropped
+
+    @property
+    def end(self) -> int:
+        """Position of the next token."""
+        return self._before + self._layers.counts[0].length
+
+    @property
+    def origin(self) -> int:
+        """Position of the oldest token that is held."""
+        return self._before + self._codes.dropped
+
+    @origin.setter
+    def origin(self, origin: int) -> None:
+        self._before = origin - self._codes.dropped
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences now."""
+        return self._layers.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, biases and the newest tokens, filled or not."""
+        return self._layers.nbytes
+
+    @property
+    def append_alike(self) -> AppendAlike:
+        """As of `GrowingLayer`; it takes nothing, since an append may have to quantise a group first."""
+        return _takes_nothing
+
+    def append(self, k: Any, v: Any) -> None:
+        """Append (batch, H, T, D) tokens."""
+        operation = "TikvCache.update"
+        require_alive(self.runtime, operation)
+        with self._layers.lock:
+            self._layers.append(operation, 0, view_all((k, v), ROWS, operation), "head_major")
+
+    def attend(self, q: Any, request: AttendRequest, first: int) -> Any:
+        """Attention of (batch, Hq, T, D) queries of the newest tokens over those held from the `first` on, in place."""
+        operation = "attention 'tikv'"
+        require_alive(self.runtime, operation)
+        with self._layers.lock:
+            since = self._codes.dropped + first
+            return self._layers.attend_since(operation, 0, q, request._replace(layout="head_major"), since)
+
+    def decoded(self, first: int, dtype: DType | None = None) -> tuple[CacheArray, CacheArray]:
+        """A copy of the tokens held from the `first` on, K (batch, H, n, D) and V (batch, H, n, D_v) of this dtype."""
+        operation = "GrowingGroups.decoded"
+        require_alive(self.runtime, operation)
+        first = checks.integer(first, "first", operation, high=self.length)
+        return self._layers.tokens_from(operation, 0, self._codes.dropped + first, dtype)
+
+    def make_room(self, *, capacity: int, drop: int = 0) -> None:
+        """Have room for so many tokens, once the `drop` oldest are gone, or of those as many as are whole groups.
+
+        Raises:
+            CapacityError: they are more than a launch addresses.
+        """
+        operation = "GrowingGroups.make_room"
+        require_alive(self.runtime, operation)
+        layers, codes, quant = self._layers, self._codes, self._layers.quant
+        held = self.quantised
+        gone = min(checks.integer(drop, "drop", operation), held) // quant.group * quant.group
+        needed = checks.integer(capacity, "capacity", operation, low=1) + drop - gone
+        counts = layers.counts[0]
+        there = counts.slots - codes.dropped
+        if gone == 0 and there >= needed and (capacity == self.capacity or there < 2 * needed):
+            self.capacity = capacity
+            return
+        with layers.lock:
+            before, counts.slots = counts.slots, needed
+            try:
+                made = codes.moved(max(room_of(counts, quant), held - gone), gone, layers.memory)
+            except BaseException:
+                counts.slots = before
+                raise
+            codes.hold(made)
+            codes.dropped += gone
+            counts.slots, counts.valid_from = codes.dropped + needed, codes.dropped
+            self.capacity = capacity
+
+    def refuse_trim(self, n: int) -> None:
+        """Raise PositionError where `trim` would."""
+        operation = "TikvCache.crop"
+        if checks.integer(n, "n", operation) > self.length:
+            raise PositionError(f"{operation}: cannot drop {n} tokens of {self.length}. Drop at most {self.length}.")
+        self._layers.refuse_trim(operation, n, self._layers.counts[0].length)
+
+    def trim(self, n: int) -> None:
+        """Drop the `n` newest tokens; of those that are codes whole groups."""
+        require_alive(self.runtime, "TikvCache.crop")
+        self.refuse_trim(n)
+        if n == self.length == self.end:
+            self.reset()
+        elif n:
+            with self._layers.lock:
+                self._layers.trim("TikvCache.crop", n)
+
+    def reset(self) -> None:
+        """Forget all tokens; the next one is at position 0. The memory stays."""
+        require_alive(self.runtime, "GrowingGroups.reset")
+        slots, counts = self._layers.counts[0].slots - self._codes.dropped, self._layers.counts[0]
+        self._layers.reset()
+        counts.slots, self._before = slots, 0
+
+    def reorder(self, index: Any) -> None:
+        """Let sequence ``b`` continue from what sequence ``index[b]`` holds; as `KVCacheStore.reorder`."""
+        self._move("TikvCache.reorder_cache", index, self._layers.reorder)
+
+    def select(self, index: Any) -> None:
+        """Keep these sequences, in this order; as `KVCacheStore.select`."""
+        self._move("TikvCache.batch_select_indices", index, self._layers.select)
+
+    def repeat(self, n: int) -> None:
+        """Repeat every sequence ``n`` times; as `KVCacheStore.repeat`."""
+        operation = "TikvCache.batch_repeat_interleave"
+        n = checks.integer(n, "n", operation, low=1)
+        self._move(operation, np.repeat(np.arange(self.batch_size, dtype=np.int32), n), self._layers.select)
+
+    def _move(self, operation: str, index: Any, move: Any) -> None:
+        require_alive(self.runtime, operation)
+        with self._layers.lock:
+            move(operation, index)
+
+    def twin(self, make: Any = None) -> GrowingGroups:
+        """A copy of this layer in memory of its own, from which it can continue on its own."""
+        layers, counts, codes = self._layers, self._layers.counts[0], self._codes
+        config, (width, width_v) = layers.config, self.rows.widths
+        found = GrowingGroups(
+            quant=layers.quant, row_dtype=self.row_dtype, num_kv_heads=config.num_kv_heads, head_dim=width,
+            head_dim_v=width_v, capacity=counts.slots - codes.dropped, batch_size=self.batch_size,
+            v_dtype=config.rows.get("v_dtype"),
+        )  # fmt: skip
+        to, own = found._layers.counts[0], found._codes
+        if own.room < codes.room:
+            own.hold(own.like(self.batch_size, codes.room))
+        to.slots, own.dropped, found.capacity, found._before = counts.slots, codes.dropped, self.capacity, self._before
+        found._layers.restore("copy.deepcopy", layers.capture(), (repr(self), repr(found)))
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingGroups:
+        return self.twin()
+
+    def __repr__(self) -> str:
+        heads = counted(self._layers.config.num_kv_heads, "head")
+        return (
+            f"GrowingGroups(batch {self.batch_size} x {heads} x {self.rows.width}, {self.rows.name}, "
+            f"{self.length}/{counted(self.capacity, 'token')}, {self.quantised} of them codes, "
+            f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
+        )
+
+
+def _takes_nothing(k: Any, v: Any, room: int) -> int:
+    return 0
