@@ -160,19 +160,18 @@ def make_turn_lanes(style, place, seed, back=False):
         found = values
         if ti.static(not back):
             found = change_signs(lane, found)
+        # One form for both kinds of steps: with one each, Taichi loses those behind a shuffle on CUDA.
         for distance, own in ti.static(partners):
-            before = found
+            before, others = found, found
             if ti.static(distance > 0):
                 others = exchanged(thread, before, distance)
-                upper = lane & distance
-                for i in ti.static(range(held)):
-                    found[i] = summed(ti.select(upper > 0, others[i] - before[i], before[i] + others[i]), row)
             else:
-                for i in ti.static(range(held)):
-                    if ti.static(i < own[i]):
-                        found[i] = summed(before[i] + before[ti.static(own[i])], row)
-                    else:
-                        found[i] = summed(before[ti.static(own[i])] - before[i], row)
+                others = ti.Vector([before[own[i]] for i in range(held)])
+            for i in ti.static(range(held)):
+                upper = (lane & distance) > 0
+                if ti.static(distance == 0):
+                    upper = i > own[i]
+                found[i] = summed(ti.select(upper, others[i] - before[i], before[i] + others[i]), row)
         for i in ti.static(range(held)):
             found[i] = product(found[i], ti.f32(norm), row)
         if ti.static(back):
