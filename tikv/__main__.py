@@ -52,6 +52,7 @@ def show_info(arguments: argparse.Namespace) -> int:
         ("memory", "unknown" if memory is None else f"{memory / 1e9:.1f} GB"),
         ("launcher", f"{found['launcher']['launcher']} ({found['launcher']['why']})"),
         ("subgroups", found["subgroups"]),
+        ("place='host'", found["place_host"]),
     ]
     table.show("tikv info", ("what", "value"), rows)
     return 0

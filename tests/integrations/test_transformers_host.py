@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 
@@ -198,6 +200,39 @@ def test_a_place_is_used_again_when_nobody_has_it(arch, monkeypatch):
             generate(model, hosted(arch, model.config, max_cache_len=40, **storage), on(model, prompts(9)), 12)
             assert len(made) == 2
             made.clear()
+
+
+def test_layers_may_be_emptied_one_by_one(arch):
+    model = model_of(LLAMA, arch)
+    one, other = TikvCache(model.config), hosted(arch, model.config)
+    with torch.no_grad():
+        for turn in range(3):
+            for layer in range(4):
+                for cache in (one, other):
+                    cache.update(rows(model, turn), rows(model, layer), layer)
+            for cache in (one, other):
+                cache.layers[turn].keys = None
+                cache.layers[turn + 1].values = cache.layers[turn + 1].values * 2
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert (a.keys is None) == (b.keys is None)
+        assert a.keys is None or (torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values))
+
+
+@pytest.mark.archs("cpu")
+def test_memory_goes_with_the_last_name_of_a_cache(arch):
+    model = model_of(LLAMA, arch)
+    cache = hosted(arch, model.config)
+    with torch.no_grad():
+        for layer in range(4):
+            cache.update(rows(model, 0), rows(model, 1), layer)
+    layer = cache.layers[3]
+    memory = [weakref.ref(store._layer.k.owner) for store in (layer.store, layer.store.bring())]
+    gc.disable()
+    try:
+        del cache, layer
+        assert [one() for one in memory] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.archs("cpu")

@@ -1,7 +1,9 @@
 """Stores in the host's memory beside plain ones: the same calls give the same bits, and so do their copies."""
 
 import copy
+import gc
 import random
+import weakref
 
 import numpy as np
 import oracle
@@ -229,13 +231,13 @@ def test_layers_come_one_ahead_and_as_few_as_may_be():
     for count, places in ((5, 2), (6, 3), (8, 5), (4, 4)):
         fetched = []
         frames = [Frame(None, None) for _ in range(places)]
-        some = Residents(range(count), count, frames, lambda layer, frame, to=fetched: to.append(layer))
+        some, fetch = Residents(range(count), count, frames), lambda layer, frame, to=fetched: to.append(layer)
         for turn in range(4):
             before = len(fetched)
             for layer in range(count):
                 assert turn == layer == 0 or some.frame_of(layer) is not None, "it was not on its way"
-                some.bring(layer)
-                some.bring_next(layer)
+                some.bring(layer, fetch)
+                some.bring_next(layer, fetch)
                 assert some.frame_of(layer) is not None
         assert len(fetched) - before <= (count - places + 2 if places < count else 0)
 
@@ -353,6 +355,22 @@ def test_what_is_refused_changes_nothing(arch):
     both.check()
 
 
+@pytest.mark.archs("cpu")
+def test_memory_goes_with_the_last_name_of_a_store(arch):
+    both = Both(arch, FORMS["float32 linear"])
+    both.call("append_all", *both.new(3, LAYERS)[1:])
+    both.call("attend", 0, both.new(1)[0])
+    storage = both.host._storage
+    frame = storage.residents[None].frames[0]
+    memory = [weakref.ref(storage.memory.layers[0].k.owner), weakref.ref(frame.content.memory.layers[0].k.owner)]
+    gc.disable()
+    try:
+        del both, storage, frame
+        assert [one() for one in memory] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_plain_store_says_that_it_is_one(arch):
     if arch == "cuda":
         pytest.skip("there a store on the host is one")
@@ -361,6 +379,7 @@ def test_a_plain_store_says_that_it_is_one(arch):
     assert f"place='host' is plain: {arch} computes in the host's memory" in repr(store)
     assert "place" not in repr(tikv.KVCacheStore(num_layers=2, num_kv_heads=1, head_dim=8, capacity=4))
     assert store.keys(0).shape == (1, 1, 4, 8)
+    assert tikv.info()["place_host"] == f"plain: {arch} computes in the host's memory"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def info() -> dict[str, Any]:
     why. ``invariant`` is what `init` was told.
     ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``warpgroups`` the same of the
     products by which prompts attend on compute capability 9; ``subgroups`` the same of Vulkan and Metal, where
-    attention's first call tries them out.
+    attention's first call tries them out. ``place_host`` is what stores with ``place="host"`` are: "offered", "plain: "
+    and why, or "refused: " and why.
 
     Examples:
         >>> import tikv
@@ -85,8 +86,15 @@ def info() -> dict[str, Any]:
         "tensor_cores": (launch.why_no_tensor_cores(live) or "in use") if live is not None else "not started",
         "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
+        "place_host": _place_host(live) if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
+
+
+def _place_host(live: runtime.Runtime) -> str:
+    from tikv.stores.layers.residents import host_report  # with all that stores need, which takes a moment
+
+    return host_report(live)
 
 
 @dataclass(frozen=True)

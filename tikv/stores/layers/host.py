@@ -71,7 +71,7 @@ class HostLayers(LayerStorage):
                 content = type(self.whole)(self.runtime, of_one)
                 content.counts[0].is_copy = True
                 frames.append(Frame(content, self._transfer(self.runtime)))
-            found[window] = Residents(layers, len(self.config.windows), frames, self._fetch)
+            found[window] = Residents(layers, len(self.config.windows), frames)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
@@ -121,9 +121,9 @@ class HostLayers(LayerStorage):
         batches = {frame.content.batch_size for some in self.residents.values() for frame in some.frames}
         if batches != {self.batch_size}:
             self.residents = self._new_residents(self.batch_size)
-        frame = self._of(layer).bring(layer)
+        frame = self._of(layer).bring(layer, self._fetch)
         for some in self.residents.values():
-            some.bring_next(layer)
+            some.bring_next(layer, self._fetch)
         self._ready(layer, frame)
         return frame
 

@@ -28,26 +28,36 @@ class Shelf:
         self, count: int, resident_layers: int, transfer: Callable[[runtime.Runtime], Transfer] | None = None
     ) -> None:
         self.count, self.resident_layers, self.transfer = count, resident_layers, transfer
-        self._layers: dict[int, HostedLayer] = {}
+        # Not held by this, which each of them holds: they would go no sooner than the garbage collector comes round.
+        self._layers: weakref.WeakValueDictionary[int, HostedLayer] = weakref.WeakValueDictionary()
         self._residents: dict[runtime.Runtime, Residents[Place]] = {}
 
     def why_plain(self, live: runtime.Runtime, operation: str) -> str:
         """As `residents.why_plain`; nothing where copies are made anyway."""
         return "" if self.transfer else why_plain(live, operation)
 
-    def add(self, number: int, layer: HostedLayer) -> Residents[Place]:
-        """Have a layer, in the place of another of its number; gives the layers on its device."""
+    def add(self, layer: HostedLayer) -> None:
+        """Have a layer, in the place of another of its number."""
+        for some in self._residents.values():
+            some.drop(layer.number)
+        self._layers[layer.number] = layer
         live = layer.runtime
-        before = self._layers.get(number)
-        if before is not None:
-            self._residents[before.runtime].drop(number)
-        self._layers[number] = layer
-        if live not in self._residents:
-            self._residents[live] = Residents((), self.count, (), self._fetch)
-        found = self._residents[live]
+        found = self._residents.setdefault(live, Residents((), self.count, ()))
         found.layers = sorted(i for i, x in self._layers.items() if x.runtime is live)
         while len(found.frames) < min(self.resident_layers, len(found.layers)):
             found.frames.append(Place((self.transfer or transfer_of)(live)))
+
+    def of(self, layer: HostedLayer) -> Residents[Place]:
+        """The layers that are on its device."""
+        return self._residents[layer.runtime]
+
+    def bring(self, layer: HostedLayer, ahead: bool = False) -> Place:
+        """The place of a layer, on whose way it is at least; `ahead`: as is the one that is used next."""
+        some = self.of(layer)
+        found = some.bring(layer.number, self._fetch)
+        if ahead:
+            some.layers = [number for number in some.layers if number in self._layers]
+            some.bring_next(layer.number, self._fetch)
         return found
 
     def _fetch(self, number: int, place: Place) -> None:
@@ -117,7 +127,8 @@ class HostedLayer(GrowingLayer):
     def __init__(self, shelf: Shelf, number: int, on_leave: Callable[[], None], **form: Any) -> None:
         super().__init__(**form)
         self.number, self._on_leave = number, weakref.WeakMethod(on_leave)
-        self._residents = shelf.add(number, self)
+        self._shelf = shelf
+        shelf.add(self)
 
     # --- its copy
 
@@ -152,9 +163,7 @@ class HostedLayer(GrowingLayer):
     def bring(self, ahead: bool = False) -> GrowingLayer:
         """Its copy, for launches that follow; `ahead`: the layer that is used next comes meanwhile."""
         refuse_capture(self.runtime, "TikvCache")
-        place = self._residents.bring(self.number)
-        if ahead:
-            self._residents.bring_next(self.number)
+        place = self._shelf.bring(self, ahead)
         place.transfer.wait()
         content: GrowingLayer = place.content
         content.recount(length=self.length, origin=self.origin)
@@ -162,16 +171,16 @@ class HostedLayer(GrowingLayer):
 
     def _place(self) -> Place:
         self.bring()
-        return self._residents.bring(self.number)
+        return self._shelf.bring(self)
 
     def _settle(self) -> None:
         """Let what writes to the host come behind a copy that is on its way from there."""
-        place = self._residents.frame_of(self.number)
+        place = self._shelf.of(self).frame_of(self.number)
         if place is not None:
             place.transfer.wait()
 
     def _drop(self) -> None:
-        self._residents.drop(self.number)
+        self._shelf.of(self).drop(self.number)
 
     # --- what is read
 
@@ -204,7 +213,7 @@ class HostedLayer(GrowingLayer):
     def append(self, k: Any, v: Any) -> None:
         """As `GrowingLayer.append`, to the copy and to the host."""
         content = self.bring()
-        place = self._residents.bring(self.number)
+        place = self._shelf.bring(self)
         try:
             content.append(k, v)
             super().append(k, v)

@@ -78,6 +78,21 @@ def why_plain(live: runtime.Runtime, operation: str) -> str:
     return ""
 
 
+def host_report(live: runtime.Runtime) -> str:
+    """What ``place="host"`` is on a device.
+
+    Examples:
+        >>> import tikv
+        >>> host_report(tikv.init(arch="cpu"))
+        "plain: cpu computes in the host's memory"
+    """
+    try:
+        why = why_plain(live, "KVCacheStore")
+    except ArchError as error:
+        return f"refused: {error}"
+    return f"plain: {why}" if why else "offered"
+
+
 def transfer_of(live: runtime.Runtime) -> Transfer:
     """A transfer to the device of a runtime."""
     if live.is_cuda:
@@ -115,26 +130,27 @@ class Residents(Generic[F]):
         layers: the numbers of the layers, in the order of their use.
         count: how many layers there are in all, after which the first is used again.
         frames: where they go.
-        fetch: starts the copy of a layer to a frame, which still says what it held.
+
+    `fetch`, of the caller, starts the copy of a layer to a frame, which still says what it held.
     """
 
-    def __init__(self, layers: Sequence[int], count: int, frames: Sequence[F], fetch: Callable[[int, F], None]) -> None:
-        self.layers, self.count, self.frames, self._fetch = list(layers), count, list(frames), fetch
+    def __init__(self, layers: Sequence[int], count: int, frames: Sequence[F]) -> None:
+        self.layers, self.count, self.frames = list(layers), count, list(frames)
 
     def frame_of(self, layer: int) -> F | None:
         """Where a layer is or will be; None where it is not."""
         return next((frame for frame in self.frames if frame.layer == layer), None)
 
-    def bring(self, layer: int) -> F:
+    def bring(self, layer: int, fetch: Callable[[int, F], None]) -> F:
         """The frame of a layer, on whose way it is at least."""
-        return self.frame_of(layer) or self._take(self._last_needed(layer, self.frames), layer)
+        return self.frame_of(layer) or self._take(self._last_needed(layer, self.frames), layer, fetch)
 
-    def bring_next(self, using: int) -> None:
+    def bring_next(self, using: int, fetch: Callable[[int, F], None]) -> None:
         """Have the layer on its way that is used next, while that of a number is used, here or elsewhere."""
         following = min(self.layers, key=lambda layer: self._steps(using, layer))
         free = [frame for frame in self.frames if frame.layer != using]
         if free and following != using and self.frame_of(following) is None:
-            self._take(self._last_needed(using, free), following)
+            self._take(self._last_needed(using, free), following, fetch)
 
     def drop(self, layer: int | None = None) -> None:
         """Forget the copy of a layer, or of all of them."""
@@ -150,9 +166,9 @@ class Residents(Generic[F]):
         """An empty frame, or that of the layer which is used again last."""
         return max(frames, key=lambda f: self.count + 1 if f.layer is None else self._steps(using, f.layer))
 
-    def _take(self, frame: F, layer: int) -> F:
+    def _take(self, frame: F, layer: int, fetch: Callable[[int, F], None]) -> F:
         try:
-            self._fetch(layer, frame)
+            fetch(layer, frame)
         except BaseException:
             frame.layer = None
             raise
