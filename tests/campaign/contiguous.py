@@ -1,11 +1,13 @@
 """KVCacheStore against slots in NumPy: every bit of its memory, what `tokens` gives, and its counts."""
 
 import copy
+import functools
 import random
 from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+from host_stores import host_store
 
 import tikv
 from tikv import arrays, reference, runtime
@@ -27,6 +29,7 @@ class Form(NamedTuple):
     sinks: int = 0
     batch: int = 1
     attends: bool = False
+    on_host: bool = False
 
 
 FORMS = [
@@ -34,6 +37,7 @@ FORMS = [
     Form("float16 ring", "float16", "float16", (8, 8), window=5, batch=2),
     Form("float16 of float32 with sinks", "float16", "float32", (8, 8), window=[6, None], sinks=2),
     Form("int8 of float32 with sinks", "int8", "float32", (8, 4), window=[7, 4], sinks=1, batch=2, attends=True),
+    Form("float32 on the host", "float32", "float32", (4, 4), window=[6, None], sinks=2, attends=True, on_host=True),
 ]
 
 
@@ -102,7 +106,8 @@ class Contiguous:
         self.any_bits = form.dtype == form.source and self.chance.random() < 0.5
         self.attends = form.attends and not self.any_bits
         self.saved: tuple[Any, list[Slots]] | None = None
-        self.store = tikv.KVCacheStore(
+        make = functools.partial(host_store, arch, resident_layers=1) if form.on_host else tikv.KVCacheStore
+        self.store = make(
             num_layers=LAYERS, num_kv_heads=HEADS, head_dim=form.widths[0], head_dim_v=form.widths[1],
             capacity=CAPACITY, batch_size=form.batch, dtype=form.dtype, window=form.window, sinks=form.sinks,
         )  # fmt: skip
