@@ -111,7 +111,8 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     if summaries is not None:
         uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, summaries)).encode()) >> 1
         summarize = make_summarize_written(style, summaries, dst, uid)
-        return make_copy_summarized(style, serial, copy_item, summarize, summaries, (KS, KD, VS, VD, IX))
+        types = KS, KD, VS, VD, IX
+        return make_copy_summarized(style, serial, copy_item, summarize, summaries, types, index_bits, joint)
 
     if style == "cpu":
         placed, strided = len(P), 4 * len(S)  # here, since Taichi warns of `len` in what it compiles
@@ -162,8 +163,12 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     return copy_plain if plain else copy_full
 
 
-def make_copy_summarized(style, serial, copy_item, summarize_written, form, types):
-    """`copy_full` of `make_copy` without scales, and behind its items those that summarise pages of the keys."""
+def make_copy_summarized(style, serial, copy_item, summarize_written, form, types, index_bits, joint):
+    """The kernels of `make_copy` without scales; behind the items that copy come those that summarise pages of keys.
+
+    On CPU words are elements, so that pages are read from K's source and destination as they are. Elsewhere both are
+    given again as arrays of elements. `to` has the summaries.
+    """
     KS, KD, VS, VD, IX = types
     NEW, STORED = element_array(form.source), element_array(form.code)
     placed, strided, counted = len(P), 4 * len(S), len(W)
@@ -187,18 +192,25 @@ def make_copy_summarized(style, serial, copy_item, summarize_written, form, type
         loop_cpu = make_loop(style, serial, item_cpu, P.iterations)
 
         @ti.kernel
-        def copy_summarized_cpu(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, new: NEW, stored: STORED, least: STORED,
-                                greatest: STORED, numbers: PARAMS_ARRAY):  # fmt: skip
-            loop_cpu(ks, numbers, ((ks, kd, vs, vd), index, (new, stored, least, greatest), numbers))
+        def copy_summarized_joint(ks: KS, d: KD, vs: VS, to: STORED, numbers: PARAMS_ARRAY):
+            loop_cpu(ks, numbers, ((ks, d, vs, d), ks, (ks, d, to), numbers))
 
-        return copy_summarized_cpu
+        @ti.kernel
+        def copy_summarized_cpu(ks: KS, kd: KD, vs: VS, vd: VD, to: STORED, numbers: PARAMS_ARRAY):
+            loop_cpu(ks, numbers, ((ks, kd, vs, vd), ks, (ks, kd, to), numbers))
+
+        @ti.kernel
+        def copy_summarized_placed(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, to: STORED, numbers: PARAMS_ARRAY):
+            loop_cpu(ks, numbers, ((ks, kd, vs, vd), index, (ks, kd, to), numbers))
+
+        return copy_summarized_joint if joint else copy_summarized_placed if index_bits else copy_summarized_cpu
 
     loop = make_loop(style, serial, item, W.all_items)
 
     @ti.kernel
-    def copy_summarized(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, new: NEW, stored: STORED, least: STORED,
-                        greatest: STORED, strides: STRIDES, params: PARAMS, written: WRITTEN):  # fmt: skip
-        loop(ks, written, ((ks, kd, vs, vd), index, (new, stored, least, greatest), strides, params, written))
+    def copy_summarized(ks: KS, kd: KD, vs: VS, vd: VD, index: IX, new: NEW, stored: STORED, to: STORED,
+                        strides: STRIDES, params: PARAMS, written: WRITTEN):  # fmt: skip
+        loop(ks, written, ((ks, kd, vs, vd), index, (new, stored, to), strides, params, written))
 
     return copy_summarized
 

@@ -148,38 +148,38 @@ def make_summarize_rows(code, width):
 def make_summarize_written_rows(source, code, width):
     """CPU: the same of all heads of a page whose last rows are new, and are read where they come from.
 
-    summarize_written_rows(new, k, least, greatest, new_at, new_step, fresh, at, step, old, low_to, high_to, heads,
-    new_head, head, to_head, number): `old` rows that were stored before, and `fresh` new ones.
+    summarize_written_rows(new, k, to, new_at, new_step, fresh, at, step, old, low_to, high_to, heads, new_head, head,
+    to_head, number): `old` rows that were stored before, and `fresh` new ones.
     """
     NEW, K = element_array(source), element_array(code)
     order, key_of = make_order(code, "cpu"), make_key_of(source, code, "cpu")
     word, most = WORD[SIZE[code] * 8], (1 << (SIZE[code] * 8 - 1)) - 1
 
     @ti.real_func
-    def summarize_written_rows(new: NEW, k: K, least: K, greatest: K, new_at: ti.i32, new_step: ti.i32, fresh: ti.i32,
-                               at: ti.i32, step: ti.i32, old: ti.i32, low_to: ti.i32, high_to: ti.i32, heads: ti.i32,
+    def summarize_written_rows(new: NEW, k: K, to: K, new_at: ti.i32, new_step: ti.i32, fresh: ti.i32, at: ti.i32,
+                               step: ti.i32, old: ti.i32, low_to: ti.i32, high_to: ti.i32, heads: ti.i32,
                                new_head: ti.i32, head: ti.i32, to_head: ti.i32, number: ti.i32):  # fmt: skip
         for h in range(heads):
             low, high = low_to + h * to_head, high_to + h * to_head
             for c in range(width):
-                least[low + c] = word(most)
-                greatest[high + c] = word(most + 1)
+                to[low + c] = word(most)
+                to[high + c] = word(most + 1)
             for n in range(old):
                 row = at + h * head + n * step
                 for c in range(width):
                     x = order.key(k[row + c])
-                    least[low + c] = ti.cast(ti.min(order.kept(least[low + c]), x), word)
-                    greatest[high + c] = ti.cast(ti.max(order.kept(greatest[high + c]), x), word)
+                    to[low + c] = ti.cast(ti.min(order.kept(to[low + c]), x), word)
+                    to[high + c] = ti.cast(ti.max(order.kept(to[high + c]), x), word)
             for n in range(fresh):
                 row = new_at + h * new_head + n * new_step
                 for c in range(width):
                     x = key_of(new[row + c])
-                    least[low + c] = ti.cast(ti.min(order.kept(least[low + c]), x), word)
-                    greatest[high + c] = ti.cast(ti.max(order.kept(greatest[high + c]), x), word)
+                    to[low + c] = ti.cast(ti.min(order.kept(to[low + c]), x), word)
+                    to[high + c] = ti.cast(ti.max(order.kept(to[high + c]), x), word)
             for c in range(width):
-                lowest, highest = order.kept(least[low + c]), order.kept(greatest[high + c])
-                least[low + c] = order.least_bits(lowest, highest)
-                greatest[high + c] = order.greatest_bits(lowest, highest)
+                lowest, highest = order.kept(to[low + c]), order.kept(to[high + c])
+                to[low + c] = order.least_bits(lowest, highest)
+                to[high + c] = order.greatest_bits(lowest, highest)
 
     return summarize_written_rows
 
@@ -372,7 +372,7 @@ def make_summarize_written(style, form, dst, uid):
 
     @ti.func
     def summarize_written(i, arrays: ti.template(), index: ti.template(), params, written):
-        new, k, least, greatest = ti.static(arrays)
+        new, k, summaries = ti.static(arrays)
         channel, h, others = 0, 0, i
         if ti.static(style != "cpu"):
             channel, others = i % width, i // width
@@ -405,7 +405,7 @@ def make_summarize_written(style, form, dst, uid):
             low_to, high_to = written[W.least_first] + to, written[W.greatest_first] + to
             step = written[W.stored_token]
             if ti.static(style == "cpu"):
-                rows(new, k, least, greatest, new_at, new_step, fresh, at, step, old, low_to, high_to,
+                rows(new, k, summaries, new_at, new_step, fresh, at, step, old, low_to, high_to,
                      written[W.summary_heads], written[W.new_head], written[W.stored_head], written[W.to_head],
                      uid)  # fmt: skip
             else:
@@ -416,7 +416,7 @@ def make_summarize_written(style, form, dst, uid):
                 for n in range(fresh):
                     x = key_of(new[new_at + n * new_step])
                     low, high = ti.min(low, x), ti.max(high, x)
-                least[low_to] = order.least_bits(low, high)
-                greatest[high_to] = order.greatest_bits(low, high)
+                summaries[low_to] = order.least_bits(low, high)
+                summaries[high_to] = order.greatest_bits(low, high)
 
     return summarize_written

@@ -77,14 +77,15 @@ class WrittenPages(NamedTuple):
 
     Attributes:
         page: tokens of a page.
-        least, greatest: where summaries lie, with pages for tokens; alike but for the first.
+        least: where the summaries lie, with pages for tokens, in an array that has the greatest too.
+        distance: elements from the least of a page to the greatest.
         unfinished: summarise pages that are not full, too.
         row_step: rows of the write from a token to the next of the same sequence and head.
     """
 
     page: int
     least: Rows
-    greatest: Rows
+    distance: int
     unfinished: bool = True
     row_step: int = 1
 

@@ -10,6 +10,17 @@ SUMMARIZED = (dtypes.float32, dtypes.float16, dtypes.bfloat16, *dtypes.FLOATS8)
 SERIAL_NUMBERS = 1 << 14  # on CPU, below this one thread is done before another is awake
 
 
+def distance_in(pair: tuple[ArrayView, ArrayView]) -> int:
+    """Elements from the least to the greatest, which lie in one piece of memory."""
+    least, greatest = pair
+    return (greatest.ptr - least.ptr + greatest.offset - least.offset) // least.dtype.itemsize
+
+
+def both_of(pair: tuple[ArrayView, ArrayView]) -> ArrayView:
+    """The array from the first of the least to the last of the greatest."""
+    return pair[0].restrided((distance_in(pair) + pair[1].span // pair[1].dtype.itemsize,), (1,))
+
+
 def summarize_listed(
     live: runtime.Runtime,
     operation: str,

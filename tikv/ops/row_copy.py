@@ -43,11 +43,14 @@ def unaligned(operation: str, src: Rows, dst: Rows) -> ShapeError:
     )
 
 
-def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, scale: str) -> tuple[int, Any]:
+def choose_codec(
+    operation: str, style: str, src: Rows, dst: Rows, width: int, scale: str, by_element: bool = False
+) -> tuple[int, Any]:
     """(units in a row, codec) for one stream: the widest words that alignment allows; whole words when casting.
 
     On CPU words are of 32 bits at most and a unit is one element when casting, which is what LLVM vectorises; codes of
-    groups are stored by bytes. Codes that become numbers take units of a group there, and of a few codes on a GPU.
+    groups are stored by bytes. Codes that become numbers take units of a group there, and of a few codes on a GPU. With
+    `by_element` words are elements there.
 
     Raises:
         ShapeError: elements that must be converted do not lie at multiples of their size.
@@ -79,6 +82,8 @@ def choose_codec(operation: str, style: str, src: Rows, dst: Rows, width: int, s
     s, d = src.array.dtype, dst.array.dtype
     if s is d and not scale:
         word = math.gcd(src_align, dst_align, 4 if style == "cpu" else 8)
+        if by_element and style == "cpu" and word >= s.itemsize:
+            word = s.itemsize
         return width * s.itemsize // word, Codec("raw", "raw", 0, word * 8, word * 8)
     for elements in (1,) if style == "cpu" else (4, 2, 1):
         src_word, dst_word = min(8, elements * s.itemsize), min(8, elements * d.itemsize)
@@ -161,7 +166,7 @@ def bind_copy(
     written: tuple[Any, ...] = ()
     summaries = dst[0].pages
     if summaries is not None:
-        joint, plain, written = False, False, (written_form(src[0], dst[0], widths[0], summaries),)
+        written = (written_form(src[0], dst[0], widths[0], summaries),)
     kernel = launch.kernel(
         live,
         copy.make_copy,
@@ -180,8 +185,10 @@ def bind_copy(
     )
     arrays = [src[0].array, dst[0].array, src[-1].array, *([] if joint else [dst[-1].array])]
     arrays += pages
+    if summaries is not None and not cpu and index is None:
+        arrays += [src[0].array]  # stands for it
     if not plain and not pages:
-        unused = index if index is not None else scales[0].array if scales else src[0].array
+        unused = index if index is not None else scales[0].array
         arrays += [unused]
         if summaries is None:
             arrays += [scales[0].array if scales else unused, scales[-1].array if scales else unused]
@@ -193,7 +200,8 @@ def bind_copy(
     numbers = address.CopyParams(iterations=iterations, groups=groups, tokens=tokens, **params)
     vectors: list[Any] = [strides, numbers]
     if summaries is not None:
-        arrays += [src[0].array, dst[0].array, summaries.least.array, summaries.greatest.array]
+        arrays += [*([] if cpu else [src[0].array, dst[0].array]), summaries.least.array]
+        checks.addressable(arrays[-1], arrays[-1].dtype.itemsize, live, "the summaries of pages", operation)
         of_pages = written_numbers(src[0], dst[0], summaries, iterations, heads)
         iterations += groups * tokens * (1 if cpu else heads * widths[0])
         checks.countable(iterations, operation)
@@ -239,16 +247,14 @@ def written_numbers(src: Rows, dst: Rows, summaries: WrittenPages, copied: int, 
     """`kernels.page_summaries.WrittenParams` of a copy of so many items, but for the number of all items."""
     from tikv.kernels.page_summaries import WrittenParams
 
-    firsts = [
-        a.first + a.array.offset // a.array.dtype.itemsize for a in (src, dst, summaries.least, summaries.greatest)
-    ]
     to = summaries.least
+    firsts = [a.first + a.array.offset // a.array.dtype.itemsize for a in (src, dst, to)]
     return WrittenParams(
         copied_items=copied, summary_heads=heads, page=summaries.page, row_step=summaries.row_step,
         new_sequence=src.sequence, new_token=src.token, new_head=src.head, new_first=firsts[0],
         stored_sequence=dst.sequence, stored_block=dst.block, stored_token=dst.token, stored_head=dst.head,
         stored_first=firsts[1], to_sequence=to.sequence, to_page=to.token, to_head=to.head,
-        least_first=firsts[2], greatest_first=firsts[3],
+        least_first=firsts[2], greatest_first=firsts[2] + summaries.distance,
     )  # fmt: skip
 
 
@@ -287,7 +293,7 @@ def _streams(
     streams: list[Any] = []
     strides: list[int] = []
     for name, a, b, width in zip("kv", src, dst, widths, strict=False):
-        units, codec = choose_codec(operation, live.kernel_style, a, b, width, scale)
+        units, codec = choose_codec(operation, live.kernel_style, a, b, width, scale, dst[0].pages is not None)
         streams.append(Stream(units, codec))
         for rows, bits in ((a, codec.src_bits), (b, codec.dst_bits)):
             checks.addressable(rows.array, bits // 8, live, name, operation)

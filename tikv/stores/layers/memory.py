@@ -156,10 +156,12 @@ class LayerMemory:
             return [(None, None)] * len(block)
         pages = [0 if layer.ring else -(-layer.slots // page) for layer in block]
         rows, found, first = batch_size * self.num_kv_heads, [], 0
-        both = [Memory(max(1, sum(pages)) * rows * width * dtype.itemsize, self.runtime) for _ in range(2)]
+        half = -(-sum(pages) * rows * width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        both = Memory(2 * half, self.runtime)
         for n in pages:
             shape = batch_size, self.num_kv_heads, n, width
-            least, greatest = (m.array(shape, dtype, first * dtype.itemsize) if n else None for m in both)
+            starts = (first * dtype.itemsize, half + first * dtype.itemsize)
+            least, greatest = (both.array(shape, dtype, at) if n else None for at in starts)
             found.append((least, greatest))
             first += n * rows * width
         return found

@@ -13,7 +13,7 @@ import numpy as np
 
 from tikv.arrays import ArrayView, Host, new_array
 from tikv.ops.layouts import Rows, WrittenPages
-from tikv.ops.page_summaries import summarize_listed
+from tikv.ops.page_summaries import both_of, distance_in, summarize_listed
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, rows_of
 
@@ -29,11 +29,9 @@ def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPage
     assert least is not None
     assert greatest is not None
     pages, width = least.shape[2:]
-    of_head = pages * width
-    both = [
-        Rows(a, sequence=heads * of_head, token=width, head=of_head, first=head * of_head) for a in (least, greatest)
-    ]
-    return WrittenPages(page, both[0], both[1])
+    of_head, pair = pages * width, (least, greatest)
+    to = Rows(both_of(pair), sequence=heads * of_head, token=width, head=of_head, first=head * of_head)
+    return WrittenPages(page, to, distance_in(pair))
 
 
 def summarize(operation: str, memory: LayerMemory, layers: Sequence[Layer], first: int = 0) -> None:

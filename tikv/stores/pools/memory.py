@@ -37,7 +37,8 @@ class LayerGroup:
         self.summaries: list[ArrayView] = []  # of a block's pages, (n, pages, heads, width): the least, the greatest
         if config.page is not None:
             shape = (n, config.block_size // config.page, config.block_heads, config.rows.k.width)
-            self.summaries = [new_array(shape, config.rows.k.read_dtype, live) for _ in range(2)]
+            both = new_array((2, *shape), config.rows.k.read_dtype, live)
+            self.summaries = [both.restrided(shape, both.strides[1:], i * both.strides[0]) for i in range(2)]
 
     def summaries_of(self, layer: int) -> tuple[ArrayView, ArrayView]:
         """Those of one of the layers, (pages of all blocks, heads, width) each."""

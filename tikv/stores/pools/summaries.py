@@ -15,7 +15,7 @@ import numpy as np
 from tikv.arrays import ArrayView, CacheArray, Host, new_array, to_device
 from tikv.ops import paged
 from tikv.ops.layouts import Placement, Rows, WrittenPages
-from tikv.ops.page_summaries import summarize_listed
+from tikv.ops.page_summaries import both_of, distance_in, summarize_listed
 from tikv.runtime import Runtime
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.pools.config import PoolConfig
@@ -36,7 +36,8 @@ class LayerPages:
 
     def written(self, row_step: int) -> WrittenPages:
         """What a launch that appends keeps of them; see `WrittenPages`."""
-        return WrittenPages(self.page, *self._rows(), unfinished=False, row_step=row_step)
+        least = self._rows()[0]._replace(array=both_of(self.summaries))
+        return WrittenPages(self.page, least, distance_in(self.summaries), unfinished=False, row_step=row_step)
 
     def _rows(self) -> tuple[Rows, Rows]:
         least, greatest = (Rows(a, token=a.strides[0], head=a.strides[1]) for a in self.summaries)
