@@ -10,10 +10,11 @@ from campaign.compacted_pool import CompactedPool
 from campaign.contiguous import Contiguous
 from campaign.paged import Paged
 from campaign.progress import Progress, Settings
+from campaign.token_groups import TokenGroups
 
 GOAL, UNIT = 1_000_000, "operations"
 ROW = 100
-SUBJECTS = (Contiguous, Paged, Calls, Compacted, CompactedPool)
+SUBJECTS = (Contiguous, Paged, Calls, Compacted, CompactedPool, TokenGroups)
 
 
 def run(settings: Settings, progress: Progress) -> None:

@@ -118,7 +118,8 @@ def _layers(meta: dict[str, Any], config: StoreConfig, form: TokenGroupForm) -> 
         behind = layer.sinks + coded if coded else 0
         if (
             coded % group
-            or not oldest <= max(behind, 0) <= length
+            or not oldest <= max(behind, config.sinks)
+            or max(oldest, behind) > length
             or (not layer.ring and length > config.capacity)
             or length - behind > slots
             or oldest < length - (slots - config.sinks)

@@ -199,7 +199,7 @@ class TokenGroupLayers(LayerStorage):
         several = with_tokens(queries.heads_first, 4)
         self._ring_plan(operation, layer, several, scores, terms)
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
-        if ring.length and queries.tokens > newest:
+        if ring.length and queries.tokens > max(newest, 1):
             raise PositionError(
                 f"{operation}: {queries.tokens} queries, and the newest {newest} tokens of layer {ring.index} are not "
                 f"codes yet. Attend with at most so many, or use extend(), which attends as it appends."

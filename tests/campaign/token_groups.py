@@ -1,0 +1,162 @@
+"""KVCacheStore of keys by channel over groups of tokens against rows in NumPy: codes, tokens, counts and attention."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+from token_group_model import BATCH, HEADS, WIDTH, Model
+
+import tikv
+from campaign.contiguous import refuses
+
+LAYERS = 2
+FORMS: list[dict[str, Any]] = [  # few of them, since each compiles its own kernels
+    {},
+    {"window": 100, "sinks": 4},
+    {"values": "float16"},
+    {"values": tikv.Quant(8, 32), "window": 70},
+]
+
+
+class TokenGroups:
+    """A store and its model."""
+
+    def __init__(self, rng, arch, number, folder):
+        self.rng, self.path = rng, folder / "groups.safetensors"
+        self.chance = random.Random(int(rng.integers(2**63)))
+        form = FORMS[number % len(FORMS)]
+        self.name, self.doing = f"KVCacheStore of groups along tokens {form}", "making it"
+        quant = tikv.Quant(4, 32, "tokens", self.chance.choice((32, 33, 50)))
+        self.model = Model(rng, arch, quant, np.float16, LAYERS, **form, capacity=300)
+        self.saved: Any = None
+        names = {self.append: 40, self.extend: 6, self.attend: 10, self.trim: 12, self.reset: 1, self.reorder: 4,
+                 self.select: 2, self.snapshot: 3, self.restore: 3, self.save: 1, self.refused: 5}  # fmt: skip
+        self.calls, self.weights = list(names), list(names.values())
+
+    def step(self) -> None:
+        self.doing = "choosing"
+        self.chance.choices(self.calls, self.weights)[0]()
+        self.model.check()
+
+    def length(self, layer: int) -> int:
+        return self.model.rows[layer].shape[3]
+
+    def append(self) -> None:
+        layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 1, 2, 7, 32, 65))
+        self.doing = f"append(layer {layer}, {tokens} tokens)"
+        if self.model.window is None and self.length(layer) + tokens > 300:
+            placed, _, _ = self.model.new(tokens)
+            refuses(tikv.CapacityError, lambda: self.model.store.append(layer, *placed[:2], layout="head_major"))
+            self.reset()
+            return
+        self.model.append(layer, tokens)
+
+    def extend(self) -> None:
+        layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 5, 40))
+        self.doing = f"extend(layer {layer}, {tokens} tokens)"
+        if self.model.window is None and self.length(layer) + tokens > 300:
+            return
+        self.model.extend(layer, tokens)
+
+    def attend(self) -> None:
+        layer = self.chance.randrange(LAYERS)
+        self.doing = f"attend(layer {layer})"
+        if self.length(layer):
+            self.model.attend(layer)
+
+    def trim(self) -> None:
+        model, lengths = self.model, [self.length(layer) for layer in range(LAYERS)]
+        longest = max(lengths)
+        n = self.chance.choice((1, 3, 20, longest % 32, longest % 32 + 32, longest))
+        self.doing = f"trim({n}) of {lengths}"
+        target, group = longest - n, model.quant.group
+        wrong = n > longest
+        for layer, length in enumerate(lengths):
+            left = min(length, target)
+            if left == length or n == longest:
+                continue
+            behind = left - model.sinks
+            wrong |= model.coded[layer] > 0 and 0 < behind < model.coded[layer] and behind % group > 0
+            wrong |= model.sinks < left < model.oldest[layer]
+        if wrong:
+            refuses(tikv.PositionError, lambda: model.store.trim(n))
+            return
+        model.store.trim(n)
+        for layer, length in enumerate(lengths):
+            self.cut(layer, min(length, target))
+
+    def cut(self, layer: int, left: int) -> None:
+        model = self.model
+        if left < self.length(layer):
+            model.rows[layer] = model.rows[layer][:, :, :, :left]
+            model.coded[layer] = min(model.coded[layer], max(0, left - model.sinks))
+            model.oldest[layer] = min(model.oldest[layer], left)
+
+    def reset(self) -> None:
+        self.doing += ", reset()"
+        self.model.store.reset()
+        for layer in range(LAYERS):
+            self.cut(layer, 0)
+            self.model.oldest[layer] = 0
+
+    def reorder(self) -> None:
+        index = [self.chance.randrange(self.model.batch) for _ in range(self.model.batch)]
+        self.doing = f"reorder({index})"
+        self.model.reorder(index)
+
+    def select(self) -> None:
+        index = [self.chance.randrange(self.model.batch) for _ in range(self.chance.randint(1, 2))]
+        self.doing = f"select({index})"
+        self.model.reorder(index, "select")
+
+    def state(self) -> list[Any]:
+        model = self.model
+        return [model.batch, *(copy.deepcopy(x) for x in (model.rows, model.coded, model.oldest, model.bits))]
+
+    def snapshot(self) -> None:
+        self.doing = "snapshot()"
+        self.saved = self.model.store.snapshot(), self.state()
+
+    def restore(self) -> None:
+        self.doing = "restore()"
+        if self.saved is None:
+            return
+        snapshot, (batch, rows, coded, oldest, bits) = self.saved
+        self.model.store.restore(snapshot)
+        model = self.model
+        model.batch, model.rows, model.coded, model.oldest = batch, *(copy.deepcopy(x) for x in (rows, coded, oldest))
+        self.settle(bits)
+
+    def settle(self, bits: Any) -> None:
+        """What is filled must be right, what is not is as it is; of a window all slots are, once groups went round."""
+        model = self.model
+        model.bits = [
+            [a.copy_to_host() for a in (tikv.arrays.CacheArray(x, model.store.runtime) for x in codes.arrays)]
+            for codes in model.store._storage.codes
+        ]
+        for layer, codes in enumerate(model.store._storage.codes):
+            for a, was, (_, filled) in zip(model.bits[layer], bits[layer], codes.filled, strict=True):
+                a[:, :, :filled] = was[:, :, :filled]
+
+    def save(self) -> None:
+        self.doing = "save() and load()"
+        bits = self.state()[-1]
+        self.model.store.save(self.path)
+        self.model.store = tikv.KVCacheStore.load(self.path)
+        self.settle(bits)
+
+    def refused(self) -> None:
+        store, rows = self.model.store, np.ones((self.model.batch, 1, HEADS, WIDTH), np.float32)
+        calls = {
+            "append: narrower rows": lambda: store.append(0, rows[..., :2], rows),
+            "append: other heads": lambda: store.append(0, rows[:, :, :1], rows[:, :, :1]),
+            "append: positions": lambda: store.append(0, rows, rows, positions=np.zeros(BATCH, np.int32)),
+            "compact": lambda: store.compact(0, [[0]]),
+            "commit": lambda: store.commit([0]),
+            "trim: too many": lambda: store.trim(store.length + 1),
+            "reorder: outside": lambda: store.reorder([self.model.batch] * self.model.batch),
+        }
+        what = self.chance.choice(list(calls))
+        self.doing = f"refused {what}"
+        refuses(tikv.TikvError, calls[what])
