@@ -6,6 +6,7 @@ Numbers of V are rounded to halves before they meet their weights, which are as 
 import numpy as np
 import oracle
 import pytest
+from ops.test_chosen import choose, expected
 from ops.test_tensor_cores import CUDA, check, given, make, on_cuda
 
 import tikv
@@ -83,6 +84,17 @@ def test_storages_and_queries(arch, rng, tiles, monkeypatch, name, place, querie
     for window in (None, 37):
         attend(rng, arch, monkeypatch, name, place, {"window": window}, queries=queries, lens=lens, capacity=300)
         monkeypatch.undo()
+
+
+@on_cuda
+@pytest.mark.parametrize("name", ["int8", "quant8_64", "q4_0"])
+@pytest.mark.parametrize("place", ["linear", "NHD"])
+def test_chosen_tokens(arch, rng, tiles, monkeypatch, name, place):
+    coded = Coded(rng, arch, name, place, queries=2, group=4, lens=(300, 0, 64), capacity=300)
+    indices = choose(rng, coded.case, 70)
+    got = coded.run(arch, monkeypatch, indices=oracle.place(indices, arch))
+    check(coded.case, got, expected(coded.case, indices)[:2])
+    assert None not in tiles
 
 
 @on_cuda

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from ops.test_attention import Case, Pages
+from ops.test_chosen import choose, expected, spoil
 
 import tikv
 from tikv import arrays, dtypes, engines, launch
@@ -292,6 +293,85 @@ def test_the_longest_kernel_of_wide_heads_is_one_function(arch, rng, tiles):
     assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
 
 
+def attend_chosen(rng, arch, place="linear", *, k=70, by_head=False, seen=None, asked=None, index=np.int64, **options):
+    """Compare attention over chosen tokens with the oracle; in a linear cache all others are NaN."""
+    case, cache = make(rng, place, **options)
+    indices = choose(rng, case, k, by_head=by_head, dtype=index)
+    if place == "linear" and "ring" not in options:
+        spoil(case, indices)
+    got = cache.run(arch, indices=oracle.place(indices, arch), **(seen or {}), **(asked or {}))
+    check(case, got, expected(case, indices, **(seen or {}))[:2], 2.0 if seen else 1.0)
+
+
+@on_cuda
+@pytest.mark.parametrize("group", [1, 4, 7, 12, 16, 64])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_chosen_tokens_of_groups(arch, rng, tiles, group, queries):
+    """The rows of a task are of one query: those behind them in a tile are not stored."""
+    lens = (300, 1, 0, 64, 17) if queries is None else (300, 0, 64)
+    attend_chosen(rng, arch, group=group, queries=queries, capacity=300, lens=lens)
+    assert None not in tiles
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", ["linear", "ring", "NHD", "HND"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_chosen_tokens_of_storages(arch, rng, tiles, place, dtype, by_head):
+    if place == "ring":
+        case, _ = make(rng, dtype=dtype, queries=3, lens=(98, 99, 777), ring=99, sinks=3, capacity=99)
+        indices = choose(rng, case, 90, by_head=by_head)
+        got = case.run(arch, indices=oracle.place(indices, arch))
+        check(case, got, expected(case, indices, window=99)[:2])
+        return
+    for page in (3, 16):
+        attend_chosen(rng, arch, place, dtype=dtype, by_head=by_head, lens=(300, 0, 64), capacity=300, page=page,
+                      queries=2, index=np.int32)  # fmt: skip
+    assert None not in tiles
+
+
+@on_cuda
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_chosen_tokens_in_splits_and_with_options(arch, rng, tiles, splits):
+    asked = {"num_splits": splits}
+    attend_chosen(rng, arch, k=300, queries=2, asked=asked, lens=(700, 33, 0), capacity=700)
+    attend_chosen(rng, arch, k=300, queries=2, asked=asked, seen={"softcap": 2.5}, lens=(700, 33, 0), capacity=700)
+    attend_chosen(rng, arch, "NHD", k=300, asked=asked, seen={"scale": 0.4}, lens=(700, 33, 0), page=8, width=64)
+
+
+@on_cuda
+@pytest.mark.parametrize(("width", "width_v"), [(64, 128), (160, 96), (256, 256)])
+def test_chosen_tokens_in_other_widths(arch, rng, tiles, width, width_v):
+    attend_chosen(rng, arch, width=width, width_v=width_v, queries=2, lens=(130, 20), capacity=130)
+
+
+@on_cuda
+@pytest.mark.parametrize(("group", "queries"), [(128, None), (16, 3), (20, 2)])
+def test_chosen_latents(arch, rng, tiles, group, queries):
+    """The values are the first columns of the keys."""
+    case = Case(rng, dtype="float16", query_dtype="float16", heads=1, group=group, width=576, width_v=512,
+                queries=queries, lens=(200, 90), capacity=200)  # fmt: skip
+    case.v_real = case.k_real[..., :512]
+    indices = choose(rng, case, 150)
+    place = lambda a: oracle.place(a, arch)  # noqa: E731
+    got = tikv.decode_attention(place(case.q), place(case.k), None, place(np.array(case.lens)), head_dim_v=512,
+                                indices=place(indices), return_lse=True)  # fmt: skip
+    check(case, [oracle.to_numpy(a).astype(np.float64) for a in got], expected(case, indices)[:2])
+    assert None not in tiles
+    assert launch.launcher_report(arrays.runtime_of())["fallbacks"] == {}
+
+
+@on_cuda
+def test_mass_of_chosen_tokens_beside_tensor_cores(arch, rng, tiles):
+    """It is weighed by the log-sum-exps that they gave."""
+    case, _ = make(rng, queries=2, lens=(40, 9), capacity=40)
+    indices = choose(rng, case, 30)
+    args = [oracle.place(a, arch) for a in (case.q, case.k, case.v, np.array(case.lens))]
+    _, mass = tikv.decode_attention(*args, return_mass=True, indices=oracle.place(indices, arch))
+    np.testing.assert_allclose(oracle.to_numpy(mass), expected(case, indices)[2], atol=2e-4)
+    assert None not in tiles
+
+
 # --- without a GPU
 
 
@@ -334,6 +414,8 @@ CUDA = types.SimpleNamespace(
         ({"ptr": 8}, "not every row begins at a multiple of 16 bytes"),
         ({"inner": 1}, "rows lie in pieces"),
         ({"terms": ["sink_logits", "alibi_slopes"]}, "sink_logits and alibi_slopes are given"),
+        ({"terms": ["indices"]}, ""),
+        ({"terms": ["indices", "sink_logits"]}, "sink_logits are given"),
     ],
 )
 def test_what_the_tensor_cores_leave_to_the_other_kernels(arch, ampere, options, why):
@@ -384,6 +466,19 @@ def test_splits_are_the_fewest_that_fill_the_device(arch, ampere, batch, keys, g
 def test_query_rows_of_a_task(arch, ampere, queries, group, width, rows):
     tile = tensor_cores.choose_tile(CUDA, *given(group=group, queries=queries, width=width))
     assert rows_of_task(queries, group, tile) == rows
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("queries", "group", "width", "rows"),
+    [(1, 4, 128, 4), (40, 4, 128, 4), (3, 12, 128, 12), (1, 7, 64, 7), (3, 128, 576, 16), (1, 20, 576, 10)],
+)
+def test_rows_of_a_task_are_of_one_query_where_tokens_are_chosen(arch, ampere, queries, group, width, rows):
+    arrays, query, cache = given(group=group, queries=queries, width=width, width_v=min(width, 512), terms=["indices"])
+    tile = tensor_cores.choose_tile(CUDA, arrays, query, cache._replace(chosen=True))
+    found = rows_of_task(queries, group, tile, chosen=True)
+    assert found == rows
+    assert group % found == 0
 
 
 @pytest.mark.archs("cpu")

@@ -14,9 +14,22 @@ kept as codes in `tensor_codes`; what becomes of infinities and NaNs that some r
 
 from typing import NamedTuple
 
+from tikv.kernels.address import index_array
 from tikv.kernels.attention import staged, tensor_codes, tensor_halves, tensor_infinities
 from tikv.kernels.attention.addresses import make_output_offsets
-from tikv.kernels.attention.parameters import BITS, LOWEST, MASKED, PARAMS, SCALARS, STRIDES, P, X, array_types
+from tikv.kernels.attention.parameters import (
+    BITS,
+    FLOATS,
+    LOWEST,
+    MASKED,
+    PARAMS,
+    SCALARS,
+    STRIDES,
+    TERMS,
+    P,
+    X,
+    array_types,
+)
 from tikv.kernels.attention.softmax import inverse_of, make_logit, make_store_lse
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T, make_decode_task
@@ -63,7 +76,7 @@ def tile_of(width: int, rows: int, codes: bool = False, long: bool = False) -> T
     """The tile for heads of a width and so many query rows of a KV head; `codes` are what K and V are kept as.
 
     A `long` kernel, of queries that see different keys behind sinks, in pages or with a soft cap, has fewer rows of
-    wide heads: else LLVM makes two functions of it, which the native launcher does not take.
+    wide heads, as has one of chosen keys: else LLVM makes two functions of it, which the native launcher does not take.
     """
     if codes:
         return Tile(1, "rows" if rows > 2 * ROWS else "keys", 3, 3)
@@ -91,9 +104,10 @@ def make_attend_tensor(tile, parts, c):
 
     K and V in words of 64 bits, four of one of `HALVES`, and q of the same; or codes that `tensor_codes` knows;
     rows in one piece that begin at multiples of `ROW_BYTES`. The extent of q is tasks * `BLOCK`. Choices as in
-    `cpu.make_attend_cpu`.
+    `cpu.make_attend_cpu`. Where tokens are chosen, arguments as in `parameters.make_attend_kernel`.
     """
     Q, KV, LENS, TABLE, SC, OUT = array_types("cuda", c)
+    CHOSEN = index_array(c.chosen)
     if c.cache not in HALVES:
         SC = tensor_codes.numbers_array(c)
     attend_task = make_attend_task(tile, parts, c)
@@ -106,7 +120,16 @@ def make_attend_tensor(tile, parts, c):
             arrays = ti.static((q, k, v, lens, table, k_scale, v_scale, out, lse))
             attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
 
-    return attend
+    @ti.kernel
+    def attend_chosen(q: Q, k: KV, v: KV, lens: LENS, table: TABLE, k_scale: SC, v_scale: SC, out: OUT, lse: BITS,
+                      sink_logits: FLOATS, slopes: FLOATS, tree: BITS, chosen: CHOSEN, strides: STRIDES,
+                      params: PARAMS, scalars: SCALARS, numbers: TERMS):  # fmt: skip
+        ti.loop_config(block_dim=BLOCK)
+        for i in range(q.shape[0]):
+            arrays = ti.static((q, k, v, lens, (table, chosen), k_scale, v_scale, out, lse))
+            attend_task(i % BLOCK, i // BLOCK, arrays, strides, params, scalars)
+
+    return attend_chosen if c.chosen else attend
 
 
 make_attend_tensor.fast_math = True
@@ -215,6 +238,7 @@ def is_staged(x, c) -> bool:
         and c.cache in HALVES
         and c.width == c.width_v
         and c.width in staged.WIDTHS
+        and not c.chosen
         and (c.place != "table" or has_whole_tiles(c))
     )
 
@@ -492,7 +516,10 @@ def make_store_rows(x, f, parts, c):
         for r in ti.static(range(2 * x.row_tiles)):
             i = ti.static(r // 2 * 4 + r % 2)
             at_row = row + (lane & 3) * 2 + ti.static(r // 2 * ROWS + r % 2)
-            if at_row < params[P.queries] * c.group:
+            behind = params[P.queries] * c.group
+            if ti.static(c.chosen > 0):
+                behind = task[T.row] + c.rows  # the next rows may be of a query with a choice of its own
+            if at_row < behind:
                 at, lse_at = output_offsets(task[T.kv_head], at_row, task[T.split], strides, params)
                 inverse = inverse_of(sums[i])
                 for t in ti.static(range(NV)):

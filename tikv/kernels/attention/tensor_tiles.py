@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tikv.kernels.attention.addresses import make_locate
+from tikv.kernels.attention.addresses import make_find_key, make_locate
 from tikv.kernels.attention.parameters import P, S
 from tikv.kernels.attention.staged import KEYS
 from tikv.kernels.attention.task import T
@@ -29,7 +29,7 @@ L = Limits()
 
 def has_whole_tiles(c) -> bool:
     """Whether the keys of a tile lie in one page, which is then looked up once."""
-    return c.place == "table" and c.page % KEYS == 0 and not c.sinks
+    return c.place == "table" and c.page % KEYS == 0 and not c.sinks and not c.chosen
 
 
 def make_limits(count, c):
@@ -119,9 +119,10 @@ def make_tile_at(c):
 def make_slot_behind(c):
     """slot_behind(at, behind, block, ...) -> the slot of a key of a tile; -1 for one of no page.
 
-    Keys behind the last are the last one, or others of its page.
+    Keys behind the last are the last one, or others of its page. Where tokens are chosen the keys of a tile are those
+    that the task's query chose, and -1 also stands for one that it does not read: see `make_find_key`.
     """
-    locate = make_locate(c)
+    locate, find_key = make_locate(c), make_find_key(c)
 
     @ti.func
     def slot_behind(at, behind, block, seen, visible, task, table: ti.template(), strides, params):
@@ -133,7 +134,11 @@ def make_slot_behind(c):
                 slot = ti.select(block < 0, -1, block * c.page + inside + behind)
         else:
             index = ti.min(at + behind, seen[L.end] - 1)
-            slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
+            if ti.static(c.chosen > 0):
+                query = task[T.row] // c.group
+                slot = find_key(task[T.sequence], task[T.head], query, index, visible, table, strides, params)[0]
+            else:
+                slot = locate(task[T.sequence], task[T.head], index, visible, table, strides, params)[0]
         return slot
 
     return slot_behind
@@ -176,16 +181,16 @@ def make_find_values(c):
             if ti.static(i >= 2):
                 behind = (lane & 3) * 2 + ti.static((i - 2) % 2 + (i - 2) // 2 * 8)
             counts[i] = ti.cast(at + behind >= task[T.begin], ti.i32) * ti.cast(at + behind < seen[L.end], ti.i32)
-            if ti.static(i >= 2 or c.place == "table"):
+            if ti.static(i >= 2 or c.gaps):
                 slot = slot_behind(at, behind, block, seen, visible, task, table, strides, params)
                 if ti.static(counts_in_page(c)):
                     counts[i] = ti.select(missing != 0, 0, counts[i])
-                elif ti.static(c.place == "table"):
+                elif ti.static(c.gaps):
                     missing = ti.select(slot < 0, 1, missing)
                     counts[i] = ti.select(slot < 0, 0, counts[i])
                 if ti.static(i >= 2):
                     slots[ti.static(i - 2)] = ti.max(slot, 0)
-        if ti.static(c.place == "table"):
+        if ti.static(c.gaps):
             if ti.static(not has_whole_tiles(c)):
                 missing = ti.simt.warp.any_nonzero(ti.u32(ALL), missing)
             whole = ti.select(missing != 0, 0, whole)

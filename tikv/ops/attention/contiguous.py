@@ -135,7 +135,7 @@ def decode_attention(
     Cost: the visible keys and values are read once for all query heads of a group, in one launch, or in two with
         splits. Heads of different lengths take the time of equally many keys in heads of one length.
         ``return_mass`` takes one more launch, which reads K again. With ``indices`` only the chosen rows are read, once
-        for each query and all query heads of a group, without tensor cores.
+        for each query and all query heads of a group; tensor cores gather them.
     Source: ``sdpa_decode``, ``flash_attn_vec``, ``flash_attention``, ``FlashDecodingPlan``.
 
     Examples:

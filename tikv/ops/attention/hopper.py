@@ -23,6 +23,8 @@ def why_not_warpgroups(
     """Why they cannot attend over arrays of this form; empty where they serve."""
     if reason := launch.why_no_warpgroups(live) or why_not_tensor_cores(live, arrays, cache):
         return reason
+    if cache.chosen:
+        return "each query has tokens of its own"
     from tikv.kernels.attention import hopper
     from tikv.kernels.attention.tensor_instructions import HALVES
 

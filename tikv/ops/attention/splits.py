@@ -185,7 +185,8 @@ def rows_of_task(
     Where each query has chosen tokens of its own they are rows of one query, and none is left over.
     """
     if chosen:
-        return next(n for n in range(min(group, fixed or most), 0, -1) if group % n == 0)
+        most = fixed or (most if tile is None else tile.rows)
+        return next(n for n in range(min(group, most), 0, -1) if group % n == 0)
     if fixed:
         return fixed
     rows = queries * group

@@ -30,7 +30,7 @@ def why_not_tensor_cores(live: runtime.Runtime, arrays: dict[str, ArrayView], ca
         return "rows lie in pieces"
     if row_bytes(k, v, cache, tensor_cores.ROW_BYTES) != tensor_cores.ROW_BYTES:
         return f"not every row begins at a multiple of {tensor_cores.ROW_BYTES} bytes"
-    if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays]:
+    if terms := [name for name in dict.fromkeys((*Terms._fields, *TREES)) if name in arrays and name != "indices"]:
         return f"{' and '.join(terms)} are given"
     return ""
 
@@ -71,7 +71,10 @@ def choose_tile(
     from tikv.kernels.attention import tensor_cores
     from tikv.kernels.attention.tensor_instructions import HALVES
 
-    rows = query.heads // cache.heads * query.queries
-    codes = cache.k.storage not in HALVES
-    long = query.queries > 1 and (softcap or cache.sinks > 0 or cache.place == "table")
+    group, codes = query.heads // cache.heads, cache.k.storage not in HALVES
+    rows, long = group * query.queries, softcap or cache.sinks > 0
+    if cache.chosen:
+        rows = group  # of a task: those of one query
+    else:
+        long = query.queries > 1 and (long or cache.place == "table")
     return tensor_cores.tile_of(max(cache.width, cache.width_v), rows, codes, long)
