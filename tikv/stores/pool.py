@@ -422,6 +422,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         mask: Any = None,
         parents: Any = None,
         indices: Any = None,
+        shared_prefix: str = "auto",
     ) -> Any:
         """Attend with queries over what one layer of their sequences holds, as `tikv.paged_decode_attention`.
 
@@ -439,6 +440,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
             return_mass, mass_queries: as in `KVCacheStore.attend`.
             indices: (B, T, K) or (B, H, T, K): the tokens that each query reads, see `tikv.decode_attention`, counted
                 from the first that a sequence holds.
+            shared_prefix: "auto": blocks with which neighbours among ``seqs`` begin and which they share, after `fork`
+                or `add` with token ids, are read once for all of them where that saves time; results differ by rounding
+                only. "off": each sequence is read alone. So it is with a window, slopes, masks, indices or mass, with
+                ``per_head``, and under ``tikv.init(invariant=True)``.
 
         Returns:
             ``out`` or a new array, of q's dtype and axes and V's width; with ``return_lse`` also lse, float32 in that
@@ -451,13 +456,14 @@ class PagedKVCacheStore(runtime.DeepCopied):
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.
-        Cost: one launch; each key and value is read once for all query heads of its KV head.
+        Cost: one launch; each key and value is read once for all query heads of its KV head. Where a prefix is shared,
+            three launches for each stretch of neighbours that share one.
         """
         operation = "PagedKVCacheStore.attend"
         request = AttendRequest(
             layout=layout, scale=scale, window=window, return_lse=return_lse, impl=impl, softcap=softcap, out=out,
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
-            mask=mask, parents=parents, indices=indices,
+            mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
         return attend.attend(operation, self._pages, self._layer(layer, operation), q, seqs, request)
 
@@ -482,6 +488,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         parents: Any = None,
         return_mass: bool = False,
         mass_queries: int | None = None,
+        shared_prefix: str = "auto",
     ) -> Any:
         """Append new tokens of some sequences and attend with their queries, in one call, prompts of any lengths.
 
@@ -495,6 +502,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 many of each, at most 256, without padding.
             return_lse: also return the log-sum-exp of the scores, float32, in the result's shape without its last axis.
             return_mass, mass_queries: as in `attend`; the last queries of each sequence.
+            shared_prefix: as in `attend`, for neighbours among ``seqs`` with as many new tokens, at most 256.
 
         Returns:
             A new array of q's kind and dtype, (T, Hq, D_v) or in the layout given; with ``return_lse`` also lse, and
@@ -519,6 +527,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         request = AttendRequest(
             layout=layout, scale=scale, window=window, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
+            shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
         layer = self._layer(layer, operation)
         return attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)

@@ -12,6 +12,7 @@ from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
 from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
 
 MISSING = ("raise", "ignore")
+SHARED_PREFIX = ("auto", "off")
 
 
 class AttentionScale(NamedTuple):
@@ -49,6 +50,7 @@ class AttendRequest(NamedTuple):
     newer: int = 0
     short: bool = False
     indices: Any = None
+    shared_prefix: str = "off"
 
     def checked(self, operation: str) -> AttendRequest:
         """These options, whose choices are names and whose flags are True or False.
@@ -57,6 +59,7 @@ class AttendRequest(NamedTuple):
             OptionError: one is not.
         """
         checks.name(self.layout, "layout", operation, checks.LAYOUTS)
+        checks.option(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX)
         if type(self.return_lse) is bool and type(self.return_mass) is bool:
             return self
         flags: dict[str, Any] = {

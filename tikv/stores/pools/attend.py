@@ -10,15 +10,16 @@ from tikv import dtypes
 from tikv.arrays import describe, new_like, view
 from tikv.ops import checks
 from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.plan import Results
+from tikv.ops.attention.plan import AttentionCall, Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.runtime.interrupts import Held
 from tikv.stores.layers.attend import attend_in_order, last_queries, results_of
-from tikv.stores.layers.queries import AXES, attend_queries
+from tikv.stores.layers.queries import AXES, Queries, attend_queries, with_tokens
 from tikv.stores.pools.append import PageAppends, check_rank
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.ragged import RaggedAttention, even_starts
+from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, serves
 
 
 def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
@@ -36,6 +37,10 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     wanted = request.asked_mass(operation, config.rows.k.format)
     caches = pages.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
     attending = paged_call(operation, queries.heads_first, caches, request)
+    if serves(live, request, config.per_head):
+        shared = _attend_shared(pages, layer, q, queries, request, attending)
+        if shared is not None:
+            return shared
     to = Results(request.out, request.return_lse or wanted != 0)
     result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), to)
     if wanted == 0:
@@ -48,6 +53,26 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
     paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
     return results_of(result, lse if request.return_lse else None, mass)
+
+
+def _attend_shared(
+    pages: Pages, layer: int, q: Any, queries: Queries, request: AttendRequest, alone: AttentionCall
+) -> Any:
+    """`attend` over blocks that sequences share, each read once; None where each sequence is to be read `alone`."""
+    config, live, operation = pages.config, pages.runtime, alone.plan.operation
+    asking = with_tokens(queries.heads_first, 4)
+    runs, own_lens = pages.tables.neighbours(0, asking.shape[0], queries.tokens, pages.block)
+    if own_lens is None or as_one(asking) is None:
+        return None
+    result, to = queries.result(operation, q, request.out, config.rows.v.width, live)
+    if request.out is not None:
+        checks.disjoint([(n, a, n == "out") for n, a in {**alone.arrays, "out": to}.items()], operation)
+    lse = queries.new_lse(q, live) if request.return_lse else None
+    to_lse = None if lse is None else with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
+    call = pool_call(operation, pages.pools.caches[layer], request.terms.views(operation))
+    given = operation, live, request, call, alone.arrays["table"], own_lens, runs, config.block_size
+    SharedAttention(*given).attend(asking, with_tokens(queries.as_read(to), 4), to_lse)
+    return results_of(result, lse, None)
 
 
 def extend(

@@ -13,6 +13,7 @@ from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.sequences import AppendStep, Sequences
+from tikv.stores.pools.shared_prefix import Block
 from tikv.stores.pools.tables import DeviceTables
 
 
@@ -24,6 +25,7 @@ class Pages:
         pools: the memory.
         sequences: the sequences and their blocks.
         tables: slots, block tables and lengths on the device.
+        block: tokens and bytes of a block of a layer.
     """
 
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
@@ -32,6 +34,7 @@ class Pages:
         sizes = num_layers, config.num_blocks, config.block_size
         self.sequences = HeadSequences(*sizes, config.num_kv_heads) if config.per_head else Sequences(*sizes)
         self.tables = DeviceTables(live)
+        self.block = Block(config.block_size, self.pools.nbytes // max(1, num_layers * config.num_blocks))
 
     def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
         """The sequences that a caller named."""

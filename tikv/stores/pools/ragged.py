@@ -25,6 +25,7 @@ from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
 from tikv.stores.layers.queries import rows_first, rows_of_queries
 from tikv.stores.pools.pages import Pages
+from tikv.stores.pools.shared_prefix import SharedAttention, pool_call, serves
 
 
 class RaggedAttention:
@@ -54,7 +55,8 @@ class RaggedAttention:
         self.q = rows_of_queries(operation, view(q, "q", operation), self.layout, *of_pools, self.live)
         self.return_lse = request.return_lse
         self.mass_queries = request.asked_mass(operation, config.rows.k.format)
-        self._caches, self._request = pages.pools.caches[layer], request
+        self._caches, self._request, self._tables = pages.pools.caches[layer], request, pages.tables
+        self._block = pages.block
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
         self._check_tree(terms, sequences)
@@ -131,6 +133,14 @@ class RaggedAttention:
         if slopes and slopes.ndim == 2:
             terms = {**terms, "alibi_slopes": slopes.part(0, run.first, run.end)}
         most = MOST_QUERIES
+        if run.end - run.first > 1 and serves(self.live, self._request, self._config.per_head):
+            asked = run.first, run.end, run.tokens, self._block
+            if (found := self._tables.neighbours(*asked))[1] is not None:
+                make = pool_call(self.operation, self._caches, terms)
+                given = self.operation, self.live, self._request, make, run.tables, found[1], found[0]
+                q, out, *lse = (run.rows(a) for a in arrays)
+                SharedAttention(*given, self._config.block_size).attend(q, out, lse[0] if lse else None)
+                return
         if run.tokens > most:
             most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
         for begin in range(0, run.tokens, most):

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tikv import dtypes, runtime
 from tikv.arrays import ArrayView, Host, new_array, write_host
 from tikv.ops.staging import KnownOnHost
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
+from tikv.stores.pools.shared_prefix import Block, Neighbours, neighbours
 
 
 class DeviceTables:
@@ -22,7 +25,9 @@ class DeviceTables:
         self._memory: dict[str, ArrayView] = {}
         self._slots: tuple[AppendStep, ArrayView] | None = None  # the last ones, and the step they belong to
         # The last ones, after what they depend on: of all layers, or of each.
-        self._tables: dict[int, tuple[Any, ArrayView, ArrayView, Host]] = {}
+        self._tables: dict[int, tuple[Any, ArrayView, ArrayView, Host, Host]] = {}
+        # Of the last ones that heads share: what `neighbours` found, by the sequences asked about and their queries.
+        self._shared: tuple[Any, dict[tuple[int, int, int], Any]] = (None, {})
 
     def upload(self, name: str, array: Host) -> ArrayView:
         """A host array on the device, in the memory that the last one of this name and shape had."""
@@ -63,5 +68,24 @@ class DeviceTables:
             self._tables.pop(own, None)  # while their memory is written
             # Attention shares out the keys of heads of different lengths by what the host knows of them.
             on_device = (self.known if sequences.by_head else self.upload)(f"lengths {own}", lens)
-            last = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens
-        return last[1:]
+            last = self._tables[own] = key, self.upload(f"tables {own}", table), on_device, lens, table
+        return last[1:4]
+
+    def neighbours(self, first: int, end: int, queries: int, block: Block) -> tuple[list[Neighbours], ArrayView | None]:
+        """`shared_prefix.neighbours` among those of the last `block_tables`, and tokens behind what they share.
+
+        Sequences from `first` to `end`, by their places. None where nothing is shared.
+        """
+        key, *_, lens, table = self._tables[0]
+        if self._shared[0] != key:
+            self._shared = key, {}
+        asked = first, end, queries
+        found = self._shared[1].get(asked)
+        if found is None:
+            runs = neighbours(table[first:end], lens[first:end], queries, block)
+            own = None
+            if runs:
+                shared = np.repeat([run.blocks * block.tokens for run in runs], [run.end - run.first for run in runs])
+                own = self.upload(f"own lengths {asked}", (lens[first:end] - shared).astype(np.int32))
+            found = self._shared[1][asked] = runs, own
+        return found
