@@ -30,7 +30,7 @@ class ChannelKeys(NamedTuple):
             (blocks, H, room, D, words).
         numbers: (B, H, room, D, 2), or (blocks, H, room, D, 2): their scales and biases.
         format: of the codes.
-        table: (B, most blocks) of the blocks that hold a sequence's groups, `room` each; None where there are none.
+        table: (B, most blocks) of the blocks that hold a sequence's groups, `room` each; None without pages.
     """
 
     codes: ArrayView
