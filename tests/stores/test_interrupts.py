@@ -98,13 +98,24 @@ def rows_of(pool, layer, seq):
 
 
 def held(store):
-    """What anybody can see of a store: counts, and the tokens that it holds."""
+    """What anybody can see of a store: counts, the tokens that it holds, and the summaries of their pages."""
     if isinstance(store, tikv.PagedKVCacheStore):
+        there = [seq for seq in store.sequences if rows_of(store, 0, seq) != "swapped out"]
+        pages = [store.page_summaries(i, there) for i in range(2)] if store.config.page else []
         return contents(
-            [(seq, store.layer_length(i, seq), rows_of(store, i, seq)) for i in range(2) for seq in store.sequences]
+            [(seq, store.layer_length(i, seq), rows_of(store, i, seq)) for i in range(2) for seq in store.sequences],
+            [np.asarray(a) for pair in pages for a in pair],
         )
     counts = [(store.layer_length(i), store.held(i), store.positions(i)) for i in range(2)]
-    return contents(counts, [[*map(np.asarray, store.tokens(i))] for i in range(2)], store.length)
+    pages = [of_pages(store, i) for i in range(2)] if "summaries" in repr(store) else []
+    return contents(counts, [[*map(np.asarray, store.tokens(i))] for i in range(2)], store.length, pages)
+
+
+def of_pages(store, layer):
+    """The summaries of the pages of 4 tokens in which each head of a layer has some."""
+    counts = np.broadcast_to(store.held(layer), (store.batch_size, HEADS))
+    pair = [np.asarray(a) for a in store.page_summaries(layer)]
+    return [a[b, h, : -(-counts[b, h] // 4)] for a in pair for b, h in np.ndindex(counts.shape)]
 
 
 def free(store):
@@ -193,6 +204,7 @@ LOST = "KVCacheStore.extend was broken off. Layer 1 holds "
         (uneven, 3, False),
         (on_host, 3, False),
         (lambda rng: on_host(rng, **RING), 5, True),
+        (lambda rng: store_of(rng, page_summaries=4), 3, False),
     ],
     ids=[
         "linear",
@@ -202,6 +214,7 @@ LOST = "KVCacheStore.extend was broken off. Layer 1 holds "
         "uneven heads",
         "on the host",
         "a ring on the host that wraps",
+        "summaries of pages",
     ],
 )
 def test_extend_leaves_a_store_as_before_or_says_what_it_holds(arch, every, make, tokens, wraps):
@@ -265,6 +278,10 @@ def test_what_goes_in_by_parts_says_how_much(arch, every, kind):
         (store_of, lambda store: store.commit([0, 2])),
         (store_of, lambda store: store.repeat(2)),
         (lambda rng: store_of(rng, batch_size=1), lambda store: store.reset()),
+        (lambda rng: store_of(rng, page_summaries=4), append(3)),
+        (lambda rng: store_of(rng, page_summaries=4, dtype="int8"), append(3)),
+        (lambda rng: uneven(rng, page_summaries=4), append(2)),
+        (lambda rng: store_of(rng, page_summaries=4), lambda store: store.compact(0, [[[0, 4, 5]] * HEADS])),
         (on_host, append(3, layer=0)),
         (on_host, append_all),
         (on_host, lambda store: store.compact(0, [[[0, 4, 5]] * HEADS])),
@@ -292,6 +309,9 @@ def rows(tokens):
         ({}, lambda pool: pool.commit([0, 1], [[0, 2], [1]])),
         ({}, lambda pool: pool.fork(1)),
         ({}, lambda pool: pool.swap_out(0)),
+        ({"page_summaries": 4}, lambda pool: pool.append(1, *rows(5)[1:], [0, 1], [0, 3, 5])),
+        ({"page_summaries": 4}, lambda pool: pool.extend(1, *rows(5), [0, 1], [0, 3, 5])),
+        ({"page_summaries": 4}, lambda pool: pool.compact(1, 0, [0, 2, 5])),
     ],
 )  # fmt: skip
 def test_a_pool_is_as_before_or_as_after(arch, every, form, call):
