@@ -25,7 +25,7 @@ import tikv
 
 BATCH = 2
 FORMS = {
-    "linear": {"dtype": "float16"},
+    "linear": {"dtype": "float16", "page_summaries": 4},
     "ring": {"window": 8, "sinks": 2},
     "int8": {"dtype": "int8"},
     "groups": {"dtype": "q8_0", "head_dim": 32},
