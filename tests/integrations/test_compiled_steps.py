@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv.integrations import _stored_ops as stored_ops  # noqa: E402
+from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_steps as steps  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -112,6 +113,77 @@ def test_a_model_is_compiled_once(arch, family):
 @pytest.mark.parametrize("family", ["Llama", *[pytest.param(f, marks=pytest.mark.full) for f in ("Mistral", "Gemma3")]])
 def test_left_padding(arch, family):
     both(build(arch, family), arch, inputs(arch, 3, 11, 8))
+
+
+def hide_what_nobody_may_read(cache, padded):
+    """NaN in the slots of the padding and behind the text, of all layers whose slots do not go round."""
+    for layer in cache.layers:
+        if layer.is_sliding or layer._k.dtype not in (torch.float32, torch.float16):
+            continue
+        for a in (layer._k, layer._v):
+            a[:, :, layer.get_seq_length() :] = torch.nan
+            for b, n in enumerate(padded):
+                a[b, :, :n] = torch.nan
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", *[pytest.param(f, marks=pytest.mark.full) for f in ("Gemma2", "GptOss")]])
+def test_padding_is_not_read_and_no_slot_behind_the_text(arch, family, monkeypatch):
+    """Whatever the capacity; of a mask with holes nothing behind the text."""
+    model, ids = build(arch, family), inputs(arch, 3, 11, 8)
+    caches = [TikvCache(model.config, max_cache_len=n) for n in (40, 2000)]
+    want = generate(model, caches[0], ids, 6, disable_compile=True)
+    prefilled, made = [], by_name.mask_for_attend
+
+    def mask(*args, **kwargs):
+        found = made(*args, **kwargs)
+        if isinstance(kwargs["kv_offset"], steps.SlotsOffset) and not kwargs["kv_offset"].counted.ring:
+            prefilled.append(found.tikv_starts.tolist())
+            hide_what_nobody_may_read(caches[1], (8, 0, 3))
+        return found
+
+    transformers.AttentionMaskInterface.register("tikv", mask)
+    try:
+        got = generate(model, caches[1], ids, 6, **compiling(arch))
+    finally:
+        transformers.AttentionMaskInterface.register("tikv", made)
+    assert prefilled == [[8, 0, 3]] * 5
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_padding_that_is_not_on_the_left_alone_is_masked(arch):
+    model, ids = build(arch), inputs(arch, 9, 11)
+    ids["attention_mask"][:, 4] = 0
+    ids["position_ids"] = torch.arange(11, device=ids["input_ids"].device).expand(2, -1)
+    both(model, arch, ids, 6)
+
+
+@pytest.mark.parametrize(
+    "stored", [{}, *[pytest.param(f, marks=pytest.mark.full) for f in ({"dtype": "int8"}, {"dtype": "q8_0"})]], ids=str
+)
+def test_attention_begins_where_a_sequence_does(arch, stored):
+    """As over the sequence alone, whose first slot that is."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1, vocab_size=50
+    )
+    torch.manual_seed(0)
+    rows, query = torch.randn(3, 1, 700, 32, device=arch), torch.randn(3, 2, 1, 32, device=arch)
+    cache = TikvCache(config, max_cache_len=1000, **stored)
+    cache.update(rows, rows, 0)
+    counted = steps.Counted(cache.layers[0], 1000, 0, 0)
+    counted.set(650)
+    starts = [0, 649, 300]
+    got = counted.attend(query, 0.1, 5.0, None, torch.tensor(starts, device=arch))
+    for b, first in enumerate(starts):
+        alone = TikvCache(config, max_cache_len=1000, **stored)
+        alone.update(*[rows[b : b + 1, :, first:650]] * 2, 0)
+        one = steps.Counted(alone.layers[0], 1000, 0, 0)
+        one.set(650 - first)
+        want = one.attend(query[b : b + 1], 0.1, 5.0, None)
+        torch.testing.assert_close(got[b : b + 1], want, rtol=0, atol=1e-5)
 
 
 FORMATS = [

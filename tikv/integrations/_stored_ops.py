@@ -110,10 +110,13 @@ def attend_stored(
     width_v: int,
     k_format: str,
     v_format: str,
+    starts: Optional[Tensor] = None,  # noqa: UP045
 ) -> Tensor:
-    """Attention of one query of each sequence to its first `lens` slots: (B, Hq, 1, width_v)."""
-    found = _formats(k_format, v_format)
-    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, formats=found)
+    """Attention of one query of each sequence to its first `lens` slots, from `starts` on: (B, Hq, 1, width_v)."""
+    found, both = _formats(k_format, v_format), starts is not None
+    if starts is not None:
+        lens = torch.stack((lens, starts), 1).flatten()
+    caches = ContiguousCaches(k_cache, v_cache, lens, k_scale, v_scale, formats=found, starts=both)
     request = AttendRequest(scale=scale, softcap=softcap, sink_logits=sink_logits)
     out: Tensor = contiguous_call("decode_attention", q, caches, request).attend(q, impl="taichi")
     return out

@@ -79,12 +79,13 @@ def attend(
     ours = served and (tokens == 1 or sinks is not None) and not said
     if _is_traced():
         counted = getattr(key, "tikv_counted", None)
-        seen = attention_mask is None or getattr(attention_mask, "tikv_of_slots", False)
+        starts = getattr(attention_mask, "tikv_starts", None)
+        seen = attention_mask is None or starts is not None or getattr(attention_mask, "tikv_of_slots", False)
         alike = counted is not None and getattr(value, "tikv_counted", None) is counted
         if ours and tokens == 1 and seen and alike:
             assert counted is not None
             logits = None if sinks is None else sinks.detach().float()
-            return counted.attend(query, scaling, softcap, logits).transpose(1, 2), None
+            return counted.attend(query, scaling, softcap, logits, starts).transpose(1, 2), None
         if counted is not None and attention_mask is not None and attention_mask.shape[-1] < held:
             # Of several tokens, made before the step for what is stored; behind that no slot is written.
             missing, hidden = (
@@ -236,9 +237,23 @@ def _mask_of_slots(
     mask = made(
         kv_offset=0, kv_length=kv_length, mask_function=sees, attention_mask=None, allow_is_causal_skip=False, **kwargs
     )
+    if padding is not None and tokens == 1 and isinstance(kv_offset, steps.SlotsOffset) and not counted.ring:
+        starts = _starts(padding[:, : kv_offset.end]) if _is_plain(mask_function) else None
+        if starts is not None:
+            mask.tikv_starts = starts.to(device)  # by which attention reads what is stored behind the padding alone
     if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:
         return mask  # of padding also where none is left in a window, for which torch would compile once more
     return None if bool((mask | (where > newest)).all()) else mask
+
+
+def _starts(padding: Any) -> Any:
+    """(batch,) where each sequence begins, if its padding stands on the left and nowhere else; None elsewhere.
+
+    `padding` is (batch, n) of all tokens so far, True where one is seen.
+    """
+    starts = padding.int().argmax(1)
+    behind = torch.arange(padding.shape[1], device=padding.device) >= starts[:, None]
+    return starts if bool((padding == behind).all()) else None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -110,11 +110,13 @@ class Counted:
         """(batch,) slots that the newest token sees."""
         return self.count.clamp(max=self.slots)
 
-    def attend(self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any) -> Any:
-        """Traced: attention of the newest token's queries, (batch, heads, 1, width) of values."""
+    def attend(
+        self, query: Any, scale: float | None, softcap: float | None, sink_logits: Any, starts: Any = None
+    ) -> Any:
+        """Traced: attention of the newest token's queries, (batch, heads, 1, width) of values, from `starts` on."""
         return ops.attend_stored(
             query, self.keys, self.values, self.k_scale, self.v_scale, self.seen(), sink_logits, scale, softcap,
-            self.widths[1], *self.formats,
+            self.widths[1], *self.formats, starts,
         )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class Choices(NamedTuple):
     block: int = 0  # tokens that lie on a rank one behind the other, where slopes count those of others too
     tree: bool = False  # which of the new tokens a query sees stands in an array
     values: Kept | None = None  # None: as K
+    starts: bool = False  # behind the length of a sequence stands its first key that is seen
     chosen: int = 0  # bits of an entry of the array that says which tokens are read; 0 where all are
     scored: bool = False  # K holds the products of queries and keys: a row for each query row, `k_block` apart
     invariant: bool = False  # a row has the same bits whatever else is computed: see `ops.attention.invariance`

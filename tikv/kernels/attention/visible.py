@@ -45,6 +45,8 @@ def make_visible_range(c):
         if ti.static(c.place == "ring"):
             oldest = ti.max(oldest, length - ti.cast(params[P.ring], ti.i64))
         low = ti.max(ti.max(sinks, ti.cast(params[P.first_valid], ti.i64)), oldest)
+        if ti.static(c.starts):
+            low = ti.max(low, ti.cast(lens[strides[S.lens_first] + b * strides[S.lens_sequence] + 1], ti.i64))
         first = ti.cast(ti.min(low, ti.i64(MAX_TOKENS)), ti.i32)
         if ti.static(c.place == "ring"):
             first = params[P.sinks] + ti.cast((low - sinks) % ti.cast(params[P.ring], ti.i64), ti.i32)

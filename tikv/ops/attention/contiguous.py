@@ -160,7 +160,8 @@ class ContiguousCaches(NamedTuple):
     """Caches as a caller gave them, and how they are read.
 
     `formats` are of a store's caches, either of which may be words of codes, whose numbers are the scales, or have no
-    scales; the other fields are parameters of `decode_attention`.
+    scales. With `starts` (2 * B,) `seq_lens` are of each sequence its length and the first of its slots that is seen.
+    The other fields are parameters of `decode_attention`.
     """
 
     k_cache: Any
@@ -172,13 +173,14 @@ class ContiguousCaches(NamedTuple):
     sinks: Any = 0
     head_dim_v: Any = None
     formats: Formats | None = None
+    starts: bool = False
 
 
 def contiguous_call(
     operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: Any = False
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
-    k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats = caches
+    k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats, starts = caches
     live = runtime_of(q, k_cache)
     length = 0
     given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
@@ -205,10 +207,11 @@ def contiguous_call(
         arrays |= terms.views(operation)
     asked = request.options(operation, return_mass)
     ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
-    key = plan_key(operation, arrays, (*asked, ring, sinks, formats))
+    key = plan_key(operation, arrays, (*asked, ring, sinks, formats, starts))
     plan = live.plans.get(key)
     if plan is None:
         cache = _contiguous(arrays, asked.span, ring, sinks, live, operation, formats or (None, None))
+        cache = cache._replace(starts=starts)
         if asked.span is not None:
             asked = asked._replace(span=asked.span - cache.sinks)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], asked))

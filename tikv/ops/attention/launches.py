@@ -344,6 +344,7 @@ class AttentionLaunches(Plan):
             lens_bits=arrays["lens"].dtype.itemsize * 8 if "lens" in arrays else 0,
             table_bits=arrays["table"].dtype.itemsize * 8 if "table" in arrays else 0,
             lens_by_head=lens_by_head(arrays),
+            starts=cache.starts,
             table_by_head=table_by_head(arrays),
             sink_logits="sink_logits" in arrays,
             alibi="alibi_slopes" in arrays,
@@ -369,7 +370,8 @@ class AttentionLaunches(Plan):
             found += [n // unit for n in (rows.sequence, rows.block, rows.token, rows.head)]
             found.append(a.offset * 8 // of)
         found += [*self.cache.scale_strides, *(_first(arrays.get(name)) for name in ("k_scale", "v_scale"))]
-        found += [lens.strides[0] if lens is not None else 0, _first(lens)]
+        of_sequence = 2 if self.cache.starts else 1
+        found += [lens.strides[0] * of_sequence if lens is not None else 0, _first(lens)]
         found += [table.strides[0], table.strides[-1], _first(table)] if table is not None else [0, 0, 0]
         return AttentionStrides(*found)
 

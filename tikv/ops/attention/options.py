@@ -40,6 +40,7 @@ class CacheLayout(NamedTuple):
     tile: Any = None  # a `Tile`, where CUDA's tensor cores attend
     most_rows: int = MOST_ROWS  # query rows that one task computes, where they do not
     chosen: bool = False  # whether a query reads some tokens only, so that no other shares its keys
+    starts: bool = False  # whether lengths are (2 * B,): of each sequence the length, and the first key that is seen
     scored: bool = False  # K holds products of queries and keys; `k.block` is from a query row's to the next one's
     fixed_rows: int = 0  # query rows of a task for any number of queries; 0 where `most_rows` are shared out
 
@@ -166,7 +167,8 @@ def check_form(
     if "lens" in arrays:
         checks.indices(arrays["lens"], "lengths", operation)
         checks.rank(arrays["lens"], (1, 2), "lengths", "(B,), or (B, H) by KV head", operation)
-        checks.extent(arrays["lens"].shape[0], batch, "the number of lengths", operation, f"K: {describe(k)}")
+        given = batch * (2 if cache.starts else 1)
+        checks.extent(arrays["lens"].shape[0], given, "the number of lengths", operation, f"K: {describe(k)}")
         if lens_by_head(arrays):
             checks.extent(
                 arrays["lens"].shape[1], cache.heads, "the heads of the lengths", operation, f"K: {describe(k)}"

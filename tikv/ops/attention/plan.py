@@ -292,6 +292,7 @@ class AttentionPlan(Plan):
         known = host_indices(arrays["lens"], self.live)
         if known is None:
             return Lengths(cache.capacity)
+        known = known[::2] if cache.starts else known
         if known.size == 0:
             return Lengths(0)
         shortest, longest = (int(known.item()),) * 2 if known.size == 1 else (int(known.min()), int(known.max()))
