@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tikv import runtime
 from tikv.errors import DTypeError
 from tikv.integrations import _transformers_keywords as keywords
 from tikv.integrations import _transformers_shim as shim
@@ -39,8 +40,9 @@ def attend(
     So does one in a step that `torch.compile` traces, of a `TikvCache` whose memory is made once, and the prompt of a
     model with learned sinks, where no mask is needed. Queries for which the model chose keys read the rows of these
     alone, see `chosen_keys`. Torch's `scaled_dot_product_attention` takes other prompts, padded batches, training and
-    what else is traced; with a soft cap or sinks plain torch does. What else a model says by keyword is honoured as
-    `KEYWORDS` lists it; what is not known there goes to the model's own function, as under the name "eager".
+    what else is traced; with a soft cap or sinks plain torch does. Under ``tikv.init(invariant=True)`` prompts which
+    need no mask are read here, all of them. What else a model says by keyword is honoured as `KEYWORDS` lists it; what
+    is not known there goes to the model's own function, as under the name "eager".
 
     Args:
         module: the attention module.
@@ -76,7 +78,7 @@ def attend(
     if attention_mask is not None and attention_mask.shape[-1] > held:
         attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
-    ours = served and (tokens == 1 or sinks is not None) and not said
+    ours = served and (tokens == 1 or sinks is not None or _is_invariant()) and not said
     if _is_traced():
         counted = getattr(key, "tikv_counted", None)
         starts = getattr(attention_mask, "tikv_starts", None)
@@ -170,6 +172,8 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     offset = kwargs["kv_offset"]
     if isinstance(offset, (steps.SlotsOffset, torch.Tensor)):
         return _mask_of_slots(made, tokens, **kwargs)
+    if tokens > 1 and _is_invariant() and _is_end(tokens, **kwargs):
+        return None  # of several queries that are the newest, `attend` knows what each sees
     may_skip = kwargs.get("allow_is_causal_skip", True)
     if isinstance(offset, steps.KnownOffset) and (tokens == 1 or shim.MASKS_PROMPTS_OF_COMPILED) and not may_skip:
         # The caller skips no mask of a cache whose steps may be compiled; here it is known where that is right.
@@ -180,6 +184,24 @@ def mask_for_attend(*args: Any, **kwargs: Any) -> Any:
     if mask is None or not may_skip or mask.shape[-2] != 1 or mask.dtype != torch.bool or _is_traced():
         return mask
     return None if bool(mask.all()) else mask
+
+
+def _is_invariant() -> bool:
+    """Whether `tikv.init` was told that rows shall have the same bits whatever the batch; not while traced."""
+    live = None if _is_traced() else runtime.running()
+    return live is not None and live.invariant
+
+
+def _is_end(
+    tokens: int, *, kv_length: int, kv_offset: int, mask_function: Any, attention_mask: Any = None, **kwargs: Any
+) -> bool:
+    """Whether a mask would say no more of so many queries than that they are the newest and see what is not newer."""
+    if mask_function is not causal_mask_function or kv_offset != 0:
+        return False
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return False
+    first = kwargs["q_offset"] if "q_offset" in kwargs else kwargs["cache_position"][0]
+    return int(first) + tokens == kv_length
 
 
 def _is_plain(function: Any) -> bool:
