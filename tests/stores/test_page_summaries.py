@@ -8,7 +8,7 @@ import pytest
 from launch_counter import count_launches
 
 import tikv
-from tikv import reference
+from tikv import reference, runtime
 from tikv.arrays import read_host
 
 HEADS, WIDTH, PAGE, CAPACITY = 2, 8, 4, 23
@@ -237,6 +237,18 @@ def test_an_older_file_has_none(arch, rng, tmp_path):
         tikv.KVCacheStore.load(tmp_path / "store.safetensors").page_summaries(0)
 
 
+def test_warmup(arch, rng):
+    """Of steps too, where there are some: then an append compiles nothing more."""
+    for dtype in ("float16", "int8"):
+        store = store_of(dtype, layers=1)
+        tikv.warmup(store, query_heads=2 * HEADS, tokens=(1,), formats=["float32"], steps=True, quiet=True)
+        live = runtime.current()
+        before = set(live.kernels)
+        store.append(0, *rows(rng, arch, 1, 1))
+        assert set(live.kernels) == before
+        check(store, 0)
+
+
 SIZES = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "capacity": 8}
 
 
@@ -273,6 +285,8 @@ def test_refused_calls_change_nothing(arch, rng):
         (lambda: store.trim(22), tikv.PositionError, "22"),
         (lambda: scaled.append(0, k[:, :1], v[:, :1], positions=np.array([3])), tikv.OptionError,
          "Append without positions"),
+        (scaled.positions_on_device, tikv.OptionError, "positions are on the device"),
+        (lambda: scaled.advance(1), tikv.OptionError, "positions are on the device"),
         (lambda: tikv.compile_step(scaled, layers=0, attend=False).run(k[:, :1], v[:, :1]), tikv.OptionError,
          "Append without positions"),
     ):  # fmt: skip

@@ -358,8 +358,13 @@ class Appends:
         else:
             plan.append(rows)
 
+    def require_positions(self, operation: str) -> None:
+        """Appends at positions on the device are possible, or OptionError."""
+        return None
+
     def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
         """Append at positions that the launch reads, the third of the arrays; the host's counts stay as they are."""
+        self.require_positions(operation)
         key = ("at", layers[0].index, stacked, given.key, layout)
         plan = None if launch.is_recording() else self.plans.get(key)
         if plan is None:
@@ -483,10 +488,10 @@ class SummarizedAppends(Appends):
         for layer, first in zip(self.memory.layers, before, strict=True):
             summarize(operation, self.memory, [layer], first)
 
-    def append_at(self, operation: str, layers: list[Layer], given: Views, layout: str, stacked: bool) -> None:
+    def require_positions(self, operation: str) -> None:
         """Refused: the host does not know which pages are written."""
         raise OptionError(
-            f"{operation}: positions are given, and the store keeps summaries of pages, which for keys kept as "
+            f"{operation}: positions are on the device, and the store keeps summaries of pages, which for keys kept as "
             f"{self.memory.rows.k.dtype} need launches that the host counts. Append without positions, or make the "
             f"store without page_summaries."
         )

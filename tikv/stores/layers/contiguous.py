@@ -101,6 +101,7 @@ class ContiguousLayers(LayerStorage):
         self.appends.append_at(operation, layers, given, layout, layer is None)
 
     def require_positions(self, operation: str, remedy: str) -> None:
+        self.appends.require_positions(operation)
         require_uncompacted(self.counts, operation, remedy)
 
     def advance(self, operation: str, tokens: int) -> None:
