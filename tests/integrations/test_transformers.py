@@ -22,6 +22,7 @@ import tikv  # noqa: E402
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
+from tikv.integrations import _transformers_stored as stored  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
 
@@ -312,9 +313,9 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
     read = []
-    attention = by_name.contiguous_call
+    attention = stored.contiguous_call
     monkeypatch.setattr(
-        by_name, "contiguous_call", lambda n, q, c, *a: (read.append(c.k_cache.dtype), attention(n, q, c, *a))[1]
+        stored, "contiguous_call", lambda n, q, c, *a: (read.append(c.k_cache.dtype), attention(n, q, c, *a))[1]
     )
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)

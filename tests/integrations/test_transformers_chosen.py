@@ -367,6 +367,11 @@ def test_keys_that_something_else_uses_are_made(arch):
     assert [a.shape for a in got] == [a.shape for a in want]
     assert all(torch.equal(a + 0, b) for a, b in zip(got, want, strict=True))
     assert latents.latents_of(*got) is None
+    query = torch.randn(2, want[0].shape[1], 1, want[0].shape[3])
+    with torch.no_grad(), settings.attention(model, "tikv"):  # in a layer that sees all keys and chooses none
+        out, _ = attention.attend(module, query, *module.expand_kv(kv, rot), None)
+    everything = torch.ones(2, query.shape[1], 1, 5, dtype=torch.bool)
+    torch.testing.assert_close(out, dense(query, *want, everything, query.shape[3] ** -0.5).float(), rtol=0, atol=1e-5)
     with settings.attention(model, "tikv"):
         with_gradient = module.expand_kv(kv, rot)
     assert with_gradient[0].requires_grad

@@ -14,6 +14,7 @@ from model_cache import BASE, generate, prompts  # noqa: E402
 
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_room as rooms  # noqa: E402
+from tikv.integrations import _transformers_stored as stored  # noqa: E402
 from tikv.integrations._transformers_stored import StoredTensor  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -75,13 +76,13 @@ def cache():
 @pytest.fixture
 def read(monkeypatch):
     """The dtypes of keys and values that the library's attention reads."""
-    found, attention = [], by_name.contiguous_call
+    found, attention = [], stored.contiguous_call
 
     def call(name, q, caches, *args):
         found.append((caches.k_cache.dtype, caches.v_cache.dtype))
         return attention(name, q, caches, *args)
 
-    monkeypatch.setattr(by_name, "contiguous_call", call)
+    monkeypatch.setattr(stored, "contiguous_call", call)
     return found
 
 

@@ -52,6 +52,10 @@ class Expansion:
         """None: they lie nowhere."""
         return None
 
+    def attend(self, query: Any, request: AttendRequest) -> Any:
+        """None likewise: others attend to their numbers."""
+        return None
+
     def rows(self, numbers: Any) -> Any:
         """(batch, M, rank + width) latents and rotated keys of the tokens (batch, M), and no others."""
         sequences = torch.arange(numbers.shape[0], device=numbers.device)[:, None]
