@@ -77,6 +77,9 @@ class GroupFormat(Format):
     tensor_scale: float = 1.0  # of nvfp4: what all numbers are divided by before they are encoded
     seed: int | None = None  # of the signs by which rows are turned before that; None where they are not
 
+    def __hash__(self) -> int:  # of what tells them apart: plans are found by it in each call
+        return hash((self.name, self.seed, self.tensor_scale))
+
     @property
     def code(self) -> str:
         """What kernels are compiled for: words of codes say too little."""

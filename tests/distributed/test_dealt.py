@@ -94,9 +94,9 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
             want, want_mass = (want, None) if sloped else want
             parts = np.zeros((2, 1, 24, tokens, 9), np.float32)
             for store, part in zip(shares, parts, strict=True):
-                queries, rows = store.extension("extend", layer, (q, k, v), "token_major", PLAIN)
+                _, read, rows = store.extension("extend", layer, (q, k, v), "token_major", PLAIN)
                 to = view(part, "part", "extend")
-                store.extend_own("extend", layer, rows, "token_major", queries.heads_first, to, PLAIN, own_slopes)
+                store.extend_own("extend", layer, rows, "token_major", read, to, PLAIN, own_slopes)
             out, lse = np.zeros_like(want), np.zeros((1, 24, tokens), np.float32)
             to = view(out, "out", "extend").transposed(0, 2, 1, 3)
             merge_parts("extend", view(parts, "parts", "extend"), to, view(lse, "lse", "extend"))

@@ -31,3 +31,5 @@ from tikv.arrays.memory import write_host as write_host
 from tikv.arrays.protection import is_protected as is_protected
 from tikv.arrays.readers import view as view
 from tikv.arrays.readers import view_bits as view_bits
+from tikv.arrays.readers import view_of_new as view_of_new
+from tikv.arrays.readers import view_without_owner as view_without_owner

@@ -200,6 +200,16 @@ def is_contiguous(array: ArrayView) -> bool:
     return 0 in array.shape or all(n == 1 or s == w for n, s, w in zip(array.shape, array.strides, wanted, strict=True))
 
 
+def numpy_address(array: Host) -> int:
+    """Where a NumPy array's elements begin: it takes a microsecond to tell itself, and as a buffer a third of that."""
+    if array.flags.carray and array.dtype.kind != "V":  # ml_dtypes have no buffer
+        try:
+            return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+        except (TypeError, ValueError, BufferError):
+            pass  # an empty one
+    return int(array.ctypes.data)
+
+
 def host_bytes(ptr: int, nbytes: int) -> np.ndarray[Any, Any]:
     """The bytes from a host address on as a NumPy array, not a copy; the caller keeps the memory alive."""
     buffer: Any = (ctypes.c_uint8 * nbytes).from_address(ptr)

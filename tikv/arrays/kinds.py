@@ -42,12 +42,14 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
     That is NumPy's, torch's, or one of a library that takes arrays by `from_dlpack`, such as JAX and CuPy, on the same
     device; a `CacheArray` for anything else.
     """
-    if isinstance(like, np.ndarray):
-        with RoomFor(math.prod(shape) * dtype.itemsize, "cpu"):
+    try:
+        if isinstance(like, np.ndarray):
             return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
-    if hasattr(like, "new_empty"):
-        with RoomFor(math.prod(shape) * dtype.itemsize, str(like.device)):
+        if hasattr(like, "new_empty"):
             return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
+    except (MemoryError, RuntimeError, ValueError):
+        with RoomFor(math.prod(shape) * dtype.itemsize, str(getattr(like, "device", "cpu"))):
+            raise
     take = None if like is None or isinstance(like, CacheArray) else _from_dlpack_of(like)
     if take is None:
         return CacheArray(new_array(shape, dtype, live, zeroed=zeroed), live)

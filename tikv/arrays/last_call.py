@@ -18,12 +18,12 @@ class _LastCall:
 
     __slots__ = ("count", "fits", "guards", "unnested", "views")
 
-    def __init__(self, views: Views, fits: Callable[..., bool] | None, guards: int) -> None:
+    def __init__(self, views: Views) -> None:
         self.views = views
         self.count = len(views)
-        self.fits = fits
+        self.fits: Callable[..., bool] | None = None
         self.unnested = _unnested_at.get(views.key) or _unnested_at.keep(views.key, BoundedCache())
-        self.guards = guards  # made for these forms; inference mode and autocast ask for one of their own
+        self.guards = 0  # made for these forms; inference mode and autocast ask for one of their own
 
 
 # By `Views.key`, the addresses at which torch tensors of these forms were seen to have all of their memory. To ask the
@@ -92,12 +92,12 @@ def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _Last
     for seen in views:
         if seen.owner is not None or seen.handle is not None:
             return  # it would be kept alive
-    fits, guards = None, 0
-    if last is not None and last.views.key == views.key:  # forms that come back are worth a guard
-        fits, guards = last.fits, last.guards
-        if guards < MAX_GUARDS:
-            fits, guards = _torch_guard(arrays) or fits, guards + 1
-    _last_calls[operation] = _LastCall(views, fits, guards)
+    if last is None or last.views.key != views.key:
+        _last_calls[operation] = _LastCall(views)
+        return
+    last.views = views
+    if last.guards < MAX_GUARDS and (fits := _torch_guard(arrays)) is not None:  # forms that come back are worth one
+        last.fits, last.guards = fits, last.guards + 1
 
 
 def last_call_test(

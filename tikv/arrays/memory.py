@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides
+from tikv.arrays.array_view import ALIGNMENT, ArrayView, Host, contiguous_strides, numpy_address
 from tikv.dtypes import DType
 from tikv.errors import ArchError, CapacityError
 
@@ -185,7 +185,7 @@ def to_device(array: np.ndarray[Any, Any], live: runtime.Runtime) -> ArrayView:
 def write_host(array: np.ndarray[Any, Any], to: ArrayView) -> None:
     """Copy a contiguous host array over the start of memory of the host, or of what `Memory` made."""
     if to.device == "cpu":
-        ctypes.memmove(to.ptr, array.ctypes.data, array.nbytes)
+        ctypes.memmove(to.ptr, numpy_address(array), array.nbytes)
         return
     block = to.owner.block
     if isinstance(block, np.ndarray):  # of the host, and launches may be at work on it

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from tikv.arrays.array_view import (
     ArrayView,
     contiguous_strides,
     describe,
+    numpy_address,
     require_memory,
     unknown_dtype,
 )
@@ -81,6 +81,16 @@ def view_without_owner(array: Any, name: str, operation: str) -> ArrayView:
     if reader is None:
         reader = _readers.keep(kind, _reader_of(array, kind, name, operation))
     return reader(array, name, operation)
+
+
+def view_of_new(array: Any, name: str, operation: str) -> ArrayView:
+    """`view_without_owner` of what `new_like` made for this call: there is nothing to remember of it, nor to check."""
+    if type(array) is np.ndarray:
+        return _see_numpy(array, name, operation)
+    if _readers.get(type(array)) is _of_torch and array.device.type != "mps":
+        pointer = array.data_ptr()
+        return _see_torch(array, pointer, _torch_form(array, pointer), name, operation)
+    return view_without_owner(array, name, operation)
 
 
 def view_bits(array: Any, name: str, operation: str) -> ArrayView:
@@ -157,16 +167,6 @@ def _is_torch_subclass(kind: type) -> bool:
     return torch is not None and issubclass(kind, torch.Tensor)
 
 
-def _numpy_address(array: Any) -> int:
-    # NumPy itself takes a microsecond to tell; as a buffer it is told in a third. ml_dtypes have no buffer.
-    if array.flags.carray and array.dtype.kind != "V":
-        try:
-            return ctypes.addressof(ctypes.c_char.from_buffer(array))
-        except (TypeError, ValueError, BufferError):
-            pass  # an empty one
-    return int(array.ctypes.data)
-
-
 _numpy_forms: BoundedCache[tuple[Any, ...], ArrayView] = BoundedCache(MAX_FORMS)
 
 
@@ -175,14 +175,18 @@ def _of_numpy(array: Any, name: str, operation: str) -> ArrayView:
     if seen is not None:
         return seen
     number = id(array)
-    pointer = _numpy_address(array)
+    found = _see_numpy(array, name, operation)
+    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
+    return found
+
+
+def _see_numpy(array: Any, name: str, operation: str) -> ArrayView:
+    pointer = numpy_address(array)
     form = (array.shape, array.strides, array.dtype, array.flags.writeable, pointer % ALIGNMENT)
     like = _numpy_forms.get(form)
     if like is None:
         like = _numpy_forms.keep(form, _view_of_numpy(array, pointer, name, operation))
-    found = like.at_address(pointer)
-    _numpy_views[number] = (weakref.ref(array, lambda _: _numpy_views.pop(number, None)), found)
-    return found
+    return like.at_address(pointer)
 
 
 def _view_of_numpy(array: Any, pointer: int, name: str, operation: str) -> ArrayView:
@@ -206,8 +210,7 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
     # A model makes new tensors of the same form each step, so what follows from the form is kept, not the tensor.
     try:
         pointer = array.data_ptr()
-        form = (array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT)
-        seen = _torch_forms.get(form)
+        form = _torch_form(array, pointer)
         negated = array.is_neg()
     except Exception as error:  # nested, sparse and other layouts; tensors inside torch.func, which stand for others
         _check_strided(array, name, operation)
@@ -220,6 +223,17 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
             f"{operation}: {name} is a lazily negated torch tensor; its memory holds other values. "
             f"Pass {name}.resolve_neg()."
         )
+    seen = _see_torch(array, pointer, form, name, operation)
+    check_torch_memory(array, pointer, seen, name, operation)
+    return mps.view_of(array, seen.dtype) if seen.device == "mps" else seen
+
+
+def _torch_form(array: Any, pointer: int) -> tuple[Any, ...]:
+    return array.shape, array.stride(), array.dtype, array.device, pointer % ALIGNMENT
+
+
+def _see_torch(array: Any, pointer: int, form: tuple[Any, ...], name: str, operation: str) -> ArrayView:
+    seen = _torch_forms.get(form)
     if seen is None:
         _check_strided(array, name, operation)
         shape, strides, torch_dtype, torch_device, _ = form
@@ -228,9 +242,6 @@ def _of_torch(array: Any, name: str, operation: str) -> ArrayView:
             raise unknown_dtype(name, operation, torch_dtype)
         device = _torch_device_name(torch_device, name, operation)
         seen = _torch_forms.keep(form, ArrayView(pointer, tuple(shape), strides, dtype, device))
-    check_torch_memory(array, pointer, seen, name, operation)
-    if seen.device == "mps":
-        return mps.view_of(array, seen.dtype)
     return seen if seen.ptr == pointer else seen.at_address(pointer)
 
 

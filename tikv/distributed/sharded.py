@@ -221,19 +221,21 @@ class ShardedKVCacheStore:
         try:
             if store is None:
                 return self.local.attend(layer, q, **_keywords(request) | options)
-            request, scores = request.checked(operation), request.scores(operation)
+            request = request.checked(operation)
+            scores = request.scores
             request.check_choices(operation)
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
             form = store.batch_size, len(self.heads), self.local.head_dim
-            queries = attend_queries(operation, view(q, "q", operation), layout, *form, store.runtime)
-            query = with_tokens(queries.heads_first, 4)
+            given = view(q, "q", operation)
+            queries = attend_queries(operation, given, layout, *form, store.runtime)
+            query = with_tokens(queries.as_read(given), 4)
             sinks, slopes = self._terms(operation, request, *query.shape[:2])
             wanted = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
                 if seq_lens is None:
                     queries.refuse_more_than(operation, store.counts[layer].length, len(self.heads))
                 result, to = queries.result(operation, q, out, self.local.head_dim_v, store.runtime)
-                checks.disjoint([("q", queries.given, False), ("out", to, True)], operation)
+                checks.disjoint([("q", given, False), ("out", to, True)], operation)
                 partials = self._partials.of(query.shape[:3], self._device_of(q))
                 lse, to_lse = None, partials.lse_view
                 if request.return_lse or wanted != 0:
@@ -292,12 +294,12 @@ class ShardedKVCacheStore:
         try:
             if store is None:
                 return self.local.extend(layer, q, k, v, **_keywords(request) | options)
-            request, scores = request.checked(operation), request.scores(operation)
+            request = request.checked(operation)
+            scores = request.scores
             checks.integer(layer, "layer", operation, high=self.local.num_layers - 1)
             wanted = request.asked_mass(operation, store.rows.k.format)
             with store.lock:
-                queries, rows = store.extension(operation, layer, (q, k, v), layout, scores)
-                query = queries.heads_first
+                queries, query, rows = store.extension(operation, layer, (q, k, v), layout, scores)
                 sinks, slopes = self._terms(operation, request, *query.shape[:2])
                 result, out = queries.result(operation, q, None, self.local.head_dim_v, store.runtime)
                 lse = queries.new_lse(q, store.runtime)

@@ -285,17 +285,19 @@ class TokenShardLayers(LayerStorage):
 
     def extension(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
-    ) -> tuple[Queries, Views]:
-        """What `KVCacheStore.extend` was given as q, k and v, checked: the queries and the rows."""
+    ) -> tuple[Queries, ArrayView, Views]:
+        """What `KVCacheStore.extend` was given, checked: the queries, the same as kernels read them, and the rows."""
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         found = self.own.counts[layer]
         rows = view_all(arrays[1:], ROWS, operation)
         form = self._form_of(operation, [found], rows, layout, False)
         self._require_room(operation, [found], form.tokens)
         sizes = self.batch_size, self.memory.num_kv_heads, self.rows.k.width, form.tokens
-        queries = extend_queries(operation, view(arrays[0], "q", operation), layout, *sizes, self.runtime)
-        layer_plan(self.runtime, operation, layer_arrays(found, queries.heads_first), found, scores)
-        return queries, rows
+        given = view(arrays[0], "q", operation)
+        queries = extend_queries(operation, given, layout, *sizes, self.runtime)
+        read = queries.as_read(given)
+        layer_plan(self.runtime, operation, layer_arrays(found, read), found, scores)
+        return queries, read, rows
 
     def extend_own(
         self,

@@ -63,7 +63,7 @@ def host_integers(values: Any, name: str, operation: str, live: runtime.Runtime)
         DTypeError, ShapeError: it is not valid.
     """
     if isinstance(values, list | tuple | range):
-        if all(type(n) is int for n in values):
+        if {*map(type, values)} <= {int}:
             return list(values)
         try:
             values = np.asarray(values)

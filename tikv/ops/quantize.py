@@ -5,6 +5,7 @@ Caches and pools quantise by the same kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -222,35 +223,53 @@ def codes_and_numbers(
     affine = format.rule == "affine"
     if affine != (given.biases is not None):
         raise ShapeError(f"{operation}: {of}biases {'are missing' if affine else 'do not belong'} to {format}.")
-    codes, scales = view(given.codes, f"{of}codes", operation), view(given.scales, f"{of}scales", operation)
-    named = [(f"{of}codes", codes), (f"{of}scales", scales)]
-    if affine:
-        named.append((f"{of}biases", view(given.biases, f"{of}biases", operation)))
-    checks.on_device(named, live, operation)
+    codes_name, *names = _names(of)
+    codes, scales = view(given.codes, codes_name, operation), view(given.scales, names[0], operation)
+    parts = [scales, view(given.biases, names[1], operation)] if affine else [scales]
+    places = [(a.key, a.ptr - scales.ptr, a.handle is scales.handle) for a in parts]
+    key = ("codes", codes.key, format, shape, written, *places)
+    joint = live.plans.get(key)
+    if joint is None:
+        _check_codes(live, operation, given, codes, parts, of)
+        numbers = _side_by_side(parts)
+        if written:
+            if numbers is None:
+                raise ShapeError(
+                    f"{operation}: the scale and the bias of a group are written together, and {of}scales and "
+                    f"{of}biases do not lie so. Write into what tikv.quantize gave."
+                )
+            checks.writable(codes, f"{of}codes", operation)
+            checks.writable(numbers, f"{of}scales", operation)
+        joint = live.plans.keep(key, () if numbers is None else (numbers.shape, numbers.strides))
+    return codes, scales.restrided(*joint) if joint else _copied_together(parts, live)
+
+
+def _check_codes(
+    live: runtime.Runtime, operation: str, given: Quantized, codes: ArrayView, parts: list[ArrayView], of: str
+) -> None:
+    """Codes, and scales and perhaps biases as `parts`, agree with each other, the format and the shape."""
+    format, width, lead = given.format, given.shape[-1], tuple(given.shape[:-1])
+    codes_name, *names = _names(of)
+    named = list(zip(names, parts, strict=False))
+    checks.on_device([(codes_name, codes), *named], live, operation)
     if codes.dtype is not dtypes.uint32:
-        raise DTypeError(f"{operation}: {of}codes is {describe(codes)}, not uint32.")
-    width, lead = shape[-1], shape[:-1]
+        raise DTypeError(f"{operation}: {codes_name} is {describe(codes)}, not uint32.")
     groups = format.groups(width, f"{of}shape", operation)
     if codes.shape != (*lead, format.words(width)):
         wanted = (*lead, format.words(width))
-        raise ShapeError(f"{operation}: {of}codes is {describe(codes)} where {wanted} is needed.")
-    for name, part in named[1:]:
+        raise ShapeError(f"{operation}: {codes_name} is {describe(codes)} where {wanted} is needed.")
+    for name, part in named:
         checks.scales(part, name, format, operation)
-        checks.same_dtype(scales, part, f"{of}scales", name, operation)
+        checks.same_dtype(parts[0], part, names[0], name, operation)
         if part.shape != (*lead, groups):
             raise ShapeError(f"{operation}: {name} is {describe(part)} where {(*lead, groups)} is needed.")
-    checks.readable(codes, f"{of}codes", operation)
-    parts = [part for _, part in named[1:]]
-    numbers = _side_by_side(parts)
-    if written:
-        if numbers is None:
-            raise ShapeError(
-                f"{operation}: the scale and the bias of a group are written together, and {of}scales and "
-                f"{of}biases do not lie so. Write into what tikv.quantize gave."
-            )
-        checks.writable(codes, f"{of}codes", operation)
-        checks.writable(numbers, f"{of}scales", operation)
-    return codes, _copied_together(parts, live) if numbers is None else numbers
+    checks.readable(codes, codes_name, operation)
+
+
+@functools.cache
+def _names(of: str) -> tuple[str, str, str]:
+    """What errors call the arrays of a `Quantized`."""
+    return f"{of}codes", f"{of}scales", f"{of}biases"
 
 
 def codes_of_pair(
@@ -262,7 +281,7 @@ def codes_of_pair(
         OptionError: scales are given beside them; or the values are turned, which only keys may be.
         DTypeError, ShapeError: one is no `Quantized`, or they are of two formats, or their numbers do not lie alike.
     """
-    if any(scale is not None for scale in scales):
+    if [scale for scale in scales if scale is not None]:
         raise OptionError(f"{operation}: a Quantized has its scales. Leave k_scale and v_scale out.")
     (k_name, k), (v_name, v) = pair.items()
     for name, given in pair.items():
@@ -274,14 +293,14 @@ def codes_of_pair(
         raise OptionError(
             f"{operation}: {v_name} is {v.format}, whose rows are turned, and values are not. Use {v.format.unturned}."
         )
-    found = [codes_and_numbers(live, operation, given, f"{name}'s ", written) for name, given in pair.items()]
-    codes, numbers = ([each[i] for each in found] for i in (0, 1))
-    if numbers[0].dtype is not numbers[1].dtype or numbers[0].strides[:-1] != numbers[1].strides[:-1]:
+    k_codes, k_numbers = codes_and_numbers(live, operation, k, f"{k_name}'s ", written)
+    v_codes, v_numbers = codes_and_numbers(live, operation, v, f"{v_name}'s ", written)
+    if k_numbers.dtype is not v_numbers.dtype or k_numbers.strides[:-1] != v_numbers.strides[:-1]:
         raise ShapeError(
-            f"{operation}: the scales of {k_name} are {describe(numbers[0])} and those of {v_name} "
-            f"{describe(numbers[1])}. Use K and V of one width and one dtype of scales."
+            f"{operation}: the scales of {k_name} are {describe(k_numbers)} and those of {v_name} "
+            f"{describe(v_numbers)}. Use K and V of one width and one dtype of scales."
         )
-    return codes, numbers, (k.format, v.format)
+    return [k_codes, v_codes], [k_numbers, v_numbers], (k.format, v.format)
 
 
 def require_quantizable(rows: ArrayView, name: str, operation: str) -> None:

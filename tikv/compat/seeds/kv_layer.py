@@ -112,6 +112,7 @@ class KVLayer(runtime.DeepCopied):
     @locked
     def _attend(self, operation: str, q: Any, q_layout: str, lens: Any, request: AttendRequest) -> Any:
         """Attention of one sequence's queries, which come, and whose result goes, token-major or head-major."""
+        request = request.checked(operation)
         wanted = request.asked_mass(operation)
         runtime.require_alive(self.runtime, operation)
         axes = layouts.token_and_head_axes(q_layout, "q_layout", operation)
@@ -187,7 +188,7 @@ class KVLayer(runtime.DeepCopied):
         request = AttendRequest(
             scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
             return_mass=return_mass, mass_queries=mass_queries,
-        )  # fmt: skip
+        ).checked(operation)  # fmt: skip
         wanted = request.asked_mass(operation)
         with_lse = return_lse or wanted != 0
         lse = new_like(q, shape[:2], dtypes.float32, self.runtime) if with_lse else None

@@ -11,8 +11,9 @@ from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import (
-    IMPLEMENTATIONS,
     INTEGERS,
+    NO_ARRAYS,
+    STORED,
     CacheLayout,
     add_scales,
     plan_key,
@@ -145,15 +146,17 @@ def decode_attention(
         [[[2.0, 3.0], [2.0, 3.0]]]
     """
     operation = "decode_attention"
-    checks.option(impl, "impl", operation, IMPLEMENTATIONS)
-    return_lse = checks.flag(return_lse, "return_lse", operation)
     request = AttendRequest(
-        scale=scale, softcap=softcap, window=window, sink_logits=sink_logits, alibi_slopes=alibi_slopes, mask=mask,
-        parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
+        scale=scale, softcap=softcap, window=window, impl=impl, sink_logits=sink_logits, alibi_slopes=alibi_slopes,
+        mask=mask, parents=parents, causal=causal, num_splits=num_splits, lse_base2=lse_base2, indices=indices,
     )  # fmt: skip
     caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
-    call = contiguous_call(operation, q, caches, request, return_mass)
-    return call.attend(q, Results(out, return_lse), impl, first_valid or 0)
+    results = Results(out, checks.flag(return_lse, "return_lse", operation))
+    call = contiguous_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
+    return call.attend(q, results, impl, first_valid or 0)
+
+
+NAMES = {"q": "q", "k": "k_cache", "v": "v_cache", "lens": "seq_lens"}  # of parameters, by what attention reads
 
 
 class ContiguousCaches(NamedTuple):
@@ -177,39 +180,39 @@ class ContiguousCaches(NamedTuple):
 
 
 def contiguous_call(
-    operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: Any = False
+    operation: str, q: Any, caches: ContiguousCaches, request: AttendRequest, return_mass: bool = False
 ) -> AttentionCall:
     """A call of `decode_attention` that is checked, by the name that errors give as the operation."""
+    request = request.checked(operation)
     k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v, formats, starts = caches
     live = runtime_of(q, k_cache)
-    length = 0
-    given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_cache", k_cache), "v": ("v_cache", v_cache)}
-    of_groups: dict[str, ArrayView] = {}
+    length, given, of_groups = 0, {"q": q}, NO_ARRAYS
     if isinstance(k_cache, Quantized) or isinstance(v_cache, Quantized):
         pair = {"k_cache": k_cache, "v_cache": v_cache}
         codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
-        given |= {"k": ("k_cache", codes[0]), "v": ("v_cache", codes[1])}
-        of_groups = dict(zip(("k_scale", "v_scale"), numbers, strict=True))
+        of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
         head_dim_v = None
+    else:
+        given |= {"k": k_cache, "v": v_cache}
     if isinstance(seq_lens, INTEGERS):
         length = checks.integer(seq_lens, "seq_lens", operation)
     else:
-        seq_lens = index_array(seq_lens, "seq_lens", operation)
-        given["lens"] = ("seq_lens", seq_lens)
-    arrays = views_of(operation, given, head_dim_v)
+        given["lens"] = seq_lens = index_array(seq_lens, "seq_lens", operation)
+    arrays = views_of(operation, given, NAMES, head_dim_v)
+    arrays |= of_groups
     if v_cache is None and v_scale is None:
         v_scale = k_scale
-    arrays |= of_groups
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     terms = request.terms
     if terms is not NO_TERMS:
         arrays |= terms.views(operation)
-    asked = request.options(operation, return_mass)
     ring, sinks = checks.flag(ring, "ring", operation), checks.integer(sinks, "sinks", operation)
-    key = plan_key(operation, arrays, (*asked, ring, sinks, formats, starts))
+    key = plan_key(operation, arrays, (request.choices, return_mass, ring, sinks, formats, starts))
     plan = live.plans.get(key)
     if plan is None:
+        request.check_choices(operation)
+        asked = request.options(return_mass)
         cache = _contiguous(arrays, asked.span, ring, sinks, live, operation, formats or (None, None))
         cache = cache._replace(starts=starts)
         if asked.span is not None:
@@ -228,8 +231,7 @@ def _contiguous(
     formats: Formats,
 ) -> CacheLayout:
     """What contiguous caches and rings hold, checked."""
-    names = {"k": "k_cache", "v": "v_cache", "lens": "seq_lens"}
-    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
     k, v = arrays["k"], arrays["v"]
     for name, a in (("k_cache", k), ("v_cache", v)):
         checks.rank(a, (4,), name, "(B, H, capacity, D)", operation)

@@ -157,17 +157,19 @@ class AttentionLaunches(Plan):
 
     def attend(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> None:
         """Launch over these arrays, as many tokens as a call has."""
-        length, first_valid, ahead, first_query = tokens
-        entries = length_entries(self.cache, self.query.queries, length, first_valid, ahead + self.options.newer)
-        if self.options.dealt[0]:
-            entries = {**entries, "first_query": first_query}
+        length, oldest, ahead, first_query = tokens
         with self.lock:
             self._find_scratch()
             # What lies on the host a CUDA graph would bake in: it is set anew each time, so that a capture refuses it.
-            oldest = entries["first_valid"]
-            on_host = "lens" not in arrays or oldest > 0 or oldest != self.first_valid
+            entries = NO_ENTRIES
+            if "lens" not in arrays or oldest or self.first_valid:
+                ahead += self.options.newer
+                entries = length_entries(self.cache, self.query.queries, length, oldest, ahead)
+                if self.options.dealt[0]:
+                    entries = {**entries, "first_query": first_query}
+                oldest = entries["first_valid"]
             self.first_valid = max(oldest, self.first_valid)  # where the run is broken off, it is not said to be 0
-            self.run(list(arrays.values()), entries if on_host else NO_ENTRIES)
+            self.run(list(arrays.values()), entries)
             self.first_valid = oldest
 
     def prepare(self, arrays: Sequence[ArrayView]) -> None:
@@ -194,10 +196,11 @@ class AttentionLaunches(Plan):
             given_q = arrays["q"]
             arrays["q"] = memory.array(given_q.shape, given_q.dtype, self.scratch.turned)
             found.append(turn_launch(live, self.operation, given_q, arrays["q"], self._seed))
-        style, split, q, query = live.kernel_style, self.splits > 1, arrays["q"], self.query
+        style, split, query = live.kernel_style, self.splits > 1, self.query
+        unused = memory.array((1,), dtypes.float32)
         make_merge = merge.make_merge_in_order if live.invariant else merge.make_merge
         by_element = style == "spirv" or (style == "cuda" and live.invariant)
-        to = arrays.get("out", q)
+        to = arrays.get("out", arrays["q"])
         bits = word_bits(arrays["k"], arrays["v"], cache, style)
         for name, of in zip("kv", bits, strict=True):
             checks.addressable(arrays[name], of // 8, live, name.upper(), self.operation)
@@ -218,7 +221,7 @@ class AttentionLaunches(Plan):
         if self.weighs_only:
             return [self._mass_launch(arrays, plain, strides, params, lse)]
         scalars = self._scalars()
-        cached = [arrays.get(name, q) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
+        cached = [arrays.get(name, unused) for name in ("q", "k", "v", "lens", "table", "k_scale", "v_scale")]
         written = [partials, partial_lse] if split else [to, lse]
         if style == "cpu":
             written.append(memory.array((1,), dtypes.float32, self.scratch.work))
@@ -227,7 +230,8 @@ class AttentionLaunches(Plan):
             tree = memory.array((1,), dtypes.float32, self.scratch.tree) if choices.tree else None
             if tree is not None:
                 found.append(tree_launch(live, arrays, tree))
-            terms = [arrays.get("sink_logits", q), arrays.get("alibi_slopes", q), tree or q, arrays.get("indices", q)]
+            logits, slopes, chosen = (arrays.get(name, unused) for name in ("sink_logits", "alibi_slopes", "indices"))
+            terms = [logits, slopes, tree or unused, chosen]
             numbers = term_numbers(arrays, tree, self.query.queries)
             term_vector = [numbers._replace(newer=self.options.newer, others=self.options.dealt[1])]
         factory, own_choices = self._factory(
@@ -308,9 +312,10 @@ class AttentionLaunches(Plan):
             names.remove("indices")
         if cache.chosen:
             strides = strides._replace(out_token=to.strides[2])
-        weighed = [*(arrays.get(name, arrays["q"]) for name in names), lse, to]
+        assert self.memory is not None
+        unused = self.memory.array((1,), dtypes.float32)
+        weighed = [*(arrays.get(name, unused) for name in names), lse, to]
         if style == "cpu":
-            assert self.memory is not None
             weighed.append(self.memory.array((1,), dtypes.float32, self.scratch.work))
         kernel = launch.kernel(self.live, factory, *own_choices, choices._replace(out="f32"))
         return Launch(kernel.bind(items, *weighed, strides, numbers, self._scalars()), weighed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,9 +105,13 @@ MOST_WARPGROUP_QUERIES = 1 << 14
 INTEGERS = (int, np.integer)
 
 
+NO_ARRAYS: Mapping[str, ArrayView] = {}
+STORED = ("k", "v", "k_scale", "v_scale")  # what a cache of codes is stored in
+
+
 def plan_key(operation: str, arrays: dict[str, ArrayView], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What an `AttentionPlan` is found by; True is no 1 among the options."""
-    return (operation, *arrays, *[a.key for a in arrays.values()], *options, *map(type, options))
+    """What an `AttentionPlan` is found by; the options are checked, so that equal ones are of one type."""
+    return (operation, *arrays, *[a.key for a in arrays.values()], *options)
 
 
 def query_shape(a: ArrayView, name: str, operation: str) -> QueryShape:
@@ -228,18 +233,22 @@ def check_table(
         )
 
 
-def views_of(operation: str, given: dict[str, tuple[str, Any]], head_dim_v: Any) -> dict[str, ArrayView]:
-    """Views of q, K, V and what else is given, by their roles: each is its parameter's name and the array.
+def views_of(
+    operation: str, given: dict[str, Any], names: Mapping[str, str], head_dim_v: Any = None
+) -> dict[str, ArrayView]:
+    """Views of q and what else is given, by their roles, of which `names` has the parameters.
 
     Raises:
         ShapeError: as `values_of`, where V is None.
     """
-    names, arrays = zip(*given.values(), strict=True)
-    if head_dim_v is None and given["v"][1] is not None:
-        return dict(zip(given, view_all(arrays, names, operation), strict=True))
-    found = {role: view(array, name, operation) for role, (name, array) in given.items() if role != "v"}
-    name, values = given["v"]
-    found["v"] = values_of(found["k"], values, head_dim_v, name, operation)
+    q = given["q"]
+    if head_dim_v is None and given.get("v", q) is not None:
+        if type(q) is ArrayView:  # of a store: nothing to remember
+            return {role: view(array, names[role], operation) for role, array in given.items()}
+        views = view_all(tuple(given.values()), [names[role] for role in given], operation)
+        return dict(zip(given, views, strict=True))
+    found = {role: view(array, names[role], operation) for role, array in given.items() if role != "v"}
+    found["v"] = values_of(found["k"], given["v"], head_dim_v, names["v"], operation)
     return {role: found[role] for role in given}
 
 

@@ -10,8 +10,9 @@ from tikv.arrays import ArrayView, describe, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
-    IMPLEMENTATIONS,
     INTEGERS,
+    NO_ARRAYS,
+    STORED,
     CacheLayout,
     add_scales,
     check_form,
@@ -107,6 +108,10 @@ def paged_decode_attention(
     return call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
 
 
+# Of parameters, by what attention reads.
+NAMES = {"q": "q", "k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
+
+
 class PagedCaches(NamedTuple):
     """Page pools as a caller gave them, and how they are read.
 
@@ -132,35 +137,41 @@ def paged_call(
 
     `terms` are views of the request's, where there are some already.
     """
+    request = request.checked(operation)
     k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v, formats = pools
     live = runtime_of(q, k_pool)
+    length, given, of_groups = 0, {"q": q}, NO_ARRAYS
     block_tables = index_array(block_tables, "block_tables", operation)
     if v_pool is None and layout == "VLLM":
         raise OptionError(f"{operation}: the keys of layout 'VLLM' lie in pieces. Use 'NHD' or 'HND' for v_pool=None.")
     if isinstance(k_pool, Quantized) or isinstance(v_pool, Quantized):
         require_slots_first(operation, layout)
         pair = {"k_pool": k_pool, "v_pool": v_pool}
-        (k_pool, v_pool), (k_scale, v_scale), formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        codes, numbers, formats = codes_of_pair(live, operation, pair, (k_scale, v_scale))
+        of_groups = dict(zip(STORED, (*codes, *numbers), strict=True))
         head_dim_v = None
-    given: dict[str, tuple[str, Any]] = {"q": ("q", q), "k": ("k_pool", k_pool), "v": ("v_pool", v_pool)}
-    given["table"], length = ("block_tables", block_tables), 0
+    else:
+        given |= {"k": k_pool, "v": v_pool}
+    given["table"] = block_tables
     if isinstance(context_lens, INTEGERS):
         length = checks.integer(context_lens, "context_lens", operation)
     else:
-        context_lens = index_array(context_lens, "context_lens", operation)
-        given["lens"] = ("context_lens", context_lens)
-    arrays = views_of(operation, given, head_dim_v)
+        given["lens"] = context_lens = index_array(context_lens, "context_lens", operation)
+    arrays = views_of(operation, given, NAMES, head_dim_v)
+    arrays |= of_groups
     if v_pool is None and v_scale is None:
         v_scale = k_scale
     if k_scale is not None or v_scale is not None:
         add_scales(arrays, k_scale, v_scale, live, operation, both=formats is None)
     arrays |= request.terms.views(operation) if terms is None else terms
-    if checks.option(request.impl, "impl", operation, IMPLEMENTATIONS) == "torch":
-        raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
-    layout, asked = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS)), request.options(operation)
-    key = plan_key(operation, arrays, (layout, *asked, formats))
+    layout = checks.name(layout, "layout", operation, tuple(POOL_LAYOUTS))
+    key = plan_key(operation, arrays, (layout, request.choices, formats))
     plan = live.plans.get(key)
     if plan is None:
+        request.check_choices(operation)
+        if request.impl == "torch":
+            raise OptionError(f"{operation}: torch has no attention over pages. Use impl='taichi'.")
+        asked = request.options()
         cache = _pages(arrays, layout, live, operation, formats or (None, None))
         window_or_none(asked.span, operation)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["table"].shape[0], asked))
@@ -192,9 +203,10 @@ def check_paged_queries(
     scales = {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
     arrays = {"q": q, "k": pools.k_pool, "v": pools.v_pool}
     arrays |= {name: a for name, a in scales.items() if a is not None} | dict(terms)
-    asked = request.options(operation)
-    key = ("queries", *plan_key(operation, arrays, (pools.layout, *asked, pools.formats, table_heads)))
+    key = ("queries", *plan_key(operation, arrays, (pools.layout, request.choices, pools.formats, table_heads)))
     if live.plans.get(key) is None:
+        request.check_choices(operation)
+        asked = request.options()
         table = q.shape[0], table_heads, 0
         cache = _pool_layout(arrays, pools.layout, live, operation, pools.formats or (None, None), table)
         query = query_shape(q, "q", operation)
@@ -226,8 +238,7 @@ def _pool_layout(
     """What page pools hold for block tables of so many sequences, KV heads (None: shared) and blocks; checked."""
     batch, table_heads, table_blocks = table
     checks.option(layout, "layout", operation, tuple(POOL_LAYOUTS))
-    names = {"k": "k_pool", "v": "v_pool", "lens": "context_lens", "table": "block_tables"}
-    checks.on_device([(names.get(name, name), a) for name, a in arrays.items()], live, operation)
+    checks.on_device([(NAMES.get(name, name), a) for name, a in arrays.items()], live, operation)
     k, v = arrays["k"], arrays["v"]
     shapes = []
     for stream, (name, a) in enumerate((("k_pool", k), ("v_pool", v))):

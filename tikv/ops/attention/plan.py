@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, view_of_new, view_without_owner
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.chosen import check_chosen, check_indices
@@ -43,17 +43,20 @@ FOLLOWED = {  # by parameter; may change in a graph
     "block_tables": "table",
     "indices": "indices",
 }
+RESULTS = ("out", "lse", "mass")  # what is not of a plan's form
 MOST_LAUNCHES = 64  # of a plan: for alignments of results, and splits that lengths on the host ask for
 
 
 class Results(NamedTuple):
-    """Where a call's results go."""
+    """Where a call's results go, and which order of axes a caller has, if that is not the plan's."""
 
     out: Any = None  # None: a new array of the kind of the queries
     return_lse: bool = False
-    lse: Any = None  # float32 of any strides; None: a new array, where it is wanted
+    lse: Any = None  # float32 of any strides, as the plan writes it; None: a new array, where it is wanted
     is_partial: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
     is_new: bool = False  # `out` was made for this call, so that there is nothing to check
+    lead: tuple[int, ...] = ()  # the caller's axes but for the columns
+    as_read: Callable[[ArrayView], ArrayView] | None = None  # how an array with those is seen as the plan has it
 
 
 NEW = Results()
@@ -79,9 +82,14 @@ class ReadyAttention(NamedTuple):
         """Attend, and give the result, or the results."""
         if self.start is not None:
             self.start()
-        if len(self.results) == 1:
-            return handed_over(self.results[0])
-        return tuple([a if a is self.given else handed_over(a) for a in self.results])
+        return _handed_over(self.results, self.given)
+
+
+def _handed_over(results: tuple[Any, ...], given: Any) -> Any:
+    """What a caller gets of one result or of several, of which one may be an array that it gave."""
+    if len(results) == 1:
+        return handed_over(results[0])
+    return tuple([a if a is given else handed_over(a) for a in results])
 
 
 class AttentionPlan(Plan):
@@ -133,8 +141,11 @@ class AttentionPlan(Plan):
         self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they
+        self.fitting_out: BoundedCache[tuple[Any, ...], bool] = BoundedCache()  # its form and all addresses
         self.by_head = lens_by_head(arrays)
         self.has_sink_logits = "sink_logits" in arrays
+        self.limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity  # of a length
+        self.needed = self.query.queries if options.causal and not options.short else 0  # its tokens at least, if any
 
     def attend(
         self,
@@ -153,61 +164,88 @@ class AttentionPlan(Plan):
             results: where they go.
             impl: one of `IMPLEMENTATIONS`.
         """
-        return self.ready(like, arrays, tokens, results, impl).run()
+        lengths, tokens = self._checked_tokens(arrays, tokens)
+        found = self._add_results(like, arrays, results)
+        if impl != "taichi" and self._torch_serves(arrays, results.return_lse, impl):
+            if not self.by_torch.attend(self.operation, arrays, lengths.longest, tokens.first_valid):
+                self._launches(arrays, lengths).attend(arrays, tokens)
+        elif not self.empty:
+            self._launches(arrays, lengths).attend(arrays, tokens)
+        return _handed_over(found, results.lse)
 
     def ready(
-        self,
-        like: Any,
-        arrays: dict[str, ArrayView],
-        tokens: AttendedTokens = ALL,
-        results: Results = NEW,
-        impl: str = "taichi",
+        self, like: Any, arrays: dict[str, ArrayView], tokens: AttendedTokens = ALL, results: Results = NEW
     ) -> ReadyAttention:
-        """`attend` up to where it computes: its values are checked, and its results have memory."""
-        live, operation, options = self.live, self.operation, self.options
-        out, return_lse, lse, is_partial, is_new = results
+        """`attend` by tikv's kernels, up to where it computes: its values are checked, and its results have memory."""
+        lengths, tokens = self._checked_tokens(arrays, tokens)
+        found = self._add_results(like, arrays, results)
+        if self.empty:
+            return ReadyAttention(found, given=results.lse)
+        launches = self._launches(arrays, lengths)
+        return ReadyAttention(found, functools.partial(launches.attend, arrays, tokens), launches, arrays, results.lse)
+
+    def _checked_tokens(self, arrays: dict[str, ArrayView], tokens: AttendedTokens) -> tuple[Lengths, AttendedTokens]:
+        """The most keys that a query may have, and the tokens as kernels take them: their values are checked."""
         if "parents" in arrays:
-            check_parents(operation, arrays["parents"], live)
+            check_parents(self.operation, arrays["parents"], self.live)
         if tokens.first_valid:  # made to fit 32 bits together with a length on the host
             high = 2**31 - 1 if "lens" in arrays or self.cache.place != "ring" else checks.MAX_POSITION
             tokens = tokens._replace(first_valid=self._first_valid(tokens.first_valid, high))
-        lengths = self._lengths(arrays, tokens.length, tokens.ahead)
-        result = new_like(like, self.shape, arrays["q"].dtype, live) if out is None else out
-        arrays["out"] = to = view(result, "out", operation)
-        if out is not None and not is_new:
-            checks.on_device([("out", to)], live, operation)
-            checks.writable(to, "out", operation)
-            if not is_partial:
-                checks.same_dtype(arrays["q"], to, "q", "out", operation)
-            if to.shape != self.shape:
-                raise ShapeError(f"{operation}: out is {describe(to)} where {self.shape} is needed.")
-            checks.disjoint([(n, a, n == "out") for n, a in arrays.items()], operation)
-        if impl != "taichi" and self._torch_serves(arrays, return_lse, impl):
+        return self._lengths(arrays, tokens.length, tokens.ahead), tokens
 
-            def by_torch() -> None:
-                if not self.by_torch.attend(operation, arrays, lengths.longest, tokens.first_valid):
-                    self._launches(arrays, lengths, False).attend(arrays, tokens)
-
-            return ReadyAttention((result,), by_torch)
-        wanted = [result]
+    def _add_results(self, like: Any, arrays: dict[str, ArrayView], results: Results) -> tuple[Any, ...]:
+        """The arrays that a caller gets, new where it gave none; views of them, which keep none alive, to `arrays`."""
+        live, operation, (out, return_lse, lse, is_partial, is_new, lead, as_read) = self.live, self.operation, results
+        shape, lse_shape = (self.shape, self.lse_shape) if as_read is None else ((*lead, self.shape[-1]), lead)
+        if out is None:
+            found = new_like(like, shape, arrays["q"].dtype, live)
+            to = view_of_new(found, "out", operation)
+        else:
+            found, to = out, view_without_owner(out, "out", operation)
+            if not is_new:
+                self._check_out(arrays, to, shape, is_partial)
+        arrays["out"] = to if as_read is None else as_read(to)
+        if not return_lse and not self.options.mass:
+            return (found,)
+        wanted = [found]
         if return_lse:
-            wanted.append(new_like(like, self.lse_shape, dtypes.float32, live) if lse is None else lse)
-            arrays["lse"] = view(wanted[-1], "lse", operation)
-        if options.mass:
+            if lse is None:
+                wanted.append(new_like(like, lse_shape, dtypes.float32, live))
+                to = view_of_new(wanted[-1], "lse", operation)
+                arrays["lse"] = to if as_read is None else as_read(to)
+            else:
+                wanted.append(lse)
+                arrays["lse"] = view_without_owner(lse, "lse", operation)
+        if self.options.mass:
             wanted.append(new_like(like, self.mass_shape, dtypes.float32, live, zeroed=True))
-            arrays["mass"] = view(wanted[-1], "mass", operation)
-        if self.empty:
-            return ReadyAttention(tuple(wanted), given=lse)
-        launches = self._launches(arrays, lengths, return_lse)
-        start = functools.partial(launches.attend, arrays, tokens)
-        return ReadyAttention(tuple(wanted), start, launches, arrays, lse)
+            arrays["mass"] = view_of_new(wanted[-1], "mass", operation)
+        return tuple(wanted)
 
-    def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths, return_lse: bool) -> AttentionLaunches:
+    def _check_out(
+        self, arrays: dict[str, ArrayView], out: ArrayView, shape: tuple[int, ...], is_partial: bool
+    ) -> None:
+        """An array for the result has this shape and q's dtype, may be written, and shares nothing with the others."""
+        pointers = (out.ptr, *[a.ptr for a in arrays.values()])
+        key = (out.key, shape, is_partial, *pointers)
+        if key in self.fitting_out:
+            return
+        operation = self.operation
+        checks.on_device([("out", out)], self.live, operation)
+        checks.writable(out, "out", operation)
+        if not is_partial:
+            checks.same_dtype(arrays["q"], out, "q", "out", operation)
+        if out.shape != shape:
+            raise ShapeError(f"{operation}: out is {describe(out)} where {shape} is needed.")
+        checks.disjoint([("out", out, True), *[(name, a, False) for name, a in arrays.items()]], operation)
+        if 0 not in pointers and not self.live.is_spirv:  # there an address alone says whose memory it is
+            self.fitting_out[key] = True
+
+    def _launches(self, arrays: dict[str, ArrayView], lengths: Lengths) -> AttentionLaunches:
         """The launches over arrays of this form and so many tokens."""
         if self.warpgroups_serve and launch.why_no_warpgroups(self.live):  # another launcher was chosen meanwhile
             self._leave_warpgroups()
         shares = self._shares(lengths)
-        key = (*shares, return_lse, *[a.key for a in arrays.values()])
+        key = (shares, *[arrays[name].key for name in RESULTS if name in arrays])
         launches = self.by_split.get(key)
         if launches is None:
             given = self.live, self.operation, arrays, self.query, self.cache, self.options, shares
@@ -217,7 +255,7 @@ class AttentionPlan(Plan):
                     launches.prepare(list(arrays.values()))
                 except launch.NeedsNativeLauncher:  # which did not take their kernel: `launcher_report` says why
                     self._leave_warpgroups()
-                    return self._launches(arrays, lengths, return_lse)
+                    return self._launches(arrays, lengths)
             self.by_split.keep(key, launches)
         return launches
 
@@ -281,9 +319,7 @@ class AttentionPlan(Plan):
 
     def _known_lengths(self, arrays: dict[str, ArrayView], length: int, ahead: int) -> Lengths:
         """Check the lengths that the host knows; the most tokens a sequence may have."""
-        cache, operation = self.cache, self.operation
-        needed = max(0, self.query.queries - ahead) if self.options.causal and not self.options.short else 0
-        limit = checks.MAX_POSITION if cache.place == "ring" else cache.capacity
+        cache, operation, limit, needed = self.cache, self.operation, self.limit, max(0, self.needed - ahead)
         if "lens" not in arrays:
             check_length(length, needed, limit, cache, "the length", operation)
             if "table" in arrays:

@@ -10,6 +10,7 @@ from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.options import IMPLEMENTATIONS, AttentionOptions, real
 from tikv.ops.attention.terms import NO_TERMS, UNCOUNTED, Terms
+from tikv.runtime.cache import BoundedCache
 
 MISSING = ("raise", "ignore")
 SHARED_PREFIX = ("auto", "off")
@@ -35,37 +36,55 @@ class AttendRequest(NamedTuple):
     window: Any = None
     return_lse: Any = False
     impl: str = "auto"
-    out: Any = None
-    seq_lens: Any = None
     missing: str = "raise"
-    sink_logits: Any = None
-    alibi_slopes: Any = None
     return_mass: Any = False
     mass_queries: Any = None
-    mask: Any = None
-    parents: Any = None
     causal: Any = True
     num_splits: Any = None
     lse_base2: Any = False
     newer: int = 0
     short: bool = False
-    indices: Any = None
     shared_prefix: str = "off"
+    # From here on arrays; what is before them is `choices`.
+    out: Any = None
+    seq_lens: Any = None
+    sink_logits: Any = None
+    alibi_slopes: Any = None
+    mask: Any = None
+    parents: Any = None
+    indices: Any = None
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The options that are no arrays: once `checked`, calls of one form have equal ones."""
+        return self[:CHOICES]
 
     def checked(self, operation: str) -> AttendRequest:
-        """These options, whose choices are names and whose flags are True or False.
+        """These options, each choice of its own type: a str, True or False, a float, an int, or None.
 
         Raises:
-            OptionError: one is not.
+            OptionError, DTypeError: one is of another kind.
         """
-        checks.name(self.layout, "layout", operation, checks.LAYOUTS)
-        checks.option(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX)
-        if type(self.return_lse) is bool and type(self.return_mass) is bool:
+        types = tuple(map(type, self[:CHOICES]))
+        if types in _checked_types:
             return self
-        flags: dict[str, Any] = {
-            name: checks.flag(getattr(self, name), name, operation) for name in ("return_lse", "return_mass")
-        }
-        return self._replace(**flags)
+        found = self._replace(
+            layout=checks.name(self.layout, "layout", operation, checks.LAYOUTS),
+            scale=real(self.scale, "scale", operation),
+            softcap=real(self.softcap, "softcap", operation),
+            window=checks.integer_or_none(self.window, "window", operation),
+            return_lse=checks.flag(self.return_lse, "return_lse", operation),
+            impl=checks.name(self.impl, "impl", operation, IMPLEMENTATIONS),
+            missing=checks.name(self.missing, "missing", operation, MISSING),
+            return_mass=checks.flag(self.return_mass, "return_mass", operation),
+            mass_queries=checks.integer_or_none(self.mass_queries, "mass_queries", operation),
+            causal=checks.flag(self.causal, "causal", operation),
+            num_splits=checks.integer_or_none(self.num_splits, "num_splits", operation),
+            lse_base2=checks.flag(self.lse_base2, "lse_base2", operation),
+            shared_prefix=checks.name(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX),
+        )
+        _checked_types.keep(tuple(map(type, found.choices)), True)
+        return found
 
     @property
     def terms(self) -> Terms:
@@ -74,38 +93,30 @@ class AttendRequest(NamedTuple):
             return NO_TERMS
         return Terms(self.sink_logits, self.alibi_slopes, self.mask, self.parents, self.indices)
 
-    def options(self, operation: str, mass: Any = False) -> AttentionOptions:
-        """What a plan is made for. Its `span` is the window as it was given, the sinks included.
+    def options(self, mass: bool = False) -> AttentionOptions:
+        """What a plan is made for, of `checked` options. Its `span` is the window as it was given, the sinks included.
 
-        `mass` is whether the mass of each slot is wanted.
-
-        Raises:
-            OptionError: an option is of another type.
+        `mass` is whether the attention itself gives the mass of each slot.
         """
         return AttentionOptions(
-            real(self.scale, "scale", operation),
-            checks.flag(self.causal, "causal", operation),
-            checks.integer_or_none(self.window, "window", operation),
-            real(self.softcap, "softcap", operation),
-            checks.integer_or_none(self.num_splits, "num_splits", operation),
-            checks.flag(self.lse_base2, "lse_base2", operation),
-            checks.flag(mass, "return_mass", operation),
-            self.newer,
+            self.scale, self.causal, self.window, self.softcap, self.num_splits, self.lse_base2, mass, self.newer,
             self.short,
-        )
+        )  # fmt: skip
 
-    def scores(self, operation: str) -> AttentionScale:
-        """The scale and the soft cap, checked."""
-        return AttentionScale(real(self.scale, "scale", operation), real(self.softcap, "softcap", operation))
+    @property
+    def scores(self) -> AttentionScale:
+        """The scale and the soft cap."""
+        return AttentionScale(self.scale, self.softcap)
 
     def check_choices(self, operation: str, impl: Iterable[str] = IMPLEMENTATIONS) -> None:
-        """`impl` and `missing` are some that there are.
+        """`impl`, `missing` and `shared_prefix` are some that there are.
 
         Raises:
             OptionError: they are not.
         """
         checks.option(self.impl, "impl", operation, tuple(impl))
         checks.option(self.missing, "missing", operation, MISSING)
+        checks.option(self.shared_prefix, "shared_prefix", operation, SHARED_PREFIX)
 
     def asked_mass(self, operation: str, keys: GroupFormat | None = None) -> int | None:
         """Over how many of the last queries the mass is wanted: None for all of them, 0 for no mass.
@@ -115,17 +126,15 @@ class AttendRequest(NamedTuple):
             OptionError: a number, and no mass is wanted; or the mass with lengths on the device, of scores with slopes,
                 of a tree, of some of the queries with indices, or of `keys` in groups of codes.
         """
-        if self.return_mass is False and self.mass_queries is None:
-            return 0
-        return_mass = checks.flag(self.return_mass, "return_mass", operation)
+        return_mass: bool = self.return_mass
         wanted: int | None = self.mass_queries
+        if wanted is None and not return_mass:
+            return 0
         uncounted = [name for name, a in self.terms._asdict().items() if a is not None and name in UNCOUNTED]
         if return_mass and keys is not None:
             raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
         if return_mass and uncounted:
             raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
-        if wanted is None and not return_mass:
-            return 0
         if not return_mass:
             raise OptionError(f"{operation}: mass_queries={wanted} without return_mass=True. Ask for the mass too.")
         if wanted is not None:
@@ -150,3 +159,7 @@ class AttendRequest(NamedTuple):
         for name in names:
             if (value := getattr(self, name)) is not None and value is not False:
                 raise OptionError(f"{operation}: {why} {name}. {remedy}")
+
+
+CHOICES = AttendRequest._fields.index("out")
+_checked_types: BoundedCache[tuple[type, ...], bool] = BoundedCache()  # of `choices` that are as `checked` leaves them

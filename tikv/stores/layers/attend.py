@@ -10,25 +10,20 @@ from tikv.arrays import ArrayView, handed_over, new_like, view
 from tikv.errors import PositionError
 from tikv.ops import checks
 from tikv.ops.attention.contiguous import contiguous_cache
-from tikv.ops.attention.launches import ALL, AttendedTokens
+from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.options import AttentionOptions, plan_key
-from tikv.ops.attention.plan import AttentionPlan, Results
+from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Formats
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory
-from tikv.stores.layers.queries import Queries
 
 NO_VIEWS: Mapping[str, ArrayView] = {}
 
 
 def layer_arrays(layer: Layer, q: ArrayView, terms: Mapping[str, ArrayView] = NO_VIEWS) -> dict[str, ArrayView]:
     """Queries, a layer's memory and what is added to the scores, by the names that attention has for them."""
-    arrays = {"q": q, "k": layer.k, "v": layer.v}
-    for name, scale in zip(("k_scale", "v_scale"), layer.read_scales, strict=True):
-        if scale is not None:
-            arrays[name] = scale
-    return {**arrays, **terms} if terms else arrays
+    return {"q": q, **layer.attended, **terms}
 
 
 def layer_plan(
@@ -93,33 +88,11 @@ def last_queries(q: ArrayView, lse: ArrayView, wanted: int | None) -> tuple[Arra
     return q.part(2, first, tokens), lse.part(2, first, tokens)
 
 
-def attend_in_order(
-    plan: AttentionPlan,
-    like: Any,
-    queries: Queries,
-    arrays: dict[str, ArrayView],
-    results: Results,
-    impl: str = "taichi",
-    tokens: AttendedTokens = ALL,
-) -> tuple[Any, Any]:
-    """`AttentionPlan.attend`, whose results have the caller's order of axes; without lse None for it."""
-    out, return_lse = results.out, results.return_lse
-    if queries.as_given:
-        found = plan.attend(like, arrays, tokens, results, impl)
-        return found if return_lse else (found, None)
-    operation, live, width = plan.operation, plan.live, plan.shape[-1]
-    result, to = queries.result(operation, like, out, width, live)
-    to = queries.as_read(to)
-    lse = queries.new_lse(like, live) if return_lse else None
-    to_lse = None if lse is None else queries.as_read(view(lse, "lse", operation))
-    plan.attend(like, arrays, tokens, Results(to, return_lse, to_lse, is_new=out is None), impl)
-    return result, lse
-
-
 def results_of(out: Any, lse: Any, mass: Any) -> Any:
     """What was asked for: the result alone, or with what else is not None."""
-    found = [handed_over(a) for a in (out, lse, mass) if a is not None]
-    return found[0] if len(found) == 1 else tuple(found)
+    if lse is None and mass is None:
+        return handed_over(out)
+    return tuple([handed_over(a) for a in (out, lse, mass) if a is not None])
 
 
 def weigh(

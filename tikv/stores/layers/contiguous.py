@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, Views, view
+from tikv.arrays import ArrayView, CacheArray, Views, view, view_without_owner
 from tikv.errors import CapacityError, OptionError, ShapeError
 from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
-from tikv.ops.attention.plan import Results
+from tikv.ops.attention.plan import AttentionPlan
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import Held
@@ -29,7 +29,6 @@ from tikv.stores.history import History
 from tikv.stores.layers import drafts
 from tikv.stores.layers.append import appends_to
 from tikv.stores.layers.attend import (
-    attend_in_order,
     last_queries,
     layer_arrays,
     layer_plan,
@@ -41,7 +40,7 @@ from tikv.stores.layers.compaction import compact_layers, tokens_by_head
 from tikv.stores.layers.counts import Layer, require_uncompacted
 from tikv.stores.layers.extend import extend
 from tikv.stores.layers.memory import LayerMemory
-from tikv.stores.layers.queries import attend_queries
+from tikv.stores.layers.queries import Queries, attend_queries
 from tikv.stores.layers.storage import NO_PAGES, LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.summaries import summarize, summarize_last
 from tikv.stores.row_format import RowFormats, check_summarized
@@ -114,37 +113,54 @@ class ContiguousLayers(LayerStorage):
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
         """As `LayerStorage.attend`: one launch, or two where keys are split."""
-        found, memory, live = self.counts[layer], self.memory, self.runtime
-        given, seq_lens = request.terms, request.seq_lens
-        wanted = request.asked_mass(operation, self.rows.k.format)
-        queries = attend_queries(
-            operation, view(q, "q", operation), request.layout, memory.batch_size, memory.num_kv_heads,
-            self.rows.k.width, live,
-        )  # fmt: skip
-        arrays = layer_arrays(found, queries.heads_first, given.views(operation))
+        found, memory, live, seq_lens = self.counts[layer], self.memory, self.runtime, request.seq_lens
+        given, beside = view_without_owner(q, "q", operation), request.terms.views(operation)
         length, oldest = found.length, found.valid_from
         if found.head_lengths is not None and seq_lens is None:
-            arrays["lens"], length = found.head_lengths.array, 0
+            beside["lens"], length = found.head_lengths.array, 0
         if seq_lens is not None:
             require_uncompacted([found], operation, "Leave seq_lens out.")
-            arrays["lens"] = lens = view(seq_lens, "seq_lens", operation)
+            beside["lens"] = lens = view(seq_lens, "seq_lens", operation)
             checks.on_device([("seq_lens", lens)], live, operation)
             length, oldest = 0, found.trimmed_to
-        else:
+        queries, plan, wanted = self._attention(operation, found, given, beside, request)
+        if seq_lens is None:
             queries.refuse_more_than(operation, found.length, memory.num_kv_heads)
-        scores = request.scores(operation)
-        plan = layer_plan(live, operation, arrays, found, scores)
-        request.check_choices(operation)
         if request.missing == "raise" and queries.tokens > 1:
             refuse_missing(operation, found, queries.tokens, seq_lens is not None)
-        to, attended = Results(request.out, request.return_lse or wanted != 0), AttendedTokens(length, oldest)
-        result, lse = attend_in_order(plan, q, queries, arrays, to, request.impl, attended)
+        asked, to = queries.as_read(given), queries.results(request.out, request.return_lse or wanted != 0)
+        arrays = layer_arrays(found, asked, beside)
+        result = plan.attend(q, arrays, AttendedTokens(length, oldest), to, request.impl)
         if wanted == 0:
-            return results_of(result, lse, None)
+            return result
+        result, lse = result
         to_lse = queries.as_read(view(lse, "lse", operation))
-        asking = last_queries(queries.heads_first, to_lse, wanted)
-        mass = weigh(operation, memory, found, *asking, scores, q, arrays.get("indices"))
+        asking = last_queries(asked, to_lse, wanted)
+        mass = weigh(operation, memory, found, *asking, request.scores, q, arrays.get("indices"))
         return results_of(result, lse if request.return_lse else None, mass)
+
+    def _attention(
+        self, operation: str, layer: Layer, q: ArrayView, beside: dict[str, ArrayView], request: AttendRequest
+    ) -> tuple[Queries, AttentionPlan, int | None]:
+        """The form of these queries, the plan for them, and over how many the mass is wanted: checked once a form.
+
+        `beside` are arrays of the call beside the queries and those of the layer.
+        """
+        key = (operation, q.key, layer.form, request.choices, request.seq_lens is None, *beside)
+        if beside:
+            key += tuple([a.key for a in beside.values()])
+        found: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
+        if found is None:
+            wanted, sizes = (
+                request.asked_mass(operation, self.rows.k.format),
+                (self.batch_size, self.memory.num_kv_heads),
+            )
+            queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
+            arrays = layer_arrays(layer, queries.as_read(q), beside)
+            plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
+            request.check_choices(operation)
+            found = self.runtime.plans.keep(key, (queries, plan, wanted))
+        return found
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`; where it fails behind its append, the last page is as before too."""

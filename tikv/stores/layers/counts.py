@@ -57,6 +57,21 @@ class Layer:
         self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
         self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
         self.is_copy = False  # of a layer elsewhere, which has all that is lost here
+        self.attended: dict[str, ArrayView] = {}  # K, V and `read_scales`, by the names that attention has for them
+        self.form: tuple[Any, ...] = ()  # of what attention reads: equal where one launch serves two layers
+
+    def hold(
+        self,
+        arrays: tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None],
+        divisors: tuple[ArrayView | None, ArrayView | None],
+        formats: Formats,
+    ) -> None:
+        """Let the layer lie in these arrays: K, V, and the scales of rows."""
+        self.k, self.v, self.k_scale, self.v_scale = arrays
+        self.divisors, self.formats = divisors, formats
+        scales = zip(("k_scale", "v_scale"), self.read_scales, strict=True)
+        self.attended = {"k": self.k, "v": self.v} | {name: a for name, a in scales if a is not None}
+        self.form = (self.ring, self.sinks, formats, *self.attended, *[a.key for a in self.attended.values()])
 
     @property
     def held(self) -> int:

@@ -33,14 +33,15 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
     `arrays` are q, k and v as the caller gave them.
     """
     memory, layout = appends.memory, request.layout
-    live, scores, return_lse = memory.runtime, request.scores(operation), request.return_lse
+    live, scores, return_lse = memory.runtime, request.scores, request.return_lse
     mass_queries = request.asked_mass(operation, memory.rows.k.format)
     k_rows = view_all(arrays[1:], ROWS, operation)
     rows, _, tokens = appends.checked_for_room(operation, [layer], k_rows, layout, False)
     like = arrays[0]
     sizes = memory.batch_size, memory.num_kv_heads, memory.rows.k.width, tokens
-    queries = extend_queries(operation, view(like, "q", operation), layout, *sizes, live)
-    q = queries.heads_first
+    given = view(like, "q", operation)
+    queries = extend_queries(operation, given, layout, *sizes, live)
+    q = queries.as_read(given)
     # The new rows as caches (batch, H, T, D), whatever their order in memory.
     new = [heads_first(a.restrided(a.shape[1:], a.strides[1:]), AXES[layout]) for a in rows]
     added = request.terms.views(operation)

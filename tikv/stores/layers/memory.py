@@ -115,9 +115,8 @@ class LayerMemory:
         self.version += 1
         self.plans.clear()
         for layer, arrays, pair in zip(self.layers, made, summaries, strict=True):
-            layer.k, layer.v, layer.k_scale, layer.v_scale = arrays
+            layer.hold(arrays, (divisors[0], divisors[1]), self.rows.formats)
             layer.least, layer.greatest = pair
-            layer.divisors, layer.formats = (divisors[0], divisors[1]), self.rows.formats
 
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
         """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""

@@ -6,13 +6,17 @@ Callers have tokens before heads ("token_major", as K and V of an append) or hea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, new_like, view
+from tikv.arrays import ArrayView, describe, new_like, view_of_new, view_without_owner
+from tikv.arrays.array_view import MAX_FORMS
 from tikv.errors import DTypeError, PositionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
+from tikv.ops.attention.plan import NEW, Results
+from tikv.runtime.cache import BoundedCache
 
 OTHER = {"token_major": "head_major", "head_major": "token_major"}
 AXES = {"token_major": "BTH", "head_major": "BHT"}  # behind which the columns of a head follow
@@ -21,33 +25,36 @@ WORDS = {"B": "batch", "T": "T", "H": "Hq"}
 
 
 class Queries(NamedTuple):
-    """Queries in a caller's order, and what attention gives for them.
+    """What queries of one form are: in a caller's order, which is the order of what attention gives for them too.
 
     Attributes:
-        given: as the caller gave them.
-        axes: of which sequence, token and head its axes are, by the letters B, T and H; columns of a head stand last.
+        given: the first of this form, whose memory may be gone.
+        axes: of which sequence, token and head their axes are, by the letters B, T and H; columns of a head stand last.
         layout: "token_major" or "head_major".
-        heads_first: the same as (batch, Hq, T, D), or (batch, Hq, D) of one query each.
+        tokens: how many a sequence has.
+        new: where attention with these leaves a new result, in the caller's order of axes.
     """
 
     given: ArrayView
     axes: str
     layout: str
-    heads_first: ArrayView
+    tokens: int
+    new: Results
 
-    @property
-    def tokens(self) -> int:
-        """How many a sequence has."""
-        return self.given.shape[self.axes.index("T")] if "T" in self.axes else 1
+    @classmethod
+    def of(cls, q: ArrayView, axes: str, layout: str) -> Queries:
+        """Those of which `q` are some."""
+        tokens = q.shape[axes.index("T")] if "T" in axes else 1
+        new = NEW if axes in ("BH", "BHT") else Results(lead=q.shape[:-1], as_read=partial(heads_first, axes=axes))
+        return cls(q.at_address(q.ptr), axes, layout, tokens, new)
 
-    @property
-    def as_given(self) -> bool:
-        """Whether callers and kernels have one order of axes here."""
-        return self.axes in ("BH", "BHT")
+    def as_read(self, a: ArrayView) -> ArrayView:
+        """Queries of this form, or a result for them, as kernels have it: (batch, Hq, T, ...), or without T."""
+        return heads_first(a, self.axes)
 
-    def as_read(self, result: ArrayView) -> ArrayView:
-        """A result with the axes of these queries, as kernels write it."""
-        return heads_first(result, self.axes)
+    def results(self, out: Any, return_lse: bool) -> Results:
+        """`new`, or the array of a caller's, and whether the log-sum-exps are wanted too."""
+        return self.new if out is None and not return_lse else self.new._replace(out=out, return_lse=return_lse)
 
     def new_out(self, like: Any, width: int, live: runtime.Runtime) -> Any:
         """A new array of the kind of `like` for the result."""
@@ -61,8 +68,8 @@ class Queries(NamedTuple):
         """An array for the result, new or a caller's `out`, which fits or is refused, and where it lies."""
         if out is None:
             out = self.new_out(like, width, live)
-            return out, view(out, "out", operation)
-        to = view(out, "out", operation)
+            return out, view_of_new(out, "out", operation)
+        to = view_without_owner(out, "out", operation)
         key = ("out", self.given.key, to.key, width)
         if live.plans.get(key) is None:
             self._check_out(operation, to, width, live)
@@ -98,15 +105,26 @@ class Queries(NamedTuple):
             )
 
 
+_heads_first: BoundedCache[tuple[int, str], ArrayView] = BoundedCache(MAX_FORMS)  # one of each form
+
+
 def heads_first(a: ArrayView, axes: str) -> ArrayView:
     """An array with these axes, and others behind them, as (batch, heads, tokens, ...), or without tokens if it is."""
     places = _PLACES.get(axes)
     if places is None:
         return a
-    given, rest = a.shape, len(axes)
-    shape = tuple([1 if at is None else given[at] for at in places])
-    strides = tuple([0 if at is None else a.strides[at] for at in places])
-    return a.restrided(shape + given[rest:], strides + a.strides[rest:])
+    like = _heads_first.get((a.key, axes))
+    if like is None or not a.ptr:
+        rest = len(axes)
+        shape = tuple([1 if at is None else a.shape[at] for at in places]) + a.shape[rest:]
+        strides = tuple([0 if at is None else a.strides[at] for at in places]) + a.strides[rest:]
+        found = a.restrided(shape, strides)
+        if a.ptr:
+            _heads_first.keep((a.key, axes), found.without_owner())
+        return found
+    found = like.at_address(a.ptr)
+    found.owner = a.owner
+    return found
 
 
 def rows_first(a: ArrayView, layout: str) -> ArrayView:
@@ -145,14 +163,14 @@ def attend_queries(
     is (batch, Hq, D) where the first of them is 1. Others are refused.
     """
     key = ("queries", q.key, checks.name(layout, "layout", operation, checks.LAYOUTS), batch, num_kv_heads, width)
-    axes = live.plans.get(key)
-    if axes is None:
+    found: Queries | None = live.plans.get(key)
+    if found is None:
         checks.option(layout, "layout", operation, checks.LAYOUTS)
         axes = _axes_of(operation, q, layout, batch, num_kv_heads)
         wanted = f"{named(AXES[layout])} or {named('BH')}"
         _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, wanted)
-        live.plans.keep(key, axes)
-    return Queries(q, axes, layout, heads_first(q, axes))
+        found = live.plans.keep(key, Queries.of(q, axes, layout))
+    return found
 
 
 def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads: int) -> str:
@@ -191,7 +209,7 @@ def extend_queries(
     if q.ndim == 3 and batch == 1:
         axes = axes[1:]
     _check(operation, q, axes, layout, (batch, num_kv_heads, width), live, named(AXES[layout]))
-    found = Queries(q, axes, layout, heads_first(q, axes))
+    found = Queries.of(q, axes, layout)
     if found.tokens != tokens:
         detail = f"q: {describe(q)}, {named(axes)}"
         checks.extent(found.tokens, tokens, "the number of tokens of q", operation, detail)

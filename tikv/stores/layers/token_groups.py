@@ -193,10 +193,10 @@ class TokenGroupLayers(LayerStorage):
         ring, heads, live = self.newest.counts[layer], self.config.num_kv_heads, self.runtime
         self._refuse_options(operation, request)
         request.check_choices(operation, ("auto", "taichi"))
-        scores, terms = request.scores(operation), request.terms.views(operation)
-        sizes = self.batch_size, heads, self.rows.k.width
-        queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
-        several = with_tokens(queries.heads_first, 4)
+        scores, terms = request.scores, request.terms.views(operation)
+        sizes, given = (self.batch_size, heads, self.rows.k.width), view(q, "q", operation)
+        queries = attend_queries(operation, given, request.layout, *sizes, live)
+        several = with_tokens(queries.as_read(given), 4)
         self._ring_plan(operation, layer, several, scores, terms)
         newest = ring.length - (ring.sinks + self.codes[layer].tokens if self.codes[layer].tokens else 0)
         if ring.length and queries.tokens > max(newest, 1):
@@ -258,18 +258,20 @@ class TokenGroupLayers(LayerStorage):
         """
         live, (q, k, v) = self.runtime, arrays
         self._refuse_options(operation, request)
-        scores, terms = request.scores(operation), request.terms.views(operation)
+        scores, terms = request.scores, request.terms.views(operation)
         rows, axes = self._checked(operation, layer, view_all((k, v), ROWS, operation), request.layout)
         sizes = self.batch_size, self.config.num_kv_heads, self.rows.k.width, rows[0].shape[axes[0]]
-        queries = extend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
-        self._ring_plan(operation, layer, queries.heads_first, scores, terms)
+        given = view(q, "q", operation)
+        queries = extend_queries(operation, given, request.layout, *sizes, live)
+        asked = queries.as_read(given)
+        self._ring_plan(operation, layer, asked, scores, terms)
         out, lse = queries.new_out(q, self.rows.v.width, live), queries.new_lse(q, live)
         to, to_lse = queries.as_read(view(out, "out", operation)), queries.as_read(view(lse, "lse", operation))
         with self.attempted(operation, layer):
             for part in self._parts(operation, layer, rows, axes[0]):
                 since = self.counts[layer].valid_from
                 self._append(operation, layer, part, request.layout)
-                some = [a.part(2, part.first, part.end) for a in (queries.heads_first, to, to_lse)]
+                some = [a.part(2, part.first, part.end) for a in (asked, to, to_lse)]
                 self._attend(operation, layer, some[0], scores, terms, Results(some[1], True, some[2]), since)
             return results_of(out, lse if request.return_lse else None, None)
 

@@ -10,11 +10,11 @@ from tikv import dtypes
 from tikv.arrays import describe, new_like, view
 from tikv.ops import checks
 from tikv.ops.attention.paged import paged_call
-from tikv.ops.attention.plan import AttentionCall, Results
+from tikv.ops.attention.plan import AttentionCall
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.attention.terms import tree_of
 from tikv.runtime.interrupts import Held
-from tikv.stores.layers.attend import attend_in_order, last_queries, results_of
+from tikv.stores.layers.attend import last_queries, results_of
 from tikv.stores.layers.queries import AXES, Queries, attend_queries, with_tokens
 from tikv.stores.pools.append import PageAppends, check_rank
 from tikv.stores.pools.pages import Pages
@@ -28,7 +28,9 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     ids = pages.ids(seqs, operation)
     states = [sequences.state(seq, operation) for seq in ids]
     sizes = len(ids), config.num_kv_heads, config.rows.k.width
-    queries = attend_queries(operation, view(q, "q", operation), request.layout, *sizes, live)
+    given = view(q, "q", operation)
+    queries = attend_queries(operation, given, request.layout, *sizes, live)
+    read = queries.as_read(given)
     if queries.tokens > 1 or sequences.compacted:
         for state in states:
             remedy = queries.remedy(state.came(layer), config.num_kv_heads)
@@ -36,21 +38,21 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     tables, lens, held = pages.tables.block_tables(layer, sequences, ids, states)
     wanted = request.asked_mass(operation, config.rows.k.format)
     caches = pages.pools.caches[layer]._replace(block_tables=tables, context_lens=lens)
-    attending = paged_call(operation, queries.heads_first, caches, request)
+    attending = paged_call(operation, read, caches, request)
     if serves(live, request, config.per_head):
         shared = _attend_shared(pages, layer, q, queries, request, attending)
         if shared is not None:
             return shared
-    to = Results(request.out, request.return_lse or wanted != 0)
-    result, lse = attend_in_order(attending.plan, q, queries, dict(attending.arrays), to)
+    result = attending.attend(q, queries.results(request.out, request.return_lse or wanted != 0))
     if wanted == 0:
-        return results_of(result, lse, None)
+        return result
+    result, lse = result
     shape: tuple[int, ...] = (len(ids), config.num_kv_heads, int(np.max(held, initial=0)))
     if request.indices is not None:
         shape = attending.plan.mass_shape
     mass = new_like(q, shape, dtypes.float32, live, zeroed=True)
     to_lse = queries.as_read(view(lse, "lse", operation))
-    asking, their_lse = last_queries(queries.heads_first, to_lse, wanted)
+    asking, their_lse = last_queries(read, to_lse, wanted)
     paged_call(operation, asking, caches, request).weigh(their_lse, view(mass, "mass", operation))
     return results_of(result, lse if request.return_lse else None, mass)
 
@@ -60,7 +62,7 @@ def _attend_shared(
 ) -> Any:
     """`attend` over blocks that sequences share, each read once; None where each sequence is to be read `alone`."""
     config, live, operation = pages.config, pages.runtime, alone.plan.operation
-    asking = with_tokens(queries.heads_first, 4)
+    asking = with_tokens(alone.arrays["q"], 4)
     runs, own_lens = pages.tables.neighbours(0, asking.shape[0], queries.tokens, pages.block)
     if own_lens is None or as_one(asking) is None:
         return None
@@ -94,8 +96,10 @@ def extend(
         cu_seqlens = even_starts(operation, cu_seqlens, len(ids), call.q.shape[0], live)
     rows = view(k, "k", operation), view(v, "v", operation)
     check_rank(operation, "k", rows[0], request.layout)
-    detail, tokens = f"k: {describe(rows[0])}", rows[0].shape[AXES[request.layout].index("T") - 1]
-    checks.extent(call.q.shape[0], tokens, "the number of rows of q", operation, detail)
+    tokens = rows[0].shape[AXES[request.layout].index("T") - 1]
+    if call.q.shape[0] != tokens:
+        detail = f"k: {describe(rows[0])}"
+        checks.extent(call.q.shape[0], tokens, "the number of rows of q", operation, detail)
     if sequences.compacted:
         for seq in ids:
             sequences.state(seq, operation).check_queries(operation, layer, 1, request)

@@ -120,14 +120,17 @@ class HeadSequences(Sequences):
     ) -> AppendStep:
         """As `Sequences.begin`; blocks are taken for each head that needs one."""
         states = self.distinct(ids, operation, "Append its tokens in one piece.")
-        heads, counts = self.heads, np.diff(cu_seqlens)
-        of_heads = tuple(seq * heads + h for seq in ids for h in range(heads))
-        bounds = np.concatenate([[0], np.cumsum(np.repeat(counts, heads))]).tolist()
-        inner = self.layers[layer].begin(operation, 0, of_heads, tuple(bounds), rows * heads)
-        slots = np.full(rows * heads, -1, np.int32)
-        for first, end in itertools.pairwise(cu_seqlens):  # the rows of a head there, of a token here
-            some = inner.slots[first * heads : end * heads]
-            slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
+        heads = self.heads
+        of_heads = tuple([seq * heads + h for seq in ids for h in range(heads)])
+        counts = [b - a for a, b in itertools.pairwise(cu_seqlens) for _ in range(heads)]
+        bounds = (0, *itertools.accumulate(counts))
+        inner = self.layers[layer].begin(operation, 0, of_heads, bounds, rows * heads)
+        slots = inner.slots
+        if max(counts, default=0) > 1:  # the rows of a head lie together there, those of a token here
+            slots = np.full(rows * heads, -1, np.int32)
+            for first, end in itertools.pairwise(cu_seqlens):
+                some = inner.slots[first * heads : end * heads]
+                slots[first * heads : end * heads] = some.reshape(heads, end - first).T.ravel()
         starts = [state.lengths[layer] for state in states]
         places = np.zeros(rows, np.int32)
         return AppendStep(states, ids, cu_seqlens, starts, [], places, slots, of_heads=[inner], layer=layer)
@@ -139,9 +142,9 @@ class HeadSequences(Sequences):
 
     def commit(self, layer: int, step: AppendStep) -> None:
         self.layers[layer].commit(0, step.of_heads[0])
-        for state, count in zip(step.states, np.diff(step.cu_seqlens).tolist(), strict=True):
-            state.lengths[layer] += count
-            state.newest[layer] = count
+        for state, (first, end) in zip(step.states, itertools.pairwise(step.cu_seqlens), strict=True):
+            state.newest[layer] = end - first
+            state.lengths[layer] += end - first
 
     def revoke(self, layer: int, step: AppendStep) -> None:
         self.layers[layer].revoke(0, step.of_heads[0])

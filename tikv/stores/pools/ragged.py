@@ -6,6 +6,7 @@ several, each of which reads no further than its last query sees.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,8 +61,10 @@ class RaggedAttention:
         check_scores(operation, terms, sequences, self.q.shape[1], self.live)
         self._check(_as_sequences(self.q, 0, 1, self.q.shape[0]), {})
         self._check_tree(terms, sequences)
-        stage = Staging(self.live, list(terms.values()), [False] * len(terms))
-        self._terms = dict(zip(terms, stage.arrays, strict=True))
+        self._terms = terms
+        if terms:
+            stage = Staging(self.live, list(terms.values()), [False] * len(terms))
+            self._terms = dict(zip(terms, stage.arrays, strict=True))
 
     def _check(self, q: ArrayView, terms: Mapping[str, ArrayView]) -> None:
         """Queries (sequences, Hq, T, D) can be asked of these pools."""
@@ -101,8 +104,14 @@ class RaggedAttention:
             `cu_seqlens`. With mass (B, H, longest).
         """
         rows, heads, live = self.q.shape[0], self.q.shape[1], self.live
-        padded = cu_seqlens[-1] < rows
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
+        tokens = rows // max(1, len(ends))
+        if self.mass_queries == 0 and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
+            as_read = functools.partial(self._as_sequences, tokens)
+            run = _Run(0, len(ends), tokens, 0, tables, lens, ends)
+            call = self._call(run.rows(self.q), tables, run.lengths(live), self._terms)
+            return call.attend(self.given, Results(None, self.return_lse, lead=lead, as_read=as_read))
+        padded = cu_seqlens[-1] < rows
         results = [new_like(self.given, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
         if self.return_lse or self.mass_queries != 0:
             results.append(new_like(self.given, lead, dtypes.float32, live))
@@ -126,6 +135,10 @@ class RaggedAttention:
             del results[1:2]
         results = [handed_over(a) for a in results]
         return tuple(results) if len(results) > 1 else results[0]
+
+    def _as_sequences(self, tokens: int, a: ArrayView) -> ArrayView:
+        """A result of the caller's as (sequences, Hq, tokens, ...), of as many new tokens each."""
+        return _as_sequences(rows_first(a, self.layout), 0, self.q.shape[0] // tokens, tokens)
 
     def _attend_run(self, run: _Run, arrays: Sequence[ArrayView]) -> None:
         """Attention into arrays of all queries, out and log-sum-exps."""

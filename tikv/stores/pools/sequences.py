@@ -556,8 +556,10 @@ def _first_moved(path: Host) -> int:
     return int(moved.argmax()) if moved.any() else len(path)
 
 
-def _places(starts: Sequence[int], cu_seqlens: Sequence[int], rows: int) -> Host:
+def _places(starts: Sequence[int], cu_seqlens: tuple[int, ...], rows: int) -> Host:
     """The place of each row behind those that its sequence has, int32; those behind are padding."""
+    if cu_seqlens == tuple(range(rows + 1)):
+        return np.array(starts, np.int32)
     counts = [b - a for a, b in itertools.pairwise(cu_seqlens)]
     places = np.zeros(rows, np.int32)
     shift = np.repeat(np.asarray(starts, np.int64) - np.asarray(cu_seqlens[:-1], np.int64), counts)
