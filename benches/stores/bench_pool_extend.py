@@ -15,8 +15,8 @@ HEADS, QUERY_HEADS, WIDTH, PAGE = 2, 4, 16, 16
 
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared tables", "tables by head"])
-def bench_pool_extend_one_token(arch, rng, sequences, per_head, sizes, smoke, timed):
-    blocks = (4 if smoke else 512) * sequences * (HEADS if per_head else 1)
+def bench_pool_extend_one_token(arch, rng, sequences, per_head, sizes, timed):
+    blocks = 4 * sequences * (HEADS if per_head else 1)
     form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": WIDTH, "num_blocks": blocks, "block_size": PAGE}
     pool = tikv.PagedKVCacheStore(**form, dtype="float32", per_head=per_head)
     q = rng.standard_normal((sequences, QUERY_HEADS, WIDTH)).astype(np.float32)
