@@ -26,7 +26,7 @@ from tikv.ops.staging import KnownOnHost, Staging
 from tikv.runtime import Runtime
 from tikv.stores.layers.queries import rows_first, rows_of_queries
 from tikv.stores.pools.pages import Pages
-from tikv.stores.pools.shared_prefix import SharedAttention, pool_call, serves
+from tikv.stores.pools.shared_prefix import Neighbours, SharedAttention, pool_call, serves
 
 
 class RaggedAttention:
@@ -107,10 +107,11 @@ class RaggedAttention:
         lead = (rows, heads) if self.layout == "token_major" else (heads, rows)
         tokens = rows // max(1, len(ends))
         if self.mass_queries == 0 and 0 < tokens <= MOST_QUERIES and cu_seqlens == tuple(range(0, rows + 1, tokens)):
-            as_read = functools.partial(self._as_sequences, tokens)
             run = _Run(0, len(ends), tokens, 0, tables, lens, ends)
-            call = self._call(run.rows(self.q), tables, run.lengths(live), self._terms)
-            return call.attend(self.given, Results(None, self.return_lse, lead=lead, as_read=as_read))
+            if self._neighbours(run) is None:
+                as_read = functools.partial(self._as_sequences, tokens)
+                call = self._call(run.rows(self.q), tables, run.lengths(live), self._terms)
+                return call.attend(self.given, Results(None, self.return_lse, lead=lead, as_read=as_read))
         padded = cu_seqlens[-1] < rows
         results = [new_like(self.given, (*lead, self._config.rows.v.width), self.q.dtype, live, zeroed=padded)]
         if self.return_lse or self.mass_queries != 0:
@@ -140,20 +141,25 @@ class RaggedAttention:
         """A result of the caller's as (sequences, Hq, tokens, ...), of as many new tokens each."""
         return _as_sequences(rows_first(a, self.layout), 0, self.q.shape[0] // tokens, tokens)
 
+    def _neighbours(self, run: _Run) -> tuple[Sequence[Neighbours], ArrayView] | None:
+        """Which sequences of a run share how many blocks, and their tokens behind those; None where each is alone."""
+        if run.end - run.first < 2 or not serves(self.live, self._request, self._config.per_head):
+            return None
+        runs, own_lens = self._tables.neighbours(run.first, run.end, run.tokens, self._block)
+        return None if own_lens is None else (runs, own_lens)
+
     def _attend_run(self, run: _Run, arrays: Sequence[ArrayView]) -> None:
         """Attention into arrays of all queries, out and log-sum-exps."""
         slopes, terms = self._terms.get("alibi_slopes"), self._terms  # those of a tree are of all, which are one run
         if slopes and slopes.ndim == 2:
             terms = {**terms, "alibi_slopes": slopes.part(0, run.first, run.end)}
         most = MOST_QUERIES
-        if run.end - run.first > 1 and serves(self.live, self._request, self._config.per_head):
-            asked = run.first, run.end, run.tokens, self._block
-            if (found := self._tables.neighbours(*asked))[1] is not None:
-                make = pool_call(self.operation, self._caches, terms)
-                given = self.operation, self.live, self._request, make, run.tables, found[1], found[0]
-                q, out, *lse = (run.rows(a) for a in arrays)
-                SharedAttention(*given, self._config.block_size).attend(q, out, lse[0] if lse else None)
-                return
+        if (found := self._neighbours(run)) is not None:
+            make = pool_call(self.operation, self._caches, terms)
+            given = self.operation, self.live, self._request, make, run.tables, found[1], found[0]
+            q, out, *lse = (run.rows(a) for a in arrays)
+            SharedAttention(*given, self._config.block_size).attend(q, out, lse[0] if lse else None)
+            return
         if run.tokens > most:
             most = self._call(run.rows(arrays[0]), run.tables, run.lengths(self.live), terms).plan.most_queries
         for begin in range(0, run.tokens, most):
