@@ -28,6 +28,13 @@ FORMS = {
     "int8": {"dtype": "int8", "head_dim": 16, "capacity": 40},
     "4 bits": {"dtype": tikv.Quant(4, 32), "head_dim": 32, "capacity": 40},
     "groups along tokens": {"dtype": tikv.Quant(4, 32, "tokens", 32), "head_dim": 32, "capacity": 160},
+    "groups with windows": {
+        "dtype": tikv.Quant(4, 32, "tokens", 32),
+        "head_dim": 32,
+        "capacity": 160,
+        "window": [98, None, 98, 98, None],
+        "sinks": 2,
+    },
 }
 
 
@@ -39,7 +46,9 @@ class Both:
         self.arch, self.rng, self.layers = arch, np.random.default_rng(seed), layers
         self.plain = tikv.KVCacheStore(**form)
         self.host = host_store(arch, late, **form, resident_layers=resident_layers)
-        self.along_tokens = getattr(form["dtype"], "axis", "") == "tokens"
+        # Tokens of a prompt and of a step, and how many are enough: with groups along tokens some have to become codes.
+        along_tokens = getattr(form["dtype"], "axis", "") == "tokens"
+        self.prompt, self.most, self.tokens = (100, 130, (1, 9, 31)) if along_tokens else (7, 30, (1, 1, 2))
 
     def new(self, tokens, layers=None):
         """q, k and v of new tokens."""
@@ -113,7 +122,7 @@ def late(request, arch):
 def test_steps_have_the_bits_of_a_plain_store(arch, form, late):
     both = Both(arch, form, late)
     for layer in range(LAYERS):
-        both.call("extend", layer, *both.new(7))
+        both.call("extend", layer, *both.new(both.prompt))
     for _ in range(6):
         for layer in range(LAYERS):
             both.step(layer)
@@ -197,10 +206,9 @@ def test_what_changes_tokens_reaches_the_copies(arch, form, late):
     both, chance = Both(arch, form, late, seed=7), random.Random(11)
     for turn in range(24):
         for layer in range(LAYERS):
-            if both.plain.layer_length(layer) < 30 and chance.random() < 0.8:
-                both.step(layer, chance.choice((1, 1, 2)))
-        if not (both.along_tokens and OTHERS[turn % len(OTHERS)] == "snapshot"):
-            change(both, chance, OTHERS[turn % len(OTHERS)])
+            if both.plain.layer_length(layer) < both.most and chance.random() < 0.8:
+                both.step(layer, chance.choice(both.tokens))
+        change(both, chance, OTHERS[turn % len(OTHERS)])
         both.check()
 
 

@@ -62,14 +62,13 @@ class HostLayers(LayerStorage):
         found = {}
         for window in dict.fromkeys(self.config.windows):
             layers = [i for i, w in enumerate(self.config.windows) if w == window]
-            of_one = self.config._replace(
-                num_layers=1, batch_size=batch_size, windows=(window,), place="device",
-                sinks=self.config.sinks if window is not None else 0,
-            )  # fmt: skip
+            of_one = self.config._replace(num_layers=1, batch_size=batch_size, windows=(window,), place="device")
             frames = []
             for _ in range(min(self.config.resident_layers, len(layers))):
                 content = type(self.whole)(self.runtime, of_one)
                 content.counts[0].is_copy = True
+                forms = [[a.shape for a, _ in x.filled(i)] for x, i in ((content, 0), (self.whole, layers[0]))]
+                assert batch_size != self.batch_size or forms[0] == forms[1], "a copy lies as its layer does"
                 frames.append(Frame(content, self._transfer(self.runtime)))
             found[window] = Residents(layers, len(self.config.windows), frames)
         return found

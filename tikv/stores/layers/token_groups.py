@@ -383,7 +383,8 @@ class TokenGroupLayers(LayerStorage):
         self.newest.count_as(layer, other.newest, index)
         own, found = self.counts[layer], other.counts[index]
         own.index, own.length, own.valid_from, own.newest = found.index, found.length, found.valid_from, found.newest
-        self.codes[layer].tokens = other.codes[index].tokens
+        codes, theirs = self.codes[layer], other.codes[index]
+        codes.tokens, codes.dropped = theirs.tokens, theirs.dropped
 
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         layers = [
