@@ -14,7 +14,9 @@ from model_cache import BASE, generate, prompts  # noqa: E402
 
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_room as rooms  # noqa: E402
+from tikv.integrations import _transformers_slots as slots  # noqa: E402
 from tikv.integrations import _transformers_stored as stored  # noqa: E402
+from tikv.integrations._transformers_slots import CacheSlots  # noqa: E402
 from tikv.integrations._transformers_stored import StoredTensor  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
@@ -76,13 +78,15 @@ def cache():
 @pytest.fixture
 def read(monkeypatch):
     """The dtypes of keys and values that the library's attention reads."""
-    found, attention = [], stored.contiguous_call
+    found, in_place, as_given = [], CacheSlots.attend, stored.attend_contiguous
 
-    def call(name, q, caches, *args):
+    def note(caches):
         found.append((caches.k_cache.dtype, caches.v_cache.dtype))
-        return attention(name, q, caches, *args)
 
-    monkeypatch.setattr(stored, "contiguous_call", call)
+    monkeypatch.setattr(CacheSlots, "attend", lambda slots, *args: (note(slots.caches), in_place(slots, *args))[1])
+    monkeypatch.setattr(
+        stored, "attend_contiguous", lambda q, given, *args: (note(given), as_given(q, given, *args))[1]
+    )
     return found
 
 
@@ -118,6 +122,54 @@ def test_only_the_pair_of_an_update_is_read_in_place(arch, rng, cache, read):
             want = by_name.attend(module, q, *same, None)[0]
             assert read == [how, as_given]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_decode_loop_reads_the_cache_where_it_lies(arch, rng, dtype, monkeypatch):
+    """Through growing memory and other shares of the keys, with other queries in between: few calls are new."""
+    config = transformers.LlamaConfig(**{**BASE, "num_hidden_layers": 1}, attn_implementation="tikv")
+    cache, module, checked, call = TikvCache(config, dtype=dtype), torch.nn.Module(), [], slots.contiguous_call
+    monkeypatch.setattr(slots, "contiguous_call", lambda *args: (checked.append(1), call(*args))[1])
+    with torch.no_grad():
+        cache.update(numbers(rng, 2, 2, 200, 8), numbers(rng, 2, 2, 200, 8), 0)
+        for step in range(400):
+            k, v = cache.update(numbers(rng, 2, 2, 1, 8), numbers(rng, 2, 2, 1, 8), 0)
+            q = numbers(rng, 2, 4, 1, 8).clone()  # aligned as torch's tensors are
+            options = {"scaling": 0.7 if step % 100 == 7 else None, "softcap": 3.0 if step % 100 == 8 else None}
+            if step % 100 == 9:
+                q = numbers(rng, 2, 1, 4, 16)[..., ::2].transpose(1, 2)
+            got = by_name.attend(module, q, k, v, None, **options)[0]
+            keys, values = (a.repeat_interleave(2, 1) for a in cache.layers[0]._read(0, 201 + step))
+            scores = q @ keys.transpose(2, 3) * (options["scaling"] or 8**-0.5)
+            scores = 3 * torch.tanh(scores / 3) if options["softcap"] else scores
+            torch.testing.assert_close(got, (scores.softmax(-1) @ values).transpose(1, 2), rtol=1e-4, atol=1e-5)
+    assert len(checked) < 150
+
+
+PARTS = {
+    "all": (lambda k, v: (k, v), True),
+    "changed in place": (lambda k, v: (k.mul_(2), v), True),
+    "behind the first": (lambda k, v: (k[:, :, 1:], v[:, :, 1:]), False),
+    "exchanged": (lambda k, v: (v, k), False),
+    "of another layer": (lambda k, v: (k, v.clone()), False),
+    "turned": (lambda k, v: (k.transpose_(0, 1), v.transpose_(0, 1)), False),
+    "replaced": (lambda k, v: (setattr(k, "data", k.data.clone()), (k, v))[1], False),
+}
+
+
+@pytest.mark.parametrize(("part", "in_place"), PARTS.values(), ids=PARTS)
+def test_numbers_are_read_in_place_only_where_they_are_the_cache(arch, rng, part, in_place, monkeypatch):
+    config = transformers.LlamaConfig(**{**BASE, "num_hidden_layers": 1}, attn_implementation="tikv")
+    cache, found, attend = TikvCache(config), [], CacheSlots.attend
+    monkeypatch.setattr(CacheSlots, "attend", lambda *args: (found.append(1), attend(*args))[1])
+    with torch.no_grad():
+        cache.update(numbers(rng, 2, 2, 5, 8), numbers(rng, 2, 2, 5, 8), 0)
+        k, v = part(*cache.update(numbers(rng, 2, 2, 1, 8), numbers(rng, 2, 2, 1, 8), 0))
+        q = numbers(rng, 2, 4, 1, 8)
+        got = by_name.attend(torch.nn.Module(), q, k, v, None)[0]
+        want = torch.nn.functional.scaled_dot_product_attention(q, *(a.repeat_interleave(2, 1) for a in (k, v)))
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    assert bool(found) == in_place
 
 
 def append(cache, rng, tokens=1):
@@ -230,7 +282,7 @@ def test_it_keeps_no_memory_of_a_cache_that_went(arch, rng, cache):
         torch.testing.assert_close(k + 0, keys, rtol=0, atol=0)
     cache.layers.clear()
     gc.collect()
-    assert k.pair.stored() is None
+    assert k.pair.slots() is None
     torch.testing.assert_close(k + 0, keys, rtol=0, atol=0)
 
 

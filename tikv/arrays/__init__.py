@@ -18,6 +18,7 @@ from tikv.arrays.host_memory import memory_of_host as memory_of_host
 from tikv.arrays.kinds import handed_over as handed_over
 from tikv.arrays.kinds import new_like as new_like
 from tikv.arrays.last_call import last_call_test as last_call_test
+from tikv.arrays.last_call import torch_guard as torch_guard
 from tikv.arrays.last_call import view_all as view_all
 from tikv.arrays.memory import CudaBytes as CudaBytes
 from tikv.arrays.memory import Memory as Memory

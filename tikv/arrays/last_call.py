@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
     views = [view_without_owner(a, name, operation) for a, name in zip(arrays, names, strict=True)]
     if last is not None and views == last.views:
         if last.fits is None:  # the very tensors of the call before, which are worth a guard too
-            last.fits = _torch_guard(arrays)
+            last.fits = torch_guard(arrays)
         return last.views
     found = Views(views)
     _remember(operation, arrays, found, last)
@@ -96,27 +96,42 @@ def _remember(operation: str, arrays: tuple[Any, ...], views: Views, last: _Last
         _last_calls[operation] = _LastCall(views)
         return
     last.views = views
-    if last.guards < MAX_GUARDS and (fits := _torch_guard(arrays)) is not None:  # forms that come back are worth one
+    if last.guards < MAX_GUARDS and (fits := torch_guard(arrays)) is not None:  # forms that come back are worth one
         last.fits, last.guards = fits, last.guards + 1
 
 
 def last_call_test(
-    operation: str,
-) -> tuple[Callable[..., bool], Callable[[Any], int], int, Container[tuple[int, ...]]] | None:
+    operation: str, names: Sequence[str]
+) -> tuple[Callable[..., bool], Callable[[Any], int], int, Callable[..., bool]] | None:
     """How torch tensors with the forms of the operation's last call are told, their addresses, and `Views.key` of them.
 
-    The key depends on their alignment too, which is not tested. Last the addresses at which such tensors were seen to
-    have all of their memory: those elsewhere go through `view_all`. None where those arrays have no such test.
+    The first test takes tensors that are at the addresses of the last call, the last their addresses and them, wherever
+    they are; it raises ShapeError of those without memory, by these names. The key depends on their alignment too,
+    which is not tested. None where those arrays have no such test.
     """
     last = _last_calls.get(operation)
-    return None if last is None or last.fits is None else (last.fits, _torch_address, last.views.key, last.unnested)
+    if last is None or last.fits is None:
+        return None
+    fits, unnested, views = last.fits, last.unnested, list(last.views)
+
+    def fits_at(pointers: tuple[int, ...], *arrays: Any) -> bool:
+        if pointers in unnested:
+            return fits(*arrays)
+        if _any_nested(arrays) or not fits(*arrays):
+            return False
+        for array, pointer, seen, name in zip(arrays, pointers, views, names, strict=True):
+            check_torch_memory(array, pointer, seen, name, operation)
+        unnested[pointers] = True
+        return True
+
+    return fits, _torch_address, last.views.key, fits_at
 
 
 _torch_address: Callable[[Any], int]
 _torch_guards: Any = None  # torch's class of guards; False where it does not do what is needed
 
 
-def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     """A test, one call of torch's, for tensors of these very forms: type, dtype, device, shape, strides, lazy bits.
 
     It is what guards torch's compiled functions. None for what is not a plain tensor, or where torch has no such
@@ -129,7 +144,7 @@ def _torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
     if _torch_guards is None:
         _torch_address = torch.Tensor.data_ptr
         _torch_guards = _find_torch_guards(torch) or False
-        return _torch_guard(tensors)
+        return torch_guard(tensors)
     shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     found: Callable[..., bool] = _torch_guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     return found

@@ -18,6 +18,7 @@ from tikv.integrations import _transformers_steps as steps
 from tikv.integrations._transformers_chosen import attend_chosen, chosen_keys
 from tikv.integrations._transformers_keywords import ATTENTION as ATTENTION
 from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
+from tikv.integrations._transformers_slots import request_of
 from tikv.integrations._transformers_stored import attend_in_place, decoded
 from tikv.ops.attention.request import AttendRequest
 
@@ -96,8 +97,9 @@ def attend(
             )
             attention_mask = torch.nn.functional.pad(attention_mask, (0, missing), value=hidden)
     elif ours and attention_mask is None:
-        logits = None if sinks is None else sinks.detach().float()
-        request = AttendRequest(scale=scaling, softcap=softcap, causal=causal, sink_logits=logits)
+        request = request_of(scaling, softcap, causal)
+        if sinks is not None:
+            request = request._replace(sink_logits=sinks.detach().float())
         return attend_in_place(query, key, value, request).transpose(1, 2), None
     elif served:
         several = causal and tokens > 1

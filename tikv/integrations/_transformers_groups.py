@@ -7,6 +7,7 @@ from typing import Any
 from tikv import dtypes
 from tikv.errors import OptionError
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_slots import CacheSlots
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.growing_groups import GrowingGroups
 
@@ -35,7 +36,7 @@ class GroupsLayer(TikvLayer):
         self.batch_size, self.num_heads = store.batch_size, store._layers.config.num_kv_heads
         self.max_batch_size = self.batch_size
         self.head_dim, self._v_width = store.rows.widths
-        self._k = self._v = None
+        self._k = self._v = self._slots = None
         self._scales: list[Any] = []
         self._as_stored = self._whole = False
         self._bound = self._bound_of(store)
@@ -50,6 +51,9 @@ class GroupsLayer(TikvLayer):
 
     def _stored(self, first: int, end: int) -> Any:
         return None  # as others read it
+
+    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
+        return None
 
     def attend_stored(self, first: int, query: Any, request: AttendRequest) -> Any:
         """Attention of the newest token's queries over the tokens held from slot `first` on, where they lie."""

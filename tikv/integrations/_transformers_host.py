@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 from tikv.arrays import runtime_of
 from tikv.integrations import _transformers_layer as layers
 from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations._transformers_slots import CacheSlots
 from tikv.integrations._transformers_storage import OPERATION, Storage
 from tikv.stores.layers.growing import GrowingLayer
 from tikv.stores.layers.hosted import HostedLayer, Shelf
@@ -56,7 +57,7 @@ class HostLayer(TikvLayer):
     def _leave(self) -> None:
         """Let go of the copy, whose memory another layer gets."""
         self._recall()
-        self._content = self._k = self._v = None
+        self._content = self._k = self._v = self._slots = None
         self._scales = []
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -73,6 +74,10 @@ class HostLayer(TikvLayer):
     def _read(self, first: int, end: int) -> tuple[Any, Any]:
         self._bring()
         return super()._read(first, end)
+
+    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
+        self._bring()
+        return super()._slots_from(first, end)
 
     def _stored(self, first: int, end: int) -> Any:
         self._bring()

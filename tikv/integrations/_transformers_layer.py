@@ -20,6 +20,7 @@ from tikv.integrations._gradients import Ungraded, has_gradient
 from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
 from tikv.integrations._transformers_keywords import check_configured
 from tikv.integrations._transformers_room import LayerRoom
+from tikv.integrations._transformers_slots import CacheSlots
 from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
 from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
 
@@ -131,6 +132,9 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self._whole = self._as_stored and not self.is_sliding  # new tokens see all slots as they are
         usual = self._usual_room()
         self.has_prompt_room = usual is not None and store.capacity > usual
+        self._slots: CacheSlots | None = CacheSlots(
+            self._k, self._v, self._scales[0], self._scales[1], store.rows.formats
+        )
         self._bound = self._bound_of(store)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -166,10 +170,9 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             if not self._whole or torch.is_grad_enabled():
                 return self._seen(key_states, end)
             batch, heads = self.batch_size, self.num_heads  # `_slices`, for which each step has to wait
-            return (
-                _part(self._k, (batch, heads, end, self.head_dim), self._k_strides),
-                _part(self._v, (batch, heads, end, self._v_width), self._v_strides),
-            )
+            keys = _part(self._k, (batch, heads, end, self.head_dim), self._k_strides)
+            keys.tikv_slots = self._slots
+            return keys, _part(self._v, (batch, heads, end, self._v_width), self._v_strides)
         if _made_alike(key_states, value_states):  # `append_alike` takes no such tokens
             return self.update(*_alike(key_states, value_states))
         if has_gradient(key_states, value_states):  # nor these
@@ -302,6 +305,8 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             k, v = (a.torch() for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
             return k, v
         k, v = self._slices(first, end)
+        if not first:
+            k.tikv_slots = self._slots
         return (k, v) if self._as_stored else (k.to(self.dtype), v.to(self.dtype))
 
     def _is_memory(self, tensor: Any) -> bool:
@@ -320,6 +325,10 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             _part(self._k, k_shape, self._k_strides, first * k_width),
             _part(self._v, v_shape, self._v_strides, first * v_width),
         )
+
+    def _slots_from(self, first: int, end: int) -> CacheSlots | None:
+        """Slots first..end for attention, and more behind them where they are the first; None for those of no use."""
+        return CacheSlots(*self._stored(first, end)) if first else self._slots
 
     def _stored(self, first: int, end: int) -> Any:
         """Slots first..end as they lie there: keys, values, their scales, and the store's formats."""

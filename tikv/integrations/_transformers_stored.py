@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.integrations._transformers_slots import CacheSlots, attend_contiguous
+from tikv.ops.attention.contiguous import ContiguousCaches
 from tikv.ops.attention.request import AttendRequest
 
 
@@ -49,6 +50,10 @@ class Pair:
         None once they were decoded, since the model may have changed what it got.
         """
         return None if self._layer is None else self._layer._stored(self.first, self.end)
+
+    def slots(self) -> CacheSlots | None:
+        """The same as the first of some `CacheSlots`, where others read them."""
+        return None if self._layer is None else self._layer._slots_from(self.first, self.end)
 
 
 class StoredTensor(torch.Tensor):  # type: ignore[misc]
@@ -122,7 +127,7 @@ def decoded(tensor: Any) -> Any:
     return tensor.numbers() if type(tensor) is StoredTensor else tensor
 
 
-def pair_of(keys: Any, values: Any) -> Pair | None:
+def pair_of(keys: Any, values: Any) -> Any:
     """What one `update` returned, if these are it and nothing has followed it; else None."""
     if type(keys) is not StoredTensor or type(values) is not StoredTensor:
         return None
@@ -137,16 +142,20 @@ def stored_pair(keys: Any, values: Any) -> Any:
 
 def attend_in_place(query: Any, key: Any, value: Any, request: AttendRequest) -> Any:
     """Attention of (batch, heads, T, head_dim) queries to all keys or to chosen ones, by what is stored of them."""
-    query, pair = _in_rows(query), pair_of(key, value)
-    found = None if pair is None else pair.attend(query, request)
-    if found is not None:
-        return found
-    (batch, _, _, _), held = query.shape, key.shape[2]
-    lengths = held if query.is_cpu else torch.full((batch,), held, dtype=torch.int32, device=query.device)
-    stored = stored_pair(key, value) or (_in_rows(decoded(key)), _in_rows(decoded(value)), None, None, None)
-    keys, values, k_scale, v_scale, formats = stored
-    caches = ContiguousCaches(keys, values, lengths, k_scale, v_scale, formats=formats)
-    return contiguous_call("decode_attention", query, caches, request).attend(query, impl="auto")
+    query, held = _in_rows(query), key.shape[2]
+    slots = getattr(key, "tikv_slots", None)
+    if slots is not None and slots.are(key, value):
+        return slots.attend(query, held, request)
+    pair = pair_of(key, value)
+    if isinstance(pair, Pair):  # what is made of latents lies nowhere
+        found = pair.attend(query, request)
+        if found is not None:
+            return found
+        slots = pair.slots()
+        if slots is not None:
+            return slots.attend(query, held, request)
+    caches = ContiguousCaches(_in_rows(decoded(key)), _in_rows(decoded(value)), held)
+    return attend_contiguous(query, caches, held, request)
 
 
 def _in_rows(a: Any) -> Any:

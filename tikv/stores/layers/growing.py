@@ -154,10 +154,10 @@ class GrowingLayer(runtime.NotCopied):
         `benches/integrations/bench_transformers.py` justifies it: a decoded token's `TikvCache.update` is mostly the
         host's work, and this leaves out the views, the key and the checks that the forms decide.
         """
-        test = last_call_test(operation)
+        test = last_call_test(operation, ROWS)
         if test is None:
             return _takes_nothing
-        same, address, key, whole = test
+        same, address, key, same_at = test
         plan = self._appends.plans.get((0, key))
         launch_again = None if plan is None else plan.launch_again
         if plan is None or launch_again is None or not plan.pointers:
@@ -176,7 +176,7 @@ class GrowingLayer(runtime.NotCopied):
                 pointers = (address(k), address(v))
             except (TypeError, RuntimeError):
                 return 0
-            if (pointers != plan.pointers and pointers not in whole) or not same(k, v):
+            if not (same(k, v) if pointers == plan.pointers else same_at(pointers, k, v)):
                 return 0
             with lock:
                 if pointers != plan.pointers and not plan.move_to(pointers):

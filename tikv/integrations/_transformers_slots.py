@@ -1,0 +1,127 @@
+"""The memory of a layer as decode attention reads it: all slots, of which the first so many are attended over.
+
+What `update` returns gets longer with each token. Its memory does not, so a call over that has the form of the call
+before, and most of what a call is made of is there already.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tikv.arrays import ALIGNMENT, torch_guard
+from tikv.integrations._transformers_keywords import OPERATION
+from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
+from tikv.ops.attention.launches import AttendedTokens
+from tikv.ops.attention.request import AttendRequest
+from tikv.runtime import require_alive
+
+STEPS = 64  # for which a call is looked at once, at most
+
+
+@functools.lru_cache
+def request_of(scale: float | None, softcap: float | None, causal: bool) -> AttendRequest:
+    """What a model asks of attention, the same object for the same."""
+    return AttendRequest(scale=scale, softcap=softcap, causal=causal)
+
+
+class CacheSlots:
+    """Keys and values where they lie, with their scales, until the layer gets other memory.
+
+    Args:
+        k, v: (batch, heads, slots, width), or words of codes.
+        k_scale, v_scale: as a store has them; None for none.
+        formats: of K and V, None for what is no groups of codes.
+    """
+
+    __slots__ = ("_again", "_places", "_slots", "caches")
+
+    def __init__(self, k: Any, v: Any, k_scale: Any, v_scale: Any, formats: Any) -> None:
+        self.caches = ContiguousCaches(k, v, 0, k_scale, v_scale, formats=formats)
+        self._slots = k.shape[2]
+        self._places = self._places_of(k, v)
+        self._again: Again | None = None
+
+    @staticmethod
+    def _places_of(k: Any, v: Any) -> tuple[Any, ...]:
+        return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype, v.dtype
+
+    def are(self, key: Any, value: Any) -> bool:
+        """Whether these are the first of the slots, as they are stored, whatever a model has made of them by now."""
+        return self._places == self._places_of(key, value)
+
+    def attend(self, query: Any, length: int, request: AttendRequest) -> Any:
+        """Attention of (batch, heads, T, width) queries over the first `length` slots."""
+        again = self._again
+        if again is not None and again.request is request and again.first <= length <= again.last:
+            out = again.attend(query, length)
+            if out is not None:
+                return out
+        if query.is_cpu and query.shape[2] == 1 and request.sink_logits is request.indices is None:
+            self._again = Again.of(self.caches, query, request, length, min(length + STEPS, self._slots))
+        return attend_contiguous(query, self.caches, length, request)
+
+
+class Again:
+    """A call of attention that is made again on the CPU, with queries of the same form over a few more tokens.
+
+    Args:
+        guard: tells such queries.
+        request: what is asked, by `request_of`.
+        first, last: between which lengths the launches serve.
+        ready: the call, of which everything is checked.
+    """
+
+    __slots__ = ("first", "guard", "last", "launches", "live", "out", "program", "q", "ready", "request", "shape")
+
+    def __init__(self, guard: Any, request: AttendRequest, first: int, last: int, ready: Any) -> None:
+        self.guard, self.request, self.first, self.last = guard, request, first, last
+        self.ready, self.launches = dict(ready.arrays), ready.launches
+        self.live = self.launches.live
+        self.program = self.live.program
+        self.q, self.out = (ready.arrays[name].without_owner() for name in ("q", "out"))
+        self.shape = self.out.shape
+
+    @classmethod
+    def of(cls, caches: ContiguousCaches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
+        """One for lengths from `first` on, up to `last` or as far as the keys are shared out in the same way."""
+        guard = torch_guard((query,))
+        if guard is None:
+            return None
+
+        def at(length: int) -> Any:
+            return contiguous_call(OPERATION, query, caches._replace(seq_lens=length), request).prepare(query)
+
+        now = at(first)
+        if now.launches is None:
+            return None
+        while last > first and at(last).launches is not now.launches:  # more keys never make fewer parts
+            last = (first + last) // 2
+        return cls(guard, request, first, last, now)
+
+    def attend(self, query: Any, length: int) -> Any:
+        """Attention over so many tokens; None where the queries are of another form."""
+        live = self.live
+        if live.front.prog is not self.program:
+            require_alive(live, OPERATION)
+        if not self.guard(query):
+            return None
+        out = query.new_empty(self.shape)
+        at, to = query.data_ptr(), out.data_ptr()
+        if (at ^ self.q.ptr | to ^ self.out.ptr) % ALIGNMENT:
+            return None
+        arrays = self.ready.copy()
+        arrays["q"], arrays["out"] = self.q.at_address(at), self.out.at_address(to)
+        self.launches.attend(arrays, AttendedTokens(length))
+        return out
+
+
+def attend_contiguous(query: Any, caches: ContiguousCaches, length: int, request: AttendRequest) -> Any:
+    """Attention over the first `length` slots of caches: (batch, heads, T, width of values)."""
+    lengths: Any = length
+    if not query.is_cpu:
+        lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
+    call = contiguous_call(OPERATION, query, caches._replace(seq_lens=lengths), request)
+    return call.attend(query, impl="auto")
