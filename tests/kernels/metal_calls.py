@@ -264,7 +264,7 @@ def chosen_tokens(values):
         for tokens in (9, 1):
             store.append(0, *(values((tokens, 2, 32), F32) for _ in "kv"))
         store.trim(3)
-        yield "page_summaries", [a.numpy()[:, :, :2] for a in store.page_summaries(0)]
+        yield "page_summaries", [a.copy_to_host()[:, :, :2] for a in store.page_summaries(0)]
     pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=2, head_dim=32, num_blocks=4, page_summaries=8)
     seq = pool.add()
     pool.append(0, *(values((21, 2, 32), F32) for _ in "kv"), [seq], [0, 21])
