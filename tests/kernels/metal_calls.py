@@ -165,6 +165,19 @@ def attention(values):
     yield from scores_by_channel(values)
     yield from chosen_tokens(values)
     yield from turned_keys(values)
+    yield from attend_in_order(values)
+
+
+def attend_in_order(values):
+    """Under ``tikv.init(invariant=True)``, in splits of 512."""
+    live = tikv.runtime.current()
+    live.plans.clear()
+    live.invariant = True
+    try:
+        yield from attend(values, F32, [values((1, 2, 600, 32), F32) for _ in "kv"])
+    finally:
+        live.invariant = False
+        live.plans.clear()
 
 
 def turned_keys(values):

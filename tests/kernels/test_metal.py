@@ -38,7 +38,9 @@ def factories():
                 defining.add(node.name)
             calls[node.name] = {n.func.id for n in inside if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     shared = {name for name in defining if any(name in called for called in calls.values())}
-    return defining - shared | {name for name, called in calls.items() if called & shared}
+    found = defining - shared | {name for name, called in calls.items() if called & shared}
+    found |= {name for name, called in calls.items() if called & found}
+    return {name for name in found if not name.endswith("_cpu")}
 
 
 @pytest.mark.thorough
@@ -176,7 +178,7 @@ def test_attention_reduces_over_simd_groups(made):
     """By SPIR-V's operations, and in Metal by sums and maxima that all threads of a SIMD group take part in."""
     folder, kernels = made("attention")
     shaders = sorted(folder.glob("attend_*.spv"))
-    assert len(shaders) == [kernel["factory"] for kernel in kernels].count("make_attend_block") > 0
+    assert len(shaders) == sum(kernel["factory"].startswith("make_attend_block") for kernel in kernels) > 0
     for shader in shaders:
         assert {FLOAT_ADD, FLOAT_MAX} <= ahead.operations_of(shader.read_bytes()), shader.name
         metal = ahead.metal_of(shader)

@@ -503,7 +503,7 @@ def choose_most_rows(
     from tikv.kernels.groups import UNIT
 
     bits = word_bits(arrays["k"], arrays["v"], cache, style)
-    if bits[0] == cuda.WORD_BITS and not live.invariant:
+    if bits[0] == cuda.WORD_BITS:
         return MOST_ROWS
     unit, parts = 1, {str(name) for name in ("sink_logits", "alibi_slopes") if name in arrays}
     for name, rows, of in zip("kv", (cache.k, cache.v), bits, strict=True):
@@ -550,7 +550,7 @@ def word_bits(k: ArrayView, v: ArrayView, cache: CacheLayout, style: str) -> tup
     if style == "cpu" or cache.k.format is not None:
         return itemsize * 8, itemsize * 8
     widest = 0
-    if style == "cuda":
+    if style == "cuda" and not cache.fixed_rows:  # else they are read as where memory is aligned for less
         from tikv.kernels.attention import cuda
 
         widest = cuda.MAX_WIDTH

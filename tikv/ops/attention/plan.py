@@ -120,6 +120,7 @@ class AttentionPlan(Plan):
             cache = cache._replace(chosen=True)
         self.other_tile = choose_tile(live, arrays, self.query, cache, softcap=options.softcap is not None)
         warpgroups = choose_warpgroups(live, arrays, self.query, cache, options)
+        cache = cache._replace(fixed_rows=int(live.invariant))  # how many they are depends on words that this decides
         most_rows = choose_most_rows(live, arrays, self.query, cache, options)
         self.warpgroups_serve = warpgroups is not None
         self.cache = cache._replace(
