@@ -140,7 +140,7 @@ class Model:
         for layer, codes in enumerate(self.store._storage.codes):
             coded = min(self.coded[layer], codes.room)
             for i, (a, bits) in enumerate(zip(codes.arrays, self.bits[layer], strict=True)):
-                now, filled = CacheArray(a, self.store.runtime).numpy().copy(), coded // (group if i < 2 else 1)
+                now, filled = CacheArray(a, self.store.runtime).copy_to_host(), coded // (group if i < 2 else 1)
                 now[:, :, :filled] = bits[index][:, :, :filled]
                 self.bits[layer][i] = now
 
@@ -153,7 +153,7 @@ class Model:
             for a, want in zip(codes.arrays, bits, strict=True):
                 oracle.assert_same_bits(CacheArray(a, self.store.runtime), want, what=f"layer {i}")
             for got, want in zip(self.store.tokens(i), self.numbers(i), strict=True):
-                want = want[:, :, held].astype(got.numpy().dtype)
+                want = want[:, :, held].astype(got.copy_to_host().dtype)
                 oracle.assert_same_bits(got, want, what=f"tokens of layer {i}")
 
     def attend(self, layer, queries=1, **options):

@@ -30,6 +30,7 @@ from tikv.stores.pools import attend, compaction
 from tikv.stores.pools.append import PageAppends
 from tikv.stores.pools.blocks import salt_bytes
 from tikv.stores.pools.config import PoolConfig
+from tikv.stores.pools.group_pages import TokenGroupPages
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import SequenceState
 from tikv.stores.row_format import Divisor
@@ -50,6 +51,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
         block_size: tokens of a block.
         dtype: what rows are stored in: float32, float16, bfloat16, float64, float8_e4m3fn, float8_e5m2; int8 with a
             scale for each token and head; or groups along a row: a `tikv.Quant`, "q8_0" or "q4_0", see `tikv.quantize`.
+            With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
+            holds whole groups, and the newest R to R + group tokens of each sequence lie beside the pool, for four
+            sequences at first, then for twice as many. Such a pool has no ``layout``, ``per_head``, prefixes by token
+            ids, `save`, `write_qkv`, `compact` or `commit`.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
@@ -126,7 +131,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         self.dtype: DType | GroupFormat = config.rows.k.dtype
         self.v_dtype: DType | GroupFormat = config.rows.v.dtype
         self.divisors: tuple[Divisor, Divisor] = config.rows.divisors
-        self._pages = Pages(self.runtime, self.config, self.num_layers)
+        kind = Pages if config.groups is None else TokenGroupPages
+        self._pages: Pages = kind(self.runtime, self.config, self.num_layers)
         self._appends = PageAppends(self._pages)
         self.lock = StoreLock()
 
@@ -137,7 +143,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values, scales and summaries of pages of all layers, filled or not."""
-        return self._pages.pools.nbytes
+        return self._pages.nbytes
 
     @property
     @locked
@@ -213,10 +219,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys in place, in the store's layout; not a copy."""
+        self._pages.refuse_groups("PagedKVCacheStore.keys")
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
 
     def values(self, layer: int) -> CacheArray:
         """A layer's pool of values in place, in the store's layout; not a copy."""
+        self._pages.refuse_groups("PagedKVCacheStore.values")
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
@@ -230,6 +238,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             DTypeError: the store has none.
         """
         operation = "PagedKVCacheStore.scales"
+        self._pages.refuse_groups(operation)
         arrays = self._pages.pools.scales[self._layer(layer, operation)]
         if not arrays:
             raise DTypeError(
@@ -271,6 +280,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             [[1.0, 2.0, 4.0], [3.0, 5.0, 4.0]]
         """
         operation = "PagedKVCacheStore.page_summaries"
+        self._pages.refuse_groups(operation)
         layer, ids = self._layer(layer, operation), self._pages.ids(seqs, operation)
         states, pages = [self._state(seq, operation) for seq in ids], self._pages.pools.pages[layer]
         if pages is None:
@@ -328,7 +338,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         ids = host_integers(token_ids, "token_ids", operation, self.runtime) if token_ids is not None else []
         if ids and not -(2**63) <= min(ids) <= max(ids) < 2**63:
             raise DTypeError(f"{operation}: token_ids hold an integer of more than 64 bits.")
-        return self._pages.sequences.add(ids, salt_bytes(salt, operation))
+        return self._pages.add(ids, salt_bytes(salt, operation))
 
     @changing
     def append(
@@ -357,8 +367,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Exactness, cost: as the class says. Shared blocks that are written to are copied first, in one more launch.
         """
         operation = "PagedKVCacheStore.append"
-        rows = view(k, "k", operation), view(v, "v", operation)
-        self._appends.append(operation, self._layer(layer, operation), rows, seqs, cu_seqlens, layout)
+        rows, layer = (view(k, "k", operation), view(v, "v", operation)), self._layer(layer, operation)
+        if isinstance(self._pages, TokenGroupPages):
+            self._pages.append(operation, layer, rows, seqs, cu_seqlens, layout)
+        else:
+            self._appends.append(operation, layer, rows, seqs, cu_seqlens, layout)
 
     @changing
     def write_qkv(
@@ -394,6 +407,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: one launch.
         """
         operation = "PagedKVCacheStore.write_qkv"
+        self._pages.refuse_groups(operation)
         return self._appends.write_qkv(
             operation, self._layer(layer, operation), qkv, seqs, cu_seqlens, num_q_heads=num_q_heads,
             norm_rope=norm_rope, rope_positions=rope_positions, q_layout=q_layout,
@@ -465,7 +479,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
             sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries,
             mask=mask, parents=parents, indices=indices, shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
-        return attend.attend(operation, self._pages, self._layer(layer, operation), q, seqs, request)
+        layer = self._layer(layer, operation)
+        if isinstance(self._pages, TokenGroupPages):
+            return self._pages.attend(operation, layer, q, seqs, request)
+        return attend.attend(operation, self._pages, layer, q, seqs, request)
 
     @locked
     def extend(
@@ -530,6 +547,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
             shared_prefix=shared_prefix,
         ).checked(operation)  # fmt: skip
         layer = self._layer(layer, operation)
+        if isinstance(self._pages, TokenGroupPages):
+            return self._pages.extend(operation, layer, (q, k, v), seqs, cu_seqlens, request)
         return attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)
 
     @locked
@@ -548,6 +567,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.tokens"
         layer = self._layer(layer, operation)
         state = self._state(seq, operation)
+        if isinstance(self._pages, TokenGroupPages):
+            return self._pages.tokens(operation, layer, state)
         held = self._pages.sequences.blocks_held(layer, state)
         most, heads, found = max(n for _, n in held), self.num_kv_heads, []
         for stream, row in enumerate(self.config.rows.both):
@@ -579,7 +600,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.fork"
         self._pages.refuse_per_head(operation, "blocks of single heads are not shared")
-        return self._pages.sequences.fork(self._state(seq, operation))
+        return self._pages.fork(self._state(seq, operation))
 
     @changing
     def truncate(self, seq: int, n: int) -> None:
@@ -600,7 +621,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 f"Keep at most {state.length}."
             )
         state.check_truncate(operation, n)
-        self._pages.sequences.truncate(state, n)
+        self._pages.truncate(operation, state, n)
 
     @changing
     def free(self, seq: int) -> None:
@@ -612,7 +633,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: none on the device.
         """
         self._state(seq, "PagedKVCacheStore.free", swapped=True)
-        self._pages.sequences.free(seq)
+        self._pages.free(seq)
 
     @changing
     def compact(self, layer: int, seq: int, keep: Any, *, rope: Rope | None = None) -> None:
@@ -656,6 +677,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             ([3, 1], [[0, 2, 3], [3, -1, -1]], 5)
         """
         operation = "PagedKVCacheStore.compact"
+        self._pages.refuse_groups(operation)
         layer, state = self._layer(layer, operation), self._state(seq, operation)
         compaction.compact(operation, self._pages, layer, state, keep, rope)
 
@@ -698,6 +720,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (2, 3, [0.0, 3.0])
         """
         operation = "PagedKVCacheStore.commit"
+        self._pages.refuse_groups(operation)
         runtime.require_alive(self.runtime, operation)
         compaction.commit(operation, self._pages, seqs, path, drafted)
 
@@ -716,7 +739,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         operation = "PagedKVCacheStore.swap_out"
         self._pages.refuse_per_head(operation, "blocks of single heads stay in their pool")
         state = self._state(seq, operation)
-        self._pages.sequences.swap_out(state, self._pages.pools.read_blocks(state.blocks))
+        self._pages.swap_out(state)
 
     @changing
     def swap_in(self, seq: int) -> None:
@@ -735,7 +758,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             raise PositionError(f"{operation}: sequence {seq} is not swapped out. Call swap_out({seq}) first.")
         shared, fresh = self._pages.sequences.blocks_to_swap_in(state, operation)
         try:
-            self._pages.pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+            self._pages.write_swapped(state, shared, fresh)
         except BaseException:
             self._pages.sequences.blocks.release(shared + fresh)
             raise
@@ -775,6 +798,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (3, 2)
         """
         operation = "PagedKVCacheStore.save"
+        self._pages.refuse_groups(operation)
         self._pages.refuse_per_head(operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
@@ -833,6 +857,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
+        self._pages.refuse_groups(operation)
         self._pages.refuse_per_head(operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         salt = salt_bytes(salt, operation)

@@ -38,7 +38,7 @@ class PageAppends:
         key = (layer, checks.name(layout, "layout", operation, checks.LAYOUTS), *[a.key for a in given])
         write = self._writes.get(key)
         if write is None:
-            _check_rows(operation, pages.config, given, layout)
+            check_rows(operation, pages.config, given, layout)
         rows = [rows_first(a, layout) for a in given]
         if write is None:
             write = self._writes.keep(key, self._write(operation, layer, rows))
@@ -88,10 +88,14 @@ class PageAppends:
 
     def _begin(self, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
         """Take blocks for a layer's new tokens; `Changing` is around what is written, `commit` counts it."""
-        pages = self.pages
-        ids = pages.ids(seqs, operation)
-        bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
-        return pages.sequences.begin(operation, layer, ids, bounds, rows)
+        return begin_append(self.pages, operation, layer, seqs, cu_seqlens, rows)
+
+
+def begin_append(pages: Pages, operation: str, layer: int, seqs: Any, cu_seqlens: Any, rows: int) -> AppendStep:
+    """Where so many new rows of sequences go, as callers name them; see `Sequences.begin`."""
+    ids = pages.ids(seqs, operation)
+    bounds = _cumulated(cu_seqlens, len(ids), rows, operation, pages.runtime)
+    return pages.sequences.begin(operation, layer, ids, bounds, rows)
 
 
 def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
@@ -99,7 +103,7 @@ def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
     checks.rank(rows, (3,), name, "(T, H, D)" if layout == "token_major" else "(H, T, D)", operation)
 
 
-def _check_rows(operation: str, config: PoolConfig, given: Arrays, layout: str) -> None:
+def check_rows(operation: str, config: PoolConfig, given: Arrays, layout: str) -> None:
     """Refuse new K and V without the axes of the layout and the heads of the store, and what is not a layout."""
     checks.option(layout, "layout", operation, checks.LAYOUTS)
     for name, a in zip("kv", given, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,8 +11,10 @@ import numpy as np
 from tikv import dtypes, runtime
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, ShapeError
+from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.layouts import CHUNK_BYTES, POOL_LAYOUTS
+from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.limits import BLOCK_BYTES, shared_bytes
 from tikv.stores.row_format import ROWS, RowFormats, check_summarized
 
@@ -30,6 +33,7 @@ class PoolConfig:
     layout: str
     per_head: bool = False  # a block holds tokens of one head
     page: int | None = None  # tokens of the pages whose least and greatest keys are kept
+    groups: TokenGroupForm | None = None  # where keys are by channel over groups of tokens, see `group_pages`
 
     @classmethod
     def checked(
@@ -47,6 +51,12 @@ class PoolConfig:
     ) -> PoolConfig:
         """The configuration that arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
+        if isinstance(rows.get("dtype"), Quant) and rows["dtype"].axis == "tokens":
+            form = TokenGroupForm.checked(live, heads, rows)
+            asked = {"layout": layout if layout != "NHD" else None, "per_head": per_head or None}
+            return cls._of_groups(
+                operation, live, form, num_blocks, block_size, asked | {"page_summaries": page_summaries}
+            )
         config = cls(
             checks.integer(num_blocks, "num_blocks", operation, low=1),
             checks.integer(block_size, "block_size", operation, low=1),
@@ -102,6 +112,34 @@ class PoolConfig:
                 f"{operation}: layout VLLM cuts rows into pieces, whose pages are not summarised. Use NHD or HND."
             )
         check_summarized(operation, self.rows, self.page)
+
+    @classmethod
+    def _of_groups(
+        cls, operation: str, live: runtime.Runtime, form: TokenGroupForm, num_blocks: Any, block_size: Any,
+        asked: dict[str, Any],
+    ) -> PoolConfig:  # fmt: skip
+        """The configuration of groups along tokens; what else is `asked` for is refused."""
+        for name, value in asked.items():
+            if value is not None:
+                raise OptionError(
+                    f"{operation}: {name}={value!r} with groups along tokens is not offered: a block holds whole "
+                    f"groups of codes, head by head. Leave it out, or use axis='head_dim'."
+                )
+        blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
+        size, group = checks.integer(block_size, "block_size", operation, low=1), form.quant.group
+        if size % group:
+            raise OptionError(
+                f"{operation}: block_size={size} is no multiple of the group of {group} tokens, which lies in one "
+                f"block. Use block_size={-(-size // group) * group}."
+            )
+        for name, (shape, dtype, tokens) in form.codes.arrays().items():
+            needed = blocks * form.codes.heads * (size // tokens) * math.prod(shape) * dtype.itemsize
+            if needed > BLOCK_BYTES[live.arch]:
+                raise CapacityError(
+                    f"{operation}: {name} of a layer need {needed} bytes in one piece of memory; {live.arch} addresses "
+                    f"{BLOCK_BYTES[live.arch]}. Use fewer blocks, or several stores."
+                )
+        return cls(blocks, size, form.codes.heads, form.said, "HND", groups=form)
 
     @property
     def block_heads(self) -> int:

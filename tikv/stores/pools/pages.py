@@ -12,7 +12,7 @@ from tikv.runtime import Runtime
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.memory import LayerPools
-from tikv.stores.pools.sequences import AppendStep, Sequences
+from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.shared_prefix import Block
 from tikv.stores.pools.tables import DeviceTables
 
@@ -39,6 +39,40 @@ class Pages:
     def ids(self, seqs: Any, operation: str) -> tuple[int, ...]:
         """The sequences that a caller named."""
         return tuple(host_integers(seqs, "seqs", operation, self.runtime))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what all layers hold, filled or not."""
+        return self.pools.nbytes
+
+    def refuse_groups(self, operation: str) -> None:
+        """Raise OptionError where keys are in groups along tokens, with which a call has nothing to do."""
+
+    # --- sequences, and what goes with them
+
+    def add(self, token_ids: Any, salt: bytes) -> int:
+        """A new sequence, see `Sequences.add`."""
+        return self.sequences.add(token_ids, salt)
+
+    def fork(self, state: SequenceState) -> int:
+        """A new sequence with the same tokens."""
+        return self.sequences.fork(state)
+
+    def truncate(self, operation: str, state: SequenceState, n: int) -> None:
+        """Keep the first `n` tokens of a sequence."""
+        self.sequences.truncate(state, n)
+
+    def free(self, seq: int) -> None:
+        """Forget a sequence."""
+        self.sequences.free(seq)
+
+    def swap_out(self, state: SequenceState) -> None:
+        """Move what a sequence holds to the host, and give back its blocks."""
+        self.sequences.swap_out(state, self.pools.read_blocks(state.blocks))
+
+    def write_swapped(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
+        """Bring what a sequence had on the host into the blocks that were taken for it, those not shared."""
+        self.pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
 
     def refuse_per_head(self, operation: str, why: str) -> None:
         """Raise OptionError where this is a per-head store, which does not do something, and say why."""

@@ -117,7 +117,7 @@ class RaggedAttention:
         if self.return_lse or self.mass_queries != 0:
             results.append(new_like(self.given, lead, dtypes.float32, live))
             if padded:
-                _fill(results[1], -np.inf)
+                fill(results[1], -np.inf)
         if self.mass_queries != 0:
             shape = (len(ends), self._config.num_kv_heads, int(np.max(ends, initial=0)))
             results.append(new_like(self.given, shape, dtypes.float32, live, zeroed=True))
@@ -235,7 +235,7 @@ def _as_sequences(
     return a.restrided(shape, (tokens * per_token, per_head, per_token, *rest), (row + begin) * per_token)
 
 
-def _fill(array: Any, value: float) -> None:
+def fill(array: Any, value: float) -> None:
     """Set all elements of what `new_like` gave."""
     if isinstance(array, np.ndarray):
         array.fill(value)

@@ -1,0 +1,205 @@
+"""A pool of keys by channel over groups of tokens: each sequence holds what a contiguous store of its own does."""
+
+import copy
+import random
+
+import numpy as np
+import oracle
+import pytest
+
+import tikv
+
+pytestmark = pytest.mark.thorough
+
+HEADS, WIDTH, Q_HEADS, LAYERS = 2, 32, 4, 2
+QUANT = tikv.Quant(4, 32, "tokens", 32)
+FORM = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH, "scale_dtype": "float16"}
+
+
+class Both:
+    """A pool, and of each sequence a contiguous store, which `test_token_groups` compares with NumPy."""
+
+    def __init__(self, rng, arch, quant=QUANT, blocks=40, **form):
+        self.rng, self.arch = rng, arch
+        self.form = {**FORM, "dtype": quant, **form}
+        self.pool = tikv.PagedKVCacheStore(**self.form, num_blocks=blocks, block_size=64)
+        self.stores = {}
+
+    def add(self):
+        seq = self.pool.add()
+        self.stores[seq] = tikv.KVCacheStore(**self.form, capacity=640)
+        return seq
+
+    def rows(self, tokens, heads=HEADS):
+        return self.rng.standard_normal((tokens, heads, WIDTH)).astype(np.float32)
+
+    def append(self, layer, counts):
+        """So many tokens for each of some sequences, in one call."""
+        k, v = (self.rows(sum(counts.values())) for _ in "kv")
+        starts = np.cumsum([0, *counts.values()]).tolist()
+        self.pool.append(layer, *(oracle.place(a, self.arch) for a in (k, v)), list(counts), starts)
+        for seq, first, end in zip(counts, starts, starts[1:], strict=False):
+            if end > first:
+                self.stores[seq].append(layer, *(oracle.place(a[first:end], self.arch) for a in (k, v)))
+
+    def extend(self, layer, counts, **options):
+        q, k, v = self.rows(sum(counts.values()), Q_HEADS), *(self.rows(sum(counts.values())) for _ in "kv")
+        starts = np.cumsum([0, *counts.values()]).tolist()
+        placed = [oracle.place(a, self.arch) for a in (q, k, v)]
+        got = oracle.to_numpy(self.pool.extend(layer, *placed, list(counts), starts, **options))
+        for seq, first, end in zip(counts, starts, starts[1:], strict=False):
+            if end > first:
+                some = [oracle.place(a[first:end], self.arch) for a in (q, k, v)]
+                want = oracle.to_numpy(self.stores[seq].extend(layer, *some, **options))
+                np.testing.assert_allclose(got[first:end], want, rtol=0, atol=2e-5)
+
+    def attend(self, layer, seqs, tokens=1, **options):
+        q = self.rng.standard_normal((len(seqs), tokens, Q_HEADS, WIDTH)).astype(np.float32)
+        got = oracle.to_numpy(self.pool.attend(layer, oracle.place(q, self.arch), seqs, **options))
+        for b, seq in enumerate(seqs):
+            want = self.stores[seq].attend(layer, oracle.place(q[b : b + 1], self.arch), **options)
+            np.testing.assert_allclose(got[b], oracle.to_numpy(want)[0], rtol=0, atol=2e-5)
+
+    def check(self):
+        for seq, store in self.stores.items():
+            for layer in range(LAYERS):
+                assert self.pool.layer_length(layer, seq) == store.layer_length(layer)
+                if store.layer_length(layer):
+                    for got, want in zip(self.pool.tokens(layer, seq), store.tokens(layer), strict=True):
+                        oracle.assert_same_bits(got, np.swapaxes(want.copy_to_host()[0], 0, 1), what=f"{seq}, {layer}")
+
+
+@pytest.mark.parametrize("values", [None, "float16", tikv.Quant(8, 32)], ids=str)
+def test_sequences_hold_what_stores_of_their_own_do(arch, rng, values):
+    both = Both(rng, arch, v_dtype=values)
+    a, b, c = (both.add() for _ in range(3))
+    for layer in range(LAYERS):
+        both.append(layer, {a: 70, b: 3, c: 140})
+    both.check()
+    both.attend(0, [a, b, c])
+    both.attend(1, [c, a], 2)
+    for _ in range(40):
+        both.append(0, {a: 1, b: 1, c: 1})
+    both.check()
+    both.attend(0, [c, b, a], softcap=2.0, scale=0.3)
+    both.extend(1, {c: 45, a: 0, b: 70})
+    both.check()
+    assert both.pool.nbytes > 0
+
+
+def test_forks_trims_and_swaps(arch, rng):
+    both = Both(rng, arch)
+    a = both.add()
+    for layer in range(LAYERS):
+        both.append(layer, {a: 150})
+    b = both.pool.fork(a)
+    both.stores[b] = copy.deepcopy(both.stores[a])
+    both.check()
+    both.attend(0, [a, b])
+    for layer in range(LAYERS):  # in a shared block, of which groups become codes on both sides
+        both.append(layer, {a: 50, b: 41})
+    both.check()
+    both.attend(1, [b, a])
+    with pytest.raises(tikv.PositionError, match="or a multiple of 32"):
+        both.pool.truncate(a, 101)
+    for seq, n in ((a, 170), (b, 96)):
+        both.pool.truncate(seq, n)
+        both.stores[seq].trim(both.stores[seq].length - n)
+    both.check()
+    both.attend(0, [b, a])
+    both.pool.swap_out(b)
+    for layer in range(LAYERS):
+        both.append(layer, {a: 33})
+    d = both.add()
+    for layer in range(LAYERS):
+        both.append(layer, {d: 10})
+    both.pool.swap_in(b)
+    both.check()
+    for layer in range(LAYERS):
+        both.append(layer, {b: 70, a: 1})
+    both.check()
+    both.attend(1, [b, d, a])
+    both.pool.free(a)
+    del both.stores[a]
+    for _ in range(5):  # pages of new tokens for more sequences
+        seq = both.add()
+        both.append(0, {seq: 66})
+    both.check()
+    both.attend(0, list(both.stores))
+
+
+@pytest.mark.archs("cpu")
+def test_random_calls(arch, rng):
+    chance = random.Random(7)
+    both = Both(rng, arch, tikv.Quant(4, 32, "tokens", 40), blocks=120)
+    both.add()
+    for _ in range(250):
+        seqs = list(both.stores)
+        kind = chance.choice(["append"] * 8 + ["fork", "truncate", "free", "swap", "attend", "attend", "extend"])
+        some = chance.sample(seqs, chance.randint(1, len(seqs)))
+        room = min(640 - max(both.stores[s].length for s in some), 60)
+        if kind == "append" and room > 1:
+            both.append(chance.randrange(LAYERS), {s: min(room, chance.choice((1, 2, 33, 60))) for s in some})
+        elif kind == "extend" and room > 1:
+            both.extend(chance.randrange(LAYERS), {s: min(room, chance.choice((0, 1, 60))) for s in some})
+        elif kind == "fork" and len(seqs) < 5:
+            both.stores[both.pool.fork(seqs[0])] = copy.deepcopy(both.stores[seqs[0]])
+        elif kind == "truncate":
+            store = both.stores[some[0]]
+            n = chance.choice((store.length // 32 * 32, max(0, store.length - 5), 0))
+            try:
+                both.pool.truncate(some[0], n)
+            except tikv.PositionError:
+                continue
+            if store.length > n:
+                store.trim(store.length - n)
+        elif kind == "free" and len(seqs) > 1:
+            both.pool.free(some[0])
+            del both.stores[some[0]]
+        elif kind == "swap":
+            both.pool.swap_out(some[0])
+            both.pool.swap_in(some[0])
+        elif kind == "attend":
+            both.attend(chance.randrange(LAYERS), some)
+        if len(both.stores) < 3:
+            both.add()
+        both.check()
+
+
+@pytest.mark.archs("cpu")
+def test_what_is_refused(arch):
+    form = {**FORM, "dtype": QUANT, "num_blocks": 4}
+    for more, error, match in (
+        ({"block_size": 48}, tikv.OptionError, "Use block_size=64"),
+        ({"block_size": 64, "per_head": True}, tikv.OptionError, "per_head=True with groups"),
+        ({"block_size": 64, "layout": "VLLM"}, tikv.OptionError, "layout='VLLM' with groups"),
+        ({"block_size": 64, "page_summaries": 16}, tikv.OptionError, "page_summaries=16"),
+        ({"block_size": 64, "v_dtype": QUANT}, tikv.OptionError, "only keys have scales"),
+    ):
+        with pytest.raises(error, match=match):
+            tikv.PagedKVCacheStore(**form, **more)
+    pool = tikv.PagedKVCacheStore(**form, block_size=64)
+    seq, rows = pool.add(), np.ones((100, HEADS, WIDTH), np.float32)
+    for layer in range(LAYERS):
+        pool.append(layer, rows, rows, [seq], [0, 100])
+    q = np.ones((1, Q_HEADS, WIDTH), np.float32)
+    calls = {
+        "keys": lambda: pool.keys(0),
+        "scales": lambda: pool.scales(0),
+        "compact": lambda: pool.compact(0, seq, [0]),
+        "commit": lambda: pool.commit([seq], [0]),
+        "save": lambda: pool.save("pool.safetensors"),
+        "write_qkv": lambda: pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4),
+        "window": lambda: pool.attend(0, q, [seq], window=8),
+        "return_mass": lambda: pool.attend(0, q, [seq], return_mass=True),
+        "token_ids": lambda: pool.add([1, 2, 3]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(tikv.OptionError, match=name):
+            call()
+    with pytest.raises(tikv.CapacityError):
+        pool.append(0, *[np.ones((200, HEADS, WIDTH), np.float32)] * 2, [seq], [0, 200])
+    with pytest.raises(tikv.PositionError, match="not codes yet"):
+        pool.attend(0, np.ones((1, 80, Q_HEADS, WIDTH), np.float32), [seq])
+    assert pool.length(seq) == 100
+    assert pool.tokens(0, seq)[0].shape == (100, HEADS, WIDTH)

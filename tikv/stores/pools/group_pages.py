@@ -1,0 +1,501 @@
+"""TokenGroupPages: a paged store of keys by channel over groups of tokens, ``dtype=tikv.Quant(axis="tokens")``.
+
+A block holds whole groups of codes. The newest tokens of a sequence, `residual` to `residual` + `group` of them, lie as
+they came in pages of a group each, outside of the pool: memory for four sequences at first, then for twice as many.
+When they are full an append first lets their oldest group be quantised into the sequence's block. Forks share blocks
+and copy those pages; what both quantise then has the same bits, and a block in which tokens differ was copied before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tikv import dtypes
+from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
+from tikv.errors import OptionError, PositionError
+from tikv.ops import blocks, checks, paged
+from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
+from tikv.ops.attention.merge import merge_into
+from tikv.ops.attention.options import MOST_QUERIES
+from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.request import AttendRequest
+from tikv.ops.layouts import Rows, Scale
+from tikv.runtime import Runtime
+from tikv.runtime.interrupts import uninterrupted
+from tikv.stores.layers.attend import results_of
+from tikv.stores.layers.channel_codes import ScoreMemory
+from tikv.stores.layers.memory import copy_rows
+from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
+from tikv.stores.layers.token_groups import REFUSED
+from tikv.stores.pools.append import begin_append, check_rows
+from tikv.stores.pools.config import PoolConfig
+from tikv.stores.pools.pages import Changing, Pages
+from tikv.stores.pools.ragged import fill
+from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
+from tikv.stores.pools.tables import DeviceTables
+
+FIRST_SEQUENCES = 4  # that there are pages of new tokens for
+
+
+class GroupPools:
+    """The blocks of all layers: of each layer codes and scales of K, V, and V's scales if it has any.
+
+    Attributes:
+        layers: of each layer these arrays, (blocks, heads, groups or tokens of a block, ...).
+    """
+
+    def __init__(self, config: PoolConfig, num_layers: int, live: Runtime) -> None:
+        assert config.groups is not None
+        self.runtime = live
+        forms = config.groups.codes.arrays().values()
+        lead, size = (config.num_blocks, config.num_kv_heads), config.block_size
+        self.layers = [
+            [new_array((*lead, size // tokens, *shape), dtype, live) for shape, dtype, tokens in forms]
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """Those of all layers."""
+        return [a for layer in self.layers for a in layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, filled or not."""
+        return sum(a.nbytes for a in self.arrays)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, each pair from one to another, in all layers."""
+        for a in self.arrays:
+            blocks.swap_blocks(a, a, np.array(pairs, np.int32))
+
+    def read_blocks(self, chosen: Sequence[int]) -> list[Host]:
+        """Copies of these blocks of all layers on the host, waited for."""
+        return read_blocks(self.runtime, self.arrays, chosen)
+
+    def write_blocks(self, host: list[Host], src: Sequence[int], dst: Sequence[int]) -> None:
+        """Write blocks `src` of what `read_blocks` copied into blocks `dst`, and wait."""
+        write_blocks(self.runtime, self.arrays, host, src, dst)
+
+
+def read_blocks(live: Runtime, arrays: Sequence[ArrayView], chosen: Sequence[int]) -> list[Host]:
+    """Copies of blocks of each array on the host, waited for."""
+    host = [np.empty((len(chosen), *a.shape[1:]), a.dtype.numpy) for a in arrays]
+    if len(chosen):
+        for a, to in zip(arrays, host, strict=True):
+            blocks.swap_blocks(a, to, _pairs(chosen, range(len(chosen))))
+    live.synchronize()
+    return host
+
+
+def write_blocks(
+    live: Runtime, arrays: Sequence[ArrayView], host: Sequence[Host], src: Sequence[int], dst: Sequence[int]
+) -> None:
+    """Write blocks `src` of what `read_blocks` copied into blocks `dst` of the arrays, and wait."""
+    if len(dst):
+        for a, found in zip(arrays, host, strict=True):
+            blocks.swap_blocks(found, a, _pairs(src, dst))
+    live.synchronize()
+
+
+def _pairs(src: Sequence[int], dst: Sequence[int]) -> Host:
+    return np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
+
+
+class NewPages:
+    """Pages of the newest tokens, a group each, of all layers; those of a sequence lie one behind the other.
+
+    Attributes:
+        each: pages of a sequence, in every layer.
+        layers: of each layer K and V, (pages, heads, group, width).
+    """
+
+    def __init__(self, config: PoolConfig, num_layers: int, live: Runtime) -> None:
+        assert config.groups is not None
+        quant, self.runtime = config.groups.quant, live
+        self.group, self.each = quant.group, -(-quant.residual // quant.group) + 1
+        rows = zip(config.rows.widths, (config.groups.newest["dtype"], config.groups.newest["v_dtype"]), strict=True)
+        self._forms = [((config.num_kv_heads, self.group, width), dtype) for width, dtype in rows]
+        self._num_layers, self._places, self._free = num_layers, dict[int, int](), list[int]()
+        self.layers: list[list[ArrayView]] = []
+        self._grow(FIRST_SEQUENCES)
+
+    def _grow(self, sequences: int) -> None:
+        """Have memory for so many sequences, and keep what is there."""
+        before = len(self._places) + len(self._free)
+        made = [
+            [new_array((sequences * self.each, *shape), dtype, self.runtime) for shape, dtype in self._forms]
+            for _ in range(self._num_layers)
+        ]
+        kept = range(before * self.each)
+        for old, new in zip(self.layers, made, strict=False):
+            for a, to in zip(old, new, strict=True):
+                blocks.swap_blocks(a, to, _pairs(kept, kept))
+        self.layers = made
+        self._free += range(before, sequences)
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """Those of all layers."""
+        return [a for layer in self.layers for a in layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages of all sequences that there is memory for."""
+        return sum(a.nbytes for a in self.arrays)
+
+    def take(self, seq: int) -> None:
+        """Pages for a sequence."""
+        if not self._free:
+            self._grow(2 * len(self._places))
+        self._places[seq] = self._free.pop(0)
+
+    def release(self, seq: int) -> None:
+        """Its pages are another's, if it has any."""
+        place = self._places.pop(seq, None)
+        if place is not None:
+            self._free.append(place)
+
+    def pages(self, seq: int) -> list[int]:
+        """Of a sequence, in the order of memory."""
+        first = self._places[seq] * self.each
+        return list(range(first, first + self.each))
+
+    def in_order(self, seq: int, coded: int) -> list[int]:
+        """Of a sequence, of whose tokens so many are codes: the oldest page first."""
+        found, turn = self.pages(seq), coded // self.group % self.each
+        return found[turn:] + found[:turn]
+
+    def copy(self, src: int, dst: int) -> None:
+        """Let a sequence have what another one has."""
+        for a in self.arrays:
+            blocks.swap_blocks(a, a, _pairs(self.pages(src), self.pages(dst)))
+
+
+class TokenGroupPages(Pages):
+    """`Pages` of groups along tokens, see the module.
+
+    Attributes:
+        new: pages of the newest tokens.
+        coded: of each sequence, and layer, how many of its oldest tokens are codes.
+    """
+
+    def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
+        assert config.groups is not None
+        self.runtime, self.config, self.form = live, config, config.groups
+        self.pools: Any = GroupPools(config, num_layers, live)
+        self.sequences = Sequences(num_layers, config.num_blocks, config.block_size)
+        self.tables = DeviceTables(live)
+        self.new, self.coded, self.scratch = (
+            NewPages(config, num_layers, live),
+            dict[int, list[int]](),
+            ScoreMemory(live),
+        )
+        self.quant, self._num_layers = self.form.quant, num_layers
+        self._turned = new_array(
+            (config.num_kv_heads, config.rows.k.width, self.quant.group), self.form.codes.rows, live
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of blocks and of pages of new tokens, filled or not."""
+        return int(self.pools.nbytes) + self.new.nbytes
+
+    def refuse_groups(self, operation: str) -> NoReturn:
+        """As of `Pages`: always."""
+        raise OptionError(f"{operation}: a pool of groups along tokens does not offer it. Use axis='head_dim'.")
+
+    # --- sequences
+
+    def add(self, token_ids: Any, salt: bytes) -> int:
+        """As of `Pages`, without token ids."""
+        if len(token_ids):
+            raise OptionError(
+                "PagedKVCacheStore.add: token_ids: blocks of groups along tokens are not found by them, since the "
+                "newest tokens of a block may not be codes yet. Leave them out, and fork()."
+            )
+        return self._came(self.sequences.add(token_ids, salt), [0] * self._num_layers)
+
+    def _came(self, seq: int, coded: list[int]) -> int:
+        self.new.take(seq)
+        self.coded[seq] = coded
+        return seq
+
+    @uninterrupted
+    def fork(self, state: SequenceState) -> int:
+        """As of `Pages`; pages of new tokens are copied."""
+        seq = self._came(self.sequences.fork(state), list(self.coded[state.number]))
+        self.new.copy(state.number, seq)
+        return seq
+
+    @uninterrupted
+    def truncate(self, operation: str, state: SequenceState, n: int) -> None:
+        """As of `Pages`, of new tokens or of whole groups.
+
+        Raises:
+            PositionError: a part of a group would stay. Nothing is changed.
+        """
+        coded, group = self.coded[state.number], self.quant.group
+        for length, codes in zip(state.lengths, coded, strict=True):
+            left = min(length, n)
+            if left < codes and left % group:
+                raise PositionError(
+                    f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes} are codes of "
+                    f"whole groups, quantised once. Keep at least so many, or a multiple of {group}."
+                )
+        self.sequences.truncate(state, n)
+        self.coded[state.number] = [min(codes, n) for codes in coded]
+
+    @uninterrupted
+    def free(self, seq: int) -> None:
+        """As of `Pages`."""
+        self.sequences.free(seq)
+        self.new.release(seq)
+        del self.coded[seq]
+
+    @uninterrupted
+    def swap_out(self, state: SequenceState) -> None:
+        """As of `Pages`, with the pages of new tokens."""
+        pages = read_blocks(self.runtime, self.new.arrays, self.new.pages(state.number))
+        self.sequences.swap_out(state, (self.pools.read_blocks(state.blocks), pages))
+        self.new.release(state.number)
+
+    @uninterrupted
+    def write_swapped(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
+        """As of `Pages`."""
+        host, pages = state.swapped
+        self.pools.write_blocks(host, range(len(shared), len(shared) + len(fresh)), fresh)
+        self.new.take(state.number)
+        write_blocks(self.runtime, self.new.arrays, pages, range(self.new.each), self.new.pages(state.number))
+
+    # --- writes
+
+    @uninterrupted
+    def append(self, operation: str, layer: int, given: Sequence[ArrayView], seqs: Any, cu: Any, layout: str) -> None:
+        """As `PageAppends.append`: a launch for those that the new pages have room for, three for each group."""
+        check_rows(operation, self.config, given, layout)
+        rows = [rows_first(a, layout) for a in given]
+        slots = np.full(rows[0].shape[0], -1, np.int32)
+        self._write(operation, layer, rows, slots, prepared_only=True)
+        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])
+        with Changing(self, step) as change:
+            change.copy_shared()
+            done = [0] * len(step.states)
+            while self._place(operation, layer, step, done, slots):
+                self._write(operation, layer, rows, slots)
+                slots[:] = -1
+        self.sequences.commit(layer, step)
+
+    def _place(self, operation: str, layer: int, step: AppendStep, done: list[int], slots: Host) -> bool:
+        """Where the next rows of each sequence go, once a group became codes where there is no room; False: none."""
+        quant, found = self.quant, False
+        most = quant.residual + quant.group
+        for i, state in enumerate(step.states):
+            first, end = step.cu_seqlens[i] + done[i], step.cu_seqlens[i + 1]
+            if first == end:
+                continue
+            coded, length = self.coded[state.number], step.starts[i] + done[i]
+            if length - coded[layer] >= most:
+                self._encode(operation, layer, state.number, step.tables[i])
+            count = min(end - first, most - (length - coded[layer]))
+            places = np.arange(count) + length - coded[layer]
+            pages = np.array(self.new.in_order(state.number, coded[layer]))
+            slots[first : first + count] = pages[places // quant.group] * quant.group + places % quant.group
+            done[i] += count
+            found = True
+        return found
+
+    def _write(
+        self, operation: str, layer: int, rows: Sequence[ArrayView], slots: Host, prepared_only: bool = False
+    ) -> None:
+        """Write rows (T, H, D) to slots of the new pages, or only see that they can be."""
+        k, v = self.new.layers[layer]
+        index = self.tables.upload(f"slots of {len(slots)}", slots)
+        arrays = [rows[0], k, rows[1], v, index]
+        key = ("new pages", *[a.key for a in arrays])
+        plan: Any = self.runtime.plans.get(key)
+        if plan is None:
+            plan = paged.check_write_slots(self.runtime, operation, arrays, "HND", (None, None), [])
+            self.runtime.plans.keep(key, plan)
+        if not prepared_only:
+            plan.run(arrays)
+
+    def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
+        """Quantise the next group of a sequence, in three launches."""
+        live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
+        at, (k, v) = self.coded[seq][layer], self.new.layers[layer]
+        page, block = self.new.in_order(seq, at)[0], table[at // self.config.block_size]
+        src = [Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0]) for a in (k, v)]
+        by_row, by_token = self._by_channel(self._turned)
+        keys, values = self._codes(layer, block, at % self.config.block_size)
+        width, width_v = self.config.rows.widths
+        copy_rows(live, operation, [src[0]], [by_token], [width], (1, heads, group))
+        copy_rows(live, operation, [by_row], [keys], [group], (heads, 1, width))
+        copy_rows(live, operation, [src[1]], [values], [width_v], (1, heads, group))
+        self.coded[seq][layer] = at + group
+
+    def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
+        """Keys (H, width, group) of a group: one row a channel, and as rows of tokens."""
+        step = a.strides[0]
+        return Rows(a, sequence=step, token=a.strides[1]), Rows(a, head=step, token=1, inner=(1, a.strides[1]))
+
+    def _codes(self, layer: int, block: int, at: int) -> tuple[Rows, Rows]:
+        """Where the codes of a group from token `at` of a block lie: of K, each head a sequence, and of V."""
+        k, numbers, v, *rest = self.pools.layers[layer]
+        g, format = at // self.quant.group, self.form.codes.keys
+        firsts = [block * a.strides[0] + g * a.strides[2] for a in (k, numbers)]
+        scale = Scale(numbers, sequence=numbers.strides[1], token=numbers.strides[3], first=firsts[1])
+        keys = Rows(k, sequence=k.strides[1], token=k.strides[3], first=firsts[0], format=format, scale=scale)
+        of_values = None
+        if rest:
+            n = rest[0].strides
+            of_values = Scale(rest[0], head=n[1], token=n[2], first=block * n[0] + at * n[2])
+        first = block * v.strides[0] + at * v.strides[2]
+        values = Rows(v, head=v.strides[1], token=v.strides[2], first=first, format=self.form.codes.values.format)
+        return keys, values._replace(scale=of_values)
+
+    # --- reads
+
+    def tokens(self, operation: str, layer: int, state: SequenceState) -> tuple[CacheArray, CacheArray]:
+        """As `PagedKVCacheStore.tokens`; keys are float32."""
+        live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
+        length, coded, size = state.lengths[layer], self.coded[state.number][layer], self.config.block_size
+        out = [new_array((length, heads, row.width), row.read_dtype, live) for row in self.config.rows.both]
+        widths = self.config.rows.widths
+
+        def to(position: int) -> list[Rows]:
+            return [Rows(a, head=a.strides[1], token=a.strides[0], first=position * a.strides[0]) for a in out]
+
+        turned = new_array(self._turned.shape, dtypes.float32, live)
+        by_row, by_token = self._by_channel(turned)
+        for at in range(0, coded, group):
+            keys, values = self._codes(layer, state.blocks[at // size], at % size)
+            k, v = to(at)
+            copy_rows(live, operation, [keys], [by_row], [group], (heads, 1, widths[0]))
+            copy_rows(live, operation, [by_token], [k], [widths[0]], (1, heads, group))
+            copy_rows(live, operation, [values], [v], [widths[1]], (1, heads, group))
+        pages = self.new.in_order(state.number, coded)
+        for i, at in enumerate(range(coded, length, group)):
+            src = [Rows(a, head=a.strides[1], token=a.strides[2], first=pages[i] * a.strides[0])
+                   for a in self.new.layers[layer]]  # fmt: skip
+            copy_rows(live, operation, src, to(at), widths, (1, heads, min(group, length - at)))
+        return CacheArray(out[0], live), CacheArray(out[1], live)
+
+    def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
+        """As `PagedKVCacheStore.attend`, codes and new pages read in place."""
+        live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
+        self._refuse_options(operation, request)
+        states = [self.sequences.state(seq, operation) for seq in ids]
+        sizes = len(ids), config.num_kv_heads, config.rows.k.width
+        given = view(q, "q", operation)
+        queries = attend_queries(operation, given, request.layout, *sizes, live)
+        for state in states:
+            new = state.lengths[layer] - self.coded[state.number][layer]
+            if queries.tokens > max(1, new):
+                raise PositionError(
+                    f"{operation}: {queries.tokens} queries, and the newest {new} tokens of sequence {state.number} "
+                    f"are not codes yet. Attend with at most so many, or use extend(), which attends as it appends."
+                )
+        result, lse = queries.new_out(q, config.rows.v.width, live), queries.new_lse(q, live)
+        to = with_tokens(queries.as_read(view(result, "out", operation)), 4)
+        to_lse = with_tokens(queries.as_read(view(lse, "lse", operation)), 3)
+        self._attend(
+            operation, layer, with_tokens(queries.as_read(given), 4), states, request, Results(to, True, to_lse)
+        )
+        return results_of(result, lse if request.return_lse else None, None)
+
+    def _refuse_options(self, operation: str, request: AttendRequest) -> None:
+        title = "a pool of groups along tokens does not offer"
+        request.refuse(operation, (*REFUSED, "window"), title, "Leave it out, or use axis='head_dim'.")
+        request.check_choices(operation, ("auto", "taichi"))
+
+    def _attend(
+        self, operation: str, layer: int, q: ArrayView, states: Sequence[SequenceState], request: AttendRequest,
+        to: Results,
+    ) -> None:  # fmt: skip
+        """Attention of (B, Hq, T, D) queries of the newest tokens of sequences."""
+        live, size = self.runtime, self.config.block_size
+        coded = np.array([self.coded[state.number][layer] for state in states], np.int32)
+        lens = np.array([state.lengths[layer] for state in states], np.int32) - coded
+        order = [self.new.in_order(state.number, int(n)) for state, n in zip(states, coded, strict=True)]
+        k, v = self.new.layers[layer]
+        asked = request._replace(short=True)
+        pages = np.array(order, np.int32).reshape(len(states), self.new.each)
+        caches = PagedCaches(
+            k, v, self.tables.upload(f"new pages {layer}", pages), self.tables.known(f"new tokens {layer}", lens), "HND"
+        )
+        call = paged_call(operation, q, caches, asked)
+        if not coded.any():
+            call.attend(None, to)
+            return
+        part = self.scratch.array("of the newest", to.out.shape)
+        sums = self.scratch.array("sums of the newest", to.out.shape[:-1])
+        call.attend(None, Results(part, True, sums, is_partial=True, is_new=True))
+        codes, numbers, values, *rest = self.pools.layers[layer]
+        table = self.tables.block_tables(layer, self.sequences, tuple(s.number for s in states), states)[0]
+        heads, room = self.config.num_kv_heads, table.shape[1] * size
+        products = self.scratch.array("scores", (q.shape[0], heads, q.shape[1] // heads * q.shape[2], room))
+        keys = ChannelKeys(codes, numbers, self.form.codes.keys, table)
+        channel_scores(live, operation, q, keys, products, int(coded.max()) // self.quant.group)
+        arrays = {"q": q, "k": products, "v": values, "table": table}
+        arrays["lens"] = self.tables.known(f"coded {layer}", coded)
+        scale = None
+        if rest:
+            arrays["v_scale"] = rest[0]
+            scale = Scale(rest[0], block=rest[0].strides[0], head=rest[0].strides[1], token=rest[0].strides[2])
+        rows = Rows(
+            values, block=values.strides[0], head=values.strides[1], token=values.strides[2],
+            format=self.form.codes.values.format, scale=scale,
+        )  # fmt: skip
+        where = ScoredValues(rows, self.config.rows.v.width, room, page=size, blocks=self.config.num_blocks)
+        plan = scored_plan(live, operation, arrays, where, request.scores)
+        old, old_sums = (self.scratch.array(f"{name} codes", a.shape) for name, a in (("of", part), ("sums of", sums)))
+        plan.attend(None, arrays, results=Results(old, True, old_sums, is_partial=True, is_new=True))
+        merge_into(operation, (part, sums, old, old_sums), False, to.out, to.lse)
+
+    def extend(
+        self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu: Any, request: AttendRequest
+    ) -> Any:
+        """As `PagedKVCacheStore.extend`, some tokens of a sequence at a time: each query sees what it would alone."""
+        live, config, quant = self.runtime, self.config, self.quant
+        self._refuse_options(operation, request)
+        q, given = (
+            view(arrays[0], "q", operation),
+            [view(a, n, operation) for a, n in zip(arrays[1:], "kv", strict=True)],
+        )
+        check_rows(operation, config, given, request.layout)
+        rows = [rows_first(a, request.layout) for a in given]
+        asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
+        detail = f"k: {describe(given[0])}"
+        checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
+        step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])  # to see that all of it has room
+        if not step.committed:
+            self.sequences.undo(step, refused=True)
+        tokens, q_heads, padded = rows[0].shape[0], asking.shape[1], step.cu_seqlens[-1] < rows[0].shape[0]
+        lead = (tokens, q_heads) if request.layout == "token_major" else (q_heads, tokens)
+        result = new_like(arrays[0], (*lead, config.rows.v.width), asking.dtype, live, zeroed=padded)
+        sums = new_like(arrays[0], lead, dtypes.float32, live)
+        if padded:
+            fill(sums, -np.inf)
+        to, to_lse = (rows_first(view(a, "out", operation), request.layout) for a in (result, sums))
+        for i, state in enumerate(step.states):
+            first, end = step.cu_seqlens[i], step.cu_seqlens[i + 1]
+            while first < end:
+                free = quant.residual + quant.group - (state.lengths[layer] - self.coded[state.number][layer])
+                count = min(end - first, free or quant.group, MOST_QUERIES)
+                part = [a.part(0, first, first + count) for a in rows]
+                self.append(operation, layer, part, [state.number], [0, count], "token_major")
+                some, found, found_lse = (_of_one(a.part(0, first, first + count)) for a in (asking, to, to_lse))
+                self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
+                first += count
+        return results_of(result, sums if request.return_lse else None, None)
+
+
+def _of_one(a: ArrayView) -> ArrayView:
+    """Rows (T, heads, ...) of one sequence as (1, heads, T, ...)."""
+    (tokens, heads, *rest), (token, head, *inner) = a.shape, a.strides
+    return a.restrided((1, heads, tokens, *rest), (0, head, token, *inner))
