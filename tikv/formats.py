@@ -147,7 +147,7 @@ class Quant:
         bits: of a code: 2, 3, 4 or 8.
         group: numbers that share a scale and a bias: 32, 64 or 128.
         axis: "head_dim", along the columns of a row; or "tokens": of keys a channel over a group of tokens, of values
-            still along the columns, as KIVI has it. A `tikv.KVCacheStore` keeps it.
+            still along the columns, as KIVI has it. Stores, pools and `TikvCache` keep it.
         residual: with "tokens", how many of the newest tokens, at least, stay as they came; not below the group.
         rotate: "hadamard": keys are turned before they become codes, by signs and a Hadamard matrix of the largest
             power of two that divides their width, in the launch that writes them; so are the queries of each call of
@@ -213,7 +213,8 @@ class Quant:
         """
         if self.axis == "tokens":
             raise OptionError(
-                f"{self}: groups along tokens are kept by tikv.KVCacheStore(dtype=...) alone. Use axis='head_dim'."
+                f"{self}: groups along tokens are kept by tikv.KVCacheStore, PagedKVCacheStore and TikvCache, as the "
+                f"dtype of keys alone. Use axis='head_dim'."
             )
         return self.row
 
