@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, Host, new_array, write_host
+from tikv.arrays import ArrayView, Host, new_array, to_device, write_host
 from tikv.ops.staging import KnownOnHost
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.shared_prefix import Block, Neighbours, neighbours
@@ -86,6 +86,6 @@ class DeviceTables:
             own = None
             if runs:
                 shared = np.repeat([run.blocks * block.tokens for run in runs], [run.end - run.first for run in runs])
-                own = self.upload(f"own lengths {asked}", (lens[first:end] - shared).astype(np.int32))
+                own = to_device((lens[first:end] - shared).astype(np.int32), self.runtime)
             found = self._shared[1][asked] = runs, own
         return found
