@@ -693,7 +693,7 @@ def test_what_another_stream_computes_is_waited_for(arch):
         busy = cupy.ones((4096, 4096), cupy.float32)
         for _ in range(40):
             busy = busy @ busy * 0 + 1
-        rows = busy[:4, :8].copy().reshape(1, 4, 8) * 3
+        rows = busy[:4, :8].copy().reshape(4, 1, 8) * 3
         cache = cupy.zeros((1, 4, 8), cupy.float32)
         stream_of_cache = cupy.cuda.get_current_stream()
         tikv.copy(rows, cache, position=0)
