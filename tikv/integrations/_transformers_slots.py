@@ -33,7 +33,7 @@ class CacheSlots:
     Args:
         k, v: (batch, heads, slots, width), or words of codes.
         k_scale, v_scale: as a store has them; None for none.
-        formats: of K and V, None for what is no groups of codes.
+        formats: of K and V, None for what is not stored as groups of codes.
     """
 
     __slots__ = ("_again", "_places", "_slots", "caches")

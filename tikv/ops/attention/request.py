@@ -56,7 +56,7 @@ class AttendRequest(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The options that are no arrays: once `checked`, calls of one form have equal ones."""
+        """The options other than arrays: once `checked`, calls of one form have equal ones."""
         return self[:CHOICES]
 
     def checked(self, operation: str) -> AttendRequest:

@@ -129,7 +129,7 @@ class PoolConfig:
         size, group = checks.integer(block_size, "block_size", operation, low=1), form.quant.group
         if size % group:
             raise OptionError(
-                f"{operation}: block_size={size} is no multiple of the group of {group} tokens, which lies in one "
+                f"{operation}: block_size={size} is not a multiple of the group of {group} tokens, which lies in one "
                 f"block. Use block_size={-(-size // group) * group}."
             )
         for name, (shape, dtype, tokens) in form.codes.arrays().items():
