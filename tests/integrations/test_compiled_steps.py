@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import warnings
 import weakref
 
 import pytest
@@ -21,7 +22,9 @@ from torch._dynamo.utils import counters  # noqa: E402
 import tikv  # noqa: E402
 from tikv.integrations import _stored_ops as stored_ops  # noqa: E402
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
+from tikv.integrations import _transformers_shim as shim  # noqa: E402
 from tikv.integrations import _transformers_steps as steps  # noqa: E402
+from tikv.integrations import transformers as whole  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
 
 pytestmark = [
@@ -59,8 +62,12 @@ FAMILIES = {
     "Cohere": {},
     "Starcoder2": {"sliding_window": None},
     "Glm": {"partial_rotary_factor": 0.5},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Cohere2": HYBRID,
+    "SmolLM3": {"no_rope_layers": [1, 0]},
 }
-OFTEN = ("Llama", "Mistral")
+OFTEN = ("Llama", "Mistral", "Gemma2", "GptOss", "Gemma3n")
 
 
 def build(arch, family="Llama", **more):
@@ -232,6 +239,61 @@ def test_other_ways_to_generate(arch, family, options):
         cache = TikvCache(model.config, max_cache_len=40)
         made.append(generate(model, cache, inputs(arch, 11), 12, **{**options, **more}).sequences)
     assert torch.equal(*made)
+
+
+def test_text_is_streamed_while_it_is_sampled(arch):
+    """Token by token, in steps that are compiled."""
+    model, made = build(arch), []
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            self.told += value.flatten().tolist()
+
+        def end(self):
+            self.told.append("end")
+
+    for more in ({"disable_compile": True}, compiling(arch)):
+        streamer = Streamer()
+        streamer.told = []
+        cache = TikvCache(model.config, max_cache_len=40)
+        text = generate(model, cache, inputs(arch, 11), 12, do_sample=True, streamer=streamer, **more).sequences
+        assert streamer.told == [*text[0].tolist(), "end"]
+        made.append(text)
+    assert torch.equal(*made)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+EAGER = {  # family: options, and what is said
+    "Bart": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+              "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "forced_eos_token_id": None,
+              "decoder_start_token_id": 2}, "its decoder may have an encoder"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "a layer keeps something beside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EAGER)
+def test_what_cannot_be_compiled_goes_on_and_says_so_once(arch, family, monkeypatch):
+    options, why = EAGER[family]
+    if not hasattr(transformers, f"{family}Config") or shim.VERSION < (5, 19):
+        pytest.skip("this transformers has no such cache")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **TWO, **options})
+    kind = "ForConditionalGeneration" if family == "Bart" else "ForCausalLM"
+    model = getattr(transformers, family + kind)(config).to(arch).eval()
+    model.set_attn_implementation("tikv")
+    want = generate(model, TikvCache(config, max_cache_len=40), inputs(arch, 11), 12, disable_compile=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    whole._say_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache = TikvCache(config, max_cache_len=40)
+            got = generate(model, cache, inputs(arch, 11), 12, **compiling(arch))
+    assert torch.equal(got.sequences, want.sequences)
+    assert counters["stats"]["unique_graphs"] == 0
+    said = [str(each.message) for each in caught if "steps are not compiled" in str(each.message)]
+    assert len(said) == 1
+    assert why in said[0]
 
 
 class Stepper:

@@ -378,6 +378,8 @@ def operator_calls(rng, arch):
     plain = [numbers(2, 2, 6, 8) for _ in "kv"]
     yield "append_stored", (*[numbers(2, 2, 1, 8) for _ in "kv"], *plain, None, None, integers(3, 4), 0, 0, "", "")
     yield "attend_stored", (numbers(2, 4, 1, 8), *plain, None, None, lens, None, None, None, 8, "", "")
+    starts = integers(1, 0)
+    yield "attend_stored", (numbers(2, 4, 1, 8), *plain, None, None, lens, None, None, None, 8, "", "", starts)
     yield "decode_stored", (plain[0], None, 8, "")
 
 
