@@ -44,6 +44,14 @@ def interrupted(call, at):
     return count
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A process that a shell started in the background ignores Ctrl-C, and Python then does not raise it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def every(request):
     """How many lines lie between two that are tried."""

@@ -21,10 +21,10 @@ def why_not_torch(
 ) -> str:
     """Why torch cannot attend over arrays of this form; empty where it can."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
     if live.invariant:
         return "tikv.init(invariant=True), and the bits of torch's results follow from the batch"
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
     if live.is_spirv:
         return f"torch has no view of memory on {live.arch}"
     if cache.place != "linear" or cache.sinks or cache.scales or options.softcap or options.splits or options.mass:
