@@ -22,6 +22,7 @@ import tikv  # noqa: E402
 from tikv.integrations import _transformers_attention as by_name  # noqa: E402
 from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations import _transformers_shim as shim  # noqa: E402
+from tikv.integrations import _transformers_slots as slots  # noqa: E402
 from tikv.integrations import _transformers_stored as stored  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
@@ -313,9 +314,12 @@ def test_attention_by_name(arch, name, dtype, tolerance, monkeypatch):
     model, other = build(name), build(name)
     other.set_attn_implementation("tikv")
     read = []
-    attention = stored.contiguous_call
+    by_slots, by_arrays = slots.CacheSlots.attend, stored.attend_contiguous
     monkeypatch.setattr(
-        stored, "contiguous_call", lambda n, q, c, *a: (read.append(c.k_cache.dtype), attention(n, q, c, *a))[1]
+        slots.CacheSlots, "attend", lambda self, *a: (read.append(self.caches.k_cache.dtype), by_slots(self, *a))[1]
+    )
+    monkeypatch.setattr(
+        stored, "attend_contiguous", lambda q, c, *a: (read.append(c.k_cache.dtype), by_arrays(q, c, *a))[1]
     )
     inputs = prompts(11)
     want = generate(model, TikvCache(model.config, dtype=dtype), inputs, 20)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.archs("cpu")
     ],
 )
 def test_torch_serves_where_it_is_faster(device, dtype, queries, tile, faster):
-    live, cache = types.SimpleNamespace(is_cpu=device == "cpu"), types.SimpleNamespace(tile=tile)
+    live, cache = types.SimpleNamespace(is_cpu=device == "cpu", invariant=False), types.SimpleNamespace(tile=tile)
     assert torch_is_faster(live, queries, cache, dtypes.parse(dtype, "test")) == faster
 
 

@@ -94,8 +94,12 @@ def make_copy(style, serial, heads, grouped, streams, src, dst, lanes, index_bit
     decode_item = make_decode_item(style, heads, grouped, lanes, len(streams) == 2)
     find_rows = make_find_rows(src, dst, k.codec.src in OF_CODE)
     if style == "cpu":
-        uid = zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale)).encode()) >> 1
-        types = (KS, KD, KS if plain else SC), (VS, VD, KS if plain else SC)
+        unused = plain or summaries is not None  # the array of scales: a launch gives K's source in its place
+        uid = (
+            zlib.crc32(repr((style, serial, heads, grouped, streams, src, dst, index_bits, scale, unused)).encode())
+            >> 1
+        )
+        types = (KS, KD, KS if unused else SC), (VS, VD, KS if unused else SC)
         move_rows = make_move_token_rows(heads, streams, src, dst, scale, types, uid)
     else:
         move_rows = make_move_row(style, streams, src, dst, lanes, scale)
