@@ -170,6 +170,8 @@ def test_assisted_generation(arch, name, tight):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_lookup_in_the_prompt(arch, name, attention, limit, tight, monkeypatch):
     """Guesses from the text itself, taken back beyond the window, from prompts shorter and longer than that."""
+    if not shim.CROP_IS_RELATIVE:  # such versions do not say before the guesses that some may be taken back
+        monkeypatch.setattr(rooms, "ROLLBACK", 6)
     model = build(name, vocab_size=31)
     cropped = []
     crop = TikvCache.crop
