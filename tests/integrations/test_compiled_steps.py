@@ -71,7 +71,8 @@ OFTEN = ("Llama", "Mistral", "Gemma2", "GptOss", "Gemma3n")
 
 
 def build(arch, family="Llama", **more):
-    options = {**BASE, **TWO, **FAMILIES[family], **more}
+    # So much weight that attention shows in the logits.
+    options = {**BASE, **TWO, "initializer_range": 0.3, **FAMILIES[family], **more}
     config = getattr(transformers, options.pop("config", f"{family}Config"))(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(arch).eval()
@@ -104,7 +105,7 @@ def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **opti
     got = generate(model, made[1], given_prompts, new_tokens, **compiling(arch), **options)
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.logits, want.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
     assert counters["stats"]["unique_graphs"] == graphs
     assert made[1].get_seq_length() == made[0].get_seq_length()
     return made[1]
@@ -114,6 +115,8 @@ def both(model, arch, given_prompts, new_tokens=20, cache=None, graphs=1, **opti
 def test_a_model_is_compiled_once(arch, family):
     if not hasattr(transformers, f"{family}ForCausalLM"):
         pytest.skip(f"this transformers has no {family}")
+    if family in ("GptOss", "Mixtral", "Qwen3Moe") and shim.VERSION < (5, 0):
+        pytest.skip("its experts are chosen by a loop that torch cannot trace")
     both(build(arch, family), arch, inputs(arch, 11))
 
 
@@ -159,6 +162,14 @@ def test_padding_is_not_read_and_no_slot_behind_the_text(arch, family, monkeypat
     for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_steps_of_generate_attend_by_what_is_stored(arch, monkeypatch):
+    """In both layers of each step, by the mark of the mask, which no step reads."""
+    called, call = [], stored_ops.contiguous_call
+    monkeypatch.setattr(stored_ops, "contiguous_call", lambda *given: called.append(1) or call(*given))
+    both(build(arch), arch, inputs(arch, 11), 6)
+    assert len(called) == 10 if arch == "cpu" else len(called) >= 2, "replays of a CUDA graph go without"
 
 
 def test_padding_that_is_not_on_the_left_alone_is_masked(arch):
@@ -400,6 +411,21 @@ def test_a_model_that_changes_the_keys_gets_their_numbers_and_a_mask(arch, monke
     monkeypatch.setattr(TikvCache, "update", halved)
     got, want = it.step(9, cache=it.prompted(9)), it.step(9, compiled=False, cache=it.prompted(9))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_keys_that_a_model_changes_are_masked_where_generate_makes_the_mask(arch, monkeypatch):
+    """As where layers that share keys move them to their device; all slots are more than the text has.
+
+    A model with two kinds of layers makes no mask of its own where `generate` says None for one of them.
+    """
+    update = TikvCache.update
+
+    def halved(cache, keys, values, layer, *args, **options):
+        keys, values = update(cache, keys, values, layer)
+        return keys * 0.5, values
+
+    monkeypatch.setattr(TikvCache, "update", halved)
+    both(build(arch, "Gemma2"), arch, inputs(arch, 11), 6)
 
 
 @torch.no_grad()

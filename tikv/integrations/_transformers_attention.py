@@ -76,6 +76,8 @@ def attend(
     # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
     masked_outside = module.__dict__.get("masked_key_indices") is not None
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
+    if not _is_traced() and getattr(attention_mask, "tikv_of_slots", False):
+        attention_mask = None  # a step that is not compiled is given no slot but those that it sees
     if attention_mask is not None and attention_mask.shape[-1] > held:
         attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
@@ -229,14 +231,14 @@ def _mask_of_slots(
 ) -> Any:
     """The mask for all slots of a layer whose steps are compiled, by the position that stands in each.
 
-    On the host None where one token sees all that is written; traced, a mask that is marked there, since what a model
-    has made of the keys may need it. A caller that skips no mask says nothing on the host, see `mask_for_attend`.
+    Where one token sees all that is written it is marked: attention goes by what is stored then, unless a model has
+    made other keys of all slots, which need the mask. A caller that skips no mask says nothing on the host, see
+    `mask_for_attend`.
     """
     traced, padding = _is_traced(), attention_mask
     if not traced:
         padding = None if padding is None or bool(padding.all()) else padding
-        if padding is None and tokens == 1 and _is_plain(mask_function):
-            return None
+        allow_is_causal_skip = _is_plain(mask_function)
     device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
     if isinstance(kv_offset, steps.SlotsOffset):
         counted, newest = kv_offset.counted, kv_offset.end - 1
@@ -245,9 +247,10 @@ def _mask_of_slots(
         where = torch.arange(kv_length, device=device) + kv_offset
         newest = kwargs["q_offset"] + tokens - 1 if "q_offset" in kwargs else kwargs["cache_position"][-1]
     where = where.to(device)
-    if traced and tokens == 1 and padding is None and allow_is_causal_skip:
+    if tokens == 1 and padding is None and allow_is_causal_skip:
         batch = kwargs["batch_size"]
-        mask = (where <= newest).expand(batch, 1, 1, kv_length)
+        # In one piece, since `generate` copies others, and the mark is lost.
+        mask = (where <= newest).expand(batch, 1, 1, kv_length).contiguous()
         mask.tikv_of_slots = True
         return mask
     if padding is not None and padding.shape[1] < kv_length:
@@ -267,7 +270,9 @@ def _mask_of_slots(
             mask.tikv_starts = starts.to(device)  # by which attention reads what is stored behind the padding alone
     if traced or padding is not None or tokens > 1 or mask.dtype != torch.bool:
         return mask  # of padding also where none is left in a window, for which torch would compile once more
-    return None if bool((mask | (where > newest)).all()) else mask
+    if bool((mask | (where > newest)).all()):
+        mask.tikv_of_slots = True
+    return mask
 
 
 def _starts(padding: Any) -> Any:
