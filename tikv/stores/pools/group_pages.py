@@ -41,7 +41,27 @@ from tikv.stores.pools.tables import DeviceTables
 FIRST_SEQUENCES = 4  # that there are pages of new tokens for
 
 
-class GroupPools:
+class LayerArrays:
+    """Arrays of all layers, as many of each.
+
+    Attributes:
+        layers: of each layer its arrays.
+    """
+
+    layers: list[list[ArrayView]]
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """Those of all layers."""
+        return [a for layer in self.layers for a in layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes, filled or not."""
+        return sum(a.nbytes for a in self.arrays)
+
+
+class GroupPools(LayerArrays):
     """The blocks of all layers: of each layer codes and scales of K, V, and V's scales if it has any.
 
     Attributes:
@@ -57,16 +77,6 @@ class GroupPools:
             [new_array((*lead, size // tokens, *shape), dtype, live) for shape, dtype, tokens in forms]
             for _ in range(num_layers)
         ]
-
-    @property
-    def arrays(self) -> list[ArrayView]:
-        """Those of all layers."""
-        return [a for layer in self.layers for a in layer]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales, filled or not."""
-        return sum(a.nbytes for a in self.arrays)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each pair from one to another, in all layers."""
@@ -106,7 +116,7 @@ def _pairs(src: Sequence[int], dst: Sequence[int]) -> Host:
     return np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
 
 
-class NewPages:
+class NewPages(LayerArrays):
     """Pages of the newest tokens, a group each, of all layers; those of a sequence lie one behind the other.
 
     Attributes:
@@ -121,7 +131,7 @@ class NewPages:
         rows = zip(config.rows.widths, (config.groups.newest["dtype"], config.groups.newest["v_dtype"]), strict=True)
         self._forms = [((config.num_kv_heads, self.group, width), dtype) for width, dtype in rows]
         self._num_layers, self._places, self._free = num_layers, dict[int, int](), list[int]()
-        self.layers: list[list[ArrayView]] = []
+        self.layers = []
         self._grow(FIRST_SEQUENCES)
 
     def _grow(self, sequences: int) -> None:
@@ -137,16 +147,6 @@ class NewPages:
                 blocks.swap_blocks(a, to, _pairs(kept, kept))
         self.layers = made
         self._free += range(before, sequences)
-
-    @property
-    def arrays(self) -> list[ArrayView]:
-        """Those of all layers."""
-        return [a for layer in self.layers for a in layer]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages of all sequences that there is memory for."""
-        return sum(a.nbytes for a in self.arrays)
 
     def take(self, seq: int) -> None:
         """Pages for a sequence."""
