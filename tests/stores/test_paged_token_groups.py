@@ -8,6 +8,8 @@ import oracle
 import pytest
 
 import tikv
+from tikv.arrays import CacheArray
+from tikv.stores import files
 
 pytestmark = pytest.mark.thorough
 
@@ -128,6 +130,166 @@ def test_forks_trims_and_swaps(arch, rng):
     both.attend(0, list(both.stores))
 
 
+def codes(pool):
+    """The bits of the blocks that each sequence's codes fill."""
+    found = []
+    for seq in pool.sequences:
+        table, counted = pool.block_table(seq).tolist(), pool._pages.coded[seq]
+        for coded, arrays in zip(counted, pool._pages.pools.layers, strict=True):
+            for a in arrays:
+                host, per_token = oracle.to_numpy(CacheArray(a, pool.runtime)), 64 // a.shape[2]
+                rows = host[table].swapaxes(1, 2).reshape(-1, *a.shape[1:2], *a.shape[3:])[: coded // per_token]
+                found.append(rows.view(np.uint8))
+    return found
+
+
+@pytest.mark.parametrize("values", [None, "float8_e4m3fn", tikv.Quant(8, 32)], ids=str)
+def test_files(arch, rng, tmp_path, values):
+    """What is loaded has the bits that were saved, shares what was shared, and goes on alike."""
+    path, both = tmp_path / "pool.safetensors", Both(rng, arch, v_dtype=values)
+    a, empty = both.add(), both.add()
+    for layer, tokens in enumerate((150, 141)):
+        both.append(layer, {a: tokens})
+    b = both.pool.fork(a)
+    both.stores[b] = copy.deepcopy(both.stores[a])
+    both.append(0, {b: 77})
+    c = both.add()
+    both.append(1, {c: 3})
+    both.pool.save(path)
+    before, shared = codes(both.pool), both.pool.num_shared_blocks
+    both.pool.append(0, *[oracle.place(both.rows(1), arch) for _ in "kv"], [a])  # after it was saved
+    both.pool = tikv.PagedKVCacheStore.load(path, num_blocks=30)
+    assert (both.pool.sequences, both.pool.num_shared_blocks) == ([a, empty, b, c], shared)
+    for got, want in zip(codes(both.pool), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+    both.check()
+    both.pool.swap_out(b)
+    both.pool.save(path, [c, b])
+    both.pool.free(a)
+    both.pool.free(empty)
+    del both.stores[a], both.stores[empty]
+    new_c, new_b = both.pool.load_sequences(path)
+    both.stores |= {new_c: copy.deepcopy(both.stores[c]), new_b: copy.deepcopy(both.stores[b])}
+    both.pool.swap_in(b)
+    both.pool.swap_in(new_b)
+    both.check()
+    both.append(0, {new_c: 90, b: 1, new_b: 70})
+    both.append(1, {new_b: 70, c: 64})
+    both.check()
+    both.attend(0, [new_b, new_c, b])
+    assert both.pool.add() not in (b, c, new_b, new_c)
+
+
+@pytest.mark.archs("cpu")
+def test_files_of_other_pools_change_nothing(arch, rng, tmp_path):
+    path, both = tmp_path / "pool.safetensors", Both(rng, arch)
+    seq = both.add()
+    for layer in range(LAYERS):
+        both.append(layer, {seq: 150})
+    both.pool.save(path)
+    form = {**FORM, "dtype": QUANT, "num_blocks": 8, "block_size": 64}
+    for more, error, match in (
+        ({"dtype": tikv.Quant(8, 32, "tokens", 32)}, tikv.DTypeError, r"had dtype=Quant\(bits=4"),
+        ({"dtype": tikv.Quant(4, 32, "tokens", 33)}, tikv.DTypeError, "residual=32.*residual=33"),
+        ({"dtype": "float16"}, tikv.DTypeError, "this one has float16"),
+        ({"v_dtype": "float16"}, tikv.DTypeError, "v_dtype"),
+        ({"scale_dtype": "float32"}, tikv.DTypeError, "scale_dtype"),
+        ({"block_size": 32}, tikv.ShapeError, "block_size"),
+        ({"num_blocks": 2}, tikv.CapacityError, "free"),
+    ):
+        pool = tikv.PagedKVCacheStore(**form | more)
+        with pytest.raises(error, match=match):
+            pool.load_sequences(path)
+        assert (pool.sequences, pool.num_free_blocks, pool.add()) == ([], pool.num_blocks, 0)
+    with pytest.raises(tikv.CapacityError, match="free"):
+        tikv.PagedKVCacheStore.load(path, num_blocks=2)
+    plain = tikv.PagedKVCacheStore(**FORM, num_blocks=8, block_size=64)
+    plain.save(tmp_path / "plain.safetensors")
+    with pytest.raises(tikv.DTypeError, match="had dtype=float16"):
+        both.pool.load_sequences(tmp_path / "plain.safetensors")
+    both.check()
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda facts: facts["sequences"][0]["coded"].__setitem__(0, 97), "150 tokens in layer 0, 97 of them codes"),
+        (lambda facts: facts["sequences"][0]["coded"].__setitem__(1, 64), "150 tokens in layer 1, 64 of them codes"),
+        (lambda facts: facts["sequences"][0]["coded"].__setitem__(1, 160), "160 of them codes"),
+        (lambda facts: facts["sequences"][0]["coded"].__setitem__(1, 128), "is needed"),
+        (lambda facts: facts["sequences"][0]["coded"].append(0), "must be a list of 2"),
+        (lambda facts: facts["sequences"][0].pop("coded"), "coded"),
+        (lambda facts: facts["form"].update(head_dim=64), "is needed"),
+        (lambda facts: facts["form"].update(head_dim="x"), "head_dim"),
+        (lambda facts: facts["form"].update(block_size=48), "not a multiple of the group"),
+        (lambda facts: facts["form"].update(v_dtype="int4"), "int4"),
+        (lambda facts: facts["form"].update(per_head=True), "per_head"),
+        (lambda facts: facts["form"]["dtype"].update(axis="head_dim", residual=0), "not along tokens"),
+        (lambda facts: facts["form"]["dtype"].update(bits=8), "is needed"),
+        (lambda facts: facts["form"]["dtype"].update(bits=5), "bits=5"),
+        (lambda facts: facts["form"]["dtype"].update(more=1), "more"),
+        (lambda facts: facts["form"].update(dtype=[4]), "is not stored"),
+    ],
+)
+def test_files_that_contradict_themselves(arch, rng, tmp_path, monkeypatch, change, match):
+    path, both, write = tmp_path / "pool.safetensors", Both(rng, arch), files.write
+    seq = both.add()
+    for layer in range(LAYERS):
+        both.append(layer, {seq: 150})
+
+    def changed(path, kind, tensors, facts, operation):
+        facts = copy.deepcopy(facts)  # some of which is the pool's own
+        change(facts)
+        write(path, kind, tensors, facts, operation)
+
+    monkeypatch.setattr(files, "write", changed)
+    both.pool.save(path)
+    for load in (tikv.PagedKVCacheStore.load, both.pool.load_sequences):
+        with pytest.raises((tikv.CacheFileError, tikv.DTypeError), match=match):
+            load(path)
+    both.check()
+
+
+@pytest.mark.archs("cpu")
+def test_a_damaged_file_is_refused(arch, rng, tmp_path):
+    path, both = tmp_path / "pool.safetensors", Both(rng, arch)
+    seq = both.add()
+    both.append(0, {seq: 150})
+    both.pool.save(path)
+    whole = path.read_bytes()
+    for _ in range(40):
+        at = int(rng.integers(len(whole)))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << int(rng.integers(8))]) + whole[at + 1 :])
+        with pytest.raises(tikv.CacheFileError):
+            both.pool.load_sequences(path)
+        path.write_bytes(whole[:at])
+        with pytest.raises(tikv.CacheFileError):
+            both.pool.load_sequences(path)
+    assert (both.pool.sequences, both.pool.num_free_blocks) == ([seq], 37)
+    both.check()
+
+
+@pytest.mark.archs("cpu")
+def test_where_memory_ends_a_file_changes_nothing(arch, rng, tmp_path, monkeypatch):
+    path, both = tmp_path / "pool.safetensors", Both(rng, arch)
+    seq = both.add()
+    both.append(0, {seq: 150})
+    both.pool.save(path)
+    new = both.pool._pages.new
+    monkeypatch.setattr(new, "_grow", lambda sequences: (_ for _ in ()).throw(MemoryError("no memory")))
+    loaded = [both.pool.load_sequences(path)[0] for _ in range(3)]
+    with pytest.raises(MemoryError):
+        both.pool.load_sequences(path)
+    assert (both.pool.sequences, both.pool.num_free_blocks) == ([seq, *loaded], 28)
+    both.pool.free(loaded[0])
+    (again,) = both.pool.load_sequences(path)
+    for number in (*loaded[1:], again):
+        both.stores[number] = copy.deepcopy(both.stores[seq])
+    both.append(0, dict.fromkeys(both.stores, 70))
+    both.check()
+
+
 @pytest.mark.archs("cpu")
 def test_random_calls(arch, rng):
     chance = random.Random(7)
@@ -188,7 +350,6 @@ def test_what_is_refused(arch):
         "scales": lambda: pool.scales(0),
         "compact": lambda: pool.compact(0, seq, [0]),
         "commit": lambda: pool.commit([seq], [0]),
-        "save": lambda: pool.save("pool.safetensors"),
         "write_qkv": lambda: pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4),
         "window": lambda: pool.attend(0, q, [seq], window=8),
         "return_mass": lambda: pool.attend(0, q, [seq], return_mass=True),

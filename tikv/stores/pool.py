@@ -54,7 +54,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
             holds whole groups, and the newest R to R + group tokens of each sequence lie beside the pool, for four
             sequences at first, then for twice as many. Such a pool has no ``layout``, ``per_head``, prefixes by token
-            ids, `save`, `write_qkv`, `compact` or `commit`.
+            ids, `write_qkv`, `compact` or `commit`.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
@@ -798,7 +798,6 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (3, 2)
         """
         operation = "PagedKVCacheStore.save"
-        self._pages.refuse_groups(operation)
         self._pages.refuse_per_head(operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         files.target_of(path, operation)
@@ -857,7 +856,6 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Exactness: every bit. Cost: the file is read once, its blocks are written once in all layers.
         """
         operation = "PagedKVCacheStore.load_sequences"
-        self._pages.refuse_groups(operation)
         self._pages.refuse_per_head(operation, "files have a block table for a sequence")
         runtime.require_alive(self.runtime, operation)
         salt = salt_bytes(salt, operation)

@@ -11,21 +11,26 @@ import math
 import os
 import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from tikv import runtime
 from tikv.errors import DTypeError, ShapeError
+from tikv.formats import Quant
 from tikv.ops import checks
 from tikv.ops.layouts import POOL_LAYOUTS
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.history import History
+from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.pools.blocks import MOST_SALT
-from tikv.stores.pools.config import in_full
+from tikv.stores.pools.config import PoolConfig, in_full
 from tikv.stores.pools.memory import LayerPools
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.sequences import SequenceState
+from tikv.stores.row_format import ROWS
 
 KIND = "PagedKVCacheStore"
 POSITIONS = "positions"  # where the tokens stand that compactions left, of all sequences and layers
@@ -49,20 +54,21 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
             count += len(tables[-1])
     filled = np.zeros((sequences.num_layers, count), np.int64)  # slots of each block
     for state, table in zip(states, tables, strict=True):
-        behind = np.array(state.lengths)[:, None] - sequences.block_size * np.arange(len(table))
+        behind = np.array(pages.written(state))[:, None] - sequences.block_size * np.arange(len(table))
         filled[:, table] = np.maximum(filled[:, table], behind)
     tensors = {}
     for layer, found in enumerate(zip(*map(pools.to_rows, parts), strict=True)):
-        unused = np.arange(sequences.block_size) >= filled[layer, :, None]
         for name, pieces in zip(pools.config.names(), zip(*found, strict=True), strict=True):
             tensors[f"layers.{layer}.{name}"] = array = np.concatenate(pieces)
-            array[unused] = 0
+            slots = np.arange(0, sequences.block_size, sequences.block_size // array.shape[1])  # of tokens or of groups
+            array[slots >= filled[layer, :, None]] = 0
     ids_known = np.concatenate([np.empty(0, np.int64), *(state.token_ids for state in states)])
     if len(ids_known):
         tensors[TOKEN_IDS] = ids_known
     left = [layer.positions[0] for state in states for layer in state.left if layer]
     if sum(map(len, left)):
         tensors[POSITIONS] = np.concatenate(left)
+    beside, more = pages.beside(states)
     saved = [
         {
             "seq": seq,
@@ -72,10 +78,13 @@ def write(path: Path, pages: Pages, ids: Sequence[int], states: Sequence[Sequenc
             "salt": state.salt.hex(),
             "swapped": state.swapped is not None,
             "left": [one and [one.tokens, one.dropped, state.shift(i)] for i, one in enumerate(state.left)],
+            **told,
         }
-        for seq, state, table in zip(ids, states, tables, strict=True)
+        for seq, state, table, told in zip(ids, states, tables, more, strict=True)
     ]
-    files.write(path, KIND, tensors, {"form": pools.arguments(), "next": sequences.next, "sequences": saved}, operation)
+    form = {name: asdict(x) if isinstance(x, Quant) else x for name, x in pools.arguments().items()}
+    meta = {"form": form, "next": sequences.next, "sequences": saved}
+    files.write(path, KIND, tensors | beside, meta, operation)
 
 
 class SavedSequences:
@@ -84,6 +93,7 @@ class SavedSequences:
     def __init__(self, path: Path, operation: str) -> None:
         self.path, self.operation = path, operation
         self.tensors, self.meta = files.read(path, KIND, operation, _check)
+        self.meta["form"] = _form_of(self.meta)
 
     def arguments(self, num_blocks: int | None) -> dict[str, Any]:
         """The arguments that make a store for them: as saved, or with so many blocks; or a refusal."""
@@ -95,9 +105,14 @@ class SavedSequences:
                 f"{self.operation}: {str(self.path)!r} describes a pool of {form['num_blocks']} blocks; more than "
                 f"{MOST_BLOCKS} are not made because a file says so. Give num_blocks."
             )
-        arrays = [array for name, array in self.tensors.items() if name not in (TOKEN_IDS, POSITIONS)]
-        block = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
-        files.require_memory(self.path, form["num_blocks"] * block, self.operation)
+        block, row = (
+            sum(a.itemsize * math.prod(a.shape[1:]) for name, a in self.tensors.items() if name.startswith(start))
+            for start in ("layers.", "new.")
+        )
+        quant, new = form["dtype"], 0
+        if isinstance(quant, Quant):
+            new = len(self.meta["sequences"]) * (quant.residual + 2 * quant.group)
+        files.require_memory(self.path, form["num_blocks"] * block + new * row, self.operation)
         return form
 
     def add_to(self, pages: Pages, share_prefixes: bool, salt: bytes) -> list[int]:
@@ -147,6 +162,7 @@ class SavedSequences:
                 saved.append((state, sequence["swapped"]))
         used = sorted({block for state, swapped in saved if not swapped for block in state.blocks})
         fresh = sequences.blocks.allocate(len(used), self.operation)
+        coming = range(sequences.next, sequences.next + len(saved)) if numbers is None else numbers
         try:
             pools.write_blocks(self._blocks(pools, used), range(len(used)), fresh)
             block_of = dict(zip(used, fresh, strict=True))
@@ -157,6 +173,7 @@ class SavedSequences:
                     state.registered = min(min(state.lengths) // sequences.block_size, len(state.digests))
                 else:
                     state.blocks = [block_of[block] for block in state.blocks]
+            pages.bring(coming, tensors, self.meta["sequences"])
         except BaseException:
             sequences.blocks.release(fresh)
             raise
@@ -187,20 +204,25 @@ def _left(told: Any, standing: Iterator[int]) -> History | None:
 
 def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
     """Raise KeyError, TypeError or ValueError where the metadata cannot be, or are not those of the tensors."""
-    form = meta["form"]
+    form = _form_of(meta)
     layers = files.integer(form["num_layers"], "num_layers", low=1, high=len(entries))
     size, heads = (files.integer(form[name], name, low=1) for name in ("block_size", "num_kv_heads"))
     num_blocks = files.integer(form["num_blocks"], "num_blocks", low=1)
     if form["layout"] not in POOL_LAYOUTS:
         raise ValueError(f"layout {reprlib.repr(form['layout'])} is unknown")
-    shape = entries["layers.0.k"].shape
+    groups = _groups_of(form)
+    if groups is None:
+        arrays = {name: ((size, heads, *width), dtype) for name, width, dtype in files.storage(form)}
+    else:
+        arrays = {name: (block, dtype.numpy) for name, (block, dtype) in groups.names(size).items()}
+    shape = entries[f"layers.0.{next(iter(arrays))}"].shape
     count = shape[0] if shape else 0
     for layer in range(layers):
-        for name, width, dtype in files.storage(form):
-            files.require_entry(entries, f"layers.{layer}.{name}", (count, size, heads, *width), dtype)
+        for name, (block, dtype) in arrays.items():
+            files.require_entry(entries, f"layers.{layer}.{name}", (count, *block), dtype)
     files.integer(meta["next"], "next")
     sequences = files.listed(meta["sequences"], "sequences")
-    known = standing = 0
+    known, standing, new = 0, 0, [0] * layers
     numbers: set[int] = set()
     alone: set[int] = set()  # blocks of those that are swapped out
     used: set[int] = set()
@@ -209,6 +231,8 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
         known += files.integer(sequence.get("token_ids", 0), "token_ids of a sequence")
         blocks = _blocks(sequence, number, layers, size, count)
         standing += _positions_of(sequence, number, layers)
+        if groups is not None:
+            new = [n + more for n, more in zip(new, _new_of(sequence, number, layers, form["dtype"]), strict=True)]
         if alone & blocks or (sequence["swapped"] and used & blocks):
             raise ValueError(f"sequence {number} has a block of another one that is swapped out")
         (alone if sequence["swapped"] else used).update(blocks)
@@ -217,9 +241,40 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
         raise ValueError(f"{len(sequences)} sequences have {len(numbers)} numbers")
     if len(used) > num_blocks or len(used) + len(alone) != count:
         raise ValueError(f"{len(used)} and {len(alone)} blocks of {count} are used, in a pool of {num_blocks}")
+    for layer, count in enumerate(new):
+        for name, row in zip(ROWS, groups.newest_rows if groups else (), strict=False):
+            files.require_entry(entries, f"new.{layer}.{name}", (count, heads, row.width), row.stored.numpy)
     for name, length in ((TOKEN_IDS, known), (POSITIONS, standing)):
         if length:
             files.require_entry(entries, name, (length,), np.dtype(np.int64))
+
+
+def _form_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """A file's form, with the `Quant` of groups along tokens, if they are, in place of its facts; or an error."""
+    form: dict[str, Any] = meta["form"]
+    return form | {"dtype": Quant(**form["dtype"])} if type(form["dtype"]) is dict else form
+
+
+def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
+    """How a pool of groups along tokens keeps rows; None of another pool's form; or an error."""
+    if not isinstance(form["dtype"], Quant):
+        return None
+    given = {name: x for name, x in form.items() if name != "num_layers"}
+    config = PoolConfig.checked(KIND, runtime.current(), **given | {"num_blocks": 1})
+    if config.groups is None:
+        raise ValueError(f"dtype is {form['dtype']}, whose groups are not along tokens")
+    return config.groups
+
+
+def _new_of(sequence: dict[str, Any], number: int, layers: int, quant: Quant) -> list[int]:
+    """Of each layer how many of a sequence's tokens are not codes; raises as `_check`."""
+    found = []
+    coded = files.integers(sequence["coded"], "coded", "tokens that are codes", layers)
+    for layer, (length, codes) in enumerate(zip(sequence["lengths"], coded, strict=True)):
+        if codes % quant.group or not 0 <= length - codes <= quant.residual + quant.group:
+            raise ValueError(f"sequence {number} has {length} tokens in layer {layer}, {codes} of them codes")
+        found.append(length - codes)
+    return found
 
 
 def _positions_of(sequence: dict[str, Any], number: int, layers: int) -> int:

@@ -14,10 +14,10 @@ from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.storage import StoreConfig
-from tikv.stores.layers.token_group_form import OPERATION, TokenGroupForm, room_of
-from tikv.stores.row_format import ROWS, RowFormat
+from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
+from tikv.stores.row_format import ROWS
 
-KIND = "KVCacheStore of groups along tokens"
+KIND, OPERATION = "KVCacheStore of groups along tokens", "KVCacheStore"
 NOT_PLACED: Mapping[str, Any] = {}
 
 
@@ -71,7 +71,7 @@ def read(
     with files.understanding(path, operation):
         config, form = _form_of(meta, live, placed)
     slots = sum(min(layer.slots, config.capacity) + _slots(config, form) for layer in config.counts())
-    row = form.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in _newest(form))
+    row = form.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in form.newest_rows)
     files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * row), operation)
     return config, [
         layer._replace(arrays=[tensors[f"layers.{i}.{name}"] for name in _names(form)])
@@ -89,13 +89,7 @@ def _form_of(
     for name in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v", "batch_size", "capacity"):
         files.integer(form[name], name, low=1)
     config = StoreConfig.checked(OPERATION, **form, **placed, dtype=quant)
-    return config, TokenGroupForm.checked(live, config.num_kv_heads, config.rows)
-
-
-def _newest(form: TokenGroupForm) -> list[RowFormat]:
-    return [
-        RowFormat(form.newest[name], row.width) for name, row in zip(("dtype", "v_dtype"), form.said.both, strict=True)
-    ]
+    return config, TokenGroupForm.checked(OPERATION, live, config.num_kv_heads, config.rows)
 
 
 def _names(form: TokenGroupForm) -> list[str]:
@@ -141,7 +135,7 @@ def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry
     lead, arrays = (config.batch_size, config.num_kv_heads), form.codes.arrays()
     for layer in _layers(meta, config, form):
         name = f"layers.{layer.counts.index}"
-        for what, row in zip(ROWS, _newest(form), strict=True):
+        for what, row in zip(ROWS, form.newest_rows, strict=True):
             shape = (*lead, min(layer.counts.length, _slots(config, form)), row.width)
             files.require_entry(entries, f"{name}.{what}", shape, row.stored.numpy)
         room = room_of(layer.counts, form.quant)

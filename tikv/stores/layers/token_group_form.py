@@ -13,8 +13,6 @@ from tikv.formats import GroupFormat, Quant, parse_format
 from tikv.stores.layers.counts import Layer
 from tikv.stores.row_format import RowFormat, RowFormats
 
-OPERATION = "KVCacheStore"
-
 
 class CodeForm(NamedTuple):
     """How the older tokens of a layer are kept.
@@ -71,9 +69,20 @@ class TokenGroupForm(NamedTuple):
     newest: dict[str, Any]
     codes: CodeForm
 
+    @property
+    def newest_rows(self) -> tuple[RowFormat, RowFormat]:
+        """How rows of K and of V are stored among the newest tokens."""
+        k, v = self.said.both
+        return RowFormat(self.newest["dtype"], k.width), RowFormat(self.newest["v_dtype"], v.width)
+
+    def names(self, block_size: int) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """The arrays of codes by name, with the shape of a block of so many tokens, those first, and the dtype."""
+        found, heads = self.codes.arrays().items(), self.codes.heads
+        return {name: ((block_size // tokens, heads, *row), dtype) for name, (row, dtype, tokens) in found}
+
     @classmethod
     def checked(
-        cls, live: runtime.Runtime, heads: int, rows: Mapping[str, Any], row_dtype: Any = None
+        cls, operation: str, live: runtime.Runtime, heads: int, rows: Mapping[str, Any], row_dtype: Any = None
     ) -> TokenGroupForm:
         """What the arguments of a store mean; `row_dtype` is of the newest keys, None for that of scales.
 
@@ -85,23 +94,23 @@ class TokenGroupForm(NamedTuple):
         for name, value in (("k_scale", rows.get("k_scale")), ("v_scale", rows.get("v_scale"))):
             if value is not None:
                 raise OptionError(
-                    f"{OPERATION}: {name} with groups along tokens is not offered: codes have scales of their own, and "
+                    f"{operation}: {name} with groups along tokens is not offered: codes have scales of their own, and "
                     f"values of 8-bit floats are divided by 1. Leave it out."
                 )
         if isinstance(v_dtype, Quant) and v_dtype.axis == "tokens":
             raise OptionError(
-                f"{OPERATION}: v_dtype {v_dtype!r} is not offered: only keys have scales by channel, over a group "
+                f"{operation}: v_dtype {v_dtype!r} is not offered: only keys have scales by channel, over a group "
                 f"of tokens. Use groups along 'head_dim' or a dtype for V, or leave v_dtype out."
             )
         scales = rows.get("scale_dtype", "float16")
         values = quant.row if v_dtype is None else v_dtype
         widths = {name: rows.get(name) for name in ("head_dim", "head_dim_v")}
-        key_scales = quant.row.check_scale_dtype(dtypes.parse(scales, OPERATION), OPERATION)
+        key_scales = quant.row.check_scale_dtype(dtypes.parse(scales, operation), operation)
         own = parse_format(values)
         given = {"v_dtype": values, "scale_dtype": scales if own is None or own.own_scale_dtype is None else "float16"}
-        found = RowFormats.checked(OPERATION, live, heads, dtype=key_scales, **widths, **given)
+        found = RowFormats.checked(operation, live, heads, dtype=key_scales, **widths, **given)
         width, v = found.k.width, found.v
-        newest = key_scales if row_dtype is None else dtypes.parse(row_dtype, OPERATION)
+        newest = key_scales if row_dtype is None else dtypes.parse(row_dtype, operation)
         newest_v = v.dtype if isinstance(v.dtype, DType) and v.dtype in dtypes.FLOATS else newest
         said = RowFormats(
             RowFormat(quant.by_tokens, width),

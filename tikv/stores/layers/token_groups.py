@@ -65,7 +65,8 @@ class TokenGroupLayers(LayerStorage):
     file_kind = token_group_files.KIND
 
     def __init__(self, live: runtime.Runtime, config: StoreConfig, row_dtype: Any = None) -> None:
-        form = self.form = TokenGroupForm.checked(live, config.num_kv_heads, dict(config.rows), row_dtype)
+        rows = dict(config.rows)
+        form = self.form = TokenGroupForm.checked("KVCacheStore", live, config.num_kv_heads, rows, row_dtype)
         quant = form.quant
         slots = config.sinks + quant.residual + quant.group
         ring = config._replace(capacity=slots, windows=(slots,) * config.num_layers, rows=form.newest)

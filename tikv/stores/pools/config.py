@@ -52,7 +52,7 @@ class PoolConfig:
         """The configuration that arguments mean, or why they mean none; `rows` are those of `RowFormats.checked`."""
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         if isinstance(rows.get("dtype"), Quant) and rows["dtype"].axis == "tokens":
-            form = TokenGroupForm.checked(live, heads, rows)
+            form = TokenGroupForm.checked(operation, live, heads, rows)
             asked = {"layout": layout if layout != "NHD" else None, "per_head": per_head or None}
             return cls._of_groups(
                 operation, live, form, num_blocks, block_size, asked | {"page_summaries": page_summaries}
@@ -168,7 +168,9 @@ class PoolConfig:
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """A layer's arrays by name, with the shape of a block in layout NHD, and the dtype."""
+        """A layer's arrays by name, with the shape of a block in layout NHD, or of its groups so, and the dtype."""
+        if self.groups is not None:
+            return self.groups.names(self.block_size)
         slots = (self.block_size, self.block_heads)
         return {name: ((*slots, *row), dtype) for name, (row, dtype) in self.rows.arrays().items()}
 
@@ -197,13 +199,15 @@ class PoolConfig:
         return np.ascontiguousarray(split.transpose([order.index(axis) for axis in axes]))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as JSON has them."""
+        """The arguments that make a store of this configuration, as JSON has them, but for a `Quant`."""
         rows = self.rows.arguments()
         if not self.scale_names:
             rows["scale_dtype"] = dtypes.float16.name  # of no scales
         sizes = {name: getattr(self, name) for name in ("num_blocks", "block_size", "num_kv_heads", "layout")}
         if self.page is not None:
             sizes["page_summaries"] = self.page
+        if self.groups is not None:
+            return sizes | rows | {"layout": "NHD", "dtype": self.groups.quant}  # as an argument there is no other
         return sizes | rows
 
 

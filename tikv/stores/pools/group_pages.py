@@ -37,6 +37,7 @@ from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.tables import DeviceTables
+from tikv.stores.row_format import ROWS
 
 FIRST_SEQUENCES = 4  # that there are pages of new tokens for
 
@@ -70,13 +71,17 @@ class GroupPools(LayerArrays):
 
     def __init__(self, config: PoolConfig, num_layers: int, live: Runtime) -> None:
         assert config.groups is not None
-        self.runtime = live
+        self.runtime, self.config = live, config
         forms = config.groups.codes.arrays().values()
         lead, size = (config.num_blocks, config.num_kv_heads), config.block_size
         self.layers = [
             [new_array((*lead, size // tokens, *shape), dtype, live) for shape, dtype, tokens in forms]
             for _ in range(num_layers)
         ]
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
+        return {"num_layers": len(self.layers), **self.config.arguments()}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each pair from one to another, in all layers."""
@@ -90,6 +95,15 @@ class GroupPools(LayerArrays):
     def write_blocks(self, host: list[Host], src: Sequence[int], dst: Sequence[int]) -> None:
         """Write blocks `src` of what `read_blocks` copied into blocks `dst`, and wait."""
         write_blocks(self.runtime, self.arrays, host, src, dst)
+
+    def to_rows(self, host: list[Host]) -> list[list[Host]]:
+        """What `read_blocks` copied, by layer, as `PoolConfig.names` has it."""
+        each = len(self.layers[0])
+        return [[a.swapaxes(1, 2) for a in host[i : i + each]] for i in range(0, len(host), each)]
+
+    def from_rows(self, rows: list[list[Host]]) -> list[Host]:
+        """The reverse of `to_rows`."""
+        return [np.ascontiguousarray(a.swapaxes(1, 2)) for layer in rows for a in layer]
 
 
 def read_blocks(live: Runtime, arrays: Sequence[ArrayView], chosen: Sequence[int]) -> list[Host]:
@@ -128,9 +142,10 @@ class NewPages(LayerArrays):
         assert config.groups is not None
         quant, self.runtime = config.groups.quant, live
         self.group, self.each = quant.group, -(-quant.residual // quant.group) + 1
-        rows = zip(config.rows.widths, (config.groups.newest["dtype"], config.groups.newest["v_dtype"]), strict=True)
-        self._forms = [((config.num_kv_heads, self.group, width), dtype) for width, dtype in rows]
+        rows = config.groups.newest_rows
+        self._forms = [((config.num_kv_heads, self.group, row.width), row.stored) for row in rows]
         self._num_layers, self._places, self._free = num_layers, dict[int, int](), list[int]()
+        self._away: dict[int, list[Host]] = {}  # of those that are swapped out, as `read_blocks` gives them
         self.layers = []
         self._grow(FIRST_SEQUENCES)
 
@@ -159,6 +174,30 @@ class NewPages(LayerArrays):
         place = self._places.pop(seq, None)
         if place is not None:
             self._free.append(place)
+        self._away.pop(seq, None)
+
+    def swap_out(self, seq: int) -> None:
+        """Have its pages on the host."""
+        found = self.read(seq)
+        self.release(seq)
+        self._away[seq] = found
+
+    def swap_in(self, seq: int) -> None:
+        """The reverse of `swap_out`."""
+        self.bring(seq, self._away[seq])
+        del self._away[seq]
+
+    def read(self, seq: int) -> list[Host]:
+        """Copies of its pages on the host, wherever they are."""
+        return self._away[seq] if seq in self._away else read_blocks(self.runtime, self.arrays, self.pages(seq))
+
+    def bring(self, seq: int, host: list[Host], swapped: bool = False) -> None:
+        """Have pages for a sequence that was read so, in memory or on the host."""
+        if swapped:
+            self._away[seq] = host
+        else:
+            self.take(seq)
+            write_blocks(self.runtime, self.arrays, host, range(self.each), self.pages(seq))
 
     def pages(self, seq: int) -> list[int]:
         """Of a sequence, in the order of memory."""
@@ -167,8 +206,12 @@ class NewPages(LayerArrays):
 
     def in_order(self, seq: int, coded: int) -> list[int]:
         """Of a sequence, of whose tokens so many are codes: the oldest page first."""
-        found, turn = self.pages(seq), coded // self.group % self.each
-        return found[turn:] + found[:turn]
+        pages = self.pages(seq)
+        return [pages[i] for i in self.order(coded)]
+
+    def order(self, coded: int) -> Host:
+        """Of the pages of a sequence, of whose tokens so many are codes, which come first."""
+        return (np.arange(self.each) + coded // self.group) % self.each
 
     def copy(self, src: int, dst: int) -> None:
         """Let a sequence have what another one has."""
@@ -260,17 +303,54 @@ class TokenGroupPages(Pages):
     @uninterrupted
     def swap_out(self, state: SequenceState) -> None:
         """As of `Pages`, with the pages of new tokens."""
-        pages = read_blocks(self.runtime, self.new.arrays, self.new.pages(state.number))
-        self.sequences.swap_out(state, (self.pools.read_blocks(state.blocks), pages))
-        self.new.release(state.number)
+        self.new.swap_out(state.number)
+        self.sequences.swap_out(state, self.pools.read_blocks(state.blocks))
 
     @uninterrupted
     def write_swapped(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
         """As of `Pages`."""
-        host, pages = state.swapped
-        self.pools.write_blocks(host, range(len(shared), len(shared) + len(fresh)), fresh)
-        self.new.take(state.number)
-        write_blocks(self.runtime, self.new.arrays, pages, range(self.new.each), self.new.pages(state.number))
+        super().write_swapped(state, shared, fresh)
+        self.new.swap_in(state.number)
+
+    # --- files
+
+    def written(self, state: SequenceState) -> list[int]:
+        """As of `Pages`: those that are codes."""
+        return self.coded[state.number]
+
+    def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
+        """As of `Pages`: the newest tokens as rows (n, heads, width), one sequence behind the other."""
+        told = [{"coded": self.coded[state.number]} for state in states]
+        parts = [[np.empty((0, a.shape[1], a.shape[3]), a.dtype.numpy)] for a in self.new.arrays]
+        for state in states:
+            for i, (found, pages) in enumerate(zip(parts, self.new.read(state.number), strict=True)):
+                coded, length = self.coded[state.number][i // 2], state.lengths[i // 2]
+                found.append(_as_rows(pages[self.new.order(coded)])[: length - coded])
+        return dict(zip(self._names_of_new(), map(np.concatenate, parts), strict=True)), told
+
+    @uninterrupted
+    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
+        """As of `Pages`."""
+        first = dict.fromkeys(self._names_of_new(), 0)
+        try:
+            for number, one in zip(numbers, told, strict=True):
+                self.coded[number], host = list(one["coded"]), []
+                for i, (name, a) in enumerate(zip(first, self.new.arrays, strict=True)):
+                    coded, at = one["coded"][i // 2], first[name]
+                    first[name] = end = at + one["lengths"][i // 2] - coded
+                    rows = np.zeros((self.new.each * self.new.group, a.shape[1], a.shape[3]), a.dtype.numpy)
+                    rows[: end - at], pages = tensors[name][at:end], np.empty((self.new.each, *a.shape[1:]), rows.dtype)
+                    pages[self.new.order(coded)] = _as_pages(rows, self.new.group)
+                    host.append(pages)
+                self.new.bring(number, host, one["swapped"])
+        except BaseException:
+            for number in numbers:
+                self.new.release(number)
+                self.coded.pop(number, None)
+            raise
+
+    def _names_of_new(self) -> list[str]:
+        return [f"new.{i}.{name}" for i in range(self._num_layers) for name in ROWS]
 
     # --- writes
 
@@ -493,6 +573,19 @@ class TokenGroupPages(Pages):
                 self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
                 first += count
         return results_of(result, sums if request.return_lse else None, None)
+
+
+def _as_rows(pages: Host) -> Host:
+    """Pages (n, heads, group, width) as rows (n * group, heads, width), a copy."""
+    n, heads, group, width = pages.shape
+    rows: Host = pages.swapaxes(1, 2).reshape(n * group, heads, width)
+    return rows
+
+
+def _as_pages(rows: Host, group: int) -> Host:
+    """The reverse of `_as_rows`."""
+    pages: Host = rows.reshape(-1, group, *rows.shape[1:]).swapaxes(1, 2)
+    return pages
 
 
 def _of_one(a: ArrayView) -> ArrayView:

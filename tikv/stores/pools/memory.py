@@ -105,7 +105,7 @@ class LayerPools:
         return sum(a.nbytes for group in self.groups for a in (*group.arrays, *group.summaries))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as JSON has them."""
+        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
         return {"num_layers": len(self.layers), **self.config.arguments()}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from tikv.arrays import Host
 from tikv.errors import OptionError, TikvError
 from tikv.ops.indices import host_integers
 from tikv.runtime import Runtime
@@ -73,6 +74,19 @@ class Pages:
     def write_swapped(self, state: SequenceState, shared: list[int], fresh: list[int]) -> None:
         """Bring what a sequence had on the host into the blocks that were taken for it, those not shared."""
         self.pools.write_blocks(state.swapped, range(len(shared), len(shared) + len(fresh)), fresh)
+
+    # --- files
+
+    def written(self, state: SequenceState) -> list[int]:
+        """Of each layer, how many tokens of a sequence its blocks have."""
+        return state.lengths
+
+    def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
+        """What a file has of sequences beside their blocks: arrays by name, and more facts of each."""
+        return {}, [{} for _ in states]
+
+    def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
+        """Have what `beside` gave for sequences that come, by what a file tells of them; or nothing is changed."""
 
     def refuse_per_head(self, operation: str, why: str) -> None:
         """Raise OptionError where this is a per-head store, which does not do something, and say why."""
