@@ -1,4 +1,4 @@
-"""A cache cut by heads, by tokens and by both, in processes of a gloo group, against one store."""
+"""A cache sharded by heads, by tokens and by both, in processes of a gloo group, against one store."""
 
 import pytest
 
@@ -83,11 +83,11 @@ def test_what_is_refused(two):
     first, second = two.run(on_ranks.refusals)
     wanted = [
         "ShapeError: ShardedKVCacheStore: num_kv_heads=5 do not divide among 2 ranks. Use a number of ranks that "
-        "divides them, or cut tokens.",
-        "OptionError: ShardedKVCacheStore: shard='rows' is unknown. Use 'heads' or 'tokens', or ('heads', 'tokens') in "
-        "the order of a mesh's dimensions.",
+        "divides them, or shard by tokens.",
+        "OptionError: ShardedKVCacheStore: shard='rows' is unknown. Use 'heads' or 'tokens'; for a two-dimensional "
+        "mesh, a pair of both in the order of its dimensions.",
         "OptionError: ShardedKVCacheStore: shard=('heads', 'tokens') names 2 and the group has 1 dimension. Name what "
-        "each dimension cuts.",
+        "each dimension shards.",
     ]
     assert first[:3] == second[:3] == wanted
     assert "KV heads 3..5 of 6. k, v and q are of the rank's own heads." in second[4]

@@ -24,8 +24,8 @@ def test_what_a_receiver_refuses(two):
         "ShapeError: recv_sequence: the pool of rank 0 has head_dim=8 there and 16 here, head_dim_v=8 there and 16 "
         "here. Create both with the same sizes."
     )
-    assert sender[0] == f"GroupError: send_sequence: rank 1 did not take it: {receiver[0].partition(': ')[2]}"
+    assert sender[0] == f"GroupError: send_sequence: rank 1 refused: {receiver[0].partition(': ')[2]}"
     assert receiver[1].startswith("CapacityError: recv_sequence: ")
-    assert sender[1] == f"GroupError: send_sequence: rank 1 did not take it: {receiver[1].partition(': ')[2]}"
+    assert sender[1] == f"GroupError: send_sequence: rank 1 refused: {receiver[1].partition(': ')[2]}"
     assert sender[2] == "PositionError: send_sequence: dst=2 is outside 0..1."
     assert receiver[2] == "PositionError: recv_sequence: src=-1 is outside 0..1."

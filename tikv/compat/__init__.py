@@ -1,9 +1,9 @@
-"""Peers' own function names, argument names, argument orders and results, on every back end of this library.
+"""Functions of other libraries under their own names, with their argument order and results, on every back end.
 
-Modules are named after what they stand in for: `vllm`, `flashinfer`, `flash_attn`, `flash_attn_interface`, which is
-flash-attention 3's, and `mlx`. An option that is not offered raises `tikv.OptionError` with its name; nothing is
-ignored silently. A call that does not fit raises a `tikv.TikvError` before anything is written, also where it would
-attend after it has written.
+Each module is named after the library that it stands in for: `vllm`, `flashinfer`, `flash_attn`,
+`flash_attn_interface` (flash-attention 3) and `mlx`. An option that is not offered raises `tikv.OptionError`, which
+names it; nothing is ignored silently. A call whose arguments do not fit raises a `tikv.TikvError` before anything is
+written, even where it would write first and attend afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""flash-attention 3's `flash_attn_with_kvcache`, in a module of its wheel's name."""
+"""flash-attention 3's `flash_attn_with_kvcache`, in a module named as in its wheel."""
 
 from __future__ import annotations
 
@@ -42,49 +42,53 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append new keys and values in place, and attend over the cache: flash-attention 3's function of that name.
+    """Append new keys and values in place, then attend over the cache, as flash-attention 3's function does.
 
     Args:
-        q: (B, Sq, Hq, D), or with ``cu_seqlens_q`` (total, Hq, D); 8-bit floats too.
-        k_cache, v_cache: (B_cache, S, H, D) and (B_cache, S, H, D_v); or with ``page_table`` (N, page, H, D), any page
+        q: (B, Sq, Hq, D), or with ``cu_seqlens_q`` (total, Hq, D); 8-bit floats are taken too.
+        k_cache, v_cache: (B_cache, S, H, D) and (B_cache, S, H, D_v); with ``page_table``, (N, page, H, D) of any page
             size.
-        k, v: (B, S_new, H, D) and (B, S_new, H, D_v), or with ``cu_seqlens_k_new`` (total, H, D), to append at
+        k, v: (B, S_new, H, D) and (B, S_new, H, D_v), or with ``cu_seqlens_k_new`` (total, H, D), appended at
             ``cache_seqlens``; None to read only.
-        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): scores are ``q.k + qv.v``, for latent attention. K and V have to be
-            neighbouring columns of one array.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), for ``k`` and ``q``; a position for each slot of a row.
-        cache_seqlens: an int or (B,) int32: slots in use before the append, padding included. None: all.
-        cache_batch_idx: (B,) int32: which row of the cache, or of the ``page_table``, each sequence has. Where two have
-            one, new rows of either stay.
-        cache_leftpad: (B,) int32: where each sequence starts in its row.
+        qv: (B, Sq, Hq, D_v) or (total, Hq, D_v): the scores become ``q.k + qv.v``, for latent attention. K and V must
+            be adjacent columns of one array.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), which rotate ``k`` and ``q``; they need a position for each
+            slot of a row.
+        cache_seqlens: an int or (B,) int32: the number of slots in use before the append, padding included; None for
+            all.
+        cache_batch_idx: (B,) int32: the row of the cache, or of ``page_table``, that each sequence uses. If two
+            sequences use one row, the new rows of either of them stay.
+        cache_leftpad: (B,) int32: the slot of its row where each sequence starts.
         page_table: (B, pages) int32.
-        cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32 where each sequence's queries, or new tokens, start.
-        max_seqlen_q: with ``cu_seqlens_q``, the most queries of a sequence.
-        rotary_seqlens: (B,) int32: the position that rotates each sequence's first new token and query; None for
-            ``cache_seqlens``. Without rotation it says nothing.
-        q_descale, k_descale, v_descale: (B, H) float32, of q and of caches of 8-bit floats: what is read is multiplied.
-        softmax_scale: None for ``1 / sqrt(D)``, with ``qv`` ``1 / sqrt(D + D_v)``.
+        cu_seqlens_q, cu_seqlens_k_new: (B + 1,) int32: where the queries, or the new tokens, of each sequence start.
+        max_seqlen_q: the most queries that a sequence has; needed with ``cu_seqlens_q``.
+        rotary_seqlens: (B,) int32: the position by which the first new token and query of each sequence are rotated;
+            None for ``cache_seqlens``. It has no effect without rotation.
+        q_descale, k_descale, v_descale: (B, H) float32, for q and caches in 8-bit floats: values are multiplied by them
+            as they are read.
+        softmax_scale: None for ``1 / sqrt(D)``, or ``1 / sqrt(D + D_v)`` with ``qv``.
         causal, window_size, softcap, rotary_interleaved, num_splits: as in `tikv.compat.flash_attn`.
-        attention_chunk: a query sees the keys of its own chunk of so many tokens; 0 for all.
-        scheduler_metadata: None; there is nothing to prepare.
-        pack_gqa: None or True; query heads of a group always share what is read.
-        sm_margin: 0; a launch takes the whole GPU.
-        return_softmax_lse: also return the LSE, (B, Hq, Sq) or (Hq, total), natural logarithm.
+        attention_chunk: tokens per chunk: a query sees only the keys of its own chunk; 0 for all keys.
+        scheduler_metadata: must be None; there is nothing to prepare.
+        pack_gqa: None or True; the query heads of a group always share the keys that they read.
+        sm_margin: must be 0; a launch takes the whole GPU.
+        return_softmax_lse: also return the log-sum-exp (natural logarithm), (B, Hq, Sq) or (Hq, total).
 
     Returns:
-        (B, Sq, Hq, D_v) or (total, Hq, D_v) in q's dtype, bfloat16 for 8-bit floats; with ``return_softmax_lse`` also
-        the LSE. A query that sees nothing gives 0 and -inf.
+        (B, Sq, Hq, D_v) or (total, Hq, D_v), in q's dtype, or bfloat16 if q is in 8-bit floats; with
+        ``return_softmax_lse``, also the log-sum-exp. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: an option that is not offered, by its name: ``qv`` over K and V that lie apart, descales of a cache
-            of no 8-bit floats, metadata, margins.
+        OptionError: an option that is not offered, which the message names: ``qv`` where K and V are not adjacent
+            columns, descales of a cache that is not in 8-bit floats, metadata, or margins.
         ShapeError, DTypeError, PositionError, CapacityError: as `tikv.write_slots` and `tikv.paged_decode_attention`.
-            Nothing is written. Lengths, rows, pages and padding are checked where all of them lie on the host; else
-            new rows without a slot are left out, and lengths are bounded.
+            Nothing is written. Lengths, rows, pages and padding are checked if all of them lie on the host. Otherwise
+            new rows without a slot are skipped, and lengths are clamped.
 
-    Exactness: appended bits are kept; attention as `tikv.decode_attention`. Cost: an append, and an attention over
-        pages of a whole row each, without a copy of the cache. Padding makes a table of all tokens of a row; chunks one
-        of all tokens that each query may see, whose keys no other query shares.
+    Exactness: an append keeps every bit; attention is as exact as `tikv.decode_attention`. Cost: one append and one
+        attention, with each row of the cache read as one page; the cache is not copied. Padding adds a table with an
+        entry for each token of a row. Chunks add one with an entry for each token that each query may see, and queries
+        then share no reads.
 
     Examples:
         >>> import numpy as np

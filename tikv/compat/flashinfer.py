@@ -1,7 +1,7 @@
-"""FlashInfer's page functions: `append_paged_kv_cache`, `batch_decode_with_paged_kv_cache` and what goes with them.
+"""FlashInfer's page functions: `append_paged_kv_cache`, `batch_decode_with_paged_kv_cache` and their helpers.
 
-As there, page tables and last-page lengths already count the tokens that are appended, LSE is of base 2, and pages of
-one token may come without the axis of 1.
+As in FlashInfer, page tables and last-page lengths already count the tokens that are being appended, log-sum-exps are
+of base 2, and pages of one token may omit the axis of length 1.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ def append_paged_kv_cache(
 
     Args:
         append_key, append_value: (nnz, H, D).
-        batch_indices, positions: (nnz,) integers: the request of each token, and its position in it; -1 skips.
-        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2;
-            pages of one token also without their axis of 1.
+        batch_indices, positions: (nnz,) integers: the request of each token, and the token's position in it; -1 skips a
+            token.
+        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or a tuple (k, v) of
+            arrays without the axis of 2. Pages of one token may also omit the axis of 1.
         kv_indices: the pages of all requests, one after the other.
-        kv_indptr: (B + 1,) where each request's pages start.
-        kv_last_page_len: (B,) filled slots of each last page, the appended tokens included; not needed here.
+        kv_indptr: (B + 1,): where each request's pages start.
+        kv_last_page_len: (B,): filled slots in each last page, the appended tokens included; not read.
         kv_layout: "NHD" or "HND".
 
     Raises:
         OptionError: another layout.
-        PositionError: a page outside the cache, a request that there is not, or a position behind a request's pages,
-            where indices lie on the host; on a device such a token is skipped.
+        PositionError: a page is outside the cache, a request does not exist, or a position lies beyond a request's
+            pages. This is checked where the indices lie on the host; on a device such a token is skipped.
 
-    Exactness: bit-exact. Cost: one launch, which finds the slots where the indices lie on the device; on the host
-        NumPy does before.
+    Exactness: bit-exact. Cost: one launch. It finds the slots itself if the indices lie on the device; otherwise NumPy
+        finds them first.
 
     Examples:
         >>> import numpy as np
@@ -129,38 +130,41 @@ def batch_decode_with_paged_kv_cache(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of the newest tokens of some requests over their pages, read in place.
+    """Attention of the newest tokens of several requests over their pages, which are read in place.
 
     Args:
-        q: (B, Hq, D), or (B, T, Hq, D) for T new tokens of each request, which the pages hold already.
-        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or the tuple (k, v) without the axis of 2;
-            pages of one token also without their axis of 1.
-        paged_kv_indptr: (B + 1,) where each request's pages start.
+        q: (B, Hq, D), or (B, T, Hq, D) for T new tokens per request; the pages already hold their keys and values.
+        paged_kv_cache: (N, 2, bs, H, D) for NHD, (N, 2, H, bs, D) for HND; or a tuple (k, v) of
+            arrays without the axis of 2. Pages of one token may also omit the axis of 1.
+        paged_kv_indptr: (B + 1,): where each request's pages start.
         paged_kv_indices: the pages of all requests, one after the other.
-        paged_kv_last_page_len: (B,) filled slots of each last page.
+        paged_kv_last_page_len: (B,): filled slots in each last page.
         kv_layout: "NHD" or "HND".
-        causal: each query sees the tokens up to its own; otherwise all. No matter with a mask.
-        custom_mask: bool, which tokens each query sees: (T, length) of a request, flattened, one request after the
-            other. Tokens before the T new ones have to be seen.
-        packed_custom_mask: the same in uint8, 8 tokens a byte, the lowest bit first; each request starts a byte.
-        window_left: tokens before its own that a query sees; -1 for all. Not with a mask.
-        logits_soft_cap: None or 0 for none.
+        causal: each query sees the tokens up to its own; otherwise it sees all. Ignored with a mask.
+        custom_mask: bool: the tokens that each query sees, a (T, length) mask per request, flattened, one request after
+            the other. It must show every token before the T new ones.
+        packed_custom_mask: the same mask in uint8, with 8 tokens in a byte, the lowest bit first; each request starts a
+            new byte.
+        window_left: how many tokens before its own a query sees; -1 for all. Not allowed with a mask.
+        logits_soft_cap: None or 0 for no cap.
         sm_scale: None for ``1 / sqrt(D)``.
-        q_scale, k_scale, v_scale: of pools of 8-bit floats; ``q_scale`` of any.
-        sinks: (Hq,) float32: one more logit of each query head, in the denominator only.
-        out: array for the result, None for a new one.
+        q_scale, k_scale, v_scale: ``k_scale`` and ``v_scale`` are for pools in 8-bit floats; ``q_scale`` is taken with
+            any pool.
+        sinks: (Hq,) float32: one more logit for each query head, which counts in the denominator only.
+        out: an array for the result; None for a new one.
         return_lse: also return the log-sum-exp of base 2, (B, Hq) or (B, T, Hq) float32.
 
     Returns:
-        As q, with V's width; with ``return_lse`` a pair. A query that sees nothing gives 0 and -inf.
+        An array shaped as q, with V's width; with ``return_lse``, a pair. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        OptionError: another layout, a window with a mask, two masks, or one that hides a token before the new ones.
-        ShapeError: a mask of another size.
+        OptionError: another layout, a window with a mask, two masks, or a mask that hides a token before the new ones.
+        ShapeError: the mask has another size.
         ShapeError, DTypeError, PositionError: as `tikv.paged_decode_attention`.
 
-    Exactness: as `tikv.paged_decode_attention`. Cost: as that, with index arithmetic before it. Where the first and the
-        last page lengths lie on a device, they are waited for; so is a mask, whose older tokens are looked at.
+    Exactness: as `tikv.paged_decode_attention`. Cost: the same, with index arithmetic before it. If ``paged_kv_indptr``
+        and ``paged_kv_last_page_len`` lie on a device, the call waits for them. It waits for a mask too, to check the
+        older tokens.
 
     Examples:
         >>> import numpy as np
@@ -293,15 +297,15 @@ def _lengths_and_table(
     pages, counts = index.array("paged_kv_indices", (None,), "(pages,)"), np.diff(starts)
     if starts[0] < 0 or (counts < 0).any() or starts[-1] > len(pages):
         raise PositionError(
-            f"{operation}: paged_kv_indptr is {starts.tolist()}; it has to ascend, within the {len(pages)} pages of "
-            f"paged_kv_indices."
+            f"{operation}: paged_kv_indptr is {starts.tolist()}; it must ascend, and stay within the "
+            f"{len(pages)} pages of paged_kv_indices."
         )
     wrong = (counts > 0) & ((last < 1) | (last > block_size))
     if wrong.any():
         b = int(np.argmax(wrong))
         raise PositionError(
-            f"{operation}: paged_kv_last_page_len[{b}]={int(last[b])}; of a page of {block_size} slots 1 to all are "
-            f"filled."
+            f"{operation}: paged_kv_last_page_len[{b}]={int(last[b])}; it must be from 1 to the page size, "
+            f"{block_size}."
         )
     lens = np.where(counts > 0, (counts - 1) * block_size + last, 0)
     entries = starts[:-1, None] + np.arange(max(1, counts.max(initial=0)))
@@ -322,7 +326,7 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     given, sizes = mask if packed_mask is None else packed_mask, lens * queries
     per_entry, dtype = (1, "bool") if packed_mask is None else (8, "uint8")
     if not str(getattr(given, "dtype", type(given))).endswith(dtype):
-        raise DTypeError(f"{operation}: {name} is {getattr(given, 'dtype', type(given).__name__)}; it is {dtype}.")
+        raise DTypeError(f"{operation}: {name} is {getattr(given, 'dtype', type(given).__name__)}; it must be {dtype}.")
     entries = -(-sizes // per_entry)
     if tuple(given.shape) != (int(entries.sum()),):
         raise ShapeError(
@@ -333,7 +337,7 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
     if wrong.any():
         b = int(np.argmax(wrong))
         raise PositionError(
-            f"{operation}: request {b} has {int(lens[b])} tokens, and the mask is of {queries} new ones among them."
+            f"{operation}: request {b} has {int(lens[b])} tokens, fewer than the {queries} new ones of the mask."
         )
     library = library_of(given)
     first = (np.cumsum(entries) - entries) * per_entry + lens - queries
@@ -356,10 +360,10 @@ def _mask_of_new_tokens(operation: str, mask: Any, packed_mask: Any, lens: np.nd
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
-    """(B,) tokens of each request, from its pages and the filled slots of its last one; int32.
+    """(B,) int32: the tokens of each request, from its number of pages and the filled slots of its last page.
 
     Raises:
-        ShapeError, DTypeError, PositionError: arguments that are not such arrays, or do not fit each other.
+        ShapeError, DTypeError, PositionError: an argument is not such an array, or they do not fit each other.
     """
     operation = "flashinfer.get_seq_lens"
     page_size = checks.integer(page_size, "page_size", operation, low=1)
@@ -377,9 +381,9 @@ def get_batch_indices_positions(
     """(batch_indices, positions), each (nnz,) int32: the request and the position of each appended token.
 
     Args:
-        append_indptr: (B + 1,) where each request's new tokens start.
-        seq_lens: (B,) tokens of each request, the new ones included.
-        nnz: entries to return; those behind ``append_indptr[-1]`` are -1.
+        append_indptr: (B + 1,): where each request's new tokens start.
+        seq_lens: (B,): tokens of each request, the new ones included.
+        nnz: entries to return; those at or after ``append_indptr[-1]`` are -1.
         batch_indices, positions: arrays to fill and return; None for new ones.
 
     Examples:
@@ -394,7 +398,7 @@ def get_batch_indices_positions(
     index = Indices(operation, {"append_indptr": append_indptr, "seq_lens": seq_lens})
     starts = index.array("append_indptr", (None,), "(B + 1,)")
     if not starts.shape[0]:
-        raise ShapeError(f"{operation}: append_indptr is (0,); it has an entry for each request, and one behind.")
+        raise ShapeError(f"{operation}: append_indptr is (0,); it needs one entry more than there are requests.")
     lens, where = index.array("seq_lens", (starts.shape[0] - 1,), "(B,)"), index.library.where
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is not None:
@@ -430,11 +434,11 @@ def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
 
 
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
-    """(v, s): attention over two parts of a context as if over both; ``s`` is LSE of base 2.
+    """(v, s): attention over two parts of a context, as if they were one; ``s`` is the log-sum-exp of base 2.
 
     Args:
         v_a, v_b: (T, H, D).
-        s_a, s_b: (T, H) float32, of any strides.
+        s_a, s_b: (T, H) float32, with any strides.
 
     Raises:
         ShapeError, DTypeError: as `tikv.merge_states`.
@@ -447,17 +451,18 @@ def _merged(operation: str, *states: Any) -> tuple[Any, Any]:
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
-    """Merge another state into ``(v, s)``, as `merge_state` does: FlashInfer's function of that name.
+    """Merge another state into ``(v, s)`` in place, as `merge_state` does; named as in FlashInfer.
 
     Args:
         v, v_other: (T, H, D), NumPy or torch; the first is written.
         s, s_other: (T, H) float32; the first is written.
-        mask: (T,) bool: which tokens' states are merged; None for all.
+        mask: (T,) bool: the tokens whose states are merged; None for all.
 
     Raises:
-        ShapeError, DTypeError: arrays that do not agree, or that cannot be written. Nothing is written.
+        ShapeError, DTypeError: the arrays do not agree, or cannot be written. Nothing is written.
 
-    Exactness: as `tikv.merge_states`; what the mask leaves out keeps its bits. Cost: as that, and a copy of the result.
+    Exactness: as `tikv.merge_states`; a state that the mask leaves out keeps its bits. Cost: the same, plus a copy of
+        the result.
 
     Examples:
         >>> import numpy as np
@@ -478,7 +483,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     if mask is not None:
         if not str(getattr(mask, "dtype", type(mask))).endswith("bool") or tuple(mask.shape) != (v.shape[0],):
             shown = f"{getattr(mask, 'dtype', type(mask).__name__)} {tuple(getattr(mask, 'shape', ()))}"
-            raise ShapeError(f"{operation}: mask is {shown}; it is bool ({v.shape[0]},), one for each token.")
+            raise ShapeError(f"{operation}: mask is {shown}; it must be bool ({v.shape[0]},), one for each token.")
         where = np.asarray(mask) if library is np else library.as_tensor(mask, device=v.device)
     for to, result in ((v, merged[0]), (s, merged[1])):
         chosen = None if where is None else where.reshape(-1, *[1] * (len(to.shape) - 1))
@@ -490,19 +495,19 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
 
 
 def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
-    """(v, s) of any number of parts of a context: FlashInfer's function of that name; ``s`` is LSE of base 2.
+    """(v, s): attention over any number of parts of a context, as if they were one; ``s`` is the log-sum-exp of base 2.
 
     Args:
         v: (T, parts, H, D), NumPy or torch, float32, float16 or bfloat16.
-        s: (T, parts, H) float32, of any strides.
+        s: (T, parts, H) float32, with any strides.
 
     Returns:
-        (T, H, D) in v's dtype and (T, H) float32; of no parts 0 and -inf.
+        (T, H, D) in v's dtype and (T, H) float32; 0 and -inf if there are no parts.
 
     Raises:
-        ShapeError, DTypeError: arrays that do not agree.
+        ShapeError, DTypeError: the arrays do not agree.
 
-    Exactness: float32, one rounding at the end. Cost: a copy of the parts in float32, and one launch.
+    Exactness: computed in float32, and rounded once at the end. Cost: a copy of the parts in float32, and one launch.
 
     Examples:
         >>> import numpy as np
@@ -517,11 +522,13 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     checks.rank(parts, (4,), "v", "(T, parts, H, D)", operation)
     library = library_of(v)
     if library_of(s) is not library or (library is np and not isinstance(v, np.ndarray)):
-        raise DTypeError(f"{operation}: v is {type(v).__name__} and s {type(s).__name__}. Pass both of NumPy or torch.")
+        raise DTypeError(
+            f"{operation}: v is {type(v).__name__} and s {type(s).__name__}. Pass both from NumPy or both from torch."
+        )
     if parts.dtype not in QUERIES or lse.dtype is not dtypes.float32:
         raise DTypeError(
-            f"{operation}: v is {describe(parts)} and s {describe(lse)}; states are float32, float16 or bfloat16, and "
-            f"LSE is float32."
+            f"{operation}: v is {describe(parts)} and s {describe(lse)}; v must be float32, float16 or "
+            f"bfloat16, and s float32."
         )
     if lse.shape != parts.shape[:3] or lse.device != parts.device:
         raise ShapeError(

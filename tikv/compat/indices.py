@@ -1,4 +1,4 @@
-"""Arguments of the peers' functions: index arrays and the arithmetic on them, options that are refused by name."""
+"""Arguments of the compat functions: index arrays, arithmetic on them, and options that are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_host(array: Any) -> bool:
 
 
 def refuse_option(operation: str, **options: Any) -> None:
-    """Raise for the first option that was given a value this library does not offer; each is (value, what is offered).
+    """Refuse an option whose value this library does not offer; each option is given as (value, what is offered).
 
     Raises:
         OptionError: naming the option.
@@ -50,15 +50,15 @@ def flag(value: Any, name: str, operation: str) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is an integer of Python's or NumPy's."""
+    """Whether the value is an integer of Python or NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Indices:
     """The index arguments of a call, and arithmetic on them.
 
-    Where the host knows all of them it is NumPy's, and values are checked; otherwise torch's on their device, which is
-    not waited for.
+    If all of them lie on the host, NumPy does the arithmetic and values are checked. Otherwise torch does it on their
+    device, without waiting for it.
 
     Args:
         operation: for messages.
@@ -78,7 +78,7 @@ class Indices:
         return self._given[name] is not None
 
     def array(self, name: str, shape: tuple[int | None, ...], axes: str) -> Any:
-        """An argument as int64 of these extents, None for any.
+        """An argument as int64, with these extents; None allows any.
 
         Raises:
             DTypeError, ShapeError: it is not valid.
@@ -93,7 +93,7 @@ class Indices:
         return self.place(found)
 
     def place(self, array: Any) -> Any:
-        """Integers, of NumPy or torch, as int64 where the arithmetic is done."""
+        """Integers of NumPy or torch as int64, placed where the arithmetic runs."""
         if self.library is np:
             return np.asarray(array, np.int64)
         return self.library.as_tensor(array, device=self.device).to(self.library.int64)
@@ -103,7 +103,7 @@ class Indices:
         return np.arange(n) if self.library is np else self.library.arange(n, device=self.device)
 
     def take(self, array: Any, index: Any) -> Any:
-        """Of each row of (R, n) the entries that the same row of `index` (R, m) names."""
+        """From each row of (R, n), the entries whose numbers are in the same row of `index` (R, m)."""
         if self.library is np:
             return np.take_along_axis(array, index, 1)
         return self.library.take_along_dim(array, index, 1)
@@ -118,32 +118,32 @@ class Indices:
         """Raise for the first place where `wrong` is true, if its values are known.
 
         Raises:
-            PositionError: with the reason, which is asked for with the place.
+            PositionError: with the reason that `reason` gives for that place.
         """
         if self.known and wrong.any():
             place = tuple(int(i) for i in np.argwhere(wrong)[0])
             raise PositionError(f"{self.operation}: {reason(place)}")
 
     def check_starts(self, name: str, starts: Any, end: int, what: str) -> None:
-        """Starts ascend from 0 on, and the last is not behind the end; if they are known.
+        """Check, if the starts are known, that they ascend from 0 and that the last is not beyond the end.
 
         Raises:
             PositionError: they do not.
         """
         if self.known and (starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > end):
             raise PositionError(
-                f"{self.operation}: {name} is {starts.tolist()}; it has to ascend from 0 to at most the {end} {what}."
+                f"{self.operation}: {name} is {starts.tolist()}; it must ascend from 0 to at most the {end} {what}."
             )
 
     def like_given(self, array: Any) -> Any:
-        """An array in int32, of torch where an argument was."""
+        """An array in int32, a torch tensor if any argument was one."""
         given = library_of(*self._given.values())
         found = array.astype(np.int32) if isinstance(array, np.ndarray) else array.int()
         return given.from_numpy(found) if given is not self.library else found
 
 
 def for_operation(array: Any, like: Any) -> Any:
-    """Indices in int32 where an operation over `like` reads them without waiting: on its device, if that is a GPU."""
+    """Indices in int32, where an operation over `like` reads them without waiting: on its device if that is a GPU."""
     if isinstance(array, np.ndarray):
         narrow = np.ascontiguousarray(array, np.int32)
         return narrow if on_host(like) else library_of(like).as_tensor(narrow, device=like.device)
@@ -151,7 +151,7 @@ def for_operation(array: Any, like: Any) -> Any:
 
 
 def _integers(values: Any, name: str, operation: str) -> Any:
-    """An index argument as an array of NumPy, or where it lies on a device of torch.
+    """An index argument as a NumPy array, or as the torch tensor that it is on a device.
 
     Raises:
         DTypeError: it holds anything but integers.
@@ -165,5 +165,5 @@ def _integers(values: Any, name: str, operation: str) -> Any:
     kind = str(getattr(values, "dtype", "")).removeprefix("torch.")
     if not kind.startswith(("int", "uint")):
         shown = kind or describe(view(values, name, operation))
-        raise DTypeError(f"{operation}: {name} is {shown}; indices are integers, int32 or int64.")
+        raise DTypeError(f"{operation}: {name} is {shown}; indices must be int32 or int64.")
     return values.numpy() if library_of(values) is not np and on_host(values) else values

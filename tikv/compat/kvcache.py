@@ -1,8 +1,8 @@
 """What both versions of flash-attention's `flash_attn_with_kvcache` do: rotate, append and attend.
 
 A call is checked from its first argument to the binding of its last launch before a row is written. Attention reads
-every cache as pages through a table: a row of a contiguous cache is one page. Padding on the left and chunks make a
-table of single tokens, so that a sequence, or each query, starts where it has to.
+every cache as pages through a table: a row of a contiguous cache is one page. Left padding and chunks use a table of
+single tokens, so that a sequence, or each query, can start at any slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST = 2**31 - 1
 
 
 class Arguments(NamedTuple):
-    """The arguments of either version, by the newer one's names but for the table."""
+    """The arguments of either version, named as in the newer one except for the table."""
 
     operation: str
     q: Any
@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees: so many before and behind its own, -1 for all, within its chunk; 0 for no chunks."""
+    """The keys that a query sees: how many before and after its own (-1: all), and its chunk's size (0: no chunks)."""
 
     left: int
     right: int
@@ -72,7 +72,7 @@ class Sight(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Whose tokens lie where."""
+    """Where the tokens of each sequence lie."""
 
     table: Any  # (B, pages)
     page: int  # tokens of a page
@@ -164,13 +164,13 @@ class CacheCall:
             checks.rank(a, (3,) if ragged else (4,), name, shape, operation)
         q, k, v = found["q"], found.get("k"), found.get("v")
         if k is not None and v is not None and v.shape[:-2] != k.shape[:-2]:
-            raise ShapeError(f"{operation}: k is {describe(k)} and v {describe(v)}; both need as many rows.")
+            raise ShapeError(f"{operation}: k is {describe(k)} and v {describe(v)}; both need the same number of rows.")
         if k is None and self.index.has("cu_seqlens_k_new"):
             raise ShapeError(f"{operation}: cu_seqlens_k_new is given without k and v.")
         if "qv" in found and found["qv"].shape != (*q.shape[:-1], found["v_cache"].shape[-1]):
             raise ShapeError(
                 f"{operation}: qv is {describe(found['qv'])} where {(*q.shape[:-1], found['v_cache'].shape[-1])} is "
-                f"needed, a query of the width of v_cache for each of q."
+                f"needed: one query of v_cache's width for each query of q."
             )
         return found
 
@@ -183,7 +183,7 @@ class CacheCall:
             return self.views["q"].shape[1]
         if most is None:
             raise ShapeError(
-                f"{self.operation}: max_seqlen_q is missing. With cu_seqlens_q say the most of a sequence."
+                f"{self.operation}: max_seqlen_q is missing. With cu_seqlens_q, pass the most queries of a sequence."
             )
         counts = self.asked.counts
         index.refuse_where(
@@ -198,7 +198,7 @@ class CacheCall:
         if found.counts.shape[0] != self.batch:
             q, k, v = (describe(self.views[name]) for name in "qkv")
             raise ShapeError(
-                f"{self.operation}: q is {q}, k {k} and v {v}; k and v must be of the {self.batch} sequences of q."
+                f"{self.operation}: q is {q}, k {k} and v {v}; k and v must have the {self.batch} sequences of q."
             )
         return found
 
@@ -280,7 +280,7 @@ class CacheCall:
                 refuse_option(operation, **{name: ("given", f"None: {of} is {views[of].dtype}, of no 8-bit floats")})
             seen, wanted = view(descale, name, operation), (self.batch, views["k_cache"].shape[2])
             if seen.dtype is not dtypes.float32 or seen.shape != wanted:
-                raise ShapeError(f"{operation}: {name} is {describe(seen)}; it is float32 (B, H) = {wanted}.")
+                raise ShapeError(f"{operation}: {name} is {describe(seen)}; it must be float32 (B, H) = {wanted}.")
             ragged_rows.require_library(operation, own | {name: descale}, "A descale")
         if given.qv is not None:
             ragged_rows.require_library(operation, own | {"qv": given.qv}, "qv")
@@ -450,7 +450,7 @@ class CacheCall:
         if seen[1][1] != apart:
             raise ShapeError(
                 f"{self.operation}: rows of k_cache lie {apart} tokens apart and those of v_cache {seen[1][1]}. With "
-                f"cache_leftpad or attention_chunk lay them out alike."
+                f"cache_leftpad or attention_chunk, both need the same layout."
             )
         last, page = max(0, self.layout.capacity - 1), max(1, self.layout.page)
         slot = self.index.library.clip(starts[:, None] + self.index.arange(most), 0, last)
@@ -468,7 +468,7 @@ def _by_token(a: ArrayView, operation: str) -> tuple[ArrayView, int]:
         if token == 0 or row % token:
             raise ShapeError(
                 f"{operation}: the rows of a cache ({describe(a)}, strides {a.strides} elements) are not a whole "
-                f"number of tokens apart. With cache_leftpad or attention_chunk pass one whose are."
+                f"number of tokens apart. cache_leftpad and attention_chunk need one whose rows are."
             )
         apart = row // token
     tokens = (blocks - 1) * apart + page if blocks else 0

@@ -1,9 +1,10 @@
 """mlx-lm's prompt-cache files: `save_prompt_cache` writes what mlx-lm reads, `load_prompt_cache` reads what it writes.
 
-A layer without a window is its `KVCache`, or of a store of `tikv.Quant` its `QuantizedKVCache`; one with a window its
-`RotatingKVCache`, whose `keep` are the sinks. mlx-lm has written two forms. Both are safetensors with keys at "LAYER.0"
-and values at "LAYER.1", of codes with ".0", ".1" and ".2" behind for words, scales and biases; the numbers of a layer
-are arrays "LAYER.2" and on since 0.32, which the metadata lists, and were strings of the metadata before.
+A layer without a window becomes mlx-lm's `KVCache`, or its `QuantizedKVCache` if the store holds a `tikv.Quant`. A
+layer with a window becomes a `RotatingKVCache`, whose `keep` is the number of sinks. mlx-lm has written two file
+formats. In both, a safetensors file has keys at "LAYER.0" and values at "LAYER.1"; for quantised layers, ".0", ".1" and
+".2" are appended for words, scales and biases. Since 0.32 a layer's numbers are arrays "LAYER.2" and up, which the
+metadata lists; before, they were strings in the metadata.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CLASSES = ("KVCache", "RotatingKVCache", "QuantizedKVCache")
 
 
 class Rotation(NamedTuple):
-    """The numbers of a `RotatingKVCache`."""
+    """The state of a `RotatingKVCache`, in numbers."""
 
     keep: int
     max_size: int
@@ -47,21 +48,22 @@ def save_prompt_cache(
     *,
     since: str = SINCE[0],
 ) -> None:
-    """Save a store as a prompt cache of mlx-lm.
+    """Save a store as an mlx-lm prompt cache.
 
     Args:
-        file_name: ends in ``.safetensors``.
-        cache: a store of float32, float16 or bfloat16, or of a `tikv.Quant`.
-        metadata: strings kept with it.
-        since: the mlx-lm that is to read it: "0.32" and newer, or "0.6" to 0.31, which read another form.
+        file_name: a path that ends in ``.safetensors``.
+        cache: a store in float32, float16, bfloat16 or a `tikv.Quant`.
+        metadata: strings to save with it.
+        since: the mlx-lm that will read the file: "0.32" for 0.32 and newer, "0.6" for 0.6 to 0.31, which read another
+            format.
 
     Raises:
-        OptionError: an unknown ``since``; a store of another dtype or of two, which mlx-lm's caches cannot hold; a
-            window over a `tikv.Quant`, which they do not know; or a ring that was trimmed after it wrapped, which
-            they cannot describe.
+        OptionError: ``since`` is unknown; the store has another dtype, or two dtypes, which mlx-lm's caches cannot
+            hold; it has a window over a `tikv.Quant`, which they do not offer; or its ring was trimmed after it
+            wrapped, which they cannot describe.
         CacheFileError: the system refuses to write.
 
-    Exactness: every bit.
+        Exactness: every bit is kept.
     """
     operation = "mlx.save_prompt_cache"
     checks.option(since, "since", operation, SINCE)
@@ -78,8 +80,8 @@ def save_prompt_cache(
         )
     if format is not None and any(window is not None for window in cache.windows):
         raise OptionError(
-            f"{operation}: a window over {format} is not offered: mlx-lm's quantised caches have none. Use a store "
-            f"without one, or save() it."
+            f"{operation}: a window over {format} is not offered: mlx-lm's quantised caches have no window. Use a "
+            f"store without one, or its own save()."
         )
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     classes: list[str] = []
@@ -124,20 +126,20 @@ def save_prompt_cache(
 def load_prompt_cache(
     file_name: str | os.PathLike[str], return_metadata: bool = False, *, capacity: int | None = None
 ) -> Any:
-    """A store with what a prompt cache of mlx-lm holds.
+    """A store with the contents of an mlx-lm prompt cache.
 
     Args:
         file_name: a file that mlx-lm or `save_prompt_cache` wrote.
-        return_metadata: also return its strings.
-        capacity: tokens that layers without a window hold; None for twice what they have, at least 256 more.
+        return_metadata: also return the strings saved with it.
+        capacity: tokens that layers without a window can hold; None for twice the saved tokens, at least 256 more.
 
     Raises:
-        CacheFileError: the file is missing, damaged, or no prompt cache; its numbers or shapes cannot be; or this
-            machine has too little memory for its windows, and then it is a CapacityError too.
-        CapacityError: ``capacity`` is less than what it holds.
-        OptionError: it holds a kind of cache that is not offered, by its name; or layers of several.
+        CacheFileError: the file is missing, damaged, or not a prompt cache; or its numbers or shapes are impossible. If
+            this machine has too little memory for its windows, the error is a CapacityError too.
+        CapacityError: ``capacity`` is less than the saved tokens.
+        OptionError: it holds a kind of cache that is not offered, which the message names, or layers of several kinds.
 
-    Exactness: every bit; scales and biases of bfloat16 become float32, which has each of them.
+    Exactness: every bit is kept; bfloat16 scales and biases become float32, which represents each of them exactly.
     """
     operation = "mlx.load_prompt_cache"
     if capacity is not None:
@@ -148,7 +150,7 @@ def load_prompt_cache(
         metadata = {name[2:]: text for name, text in file.metadata.items() if name.startswith("0." if newer else "1.")}
     sinks = {layer.keep for layer in layers if layer.window is not None}
     if len(sinks) > 1:
-        raise OptionError(f"{operation}: layers keep {sorted(sinks)} first tokens; one number for all is offered.")
+        raise OptionError(f"{operation}: layers keep {sorted(sinks)} first tokens; all must keep the same number.")
     longest = max(layer.length for layer in layers)
     needed = max(layer.length if layer.window is None else layer.window for layer in layers)
     if capacity is None:
@@ -215,7 +217,7 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     }
     if not classes or sorted(classes) != list(range(len(classes))):
         raise CacheFileError(
-            f"{operation}: {shown!r} is not a prompt cache: it names no layers. Give a file of mlx-lm's."
+            f"{operation}: {shown!r} is not a prompt cache: it names no layers. Pass a file that mlx-lm wrote."
         )
     for i in range(len(classes)):
         if classes[i] not in CLASSES:
@@ -226,7 +228,8 @@ def _layers(file: tensor_file.TensorFile, shown: str, operation: str) -> list[_L
     quantised = [name == "QuantizedKVCache" for name in classes.values()]
     if any(quantised) and not all(quantised):
         raise OptionError(
-            f"{operation}: some layers are quantised and others are not, which no store holds. Use a file of one kind."
+            f"{operation}: some layers are quantised and others are not, which a store cannot hold. Use a file of "
+            f"one kind."
         )
     found: list[_Loaded] = []
     for i in range(len(classes)):
@@ -297,7 +300,7 @@ def _layer_of_codes(file: tensor_file.TensorFile, i: int, first: _Loaded | None)
     length, group, bits = (_number(file, name, newer) for name in names)
     if bits not in BITS or group not in GROUPS:
         raise OptionError(
-            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which no format has."
+            f"mlx.load_prompt_cache: layer {i} has {bits} bits in groups of {group}, which is not offered."
         )
     format = GROUP_FORMATS[f"quant{bits}_{group}"]
     if first is not None and first.format is not format:

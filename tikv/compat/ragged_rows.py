@@ -1,4 +1,4 @@
-"""Rows of many sequences, (B, S, ...) or one sequence after the other: whose each is, and rotated by its position."""
+"""Rows of many sequences, (B, S, ...) or one sequence after the other: which sequence each is of, and its rotation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLES = (*dtypes.QUANTIZABLE, *dtypes.FLOATS8)  # dtypes of cosines and sines
 
 
 class RaggedRows(NamedTuple):
-    """Rows of all sequences, one sequence after the other: of which each is, and its number there."""
+    """Rows of all sequences, one sequence after the other, each with its sequence and its number there."""
 
     sequence: Any
     number: Any
@@ -24,7 +24,7 @@ class RaggedRows(NamedTuple):
 
 
 def rows_of(index: Indices, name: str, shape: tuple[int, ...], starts_name: str) -> RaggedRows:
-    """The rows of the array `name`: (total, ...) if starts of sequences were given by that name, else (B, S, ...).
+    """The rows of the array `name`: (total, ...) if `starts_name` was given, otherwise (B, S, ...).
 
     Raises:
         ShapeError, DTypeError, PositionError: the starts are not valid, or do not fit.
@@ -56,13 +56,13 @@ def flat(array: Any, name: str, operation: str) -> Any:
 
 
 def place(indices: Any, like: Any) -> Any:
-    """Integers of NumPy or torch where rows of `like` are found by them."""
+    """Integers of NumPy or torch, placed where they can index rows of `like`."""
     library = library_of(like)
     return np.asarray(indices) if library is np else library.as_tensor(indices, device=like.device)
 
 
 def chosen(condition: Any, x: Any, number: float) -> Any:
-    """The entries of `x` where the condition is true, else the number in its dtype."""
+    """The entries of `x` where the condition is true, and elsewhere the number, in the dtype of `x`."""
     library = library_of(x)
     return library.where(condition, x, x.dtype.type(number) if library is np else number)
 
@@ -79,7 +79,7 @@ def joined(parts: list[Any]) -> Any:
 
 
 def require_library(operation: str, arrays: dict[str, Any], why: str) -> None:
-    """Arrays that are computed with before the call are all of NumPy, or all of torch on one device.
+    """Check that the arrays used in arithmetic before the call are all NumPy's, or all torch's on one device.
 
     Raises:
         DTypeError, ShapeError: they are not.
@@ -97,7 +97,7 @@ def require_library(operation: str, arrays: dict[str, Any], why: str) -> None:
 
 
 def check_rotation(cos: ArrayView, sin: ArrayView, capacity: int, width: int, operation: str) -> None:
-    """The tables have a position for each slot, and at most as many pairs as rows have.
+    """Check that the tables have a position for each slot, and at most as many pairs as the rows.
 
     Raises:
         ShapeError, DTypeError: they do not.

@@ -1,4 +1,4 @@
-"""vLLM's cache operations: writes of keys and values, of latent rows too, gathers out of pages, copies of blocks."""
+"""vLLM's cache operations: they write keys, values and latent rows, gather tokens from pages, and copy blocks."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ def reshape_and_cache_flash(
     k_scale: Any = None,
     v_scale: Any = None,
 ) -> None:
-    """Write keys and values into paged caches by slot: vLLM's function of that name.
+    """Write keys and values into the slots of paged caches, as vLLM's function does.
 
     Args:
-        key, value: (T, H, D), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
+        key, value: (T, H, D), with any strides between tokens; rows after the first ``len(slot_mapping)`` are padding.
         key_cache, value_cache: (N, bs, H, D), contiguous or a transposed view of (N, H, bs, D).
-        slot_mapping: integers; below 0 skips.
-        kv_cache_dtype: "auto", which stores the bits, or rounds float32 to a narrower cache; "fp8" or "fp8_e4m3", and
-            "fp8_e5m2", into caches of uint8 or of that dtype; or "int8", which writes the scales.
-        k_scale, v_scale: not read for "auto"; for fp8 a number, an array of one, or (H,): what is stored is
-            ``row / scale``, saturating; for "int8" (N, bs, H), written.
+        slot_mapping: integers; a negative slot skips its token.
+        kv_cache_dtype: "auto" stores the bits, or rounds float32 if the cache is narrower. "fp8", "fp8_e4m3" and
+            "fp8_e5m2" write into caches in uint8 or that dtype. "int8" also writes the scales.
+        k_scale, v_scale: not read for "auto". For fp8, a number, an array of one number, or (H,): ``row / scale`` is
+            stored, saturating. For "int8", (N, bs, H) arrays that are written.
 
     Raises:
         OptionError: another kv_cache_dtype.
@@ -115,10 +115,12 @@ def reshape_and_cache(
     v_scale: Any = None,
     interleaved_v: bool = False,
 ) -> None:
-    """The same into vLLM's older layout: keys (N, H, D/x, bs, x) with x elements in 16 bytes, values (N, H, D, bs).
+    """Write as `reshape_and_cache_flash` does, but into vLLM's older layout.
+
+    Keys are (N, H, D/x, bs, x), where x elements take 16 bytes; values are (N, H, D, bs).
 
     Raises:
-        OptionError: ``interleaved_v``, a layout of values that is not offered.
+        OptionError: ``interleaved_v`` is true, a layout of values that is not offered.
         As `reshape_and_cache_flash`.
     """
     if flag(interleaved_v, "interleaved_v", "vllm.reshape_and_cache"):
@@ -136,19 +138,19 @@ def concat_and_cache_mla(
     scale: Any = None,
     skip_scale: bool = False,
 ) -> None:
-    """Write latent rows, and the rotated part of their keys behind them, into one paged cache: vLLM's function.
+    """Write latent rows, each followed by the rotated part of its key, into one paged cache, as vLLM's function does.
 
     Args:
-        kv_c: (T, rank), any strides between tokens; rows behind ``len(slot_mapping)`` are padding.
+        kv_c: (T, rank), with any strides between tokens; rows after the first ``len(slot_mapping)`` are padding.
         k_pe: (T, rotated columns), likewise.
         kv_cache: (N, bs, rank + rotated columns).
-        slot_mapping: integers; below 0 skips.
+        slot_mapping: integers; a negative slot skips its token.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2", as in `reshape_and_cache_flash`.
-        scale: not read for "auto"; for fp8 a number or an array of one, by which rows are divided; None for 1.
-        skip_scale: the scale is 1, and not read.
+        scale: not read for "auto". For fp8, a number or an array of one number, by which rows are divided; None for 1.
+        skip_scale: use a scale of 1 without reading ``scale``.
 
     Raises:
-        OptionError: another kv_cache_dtype; those whose rows hold scales of their own, such as "fp8_ds_mla".
+        OptionError: another kv_cache_dtype, such as "fp8_ds_mla", whose rows hold their own scales.
         PositionError, ShapeError, DTypeError: as `tikv.write_slots`.
 
     Exactness, cost: as `tikv.write_slots`.
@@ -186,7 +188,7 @@ def concat_and_cache_mla(
 
 
 def _with_one_head(a: ArrayView, axis: int) -> ArrayView:
-    """The same with an axis of one head."""
+    """The same array with an axis of one head added."""
     return a.restrided((*a.shape[:axis], 1, *a.shape[axis:]), (*a.strides[:axis], 0, *a.strides[axis:]))
 
 
@@ -201,29 +203,30 @@ def gather_and_maybe_dequant_cache(
     scale: Any = None,
     seq_starts: Any = None,
 ) -> None:
-    """Copy tokens of many sequences out of their pages, one sequence after the other: vLLM's function of that name.
+    """Copy tokens of many sequences from their pages, one sequence after the other, as vLLM's function does.
 
-    Token ``t`` of sequence ``s = token_to_seq[t]`` is its token ``t - cu_seq_lens[s] + seq_starts[s]``.
+    Row ``t`` of ``dst`` gets token ``t - cu_seq_lens[s] + seq_starts[s]`` of sequence ``s = token_to_seq[t]``.
 
     Args:
-        src_cache: (N, bs, W), or with more axes behind the block's.
-        dst: (at least num_tokens, W), written; rows of tokens at or behind ``cu_seq_lens[s + 1]`` are left as they are.
-        block_table: (B, blocks) pages of each sequence.
-        cu_seq_lens: (B + 1,) where each sequence's rows of ``dst`` start.
-        token_to_seq: (at least num_tokens,) the sequence of each row.
+        src_cache: (N, bs, W), or with more axes after the first two.
+        dst: (at least num_tokens, W), written; rows at or after ``cu_seq_lens[s + 1]`` keep their contents.
+        block_table: (B, blocks): the pages of each sequence.
+        cu_seq_lens: (B + 1,): where each sequence's rows of ``dst`` start.
+        token_to_seq: (at least num_tokens,): the sequence of each row.
         num_tokens: rows to copy.
-        kv_cache_dtype: "auto", for a ``dst`` of the cache's dtype or one that `tikv.copy` converts it to; "fp8",
-            "fp8_e4m3" or "fp8_e5m2", of caches of uint8 or of that dtype.
-        scale: not read for "auto"; for fp8 a number or an array of one: rows are ``stored * scale``, rounded once.
-        seq_starts: (B,) first token of each sequence to copy; None for 0.
+        kv_cache_dtype: "auto" needs a ``dst`` in the cache's dtype, or in one that `tikv.copy` converts it to. "fp8",
+            "fp8_e4m3" and "fp8_e5m2" read caches in uint8 or that dtype.
+        scale: not read for "auto". For fp8, a number or an array of one number: a row is ``stored * scale``, rounded
+            once.
+        seq_starts: (B,): the first token of each sequence to copy; None for 0.
 
     Raises:
         OptionError: another kv_cache_dtype.
-        PositionError: a sequence or a page that there is not, or a token behind the pages of its sequence, where the
-            index arrays lie on the host; such a token is left out where they lie on a device.
-        ShapeError, DTypeError: arrays that do not agree.
+        PositionError: a sequence or a page does not exist, or a token lies beyond its sequence's pages. This is checked
+            where the index arrays lie on the host; on a device such a token is skipped.
+        ShapeError, DTypeError: the arrays do not agree.
 
-    Exactness, cost: as `tikv.gather_paged`; index arithmetic before it.
+    Exactness, cost: as `tikv.gather_paged`, with index arithmetic before it.
 
     Examples:
         >>> import numpy as np
@@ -260,11 +263,11 @@ def gather_and_maybe_dequant_cache(
 def cp_gather_cache(
     src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, batch_size: int, seq_starts: Any = None
 ) -> None:
-    """Copy sequences out of their pages, one after the other, bit for bit: vLLM's function of that name.
+    """Copy sequences from their pages, one after the other, bit for bit, as vLLM's function does.
 
     Args:
-        src_cache, block_table, cu_seq_lens, seq_starts: as in `gather_and_maybe_dequant_cache`; of any dtype.
-        dst: (at least ``cu_seq_lens[batch_size]``, W), of the same dtype.
+        src_cache, block_table, cu_seq_lens, seq_starts: as in `gather_and_maybe_dequant_cache`, in any dtype.
+        dst: (at least ``cu_seq_lens[batch_size]``, W), in the cache's dtype.
         batch_size: sequences to copy.
 
     Raises:
@@ -288,7 +291,7 @@ def cp_gather_cache(
 
 
 def _starts(operation: str, index: Indices, batch: int) -> Any:
-    """The rows at which so many sequences start, and the one behind the last.
+    """The rows where so many sequences start, and the row after the last sequence.
 
     Raises:
         ShapeError: there are fewer.
@@ -311,7 +314,7 @@ def _gather(
     factor: Any,
     batch: int | None = None,
 ) -> None:
-    """Copy rows of sequences out of their pages, each row of the sequence that it has the number of.
+    """Copy rows of sequences from their pages; each row names its sequence.
 
     Args:
         operation, index: as there.
@@ -363,15 +366,15 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     """Copy blocks within the caches of every layer.
 
     Args:
-        key_caches, value_caches: one pool a layer, of any dtype.
+        key_caches, value_caches: one pool per layer, in any dtype.
         block_mapping: (P, 2) integers: from, to.
 
     Raises:
-        ShapeError: the lists have different lengths, or the pools different numbers of blocks.
-        PositionError: a block outside the pools, or of one pair the source and of another the destination.
-        DTypeError: pools that are not arrays.
+        ShapeError: the lists differ in length, or the pools differ in their number of blocks.
+        PositionError: a block is outside the pools, or is the source of one pair and the destination of another.
+        DTypeError: a pool is not an array.
 
-    Cost: one launch a layer. All layers are checked before any block is copied.
+    Cost: one launch per layer. All layers are checked before any block is copied.
     """
     operation = "vllm.copy_blocks"
     lists = [_pools_of_layers(a, name, operation) for a, name in ((key_caches, "key"), (value_caches, "value"))]
@@ -379,7 +382,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     if len(lists[0]) != len(lists[1]) or len(set(counts)) > 1:
         raise ShapeError(
             f"{operation}: {len(lists[0])} key caches and {len(lists[1])} value caches of {counts} blocks. "
-            f"Pass one of each a layer, all of as many blocks."
+            f"Pass one of each per layer, all with the same number of blocks."
         )
     calls = [blocks.blocks_call(operation, k, v, block_mapping) for k, v in zip(*lists, strict=True)]
     for call in calls:
@@ -390,7 +393,7 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
 def _pools_of_layers(pools: Any, name: str, operation: str) -> list[ArrayView]:
     if not isinstance(pools, list | tuple):
-        raise DTypeError(f"{operation}: {name}_caches is {type(pools).__name__}. Pass a list of pools, one a layer.")
+        raise DTypeError(f"{operation}: {name}_caches is {type(pools).__name__}. Pass a list of pools, one per layer.")
     return [view_bits(pool, f"{name}_caches[{i}]", operation) for i, pool in enumerate(pools)]
 
 
@@ -398,13 +401,14 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: Any = None, block_mappi
     """Copy blocks from one pool to another, on the same device or between device and host.
 
     Args:
-        src, dst: pools of one dtype, which may be any, and of one shape behind the first axis.
-        block_size_in_bytes: of a block, checked; or the mapping itself, as older versions take it third.
+        src, dst: pools with the same dtype (any) and the same shape after the first axis.
+        block_size_in_bytes: the bytes of a block, which are checked; or the mapping itself, which older versions take
+            third.
         block_mapping: (P, 2) integers: from, to.
 
     Raises:
         OptionError: the size is not that of a block of these pools.
-        ShapeError: there is no mapping; or as `tikv.swap_blocks`, like all else.
+        ShapeError: the mapping is missing. As `tikv.swap_blocks`.
     """
     operation = "vllm.swap_blocks"
     if block_mapping is None:

@@ -1,4 +1,4 @@
-"""What ranks exchange of one attention: the results over a rank's own keys, and those of all ranks."""
+"""What ranks exchange for one attention: each rank's results over its own keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tikv.launch.cuda import driver
 from tikv.runtime.cache import BoundedCache
 
 OPERATION = "ShardedKVCacheStore"
-MOST_FORMS = 8  # forms of queries, and streams
+MOST_FORMS = 8  # combinations of query shape and stream
 
 
 class Partials(NamedTuple):
-    """Float32 tensors, and where they lie.
+    """Float32 tensors, and views of them.
 
     Attributes:
-        own: (batch, Hq, T, D_v + 1), of each row its result and behind it its log-sum-exp.
-        all: (ranks, batch, Hq, T, D_v + 1).
-        lse: (batch, Hq, T), for log-sum-exps that nobody asked for.
+        own: (batch, Hq, T, D_v + 1): each row's result, followed by its log-sum-exp.
+        all: (ranks, batch, Hq, T, D_v + 1): the same, from all ranks.
+        lse: (batch, Hq, T): takes log-sum-exps that the caller did not ask for.
     """
 
     own: Any
@@ -34,7 +34,7 @@ class Partials(NamedTuple):
         """New memory for so many sequences, query heads and queries, and results of this width."""
         import torch
 
-        with torch.inference_mode(False):  # what is made within may not be written outside
+        with torch.inference_mode(False):  # a tensor made in inference mode may not be written outside it
             own = torch.empty((*shape, width + 1), dtype=torch.float32, device=device)
             tensors = own, own.new_empty((ranks, *own.shape)), own.new_empty(shape)
         return cls(*tensors, *(view(a, "partial results", OPERATION) for a in tensors))
@@ -43,7 +43,7 @@ class Partials(NamedTuple):
 class StorePartials:
     """The memory of a store's partial results.
 
-    That of one query a sequence stays, since to make it takes as long as to gather it. Each stream
+    The memory for one query per sequence is kept, since allocating it takes as long as gathering into it. Each stream
     has its own, since calls on two streams do not wait for each other, and so has a CUDA graph.
     """
 

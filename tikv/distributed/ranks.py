@@ -1,4 +1,4 @@
-"""The processes that share a cache: a process group of torch, and this one's place in it."""
+"""The processes that share a cache: a torch process group, and this process's place in it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tikv.errors import GroupError
 
 
 class Ranks:
-    """A process group, and what is asked of it.
+    """A process group and the collectives that a cache needs.
 
     Args:
         group: a process group of `torch.distributed`, or None for all processes.
         operation: for messages.
 
     Attributes:
-        group: as torch has it.
-        rank: of this process within the group.
-        world: how many there are.
+        group: torch's process group.
+        rank: this process's rank in the group.
+        world: the number of ranks.
 
     Raises:
         GroupError: torch.distributed is not installed or not started, the group is gone, or this process is not in it.
@@ -31,32 +31,32 @@ class Ranks:
         if not dist.is_initialized():
             raise GroupError(
                 f"{operation}: torch.distributed has not been started in this process. Call "
-                f"torch.distributed.init_process_group() first, and start the processes by torchrun."
+                f"torch.distributed.init_process_group() first, and start the processes with torchrun."
             )
         self.group = dist.group.WORLD if group is None else group
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # so before torch 2.13
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older than torch 2.13
         with self.understanding(operation):
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise GroupError(
-                f"{operation}: process {dist.get_rank()} is not in the group it was given. Create the store in the "
-                f"processes of the group alone."
+                f"{operation}: process {dist.get_rank()} is not in the group that was passed. Create the store "
+                f"only in the processes of the group."
             )
 
     def gather(self, mine: Any, operation: str, found: Any = None) -> Any:
-        """A tensor of each rank, stacked, in memory that is given or new: one collective; or GroupError."""
+        """The tensors of all ranks, stacked, in `found` or new memory, by one collective; or GroupError."""
         import torch
 
         if found is None:
             found = mine.new_empty((self.world, *mine.shape))
         with self.understanding(operation):
             if self.group is not torch.distributed.group.WORLD:
-                torch.distributed.get_rank(self.group)  # which knows that a group was destroyed; a collective may not
+                torch.distributed.get_rank(self.group)  # it notices a destroyed group; a collective may not
             self._gather(found.view(-1), mine.view(-1), group=self.group)
         return found
 
     def gather_objects(self, mine: Any, operation: str) -> list[Any]:
-        """A small object of each rank, in order: slow, for what happens once; or GroupError."""
+        """A small object from each rank, in order. It is slow, for use once per store; or GroupError."""
         import torch
 
         found: list[Any] = [None] * self.world
@@ -65,17 +65,17 @@ class Ranks:
         return found
 
     def require_agreement(self, operation: str, call: tuple[Any, ...]) -> None:
-        """Raise GroupError on all ranks where they do not make the same call, with what each of them said."""
+        """Raise GroupError on all ranks unless they make the same call; the message shows each rank's call."""
         calls = self.gather_objects(call, operation)
         if any(other != calls[0] for other in calls):
             said = "; ".join(f"rank {i}: {' '.join(map(str, other))}" for i, other in enumerate(calls))
             raise GroupError(
-                f"{operation}: the ranks disagree: {said}. Make the same calls on all of them, in one order."
+                f"{operation}: the ranks disagree: {said}. Make the same calls on all of them, in the same order."
             )
 
     @contextlib.contextmanager
     def understanding(self, operation: str) -> Iterator[None]:
-        """Around what torch.distributed does: its errors are `GroupError` here."""
+        """A context in which errors of torch.distributed become `GroupError`."""
         try:
             yield
         except (RuntimeError, ValueError, AttributeError) as error:
@@ -90,7 +90,7 @@ class Ranks:
 
 
 def distributed(operation: str) -> Any:
-    """The module torch.distributed, which is refused where torch is not there or was built without it."""
+    """The module torch.distributed, or GroupError where torch is missing or was built without it."""
     dist = extras.need("torch.distributed", operation)
     if not dist.is_available():
         raise GroupError(f"{operation}: this torch was built without torch.distributed. Install one that has it.")

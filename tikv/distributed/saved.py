@@ -1,7 +1,7 @@
-"""A shared cache in files: one a rank, and an index that names them. Any number of ranks loads it, however it is cut.
+"""A shared cache in files: one per rank, and an index that names them. Any number of ranks can load it, with any cut.
 
-A rank's file has the rows of its heads and tokens in the order of their positions, which follow from how they were
-dealt and what all ranks held. The index is written last, so that a save that was killed leaves the old one as it was.
+A rank's file has the rows of its heads and tokens in order of position. The positions follow from how the tokens were
+dealt and what all ranks held. The index is written last, so that a save that is killed leaves the old one intact.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 class Share(NamedTuple):
-    """What a rank has: KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
+    """A rank's share: the KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
 
     first_head: int
     end_head: int
     sharding: TokenSharding
 
     def positions(self, layer: Layer) -> list[int]:
-        """The positions of this rank's tokens that a layer, by its counts over all ranks, still has."""
+        """The positions of this rank's tokens that a layer still holds, by its counts over all ranks."""
         found = [p for p in range(min(layer.sinks, layer.length)) if self.sharding.owns(p)]
         start = max(layer.sinks, layer.valid_from) if layer.ring else 0
         for first, end in self.sharding.runs(start, layer.length):
@@ -61,8 +61,8 @@ def write_share(
     """Write a rank's file, or raise CacheFileError.
 
     Args:
-        path, share, save: of the file, what this rank has, the word of this save.
-        form, of_all: the arguments of the store, and its counts over all ranks.
+        path, share, save: the file's path, this rank's share, and the identifier of this save.
+        form, of_all: the store's arguments, and its counts over all ranks.
         own: this rank's layers and host copies of their filled slots.
     """
     tensors = {}
@@ -81,7 +81,7 @@ def write_share(
 
 
 def write_index(path: Path, names: Sequence[str], save: str) -> None:
-    """Write the index, in one step, and remove the files of the one that was there; or CacheFileError."""
+    """Write the index in one step, and remove the files that the old index named; or CacheFileError."""
     operation = "ShardedKVCacheStore.save"
     before: list[str] = []
     with contextlib.suppress(CacheFileError):
@@ -94,25 +94,25 @@ def write_index(path: Path, names: Sequence[str], save: str) -> None:
 
 
 def read_index(path: Path, operation: str) -> tuple[list[str], str]:
-    """The names of the files of a save, and its word; CacheFileError of no such index, or a damaged or another's."""
+    """The file names of a save, and its identifier; or CacheFileError if the index is missing, damaged or foreign."""
     try:
         with open(path, "rb") as file:
             found = tensor_file.parsed(file.read(tensor_file.HEADER_BYTES).decode())
         if found["tikv"] != KIND or found["version"] != files.VERSION:
-            raise ValueError(f"it is of {files.words(found['tikv'])}, version {files.words(found['version'])}")
+            raise ValueError(f"it is for {files.words(found['tikv'])}, version {files.words(found['version'])}")
         names = files.listed(found["files"], "files")
         if not names or len(names) > MOST_FILES or any(type(n) is not str or Path(n).name != n for n in names):
             raise ValueError("its files are not named")
         return names, str(found["save"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheFileError(
-            f"{operation}: {str(path)!r} is not an index of a shared cache ({files.words(error)}). Give the .json that "
+            f"{operation}: {str(path)!r} is not an index of a shared cache ({files.words(error)}). Pass the .json that "
             f"ShardedKVCacheStore.save wrote."
         ) from None
 
 
 class Saved:
-    """A saved cache: its form and counts, and its files, each read when rows of it are wanted.
+    """A saved cache: its arguments, its counts and its files; each file is read when its rows are wanted.
 
     Raises:
         CacheFileError: a file is missing, damaged, of another save, or contradicts itself or the others.
@@ -129,16 +129,16 @@ class Saved:
     def _read(self, path: Path, tensors: dict[str, Any] | None = None) -> dict[str, Any]:
         found, meta = files.read(path, KIND, self.operation, _check)
         if meta["save"] != self.save:
-            raise CacheFileError(f"{self.operation}: {str(path)!r} is of another save. Save the cache again.")
+            raise CacheFileError(f"{self.operation}: {str(path)!r} belongs to another save. Save the cache again.")
         if tensors is not None:
             tensors.update(found)
         return meta
 
     def slots_for(self, share: Share, of_all: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
-        """The filled slots of a rank's layers, from whichever files have their rows; or CacheFileError.
+        """The filled slots of a rank's layers, read from whichever files have their rows; or CacheFileError.
 
         Args:
-            share, own: what the rank has, and its layers, with their counts.
+            share, own: the rank's share, and its layers with their counts.
             of_all: the counts of the saved cache.
             batch: sequences.
         """
@@ -181,7 +181,7 @@ def _check(meta: dict[str, Any], entries: dict[str, Entry]) -> None:
     rank, world, interleave = files.integers(meta["deal"], "deal", "deal", 3)
     first, end = files.integers(meta["heads"], "heads", "a head", 2, high=heads)
     if rank >= world or interleave < 1 or first >= end:
-        raise ValueError(f"rank {rank} of {world} with heads {first} to {end} has nothing")
+        raise ValueError(f"rank {rank} of {world} with heads {first} to {end} holds nothing")
     share = Share(first, end, TokenSharding(rank, world, interleave))
     for layer in layers_of(form, meta["counts"]):
         for name, width, dtype in files.storage(form):

@@ -1,4 +1,4 @@
-"""ShardedKVCacheStore: a cache that several processes hold together, cut by heads, by tokens, or by both."""
+"""ShardedKVCacheStore: a cache that several processes hold together, sharded by heads, by tokens, or by both."""
 
 from __future__ import annotations
 
@@ -51,48 +51,48 @@ ALIKE = frozenset(COUNTS + FORM + CHANGES)
 
 
 class NotSharedError(OptionError, AttributeError):
-    """A method of `KVCacheStore` that a cache cut by tokens does not have."""
+    """A method of `KVCacheStore` that a cache sharded by tokens does not have."""
 
 
 class ShardedKVCacheStore:
-    """The keys and values of a model's layers, held together by the processes of a group of `torch.distributed`.
+    """The keys and values of a model's layers, sharded over the processes of a `torch.distributed` group.
 
-    Every process creates it with the sizes of the whole model and makes the same calls in the same order. Cut by heads,
-    a rank holds its share of the KV heads, and k, v, q and results are of these heads: no call speaks to another rank.
-    Cut by tokens, k, v, q and results are whole on every rank; each stores the tokens dealt to it, in blocks of
-    ``interleave``, attends over those, and one all_gather of small tensors merges the parts by their log-sum-exps.
-    A two-dimensional mesh does both.
+    Every process creates the store with the sizes of the whole model and makes the same calls in the same order.
+    Sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no call
+    communicates. Sharded by tokens, k, v, q and results are whole on every rank. Each rank stores the tokens dealt to
+    it, in blocks of ``interleave``, and attends over those; one all_gather of small tensors merges the parts by their
+    log-sum-exps. A two-dimensional mesh does both.
 
     Args:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.
-        shard: "heads" or "tokens"; for a mesh of two dimensions a pair with one of each, in the mesh's order.
-        interleave: tokens of a block; position p lies on rank ``p // interleave % world`` of those that share tokens.
-            Smaller ones keep short caches even; prompts are read in pieces of this many queries.
-        **form: what `KVCacheStore` takes, the sizes of the whole model: ``num_kv_heads`` is of all ranks together,
-            ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
+        shard: "heads" or "tokens"; for a two-dimensional mesh, a pair of both, in the order of the mesh's dimensions.
+        interleave: tokens per block; position p lies on rank ``p // interleave % world`` of the ranks that share
+            tokens. Small blocks spread short caches evenly; prompts are processed in pieces of this many queries.
+        **form: the arguments of `KVCacheStore`, for the whole model: ``num_kv_heads`` counts the heads of all ranks,
+            and ``capacity`` and ``window`` count all tokens; ``k_scale`` and ``v_scale`` are numbers.
 
     Attributes:
-        num_kv_heads: as given.
+        num_kv_heads: the KV heads of all ranks, as given.
         heads: the KV heads of this rank, a range.
-        local: what this rank holds: a `KVCacheStore` of its heads and tokens.
+        local: a `KVCacheStore` with this rank's heads and tokens.
 
     Raises:
-        GroupError: there is no such group, or torch is not installed.
-        OptionError, ShapeError: an unknown ``shard``, a mesh of other dimensions, heads that do not divide.
+        GroupError: the group does not exist, or torch is not installed.
+        OptionError, ShapeError: ``shard`` is unknown, does not fit the mesh's dimensions, or the heads do not divide.
         As `KVCacheStore`.
 
-    All methods of `KVCacheStore` are there with heads cut. With tokens cut these are: `append`, `append_all`,
+    Sharded by heads, it has all methods of `KVCacheStore`. Sharded by tokens, it has these: `append`, `append_all`,
     `attend`, `extend`, `trim`, `reset`, `positions_on_device`, `advance`, `reorder`, `select`, `repeat`, `snapshot`,
-    `restore`, `save`, `load` and the counts. Others are refused, since a rank sees a part of the tokens: ``local`` has
-    what it sees.
+    `restore`, `save`, `load` and the counts. It refuses the others, since a rank has only some of the tokens; ``local``
+    has those.
 
-    Exactness: what is stored has the bits that a `KVCacheStore` would store. Attention over tokens that are cut sums in
-        another order: float32, one rounding at the end.
-    Cost: an append is a launch on the rank that the token lies on, and nothing on others. Attention over tokens that
-        are cut sends ``4 * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other.
-    If ranks disagree on a call, a collective waits for the group's timeout, or mixes results. With
-    ``tikv.init(debug=True)`` calls are compared first, and all ranks raise `GroupError`. A rank that dies ends the
-    others' next collective with one, at the latest after that timeout.
+    Exactness: it stores the bits that a `KVCacheStore` would store. Attention over sharded tokens sums in another
+        order, in float32, with one rounding at the end.
+    Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
+    * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
+    collective waits for the group's timeout, or mixes results. With ``tikv.init(debug=True)``, calls are compared
+    first, and all ranks raise `GroupError`. If a rank dies, the next collective of the others raises `GroupError`, at
+    the latest after that timeout.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
@@ -122,7 +122,7 @@ class ShardedKVCacheStore:
         if self.num_kv_heads % world:
             raise ShapeError(
                 f"{operation}: num_kv_heads={self.num_kv_heads} do not divide among {world} ranks. Use a number of "
-                f"ranks that divides them, or cut tokens."
+                f"ranks that divides them, or shard by tokens."
             )
         for name in ("k_scale", "v_scale"):
             if hasattr(form.get(name), "__len__"):
@@ -146,9 +146,9 @@ class ShardedKVCacheStore:
         self._agree(operation, shard, interleave, *(f"{name}={value}" for name, value in sorted(form.items())))
 
     def append(self, layer: int, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
-        """Append new tokens to one layer: of the rank's own heads, all tokens. See `KVCacheStore.append`.
+        """Append new tokens to one layer: all tokens, with this rank's heads. See `KVCacheStore.append`.
 
-        With tokens cut, ``positions`` go with one token a sequence.
+        Sharded by tokens, ``positions`` are taken with one token per sequence.
 
         Raises:
             As `KVCacheStore.append`. Nothing is written.
@@ -160,7 +160,7 @@ class ShardedKVCacheStore:
             raise self._of_rank(error) from None
 
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
-        """Append new tokens to all layers: of the rank's own heads, all tokens. See `KVCacheStore.append_all`.
+        """Append new tokens to all layers: all tokens, with this rank's heads. See `KVCacheStore.append_all`.
 
         Raises:
             As `KVCacheStore.append_all`. Nothing is written.
@@ -189,21 +189,21 @@ class ShardedKVCacheStore:
         mass_queries: int | None = None,
         **options: Any,
     ) -> Any:
-        """Attention of the newest tokens' queries over what all ranks hold. See `KVCacheStore.attend`.
+        """Attention of the newest tokens' queries over the tokens of all ranks. See `KVCacheStore.attend`.
 
         Args:
             layer: its index.
-            q: as in `KVCacheStore.attend`, of the query heads that go with the rank's KV heads.
+            q: as in `KVCacheStore.attend`, with the query heads that read this rank's KV heads.
             layout, scale, return_lse, softcap, out, missing, seq_lens, sink_logits, alibi_slopes: as in
-                `KVCacheStore.attend`, logits and slopes of the query heads that q has. With tokens cut, ``seq_lens`` go
-                with one query a sequence, without slopes, and with windows that are, but for the sinks, a multiple of
-                the ranks times ``interleave``.
-            return_mass, mass_queries: as in `KVCacheStore.attend`; the mass of the tokens that all ranks hold, on every
-                rank, of its own heads. With tokens cut it is one collective more.
-            **options: the others, where heads alone are cut.
+                `KVCacheStore.attend`; logits and slopes are for q's heads. Sharded by tokens, ``seq_lens`` need one
+                query per sequence, no slopes, and windows that are, without the sinks, a multiple of the number of
+                ranks times ``interleave``.
+            return_mass, mass_queries: as in `KVCacheStore.attend`; every rank gets the mass of the tokens of all ranks,
+                for its own heads. Sharded by tokens, this takes one more collective.
+            **options: the other options, offered only where just the heads are sharded.
 
         Returns:
-            As `KVCacheStore.attend`: of the rank's own heads, over all tokens.
+            As `KVCacheStore.attend`: for this rank's heads, over all tokens.
 
         Raises:
             As `KVCacheStore.attend`. GroupError: another process is gone, or in debug mode makes another call.
@@ -265,22 +265,22 @@ class ShardedKVCacheStore:
         mass_queries: int | None = None,
         **options: Any,
     ) -> Any:
-        """Attend with new tokens' queries over what all ranks hold and the new tokens, and append those.
+        """Append new tokens, and attend with their queries over the tokens of all ranks and the new ones.
 
         Args:
             layer, layout, scale, softcap, return_lse: as in `KVCacheStore.extend`.
             sink_logits, alibi_slopes, return_mass, mass_queries: as in `attend`.
-            q, k, v: the new tokens, all of them, of the rank's own heads.
-            **options: the others, where heads alone are cut.
+            q, k, v: all new tokens, with this rank's heads.
+            **options: the other options, offered only where just the heads are sharded.
 
         Returns:
             As `KVCacheStore.extend`.
 
         Raises:
-            As `append` and `attend`. Nothing is counted then, also where a process is lost on the way, but for new
-            tokens of a sliding layer that took the place of older ones before.
+            As `append` and `attend`. The lengths then stay, even if a process is lost on the way. New tokens of a
+            sliding layer may already have overwritten older ones.
 
-        Cost: one collective, whatever the prompt. With tokens cut a launch serves the queries of a block, at most 256.
+        Cost: one collective for any prompt. Sharded by tokens, one launch serves the queries of a block, at most 256.
         """
         operation = "ShardedKVCacheStore.extend"
         request = AttendRequest(
@@ -318,28 +318,31 @@ class ShardedKVCacheStore:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.
 
         Raises:
-            PositionError: more than `length`, or further back than a ring still holds. Nothing is changed.
+            PositionError: ``n`` is more than `length`, or goes further back than a ring still holds. Nothing is
+                changed.
         """
         self._agree("ShardedKVCacheStore.trim", n)
         self.local.trim(n)
 
     def reset(self) -> None:
-        """Forget all tokens. The memory stays, with what was in it."""
+        """Forget all tokens. The memory and its contents stay."""
         self._agree("ShardedKVCacheStore.reset")
         self.local.reset()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save what is held: a file a rank, and an index that names them, written last.
+        """Save the cache: one file per rank, and an index that names them, written last.
 
         Args:
-            path: of the index, which ends in ``.json``; the files lie beside it, so all ranks see that folder. Those of
-                the save that the index named before are removed.
+            path: the index's path, which ends in ``.json``. The files lie beside it, so all ranks must see that folder.
+                The files that an older index at this path named are removed.
 
         Raises:
-            CacheFileError: another ending, or the system refuses, on any rank; on all of them. An old save stays.
+            CacheFileError: the path has another ending, or the system refuses to write, on any rank; all ranks raise
+                it. An older save stays.
             GroupError: a process is gone.
 
-        Exactness: every bit. Cost: each rank's tokens, once to the host and once to the disk; three small collectives.
+        Exactness: every bit is kept. Cost: each rank copies its tokens once to the host and once to the disk; three
+            small collectives.
         """
         operation = "ShardedKVCacheStore.save"
         target, failed = Path(""), ""
@@ -368,11 +371,11 @@ class ShardedKVCacheStore:
     def load(
         cls, path: str | os.PathLike[str], group_or_mesh: Any, *, shard: Any, interleave: int = 64
     ) -> ShardedKVCacheStore:
-        """A new store with the form, counts and contents of a saved one, cut as these processes want it.
+        """A new store with the arguments, counts and contents of a saved one, sharded as these processes ask.
 
         Args:
-            path: of the index that `save` wrote, with as many ranks and whichever cut it was.
-            group_or_mesh, shard, interleave: as of the class.
+            path: the index that `save` wrote, with any number of ranks and any sharding.
+            group_or_mesh, shard, interleave: as for the class.
 
         Raises:
             CacheFileError: the index or a file is missing, damaged, or not one that `save` wrote.
@@ -395,7 +398,7 @@ class ShardedKVCacheStore:
 
     @property
     def length(self) -> int:
-        """Tokens appended since `reset`, less those trimmed, on all ranks together; no rank asks another."""
+        """Tokens appended since `reset`, less those trimmed, over all ranks; no rank asks another."""
         return self.local.length
 
     @property
@@ -404,7 +407,7 @@ class ShardedKVCacheStore:
         return self.local.nbytes
 
     def held(self, layer: int) -> Any:
-        """Tokens of a layer that are there to be seen, on all ranks together."""
+        """The tokens of a layer that can still be seen, over all ranks."""
         return self.local.held(layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -413,8 +416,8 @@ class ShardedKVCacheStore:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         if self._shard is not None and name not in ALIKE:
             raise NotSharedError(
-                f"ShardedKVCacheStore.{name}: a cache cut by tokens does not have it: this rank holds {self._share()}, "
-                f"and nobody all of them. Use `local.{name}` for what is here, or cut heads."
+                f"ShardedKVCacheStore.{name}: a cache sharded by tokens does not have it: this rank holds "
+                f"{self._share()}, and no rank holds all. Use `local.{name}` for this rank's tokens, or shard by heads."
             )
         return getattr(self.local, name)
 
@@ -454,7 +457,7 @@ class ShardedKVCacheStore:
         local.take_over(own, found.slots_for(self._shared(), of_all, layers, local.batch_size), operation)
 
     def _strides(self) -> list[int]:
-        """How many ranks lie between two of each group, counted through all processes."""
+        """How far apart, in ranks of all processes, neighbours in each group are."""
         worlds = [ranks.world for ranks in self.ranks.values()]
         return [math.prod(worlds[i + 1 :]) for i in range(len(worlds))]
 
@@ -466,7 +469,7 @@ class ShardedKVCacheStore:
         return found
 
     def _raise_all(self, failed: str, operation: str) -> None:
-        """Raise CacheFileError on all processes where something failed on one."""
+        """Raise CacheFileError on all processes if something failed on one."""
         if failures := [each for each in self._of_all(failed, operation) if each]:
             raise CacheFileError(failed or f"{operation}: another process failed: {failures[0]}")
 
@@ -489,11 +492,11 @@ class ShardedKVCacheStore:
         )
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
-        """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are cut."""
+        """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are sharded."""
         if options and self._shard is not None and options != {"impl": "auto"}:
             raise OptionError(
-                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are cut. Leave it "
-                f"out, or cut heads."
+                f"ShardedKVCacheStore.{name}: {', '.join(options)} is not offered where tokens are sharded. Leave "
+                f"it out, or shard by heads."
             )
 
     def _agree(self, operation: str, *call: Any) -> None:
@@ -558,19 +561,19 @@ class ShardedKVCacheStore:
 
 
 def _groups(group_or_mesh: Any, shard: Any, operation: str) -> dict[str, Any]:
-    """The process groups that share heads and tokens, by what they share; OptionError of a `shard` that is unclear."""
+    """The process groups by what they shard, heads or tokens; or OptionError for an unclear `shard`."""
     names = (shard,) if isinstance(shard, str) else tuple(shard) if isinstance(shard, (tuple, list)) else ()
     mesh = group_or_mesh if hasattr(group_or_mesh, "mesh") and hasattr(group_or_mesh, "get_group") else None
     dimensions = 1 if mesh is None else mesh.ndim
     if not names or any(name not in SHARDS for name in names) or len(set(names)) < len(names):
         raise OptionError(
-            f"{operation}: shard={shard!r} is unknown. Use 'heads' or 'tokens', or ('heads', 'tokens') in the order "
-            f"of a mesh's dimensions."
+            f"{operation}: shard={shard!r} is unknown. Use 'heads' or 'tokens'; for a two-dimensional mesh, a pair "
+            f"of both in the order of its dimensions."
         )
     if len(names) != dimensions:
         raise OptionError(
             f"{operation}: shard={shard!r} names {len(names)} and the {'group' if mesh is None else 'mesh'} has "
-            f"{dimensions} dimension{'s' * (dimensions != 1)}. Name what each dimension cuts."
+            f"{dimensions} dimension{'s' * (dimensions != 1)}. Name what each dimension shards."
         )
     if mesh is None:
         return {names[0]: group_or_mesh}

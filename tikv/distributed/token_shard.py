@@ -1,7 +1,7 @@
-"""TokenShardLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows of no other process.
+"""TokenShardLayers: the tokens of a cache that lie on one rank, with the counts of all. It knows no other process.
 
-A sliding layer's ring here holds the rank's share of the window and up to a block more, so that a block of a prompt can
-be appended before its queries attend: the oldest that they see are still there.
+The ring of a sliding layer holds this rank's share of the window and up to one block more. So a block of a prompt can
+be appended before its queries attend, and the oldest keys that they see are still there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Form(NamedTuple):
 
 
 class CapturedShard(NamedTuple):
-    """What a rank held of its tokens, with the counts of all."""
+    """The tokens that a rank held, with the counts of all."""
 
     own: Captured
     sharding: TokenSharding
@@ -50,9 +50,9 @@ class CapturedShard(NamedTuple):
 
 
 class TokenShardLayers(LayerStorage):
-    """A rank's part of layers whose tokens lie on several; `sharding` says which, `own` has them as layers.
+    """One rank's part of layers whose tokens lie on several ranks: `sharding` says which, and `own` holds them.
 
-    It is given all tokens and counts all. Its memory holds those that lie on this rank: `attend_own` attends over them.
+    It is given all tokens and counts all of them. Its memory holds those of this rank, over which `attend_own` attends.
     """
 
     title = "a store whose tokens are dealt to several processes"
@@ -78,7 +78,7 @@ class TokenShardLayers(LayerStorage):
 
     @classmethod
     def serves(cls, dtype: Any) -> bool:
-        """None by its dtype alone: `ShardedKVCacheStore` makes it."""
+        """False for every form: only `ShardedKVCacheStore` makes one."""
         return False
 
     @property
@@ -124,8 +124,8 @@ class TokenShardLayers(LayerStorage):
         form = self._form_of(operation, layers, Views([k, v]), layout, layer is None)
         if form.tokens != 1:
             raise OptionError(
-                f"{operation}: {form.tokens} tokens at positions that the device knows, and tokens are cut: nobody on "
-                f"the host knows which lie here. Append one token at a time, or without positions."
+                f"{operation}: {form.tokens} tokens at positions that only the device knows: where tokens are sharded, "
+                f"the host must know which lie here. Append one token at a time, or without positions."
             )
         out = self._on_device("positions")
         deal(self.runtime, operation, positions, out, self.sharding, False)
@@ -191,7 +191,7 @@ class TokenShardLayers(LayerStorage):
         return self.own.attend(operation, layer, q, request)
 
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
-        """Not offered: what a query sees lies on several ranks."""
+        """Not offered: the keys that a query sees lie on several ranks."""
         self._refuse(operation, "Call ShardedKVCacheStore.extend, or shard by heads.")
 
     def tokens(self, operation: str, layer: int) -> tuple[CacheArray, CacheArray]:
@@ -212,18 +212,18 @@ class TokenShardLayers(LayerStorage):
         """The attention of the newest tokens' queries over this rank's keys.
 
         Args:
-            operation, layer, scores: of which call.
+            operation, layer, scores: of the call.
             q: (batch, Hq, T, D).
-            partials: (batch, Hq, T, D_v + 1) float32: each row's result, and behind it its log-sum-exp.
-            missing, seq_lens: as in `KVCacheStore.attend`; `seq_lens` not with several queries, with slopes, or with a
-                window whose share of a rank they decide.
-            slopes: ALiBi's, by the name that attention has for them, if there are any; of not too far positions.
+            partials: (batch, Hq, T, D_v + 1) float32: each row's result, followed by its log-sum-exp.
+            missing, seq_lens: as in `KVCacheStore.attend`; `seq_lens` are refused with several queries, with slopes, or
+                where a rank's share of the window depends on them.
+            slopes: ALiBi slopes by attention's name for them, if there are any; positions must not be too far.
         """
         if seq_lens is not None:
             if slopes:
                 raise OptionError(
-                    f"{operation}: slopes with seq_lens on the device, and tokens are cut: how far keys stand from the "
-                    f"query is counted on the host. Leave seq_lens out, or cut heads."
+                    f"{operation}: slopes with seq_lens on the device: where tokens are sharded, the host must know "
+                    f"how far keys are from the query. Leave seq_lens out, or shard by heads."
                 )
             self._attend_at(operation, layer, q, partials, scores, view(seq_lens, "seq_lens", operation))
             return
@@ -231,7 +231,7 @@ class TokenShardLayers(LayerStorage):
         self._require_countable(operation, slopes, counts.length)
         if 0 < counts.length < queries:
             raise PositionError(
-                f"{operation}: the {queries} queries are those of the newest tokens, and there are {counts.length}. "
+                f"{operation}: the {queries} queries belong to the newest tokens, and the cache has {counts.length}. "
                 f"Append the tokens first, or use extend()."
             )
         if missing == "raise" and queries > 1:
@@ -246,8 +246,8 @@ class TokenShardLayers(LayerStorage):
         """Raise PositionError where slopes would count positions that kernels have no numbers for."""
         if slopes and length > MAX_COUNTED:
             raise PositionError(
-                f"{operation}: slopes over tokens that are dealt count {MAX_COUNTED} positions, and the length is "
-                f"{length}. Use reset(), or cut heads."
+                f"{operation}: slopes over sharded tokens reach {MAX_COUNTED} positions, and the length is "
+                f"{length}. Use reset(), or shard by heads."
             )
 
     def _attend_at(
@@ -258,14 +258,14 @@ class TokenShardLayers(LayerStorage):
         around = self.sharding.world * self.sharding.interleave
         if q.shape[2] != 1:
             raise OptionError(
-                f"{operation}: {q.shape[2]} queries with seq_lens on the device, and tokens are cut. Attend with one "
-                f"query a sequence, or without seq_lens."
+                f"{operation}: {q.shape[2]} queries with seq_lens on the device, where tokens are sharded. Attend with "
+                f"one query per sequence, or without seq_lens."
             )
         if counts.ring % around:
             raise OptionError(
-                f"{operation}: layer {layer} slides over {counts.ring} tokens behind its sinks, which is not a "
+                f"{operation}: layer {layer} slides over {counts.ring} tokens after its sinks, which is not a "
                 f"multiple of {self.sharding.world} ranks x interleave={self.sharding.interleave}: with seq_lens on "
-                f"the device nobody on the host knows how many of them lie here. Use a window of such a multiple and "
+                f"the device, the host cannot know how many of them lie here. Use a window of such a multiple plus "
                 f"the sinks."
             )
         lens = self._on_device("lens")
@@ -286,7 +286,7 @@ class TokenShardLayers(LayerStorage):
     def extension(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], layout: str, scores: AttentionScale
     ) -> tuple[Queries, ArrayView, Views]:
-        """What `KVCacheStore.extend` was given, checked: the queries, the same as kernels read them, and the rows."""
+        """The checked arguments of `KVCacheStore.extend`: the queries, their view for kernels, and the rows."""
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         found = self.own.counts[layer]
         rows = view_all(arrays[1:], ROWS, operation)
@@ -353,7 +353,7 @@ class TokenShardLayers(LayerStorage):
         stage.finish()
 
     def held_positions(self, layer: int) -> np.ndarray[Any, Any]:
-        """The positions of the tokens of a layer that are there to be seen, on all ranks together, ascending."""
+        """The positions of the tokens of a layer that can still be seen, over all ranks, ascending."""
         counts = self.counts[layer]
         fixed = np.arange(min(counts.length, counts.sinks))
         return np.concatenate([fixed, np.arange(max(counts.valid_from, counts.sinks), counts.length)])
@@ -361,7 +361,7 @@ class TokenShardLayers(LayerStorage):
     def weigh_own(
         self, operation: str, layer: int, q: ArrayView, lse: ArrayView, to: Any, scores: AttentionScale
     ) -> None:
-        """How much weight the newest tokens' queries gave this rank's keys, of those that are held.
+        """The attention weight that the newest tokens' queries gave to the keys that this rank holds.
 
         `q` and `lse` are (batch, Hq, T, D) and (batch, Hq, T), over the keys of all ranks; `to` is a tensor of zeros
         (batch, num_kv_heads, n), n at least this rank's share of `held_positions`.
@@ -391,7 +391,7 @@ class TokenShardLayers(LayerStorage):
     # --- counts, what lets go, copies
 
     def take_counts(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Take lengths and oldest valid positions over all ranks; those of this rank's tokens."""
+        """Take lengths and oldest valid positions over all ranks, and return those of this rank's tokens."""
         for layer, (length, valid_from) in zip(self.counts, counts, strict=True):
             layer.length, layer.valid_from = length, valid_from
         return [(self.sharding.count(length), self.sharding.count(valid_from)) for length, valid_from in counts]
@@ -430,7 +430,7 @@ class TokenShardLayers(LayerStorage):
         """As `LayerStorage.restore` of what was captured on this rank, of tokens sharded as here; or OptionError."""
         if not isinstance(captured, CapturedShard) or captured.sharding != self.sharding:
             raise OptionError(
-                f"{operation}: {shown[0]} is not a snapshot of tokens dealt as here ({self.sharding}). Give what "
+                f"{operation}: {shown[0]} is not a snapshot of tokens sharded as here ({self.sharding}). Pass what "
                 f"`snapshot` returned on this rank."
             )
         self.own.restore(operation, captured.own, shown)
@@ -444,7 +444,7 @@ class TokenShardLayers(LayerStorage):
         self.own.take_over(operation, counts, arrays)
 
     def save(self, path: str | os.PathLike[str], form: StoreConfig, operation: str) -> None:
-        """Not offered: `ShardedKVCacheStore.save` writes a file a rank."""
+        """Not offered: `ShardedKVCacheStore.save` writes one file per rank."""
         self._refuse(operation, "Call ShardedKVCacheStore.save.")
 
     @classmethod

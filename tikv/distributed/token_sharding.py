@@ -35,7 +35,7 @@ class TokenSharding(NamedTuple):
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def most(self, tokens: int) -> int:
-        """The most of so many consecutive tokens that one rank has, wherever they begin."""
+        """The most tokens that one rank can have of a run of consecutive tokens, wherever it begins."""
         rounds, rest = divmod(tokens, self.world * self.interleave)
         return rounds * self.interleave + min(rest, self.interleave)
 
@@ -44,7 +44,7 @@ class TokenSharding(NamedTuple):
         return position // self.interleave % self.world == self.rank
 
     def position(self, index: int) -> int:
-        """The position of this rank's token of that number."""
+        """The position of this rank's n-th token."""
         block, inside = divmod(index, self.interleave)
         return (block * self.world + self.rank) * self.interleave + inside
 
@@ -57,14 +57,14 @@ class TokenSharding(NamedTuple):
             block += self.world
 
     def blocks(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """These positions in parts that lie on one rank each."""
+        """These positions, split into parts that each lie on one rank."""
         while first < end:
             after = min(end, (first // self.interleave + 1) * self.interleave)
             yield first, after
             first = after
 
     def places(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], list[int]]:
-        """Where tokens at ascending positions are, if each rank has its own side by side: their ranks and places there.
+        """Where tokens at ascending positions are, if each rank stores its own side by side.
 
         Returns:
             (ranks and places, (2, n) int64; how many each rank has).
@@ -77,16 +77,16 @@ class TokenSharding(NamedTuple):
         return np.stack([ranks, places]), counts
 
     def stretches(self, layer: Layer, valid_from: int, first: int, end: int) -> Iterator[Stretch]:
-        """Queries at consecutive positions, in parts that are each like a plain causal attention over this rank's keys.
+        """Queries at consecutive positions, split so that each part is a plain causal attention over this rank's keys.
 
-        From one query to the next the newest key that it sees here moves on by one or stays, and so does the oldest.
-        Where the newest stays, the queries are taken to stand so far ahead that all see it.
+        From one query to the next, the newest key that it sees here moves on by one or stays, and so does the oldest.
+        Where the newest stays, the queries are treated as far enough ahead that all see it.
 
         Args:
             layer: the sinks and the ring over all ranks.
-            valid_from: oldest position behind the sinks that may be seen, whatever a window says.
+            valid_from: the oldest position after the sinks that may be seen, whatever the window.
             first: the position of the first query.
-            end: behind that of the last.
+            end: the position after the last query.
         """
         # A window's oldest key behind the sinks moves only if it was not trimmed and was there before.
         fixed = max(layer.sinks, valid_from)

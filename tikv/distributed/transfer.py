@@ -1,8 +1,8 @@
-"""Sequences of a paged store from one process to another: `send_sequence` there, `recv_sequence` here.
+"""Move sequences of a paged store between processes: one calls `send_sequence`, the other `recv_sequence`.
 
-Two messages, what is sent and what the receiver lacks of it, then the blocks. Of each layer K and V are one tensor
-each, straight from the pool's memory where the blocks lie side by side, else gathered by a launch for all layers. Each
-process makes ready what it can while it waits for the other's message.
+The sender says what it sends, the receiver answers what it lacks, and the blocks follow. K and V of each layer are one
+tensor each: a part of the pool's memory where the blocks are adjacent, otherwise gathered by one launch for all layers.
+Each process prepares what it can while it waits for the other's message.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     """Send a sequence with all its layers to another process, which calls `recv_sequence`.
 
     Args:
-        pool: a `PagedKVCacheStore` that holds it. It keeps it.
-        seq: its number, or those of several, whose common blocks are sent once.
-        dst: rank of the receiver in the group.
+        pool: the `PagedKVCacheStore` that holds the sequence, and keeps it.
+        seq: the sequence's number, or the numbers of several, whose common blocks are sent once.
+        dst: the receiver's rank in the group.
         group: a process group, or None for all processes.
 
     Raises:
-        PositionError: a sequence does not exist, is swapped out or is named twice; or there is no such rank.
+        PositionError: a sequence does not exist, is swapped out or is named twice; or the rank does not exist.
         OptionError: a ``per_head`` pool, or another store.
-        GroupError: the receiver refused, with its reason, or is gone. Its pool is as it was.
+        GroupError: the receiver refused, with its reason, or is gone. Its pool is unchanged.
 
-    Exactness: every bit. Cost: the blocks that the receiver lacks, once over the wire, layer by layer; blocks that lie
-        scattered in the pool are read and written once more before.
+    Exactness: every bit is kept. Cost: the blocks that the receiver lacks cross the wire once, layer by layer; blocks
+        that are scattered in the pool are first read and written once more.
 
     Example: see `recv_sequence`.
     """
@@ -79,30 +79,31 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
         exchange = _Exchange(pool, peer)
         answer = answer_of()
         if "refused" in answer:
-            raise GroupError(f"{operation}: rank {dst} did not take it: {answer['refused']}")
+            raise GroupError(f"{operation}: rank {dst} refused: {answer['refused']}")
         exchange.send(held[answer["lacking"]].tolist())
 
 
 def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
-    """Receive what another process sends by `send_sequence`.
+    """Receive what another process sends with `send_sequence`.
 
     Args:
-        pool: a `PagedKVCacheStore` of the same form as the sender's; the number of blocks may be another.
-        src: rank of the sender in the group.
+        pool: a `PagedKVCacheStore` created as the sender's; only the number of blocks may differ.
+        src: the sender's rank in the group.
         group: a process group, or None for all processes.
 
     Returns:
-        The number of the new sequence, or a list of those of several that were sent together. They share blocks as they
-        did there. Prefixes of known tokens that are in this pool already are shared, and not sent.
+        The number of the new sequence, or a list of numbers if several were sent together. They share blocks as they
+        did in the sender's pool. A prefix of known tokens that is already in this pool is shared, not sent.
 
     Raises:
-        ShapeError: the pools are of different forms. CapacityError: too few blocks are free. The sender raises too.
+        ShapeError: the pools were created with different arguments. CapacityError: too few blocks are free. The sender
+            raises too.
         OptionError: a ``per_head`` pool, or another store.
         GroupError: the sender is gone.
-        PositionError: there is no such rank. Whatever is raised, the pool is as it was.
+        PositionError: the rank does not exist. Whatever is raised, the pool is unchanged.
 
-    Exactness, cost: as `send_sequence` says. On CUDA it may return before the blocks are there, as torch's own `recv`
-        does: what is launched on torch's current stream comes behind them.
+    Exactness, cost: as `send_sequence`. On CUDA it may return before the blocks have arrived, as torch's own `recv`
+        does; work launched later on torch's current stream comes after them.
 
     Example, in each of two processes:
         >>> def prefill_and_decode(pool, rank):
@@ -150,7 +151,7 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
 
 
 def _require_pool(operation: str, pool: Any) -> None:
-    """Refuse what is not a pool whose sequences can be sent."""
+    """Refuse anything but a pool whose sequences can be sent."""
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
@@ -159,7 +160,7 @@ def _require_pool(operation: str, pool: Any) -> None:
 
 
 def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
-    """The states of sequences without their blocks, and of those sent the blocks that are here already."""
+    """The states of sequences without their blocks, and the sent blocks that this pool already has."""
     sequences, states, known = pool._pages.sequences, [], dict[int, int]()
     for sent in told:
         ids, digests = sequences.known(sent["token_ids"], sent["salt"])
@@ -173,13 +174,13 @@ def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[
 
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
-    """What two pools have in common that exchange blocks; each keeps summaries of pages or not."""
+    """The arguments that two pools must share to exchange blocks; page summaries may differ."""
     form = in_full(pool._pages.pools.arguments())
     return {name: value for name, value in form.items() if name not in ("num_blocks", "page_summaries")}
 
 
 def _require_form(pool: PagedKVCacheStore, theirs: dict[str, Any], src: int, operation: str) -> None:
-    """Raise ShapeError where the sender's pool has another form than this one."""
+    """Raise ShapeError if the sender's pool was created with other arguments than this one."""
     ours = _form(pool)
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         said = ", ".join(f"{name}={theirs.get(name)!r} there and {ours[name]!r} here" for name in other)
@@ -251,7 +252,8 @@ class _Peer:
     def exchange(self, operation: Callable[..., Any], layers: ByLayer) -> None:
         """Send or receive these tensors, some in a batch, and wait for all.
 
-        Layers come in turn whatever groups they lie in, which depends on the size of each pool.
+        Tensors go layer by layer. How a pool groups its layers depends on its size, so the two sides may differ in
+        that.
         """
         import torch.distributed as dist
 
@@ -295,7 +297,7 @@ class _Exchange:
         self.peer.exchange(dist.isend, found)
 
     def receive(self, chosen: list[int]) -> None:
-        """Receive these blocks, in place or to be written where they belong."""
+        """Receive these blocks, in place or through a buffer."""
         import torch.distributed as dist
 
         if not chosen:
@@ -320,7 +322,7 @@ class _Exchange:
             self.pools.write_blocks(host, range(n), chosen)
 
     def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
-        """Copy these blocks to memory of their own, or from there; what it returns has to live until that is done."""
+        """Copy these blocks to separate memory, or back; keep what it returns until that is done."""
         n, size, held = len(chosen), self.pools.config.num_blocks, []
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             sides = (chosen, range(n), size, n) if out_of_pool else (range(n), chosen, n, size)
@@ -331,7 +333,7 @@ class _Exchange:
         return held
 
     def _settle(self) -> None:
-        """Wait until the blocks are there, where launches do not come behind what torch's stream was given."""
+        """Wait until the blocks have arrived, where launches are not ordered after work on torch's stream."""
         if self.live.is_cuda and launch.launcher_report(self.live)["launcher"] != "native":
             import torch
 
@@ -347,14 +349,14 @@ class _Exchange:
                 yield [whole[start * block : (start + n) * block] for whole, block in memory]
 
     def _apart(self, n: int) -> list[list[ArrayView]]:
-        """Memory for so many blocks: of each group its arrays, of layers one after the other."""
+        """Memory for so many blocks: the arrays of each group, with its layers one after the other."""
         return [
             [new_array((group.layers * n, *a.shape[1:]), a.dtype, self.live) for a in group.arrays]
             for group in self.pools.groups
         ]
 
     def _by_layer(self, apart: list[list[Any]]) -> ByLayer:
-        """Parts of the bytes of such memory, here or on the host."""
+        """The bytes of such memory, layer by layer, on the device or on the host."""
         for group, arrays in zip(self.pools.groups, apart, strict=True):
             yield from map(list, zip(*(_bytes(a).chunk(group.layers) for a in arrays), strict=True))
 
@@ -364,7 +366,7 @@ def _side_by_side(chosen: list[int]) -> bool:
 
 
 def _bytes(array: ArrayView | HostArray) -> Any:
-    """The bytes of an array without gaps, as a tensor; the caller keeps the memory alive."""
+    """The bytes of a contiguous array, as a tensor; the caller keeps the memory alive."""
     import torch
 
     if isinstance(array, np.ndarray):
