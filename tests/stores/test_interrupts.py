@@ -1,8 +1,12 @@
 """Ctrl-C at every line of a call: a store is as before it, or as after it, and says which where it is `extend`."""
 
+import ast
+import functools
 import gc
+import pathlib
 import signal
 import sys
+import threading
 import traceback
 
 import numpy as np
@@ -16,9 +20,25 @@ HEADS, Q_HEADS, WIDTH = 2, 4, 16
 FILES = "/tikv/stores/", "/tikv/ops/plan.py", "/tikv/ops/attention/plan.py", "/tikv/launch/bound.py"
 
 
+@functools.cache
+def blocks(file):
+    """Where each `with` statement of a file and its body begin, and where it ends."""
+    withs = (node for node in ast.walk(ast.parse(pathlib.Path(file).read_text("utf-8"))) if isinstance(node, ast.With))
+    return [(node.lineno, node.body[0].lineno, node.end_lineno) for node in withs]
+
+
+def leaves_a_block(file, line, before):
+    """Whether a line is a `with` statement's once more, behind its body, where `__exit__` is about to be called.
+
+    Python itself raises nothing there, so Ctrl-C does not come between a body and the release of its lock.
+    """
+    return any(begin <= line < body <= (before or 0) <= end for begin, body, end in blocks(file))
+
+
 def interrupted(call, at):
     """Make a call, Ctrl-C at the `at`-th line of ours that it comes to; how many lines it came to."""
     count = 0
+    lines = {}
 
     def trace(frame, event, argument):
         nonlocal count
@@ -28,6 +48,9 @@ def interrupted(call, at):
         if function == "__del__" or (function == "<lambda>" and name.endswith("readers.py")):
             return None  # called as memory goes: Python drops what is raised there
         if event == "line":
+            before, lines[frame] = lines.get(frame), frame.f_lineno
+            if leaves_a_block(name, frame.f_lineno, before):
+                return trace
             count += 1
             if count == at:
                 signal.raise_signal(signal.SIGINT)
@@ -131,6 +154,21 @@ def free(store):
     return getattr(store, "num_free_blocks", None)
 
 
+def is_free(lock):
+    """Whether another thread could take a lock now."""
+    taken = []
+
+    def take():
+        if lock.acquire(timeout=10):
+            lock.release()
+            taken.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return bool(taken)
+
+
 def each_break(fresh, call, every):
     """Make a call on a fresh store again and again, each time with Ctrl-C a few lines later, until it comes too late.
 
@@ -142,6 +180,8 @@ def each_break(fresh, call, every):
         try:
             interrupted(lambda store=store: call(store), at)
         except KeyboardInterrupt as error:
+            assert is_free(store.lock)
+            assert is_free(store.runtime.lock)
             inside = [
                 frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tikv/" in frame.f_code.co_filename
             ]
