@@ -61,12 +61,12 @@ class Memory:
         size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         self.handle: Any = None
         self.block: Any
-        torch = sys.modules.get("torch")
         with RoomFor(size, live.device):
             if live.is_cpu:
                 self.block = _aligned_bytes(size)
                 self.ptr = self.block.ctypes.data
-            elif live.is_cuda and torch is not None and torch.cuda.is_available():
+            elif _is_torchs(live):
+                torch = sys.modules["torch"]
                 self.block = torch.empty(size, dtype=torch.uint8, device=live.device)
                 self.ptr = self.block.data_ptr()
             elif live.index:
@@ -137,13 +137,18 @@ class Memory:
                 self.block.fill(0)
 
 
+def _is_torchs(live: runtime.Runtime) -> bool:
+    """Whether memory on the device of the live runtime is torch's."""
+    return live.is_cuda and "torch" in sys.modules and bool(sys.modules["torch"].cuda.is_available())
+
+
 def lasting_memory(nbytes: int, live: runtime.Runtime) -> Memory:
     """Memory that is kept when the call that first needs it is over, also where torch compiles that call.
 
     While torch warms up what it will capture, it gives a thread all memory from the graph's pool, and refuses the call
     where something other than its results is left of it. Another thread is given memory from the usual place.
     """
-    if not live.is_cuda or "torch" not in sys.modules:
+    if not _is_torchs(live):  # the engine gives memory to one thread at a time, and the caller may be that one
         return Memory(nbytes, live)
     with concurrent.futures.ThreadPoolExecutor(1) as another:
         return another.submit(Memory, nbytes, live).result()
