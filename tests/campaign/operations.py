@@ -10,11 +10,12 @@ from campaign.compacted_pool import CompactedPool
 from campaign.contiguous import Contiguous
 from campaign.paged import Paged
 from campaign.progress import Progress, Settings
+from campaign.token_group_pool import TokenGroupPool
 from campaign.token_groups import TokenGroups
 
 GOAL, UNIT = 1_000_000, "operations"
 ROW = 100
-SUBJECTS = (Contiguous, Paged, Calls, Compacted, CompactedPool, TokenGroups)
+SUBJECTS = (Contiguous, Paged, Calls, Compacted, CompactedPool, TokenGroups, TokenGroupPool)
 
 
 def run(settings: Settings, progress: Progress) -> None:

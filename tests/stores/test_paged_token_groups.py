@@ -1,11 +1,11 @@
 """A pool of keys by channel over groups of tokens: each sequence holds what a contiguous store of its own does."""
 
 import copy
-import random
 
 import numpy as np
 import oracle
 import pytest
+from campaign.token_group_pool import TokenGroupPool
 
 import tikv
 from tikv.arrays import CacheArray
@@ -290,42 +290,41 @@ def test_where_memory_ends_a_file_changes_nothing(arch, rng, tmp_path, monkeypat
     both.check()
 
 
+def test_compact_keeps_groups_as_a_whole(arch, rng):
+    """What is kept has its bits, and the fork that shared blocks has all of its own."""
+    both = Both(rng, arch)
+    a = both.add()
+    for layer in range(LAYERS):
+        both.append(layer, {a: 150})  # 96 of them codes
+    b = both.pool.fork(a)
+    both.stores[b] = copy.deepcopy(both.stores[a])
+    keep = [*range(32), *range(64, 98), *range(99, 150, 2)]
+    want = [a.copy_to_host()[keep] for a in both.pool.tokens(0, b)]
+    with pytest.raises(tikv.PositionError, match=r"31 of the tokens 32 to 63.*from 96 on are not codes"):
+        both.pool.compact(0, b, [*range(33, 64), 149])
+    both.check()
+    both.pool.compact(0, b, keep)
+    assert (both.pool.held(0, b), both.pool.length(b), both.pool.num_shared_blocks) == (len(keep), 150, 1)
+    assert both.pool.positions(0, b)[0].tolist() == keep
+    for got, rows in zip(both.pool.tokens(0, b), want, strict=True):
+        oracle.assert_same_bits(got, rows)
+    del both.stores[b]
+    both.check()
+    with pytest.raises(tikv.PositionError, match="was compacted when it had 150"):
+        both.pool.truncate(b, 149)
+    with pytest.raises(tikv.PositionError, match=r"2 queries of sequence 1.*0 of them since it was compacted"):
+        both.attend(0, [b], 2)
+    both.pool.compact(0, b, [])
+    assert (both.pool.held(0, b), both.pool.held(1, b)) == (0, 150)
+
+
 @pytest.mark.archs("cpu")
-def test_random_calls(arch, rng):
-    chance = random.Random(7)
-    both = Both(rng, arch, tikv.Quant(4, 32, "tokens", 40), blocks=120)
-    both.add()
-    for _ in range(250):
-        seqs = list(both.stores)
-        kind = chance.choice(["append"] * 8 + ["fork", "truncate", "free", "swap", "attend", "attend", "extend"])
-        some = chance.sample(seqs, chance.randint(1, len(seqs)))
-        room = min(640 - max(both.stores[s].length for s in some), 60)
-        if kind == "append" and room > 1:
-            both.append(chance.randrange(LAYERS), {s: min(room, chance.choice((1, 2, 33, 60))) for s in some})
-        elif kind == "extend" and room > 1:
-            both.extend(chance.randrange(LAYERS), {s: min(room, chance.choice((0, 1, 60))) for s in some})
-        elif kind == "fork" and len(seqs) < 5:
-            both.stores[both.pool.fork(seqs[0])] = copy.deepcopy(both.stores[seqs[0]])
-        elif kind == "truncate":
-            store = both.stores[some[0]]
-            n = chance.choice((store.length // 32 * 32, max(0, store.length - 5), 0))
-            try:
-                both.pool.truncate(some[0], n)
-            except tikv.PositionError:
-                continue
-            if store.length > n:
-                store.trim(store.length - n)
-        elif kind == "free" and len(seqs) > 1:
-            both.pool.free(some[0])
-            del both.stores[some[0]]
-        elif kind == "swap":
-            both.pool.swap_out(some[0])
-            both.pool.swap_in(some[0])
-        elif kind == "attend":
-            both.attend(chance.randrange(LAYERS), some)
-        if len(both.stores) < 3:
-            both.add()
-        both.check()
+@pytest.mark.parametrize("number", range(3))
+def test_random_sequences(arch, tmp_path, number):
+    """A moment of the campaign: forks, truncations, compactions, swaps and files against groups and rows in NumPy."""
+    made = TokenGroupPool(np.random.default_rng([3, number]), arch, number, tmp_path)
+    for _ in range(60):
+        made.step()
 
 
 @pytest.mark.archs("cpu")
@@ -333,13 +332,15 @@ def test_what_is_refused(arch):
     form = {**FORM, "dtype": QUANT, "num_blocks": 4}
     for more, error, match in (
         ({"block_size": 48}, tikv.OptionError, "Use block_size=64"),
-        ({"block_size": 64, "per_head": True}, tikv.OptionError, "per_head=True with groups"),
+        ({"block_size": 64, "per_head": True}, tikv.OptionError, r"per_head=True with groups.*together"),
         ({"block_size": 64, "layout": "VLLM"}, tikv.OptionError, "layout='VLLM' with groups"),
-        ({"block_size": 64, "page_summaries": 16}, tikv.OptionError, "page_summaries=16"),
-        ({"block_size": 64, "v_dtype": QUANT}, tikv.OptionError, "only keys have scales"),
+        ({"block_size": 64, "page_summaries": 16}, tikv.OptionError, r"page_summaries=16.*outside of the blocks"),
+        ({"block_size": 64, "v_dtype": QUANT}, tikv.OptionError, r"PagedKVCacheStore: v_dtype.*only keys have scales"),
+        ({"block_size": 64, "k_scale": 2.0}, tikv.OptionError, "PagedKVCacheStore: k_scale"),
+        ({"block_size": 64, "head_dim": 33}, tikv.ShapeError, "PagedKVCacheStore: head_dim_v is 33 wide"),
     ):
         with pytest.raises(error, match=match):
-            tikv.PagedKVCacheStore(**form, **more)
+            tikv.PagedKVCacheStore(**form | more)
     pool = tikv.PagedKVCacheStore(**form, block_size=64)
     seq, rows = pool.add(), np.ones((100, HEADS, WIDTH), np.float32)
     for layer in range(LAYERS):
@@ -348,7 +349,7 @@ def test_what_is_refused(arch):
     calls = {
         "keys": lambda: pool.keys(0),
         "scales": lambda: pool.scales(0),
-        "compact": lambda: pool.compact(0, seq, [0]),
+        "compact.rope": lambda: pool.compact(0, seq, [*range(32)], rope=tikv.Rope(np.ones(WIDTH // 2))),
         "commit": lambda: pool.commit([seq], [0]),
         "write_qkv": lambda: pool.write_qkv(0, np.ones((1, 8 * WIDTH), np.float32), [seq], num_q_heads=4),
         "window": lambda: pool.attend(0, q, [seq], window=8),

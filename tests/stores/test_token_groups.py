@@ -218,6 +218,9 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: tikv.quantize(ROWS, QUANT), tikv.OptionError, "groups along tokens are kept by tikv.KVCacheStore"),
         (lambda s: s.append(0, ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.append(0, ROWS[:1], ROWS[:1], positions=np.zeros(1, np.int32)), tikv.OptionError, "positions"),
+        (lambda s: s.positions_on_device(), tikv.OptionError, "counts on the host which keys become codes"),
+        (lambda s: s.advance(1), tikv.OptionError, "counts on the host"),
+        (lambda s: tikv.compile_step(s), tikv.OptionError, r"compile_step: a store of groups.*Call append\(\)"),
         (lambda s: s.extend(0, ROWS[:17], ROWS[:17], ROWS[:17]), tikv.CapacityError, "96"),
         (lambda s: s.extend(0, ROWS[:2], ROWS[:1], ROWS[:1]), tikv.ShapeError, "tokens of q"),
         (

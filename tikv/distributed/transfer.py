@@ -155,7 +155,7 @@ def _require_pool(operation: str, pool: Any) -> None:
     if not isinstance(pool, PagedKVCacheStore):
         raise OptionError(f"{operation}: {type(pool).__name__} has no sequences to send. Pass a PagedKVCacheStore.")
     pool._pages.refuse_per_head(operation, "a sequence is sent with one block table")
-    pool._pages.refuse_groups(operation)
+    pool._pages.refuse_groups(operation, "Use save() and load_sequences().")
     runtime.require_alive(pool.runtime, operation)
 
 

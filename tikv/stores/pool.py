@@ -54,7 +54,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             With ``tikv.Quant(axis="tokens", residual=R)`` keys are quantised by channel as in `KVCacheStore`: a block
             holds whole groups, and the newest R to R + group tokens of each sequence lie beside the pool, for four
             sequences at first, then for twice as many. Such a pool has no ``layout``, ``per_head``, prefixes by token
-            ids, `write_qkv`, `compact` or `commit`.
+            ids, `write_qkv` or `commit`, and `compact` keeps or drops a group of codes as a whole.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: as in `KVCacheStore`; one number each with ``per_head``.
         layout: of a layer's pool: "NHD" (N, bs, H, D), "HND" (N, H, bs, D), or "VLLM" K (N, H, D/x, bs, x) and V
@@ -219,12 +219,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
     def keys(self, layer: int) -> CacheArray:
         """A layer's pool of keys in place, in the store's layout; not a copy."""
-        self._pages.refuse_groups("PagedKVCacheStore.keys")
+        self._pages.refuse_groups("PagedKVCacheStore.keys", "Read tokens().")
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.keys")][0], self.runtime)
 
     def values(self, layer: int) -> CacheArray:
         """A layer's pool of values in place, in the store's layout; not a copy."""
-        self._pages.refuse_groups("PagedKVCacheStore.values")
+        self._pages.refuse_groups("PagedKVCacheStore.values", "Read tokens().")
         return CacheArray(self._pages.pools.layers[self._layer(layer, "PagedKVCacheStore.values")][1], self.runtime)
 
     def scales(self, layer: int) -> tuple[CacheArray | None, CacheArray | None]:
@@ -238,7 +238,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             DTypeError: the store has none.
         """
         operation = "PagedKVCacheStore.scales"
-        self._pages.refuse_groups(operation)
+        self._pages.refuse_groups(operation, "Read tokens().")
         arrays = self._pages.pools.scales[self._layer(layer, operation)]
         if not arrays:
             raise DTypeError(
@@ -407,7 +407,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         Cost: one launch.
         """
         operation = "PagedKVCacheStore.write_qkv"
-        self._pages.refuse_groups(operation)
+        self._pages.refuse_groups(operation, "Write to arrays with tikv.write_qkv, and append them.")
         return self._appends.write_qkv(
             operation, self._layer(layer, operation), qkv, seqs, cu_seqlens, num_q_heads=num_q_heads,
             norm_rope=norm_rope, rope_positions=rope_positions, q_layout=q_layout,
@@ -654,10 +654,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
                 it is `length`.
 
         Raises:
-            OptionError: layout VLLM.
+            OptionError: layout VLLM; ``rope`` with groups along tokens.
             CapacityError: too few blocks are free for copies of those that another sequence shares.
-            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold;
-                ``seq`` does not exist.
+            PositionError: an index falls, repeats or points outside; a mask keeps a token that a head does not hold; a
+                part of a group of codes along tokens would be kept; ``seq`` does not exist.
             ShapeError, DTypeError: the shape or dtype of ``keep`` does not fit, it keeps different tokens for heads
                 that share blocks, or ``rope`` cannot rotate the keys. Nothing is changed.
 
@@ -677,7 +677,6 @@ class PagedKVCacheStore(runtime.DeepCopied):
             ([3, 1], [[0, 2, 3], [3, -1, -1]], 5)
         """
         operation = "PagedKVCacheStore.compact"
-        self._pages.refuse_groups(operation)
         layer, state = self._layer(layer, operation), self._state(seq, operation)
         compaction.compact(operation, self._pages, layer, state, keep, rope)
 
@@ -720,7 +719,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             (2, 3, [0.0, 3.0])
         """
         operation = "PagedKVCacheStore.commit"
-        self._pages.refuse_groups(operation)
+        self._pages.refuse_groups(operation, "truncate() drops the newest tokens.")
         runtime.require_alive(self.runtime, operation)
         compaction.commit(operation, self._pages, seqs, path, drafted)
 

@@ -47,7 +47,8 @@ def compile_step(
 
     Raises:
         PositionError, DTypeError: no such layer.
-        OptionError: no such layout or backend; a store of another kind.
+        OptionError: no such layout or backend; a store of another kind; one that was compacted, or whose tokens only
+            the host can count, as of groups along tokens.
         StaleRuntimeError: the store's runtime is gone, now or at a run.
 
     Exactness: the bits of `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
@@ -72,6 +73,7 @@ def compile_step(
     if layers is not None:
         layers = checks.integer(layers, "layers", operation, high=store.num_layers - 1)
     checks.option(layout, "layout", operation, checks.LAYOUTS)
+    store._storage.require_positions(operation, "Call append() and attend().")
     options = {"scale": scale, "softcap": softcap, "return_lse": bool(return_lse)} if attend else None
     return Step(store, layers, layout, options, backend)
 

@@ -124,7 +124,11 @@ class TokenGroupLayers(LayerStorage):
 
     def append_at(self, operation: str, layer: int | None, given: Views, layout: str) -> None:
         """Not offered."""
-        raise OptionError(f"{operation}: {self.title} ages by what the host counts. Append without positions.")
+        self.require_positions(operation, "Append without positions.")
+
+    def require_positions(self, operation: str, remedy: str) -> None:
+        """Not offered, and with it no steps and no graphs."""
+        raise OptionError(f"{operation}: {self.title} counts on the host which keys become codes. {remedy}")
 
     def _checked(self, operation: str, layer: int, rows: Views, layout: str) -> tuple[list[ArrayView], tuple[int, int]]:
         """New K and V that fit the layer as (batch, ., ., width), and their axes of tokens and heads."""

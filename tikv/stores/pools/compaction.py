@@ -16,6 +16,7 @@ from tikv.ops.rotate import Rope
 from tikv.stores.history import History
 from tikv.stores.layers.drafts import check_ascending
 from tikv.stores.pools.blocks import slots_of
+from tikv.stores.pools.group_pages import TokenGroupPages
 from tikv.stores.pools.head_sequences import HeadSequences
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.rows import Moves, check_turn, move_in_place, move_rows
@@ -26,6 +27,7 @@ def compact(operation: str, pages: Pages, layer: int, state: SequenceState, keep
     """Keep some of the tokens that a layer of a sequence holds; `PagedKVCacheStore.compact`."""
     pages.refuse_pieces(operation)
     if rope is not None:
+        pages.refuse_groups(f"{operation}(rope=)")
         check_turn(pages.config, pages.pools.layers[layer], rope, operation)
     # Indices or a mask of one sequence, with an axis of sequences; what is not an array is left for others to refuse.
     of_one = [keep] if isinstance(keep, list | tuple) else keep[None] if getattr(keep, "shape", ()) else keep
@@ -61,14 +63,18 @@ def _compact_alike(
     """Of all heads the same tokens, in blocks that other sequences may share."""
     sequences, held = pages.sequences, state.lengths[layer]
     place, before = np.arange(len(chosen)), state.positions(layer)[chosen]
+    pages.check_kept(operation, layer, state, chosen)
     changed = (chosen != place) | ((rope is not None) & (before != place))
     first = int(changed.argmax()) if changed.any() else len(chosen)
     step = sequences.begin_compaction(operation, state, first, len(chosen))
     with Changing(pages, step) as change:
         change.copy_shared()
-        src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
-        moves = Moves(src, dst, before[changed], place[changed])
-        _move(operation, pages, layer, moves, rope)
+        if isinstance(pages, TokenGroupPages):
+            pages.keep(layer, state, step.tables[0], chosen)
+        else:
+            src, dst = (slots_of(step.tables[0], some[changed], sequences.block_size) for some in (chosen, place))
+            moves = Moves(src, dst, before[changed], place[changed])
+            _move(operation, pages, layer, moves, rope)
     next_position = held + state.shift(layer) if rope is None else len(place)
     left = History.of_rows([before if rope is None else place], state.came(layer), next_position)
     sequences.compact(layer, step, first, left)

@@ -19,6 +19,11 @@ from tikv.stores.limits import BLOCK_BYTES, shared_bytes
 from tikv.stores.row_format import ROWS, RowFormats, check_summarized
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
+NOT_OF_GROUPS = {
+    "layout": "a block holds whole groups of codes, head by head",
+    "per_head": "tokens of all heads become codes together, so that no head can have dropped others",
+    "page_summaries": "the newest keys lie outside of the blocks",
+}
 ROW_AXES = "NSHCXD"  # of a pool in layout NHD, a row's parts last and in order
 
 
@@ -122,8 +127,8 @@ class PoolConfig:
         for name, value in asked.items():
             if value is not None:
                 raise OptionError(
-                    f"{operation}: {name}={value!r} with groups along tokens is not offered: a block holds whole "
-                    f"groups of codes, head by head. Leave it out, or use axis='head_dim'."
+                    f"{operation}: {name}={value!r} with groups along tokens is not offered: {NOT_OF_GROUPS[name]}. "
+                    f"Leave it out, or use axis='head_dim'."
                 )
         blocks = checks.integer(num_blocks, "num_blocks", operation, low=1)
         size, group = checks.integer(block_size, "block_size", operation, low=1), form.quant.group

@@ -8,6 +8,7 @@ and copy those pages; what both quantise then has the same bits, and a block in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -126,7 +127,46 @@ def write_blocks(
     live.synchronize()
 
 
-def _pairs(src: Sequence[int], dst: Sequence[int]) -> Host:
+def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: Host) -> list[ArrayView]:
+    """A copy of parts of blocks, of which each has so many, by their numbers among those of all blocks."""
+    found = []
+    for a in arrays:
+        rows = _as_parts(a, each)
+        found.append(new_array((len(numbers) * a.shape[1], rows.shape[1]), a.dtype, live))
+        blocks.swap_blocks(rows, found[-1], _pairs(_of_heads(a, each, numbers), range(found[-1].shape[0])))
+    return found
+
+
+def put_parts(arrays: Sequence[ArrayView], each: int, taken: Sequence[ArrayView], numbers: Host) -> None:
+    """Write what `take_parts` copied where those of these numbers lie."""
+    for a, found in zip(arrays, taken, strict=True):
+        blocks.swap_blocks(found, _as_parts(a, each), _pairs(range(found.shape[0]), _of_heads(a, each, numbers)))
+
+
+def _moved(parts: Host, src: Sequence[int], dst: Sequence[int], each: int) -> tuple[int, Host, Host]:
+    """How many parts a block has, and of those that move to the front of other blocks the numbers from and to."""
+    numbers = [
+        np.array(table, np.int64)[at // each] * each + at % each
+        for table, at in ((src, parts), (dst, np.arange(len(parts))))
+    ]
+    moved = numbers[0] != numbers[1]
+    return each, numbers[0][moved], numbers[1][moved]
+
+
+def _as_parts(a: ArrayView, each: int) -> ArrayView:
+    """Blocks (n, heads, ...) as rows of their parts, of which each head of a block has so many."""
+    n = a.shape[0] * a.shape[1] * each
+    width = math.prod(a.shape) // n
+    return a.restrided((n, width), (width, 1))
+
+
+def _of_heads(a: ArrayView, each: int, numbers: Host) -> Host:
+    """The rows of `_as_parts` that parts of all heads are: of the first head, then of the next."""
+    found: Host = (numbers // each * a.shape[1] + np.arange(a.shape[1])[:, None]) * each + numbers % each
+    return found.ravel()
+
+
+def _pairs(src: Any, dst: Any) -> Host:
     return np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
 
 
@@ -248,9 +288,9 @@ class TokenGroupPages(Pages):
         """Bytes of blocks and of pages of new tokens, filled or not."""
         return int(self.pools.nbytes) + self.new.nbytes
 
-    def refuse_groups(self, operation: str) -> NoReturn:
+    def refuse_groups(self, operation: str, remedy: str = "Use axis='head_dim'.") -> NoReturn:
         """As of `Pages`: always."""
-        raise OptionError(f"{operation}: a pool of groups along tokens does not offer it. Use axis='head_dim'.")
+        raise OptionError(f"{operation}: a pool of groups along tokens does not offer it. {remedy}")
 
     # --- sequences
 
@@ -283,15 +323,42 @@ class TokenGroupPages(Pages):
             PositionError: a part of a group would stay. Nothing is changed.
         """
         coded, group = self.coded[state.number], self.quant.group
-        for length, codes in zip(state.lengths, coded, strict=True):
-            left = min(length, n)
+        kept = [n - (left.dropped if left else 0) for left in state.left]  # of each layer, if it holds so many
+        for codes, left in zip(coded, kept, strict=True):
             if left < codes and left % group:
                 raise PositionError(
                     f"{operation}: sequence {state.number} cannot keep {n} tokens: its first {codes} are codes of "
                     f"whole groups, quantised once. Keep at least so many, or a multiple of {group}."
                 )
         self.sequences.truncate(state, n)
-        self.coded[state.number] = [min(codes, n) for codes in coded]
+        self.coded[state.number] = [min(pair) for pair in zip(coded, kept, strict=True)]
+
+    def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
+        """As of `Pages`: a group of codes is kept as a whole."""
+        coded, group = self.coded[state.number][layer], self.quant.group
+        counts = np.bincount(chosen[chosen < coded] // group)
+        parted = np.flatnonzero(counts % group)
+        if parted.size:
+            first = int(parted[0])
+            raise PositionError(
+                f"{operation}: sequence {state.number} cannot keep {counts[first]} of the tokens {first * group} to "
+                f"{first * group + group - 1} that layer {layer} holds, which share scales. Keep all or none of a "
+                f"group; those from {coded} on are not codes yet, and any of them may be kept."
+            )
+
+    @uninterrupted
+    def keep(self, layer: int, state: SequenceState, table: Sequence[int], chosen: Host) -> None:
+        """Move groups and new tokens of a layer, by a table of blocks; nothing where memory is short."""
+        group, before = self.quant.group, self.coded[state.number][layer]
+        coded = int(np.searchsorted(chosen, before))
+        pages, pages_to = (self.new.in_order(state.number, n) for n in (before, coded))
+        codes = _moved(chosen[:coded:group] // group, table, table, self.config.block_size // group)
+        new = _moved(chosen[coded:] - before, pages, pages_to, group)
+        moves = (self.pools.layers[layer], *codes), (self.new.layers[layer], *new)
+        taken = [take_parts(self.runtime, arrays, each, src) for arrays, each, src, _ in moves]
+        for (arrays, each, _, dst), found in zip(moves, taken, strict=True):
+            put_parts(arrays, each, found, dst)
+        self.coded[state.number][layer] = coded
 
     @uninterrupted
     def free(self, seq: int) -> None:
@@ -475,6 +542,7 @@ class TokenGroupPages(Pages):
         queries = attend_queries(operation, given, request.layout, *sizes, live)
         for state in states:
             new = state.lengths[layer] - self.coded[state.number][layer]
+            state.check_queries(operation, layer, queries.tokens, request)
             if queries.tokens > max(1, new):
                 raise PositionError(
                     f"{operation}: {queries.tokens} queries, and the newest {new} tokens of sequence {state.number} "

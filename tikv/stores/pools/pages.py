@@ -46,7 +46,7 @@ class Pages:
         """Bytes of what all layers hold, filled or not."""
         return self.pools.nbytes
 
-    def refuse_groups(self, operation: str) -> None:
+    def refuse_groups(self, operation: str, remedy: str = "") -> None:
         """Raise OptionError where keys are in groups along tokens, with which a call has nothing to do."""
 
     # --- sequences, and what goes with them
@@ -62,6 +62,9 @@ class Pages:
     def truncate(self, operation: str, state: SequenceState, n: int) -> None:
         """Keep the first `n` tokens of a sequence."""
         self.sequences.truncate(state, n)
+
+    def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
+        """Raise PositionError where tokens of a layer are chosen that cannot be kept without others."""
 
     def free(self, seq: int) -> None:
         """Forget a sequence."""
