@@ -131,6 +131,8 @@ def pytest_configure(config):
             os.environ[engine.cache_variable] = os.path.join(config.stash[_cache_dir].name, engine.name)
         # Else the engine deletes a quarter of a cache that exceeds 100 MB whenever a process ends.
         os.environ.setdefault(engine.policy_variable, "never")
+    # What a user has measured decides nothing here.
+    os.environ["TIKV_ATTENTION_TABLE"] = "off"
     if hasattr(config, "workerinput"):  # a process of pytest-xdist: its parent has found this out
         config.stash[_absent], done, config.stash[_thorough] = config.workerinput["tikv"]
         config.stash[_done] = set(done)

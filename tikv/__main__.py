@@ -195,6 +195,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     from tikv.tools import bench
 
     archs = list(dict.fromkeys(itertools.chain(*arguments.arch))) or ["auto"]
+    if arguments.attention:
+        return bench_attention(arguments, archs)
     if arguments.plot and len(archs) > 1:
         return _fail("bench: --plot draws one back end; name one with --arch", 2)
     runs: list[tuple[str, list[bench.Row]]] = []  # of each back end: the machine in words, and the rows so far
@@ -223,6 +225,47 @@ def run_bench(arguments: argparse.Namespace) -> int:
         print(f"drew {arguments.plot}", file=sys.stderr)
     if stopped:
         raise KeyboardInterrupt
+    return 0
+
+
+def bench_attention(arguments: argparse.Namespace, archs: list[str]) -> int:
+    """`tikv bench --attention`."""
+    from tikv.ops.attention import measured
+    from tikv.tools import bench
+    from tikv.tools import bench_attention as timed
+
+    if arguments.plot or len(archs) > 1:
+        return _fail("bench: --attention measures one back end, without --plot; name one with --arch", 2)
+    machine = timed.start(archs[0])
+    shapes = timed.shapes(machine.live.arch)
+    rows: list[measured.Timing] = []
+    with progress("tikv bench --attention", len(shapes)) as step:
+        step("first calls", 0)
+        for row in timed.measure(machine, arguments.seconds):
+            rows.append(row)
+            step(f"{row.dtype}, {row.queries} queries of {row.head_dim}", len(rows))
+    found = timed.timings(rows)
+    file = measured.write(machine.live, found)
+    if arguments.json:
+        print(json.dumps({"machine": bench.about(machine.live.arch), "file": str(file), **found.as_dict()}, indent=2))
+        return 0
+    table.show(
+        f"tikv bench --attention (one sequence, {timed.KEYS:,} keys, causal; results compared)",
+        ("dtype", "head_dim", "queries", "tikv us", "torch us", "faster"),
+        [
+            (
+                row.dtype,
+                f"{row.head_dim}",
+                f"{row.queries:,}",
+                f"{row.tikv_us:,.1f}",
+                f"{row.torch_us:,.1f}",
+                "torch" if row.torch_us < row.tikv_us else "tikv",
+            )
+            for row in rows
+        ],
+    )
+    table.tell(bench.about(machine.live.arch))
+    table.tell(f'wrote {file}: impl="auto" goes by it on this device; tikv.info()["attention_auto"] says so')
     return 0
 
 
@@ -438,6 +481,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {', '.join(runtime.ARCHS)}, one after the other (auto, which takes the first that works)",
     )
     times.add_argument("--seconds", type=seconds, default=20.0, help="for all cases together, compiling aside (20)")
+    times.add_argument(
+        "--attention",
+        action="store_true",
+        help="time tikv's attention beside torch's, and write a table by which impl='auto' takes the faster one",
+    )
     times.add_argument("--plot", type=svg, metavar="OUT.svg", help="draw the times beside the peers' as a picture")
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)

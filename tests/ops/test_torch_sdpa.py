@@ -7,7 +7,7 @@ import pytest
 
 import tikv
 from tikv import dtypes, reference
-from tikv.ops.attention import plan
+from tikv.ops.attention import measured, plan
 from tikv.ops.attention.torch_sdpa import torch_is_faster
 
 torch = pytest.importorskip("torch")
@@ -27,9 +27,11 @@ pytestmark = pytest.mark.archs("cpu")
         ("cuda", "float16", 2048, object(), False),
     ],
 )
-def test_torch_serves_where_it_is_faster(device, dtype, queries, tile, faster):
-    live, cache = types.SimpleNamespace(is_cpu=device == "cpu", invariant=False), types.SimpleNamespace(tile=tile)
-    assert torch_is_faster(live, queries, cache, dtypes.parse(dtype, "test")) == faster
+def test_torch_serves_where_it_is_faster(monkeypatch, device, dtype, queries, tile, faster):
+    live = types.SimpleNamespace(is_cpu=device == "cpu", invariant=False, arch=device)
+    cache = types.SimpleNamespace(tile=tile)
+    monkeypatch.setattr(measured, "timings", lambda live: None)
+    assert torch_is_faster(live, queries, cache, dtypes.parse(dtype, "test"), 128) == faster
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 
 from tikv import engines, launch, runtime
 from tikv.errors import TikvError
+from tikv.ops.attention import measured
 
 VERSION: str = sys.modules["tikv"].__version__
 PACKAGES = (
@@ -52,7 +53,8 @@ def info() -> dict[str, Any]:
     ``tensor_cores`` is "in use", or says why attention on CUDA does without them; ``warpgroups`` the same of the
     products by which prompts attend on compute capability 9; ``subgroups`` the same of Vulkan and Metal, where
     attention's first call tries them out. ``place_host`` is what stores with ``place="host"`` are: "offered", "plain: "
-    and why, or "refused: " and why.
+    and why, or "refused: " and why. ``attention_auto`` says how ``impl="auto"`` chooses between tikv's attention and
+    torch's.
 
     Examples:
         >>> import tikv
@@ -87,6 +89,7 @@ def info() -> dict[str, Any]:
         "warpgroups": (launch.why_no_warpgroups(live) or "in use") if live is not None else "not started",
         "subgroups": launch.subgroup_report(live) if live is not None else "not started",
         "place_host": _place_host(live) if live is not None else "not started",
+        "attention_auto": measured.report(live) if live is not None else "not started",
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
 

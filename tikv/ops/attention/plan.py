@@ -138,7 +138,7 @@ class AttentionPlan(Plan):
         self.empty = 0 in self.shape
         self.device_only = "lens" in arrays and not values_known(arrays["lens"], live)
         self.not_torch = why_not_torch(live, arrays, cache, options)
-        self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype)
+        self.torch_is_faster = torch_is_faster(live, self.query.queries, self.cache, arrays["k"].dtype, q.shape[-1])
         self.by_torch = TorchAttention(live, self.query.queries, options)
         self.by_split: BoundedCache[tuple[Any, ...], AttentionLaunches] = BoundedCache(MOST_LAUNCHES)
         self.last_shares = Lengths(-1), Shares(0, 0)  # what they were found for, and they

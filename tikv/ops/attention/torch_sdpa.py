@@ -8,6 +8,7 @@ from typing import Any
 from tikv import extras, launch, runtime
 from tikv.arrays import ArrayView, CacheArray
 from tikv.dtypes import DType, float16, float32
+from tikv.ops.attention import measured
 from tikv.ops.attention.options import AttentionOptions, CacheLayout, lens_by_head
 from tikv.ops.attention.terms import NAMES
 
@@ -44,14 +45,18 @@ def why_not_torch(
     return ""
 
 
-def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType) -> bool:
+def torch_is_faster(live: runtime.Runtime, queries: int, cache: CacheLayout, dtype: DType, head_dim: int) -> bool:
     """Whether "auto" leaves a call to torch, which can serve it.
 
-    On CPU prompts, of which torch's take 0.4 to 0.8 of the time. On CUDA what the tensor cores do not serve: their
-    kernel returns to the caller ten times as soon.
+    As `tikv bench --attention` measured on this device, or else: on CPU prompts, of which torch's take 0.4 to 0.8 of
+    the time; on CUDA what the tensor cores do not serve: their kernel returns to the caller ten times as soon.
     """
     if live.invariant:
         return False
+    found = measured.timings(live)
+    if found is not None and found.knows(dtype.name):
+        least = found.least_queries(dtype.name, head_dim)
+        return least is not None and queries >= least
     if live.is_cpu:
         return queries >= LEAST_QUERIES.get(dtype, queries + 1)
     return cache.tile is None

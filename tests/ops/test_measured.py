@@ -1,0 +1,121 @@
+"""`impl="auto"` goes by what `tikv bench --attention` measured on this device with this torch, and by nothing else."""
+
+import json
+import types
+
+import pytest
+
+import tikv
+from tikv import dtypes, runtime
+from tikv.ops.attention import measured
+from tikv.ops.attention.measured import Timing, Timings
+from tikv.ops.attention.torch_sdpa import torch_is_faster
+
+pytestmark = pytest.mark.archs("cpu")
+ROWS = (
+    Timing("float32", 64, 1, 4096, 10.0, 20.0),
+    Timing("float32", 64, 8, 4096, 30.0, 20.0),  # torch is faster here, and then it is not
+    Timing("float32", 64, 32, 4096, 40.0, 50.0),
+    Timing("float32", 64, 128, 4096, 90.0, 60.0),
+    Timing("float32", 64, 512, 4096, 300.0, 200.0),
+    Timing("float32", 128, 1, 4096, 10.0, 20.0),
+    Timing("float32", 128, 2048, 4096, 10.0, 20.0),
+    Timing("bfloat16", 128, 1, 4096, 10.0, 9.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path, monkeypatch):
+    """A file of this test's own."""
+    monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "folder" / "attention.json"))
+    measured._found.cache_clear()
+    yield tmp_path / "folder" / "attention.json"
+    measured._found.cache_clear()
+
+
+@pytest.fixture
+def live(arch):
+    return runtime.current()
+
+
+def timed(torch=None):
+    return Timings("2026-11-25", torch or runtime.version_of("torch"), ROWS)
+
+
+def faster(live, queries, dtype="float32", head_dim=64, tile=None):
+    return torch_is_faster(live, queries, types.SimpleNamespace(tile=tile), dtypes.parse(dtype, "test"), head_dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "least"),
+    [
+        ("float32", 64, 128),
+        ("float32", 80, 128),  # the nearest width that was timed
+        ("float32", 96, 128),  # as near to 128: the narrower one
+        ("float32", 128, None),
+        ("float32", 512, None),
+        ("bfloat16", 64, 1),
+    ],
+)
+def test_torch_is_taken_from_where_it_is_faster_for_good(dtype, head_dim, least):
+    assert Timings("", "", ROWS).least_queries(dtype, head_dim) == least
+
+
+def test_a_table_decides(live, file):
+    pytest.importorskip("torch")
+    assert [faster(live, n) for n in (1, 63, 64)] == [False, False, True]
+    assert "nothing was measured here" in measured.report(live)
+    assert measured.write(live, timed()) == file
+    assert [faster(live, n) for n in (8, 64, 127, 128, 4096)] == [False, False, False, True, True]
+    assert not faster(live, 4096, head_dim=128)
+    assert faster(live, 1, "bfloat16")
+    assert faster(live, 64, "float16"), "it was not timed: the default"
+    assert "measured on 2026-11-25" in measured.report(live)
+    assert tikv.info()["attention_auto"] == measured.report(live)
+
+
+def test_another_torch_and_another_device_are_measured_again(live, file):
+    measured.write(live, timed(torch="1.0"))
+    assert measured.timings(live) is None
+    assert "is of torch 1.0" in measured.report(live)
+    told = json.loads(file.read_text())
+    told["devices"] = {"cuda: another": told["devices"].popitem()[1]}
+    file.write_text(json.dumps(told))
+    measured._found.cache_clear()
+    assert measured.timings(live) is None
+    assert "nothing was measured on this device" in measured.report(live)
+    measured.write(live, timed())
+    assert sorted(json.loads(file.read_text())["devices"]) == sorted(["cuda: another", measured.device_of("cpu")])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 2, "devices": {}}', '{"form": 1, "devices": {"%s": {}}}'])
+def test_a_file_that_cannot_be_read_is_named_and_replaced(live, file, caplog, text):
+    file.parent.mkdir()
+    file.write_text(text.replace("%s", measured.device_of("cpu")))
+    assert measured.timings(live) is None
+    assert str(file) in measured.report(live)
+    assert [str(file) in record.getMessage() for record in caplog.records] == [True], "said once"
+    measured.write(live, timed())
+    assert json.loads(file.read_text())["devices"][measured.device_of("cpu")]["day"] == "2026-11-25"
+
+
+def test_a_file_that_cannot_be_written(live, file):
+    file.parent.write_text("a file where a folder should be")
+    with pytest.raises(tikv.TikvError, match=r"^bench: .*attention\.json' cannot be written .* TIKV_ATTENTION_TABLE"):
+        measured.write(live, timed())
+
+
+def test_a_variable_does_without(live, monkeypatch):
+    measured.write(live, timed())
+    monkeypatch.setenv(measured.VARIABLE, "off")
+    assert measured.timings(live) is None
+    assert measured.report(live) == "tikv's own defaults: TIKV_ATTENTION_TABLE=off"
+    with pytest.raises(tikv.TikvError, match="Unset it"):
+        measured.write(live, timed())
+
+
+def test_invariant_asks_nobody(live, monkeypatch):
+    measured.write(live, timed())
+    assert not torch_is_faster(
+        types.SimpleNamespace(invariant=True, is_cpu=True, arch="cpu"), 4096, None, dtypes.float32, 64
+    )

@@ -1,0 +1,65 @@
+"""`tikv bench --attention`: both ways compared and timed, and a table by which `impl="auto"` goes."""
+
+import json
+
+import pytest
+
+import tikv
+from tikv.__main__ import main
+from tikv.ops.attention import measured
+from tikv.tools import bench_attention
+
+pytestmark = pytest.mark.archs("cpu")
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def file(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv(measured.VARIABLE, str(tmp_path / "attention.json"))
+    monkeypatch.setattr(bench_attention, "KEYS", 96)
+    monkeypatch.setattr(bench_attention, "QUERIES", (1, 64))
+    monkeypatch.setattr(bench_attention, "WIDTHS", (16,))
+    measured._found.cache_clear()
+    yield tmp_path / "attention.json"
+    measured._found.cache_clear()
+
+
+def test_it_writes_a_table_that_auto_goes_by(file, capsys):
+    assert main(["bench", "--attention", "--arch", "cpu", "--seconds", "0.1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == str(file)
+    assert [(row["dtype"], row["head_dim"], row["queries"], row["keys"]) for row in told["rows"]] == [
+        (dtype, 16, queries, 96) for dtype in ("float32", "float16", "bfloat16") for queries in (1, 64)
+    ]
+    assert all(row["tikv_us"] > 0 and row["torch_us"] > 0 for row in told["rows"])
+    assert json.loads(file.read_text())["devices"][measured.device_of("cpu")]["rows"] == told["rows"]
+    assert str(file) in tikv.info()["attention_auto"]
+
+
+def test_a_person_sees_which_is_faster(file, capsys):
+    assert main(["bench", "--attention", "--arch", "cpu", "--seconds", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("float32") == 2
+    assert 'tikv.info()["attention_auto"]' in " ".join(shown.split())
+
+
+def test_results_that_differ_are_no_times(file, monkeypatch):
+    attend = bench_attention.attention.decode_attention
+
+    def wrong(q, k, v, keys, *, out, impl):
+        attend(q, k, v, keys, out=out, impl=impl)
+        if impl == "torch":
+            out += 1
+
+    monkeypatch.setattr(bench_attention.attention, "decode_attention", wrong)
+    machine = bench_attention.start("cpu")
+    with pytest.raises(tikv.TikvError, match=r"^bench: tikv's and torch's attention differ, for 64 float32 queries"):
+        bench_attention.time_shape(machine, ("float32", 16, 64, 96), 0.01)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("more", [["--arch", "cpu,vulkan"], ["--plot", "picture.svg"]])
+def test_what_does_not_go_together_is_refused(file, capsys, more):
+    assert main(["bench", "--attention", *more]) == 2
+    assert "--attention measures one back end" in capsys.readouterr().err
+    assert not file.exists()

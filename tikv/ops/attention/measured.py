@@ -1,0 +1,149 @@
+"""What `tikv bench --attention` measured on this machine: from how many queries on torch's attention is faster."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+from tikv import runtime
+from tikv.errors import TikvError
+
+VARIABLE = "TIKV_ATTENTION_TABLE"  # names another file than the user's own; "off" does without one
+OFF = "off"
+FORM = 1  # of the file
+
+
+class Timing(NamedTuple):
+    """Microseconds of both for one shape: a causal call with so many queries of a sequence over so many keys."""
+
+    dtype: str
+    head_dim: int
+    queries: int
+    keys: int
+    tikv_us: float
+    torch_us: float
+
+
+class Timings(NamedTuple):
+    """What was measured on one device.
+
+    Attributes:
+        day: when, as 2026-11-25.
+        torch: the version of torch.
+        rows: one for each shape.
+    """
+
+    day: str
+    torch: str
+    rows: tuple[Timing, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "rows": [row._asdict() for row in self.rows]}
+
+    def knows(self, dtype: str) -> bool:
+        """Whether rows of a dtype were timed."""
+        return any(row.dtype == dtype for row in self.rows)
+
+    def least_queries(self, dtype: str, head_dim: int) -> int | None:
+        """From how many queries on torch is faster, for the timed width nearest to `head_dim`; None if it never is."""
+        timed = [row for row in self.rows if row.dtype == dtype]
+        width = min({row.head_dim for row in timed}, key=lambda width: (abs(width - head_dim), width))
+        least = None
+        for row in sorted((row for row in timed if row.head_dim == width), key=lambda row: -row.queries):
+            if row.torch_us >= row.tikv_us:
+                break
+            least = row.queries
+        return least
+
+
+def path() -> pathlib.Path:
+    """The file: what the variable TIKV_ATTENTION_TABLE names, or one in the user's folder for caches."""
+    if given := os.environ.get(VARIABLE):
+        return pathlib.Path(given)
+    if sys.platform == "darwin":
+        folder = pathlib.Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        folder = pathlib.Path(os.environ.get("LOCALAPPDATA") or pathlib.Path.home())
+    else:
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    return folder / "tikv" / "attention.json"
+
+
+@functools.cache
+def device_of(arch: str) -> str:
+    """The name by which the file has the device of a back end."""
+    cores = f", {os.cpu_count()} cores" if arch == "cpu" else ""
+    return f"{arch}: {runtime.device_name(arch)}{cores}"
+
+
+def timings(live: runtime.Runtime) -> Timings | None:
+    """What was measured on the device of the live runtime, with the torch that is installed; None if nothing was."""
+    return _found(path(), device_of(live.arch))[0]
+
+
+def report(live: runtime.Runtime) -> str:
+    """By what `impl="auto"` chooses between tikv's kernel and torch's attention, for people."""
+    return _found(path(), device_of(live.arch))[1]
+
+
+@functools.cache
+def _found(file: pathlib.Path, device: str) -> tuple[Timings | None, str]:
+    default = "tikv's own defaults: "
+    if str(file) == OFF:
+        return None, f"{default}{VARIABLE}={OFF}"
+    try:
+        found = _read(file).get(device)
+    except FileNotFoundError:
+        return None, f"{default}nothing was measured here; `tikv bench --attention` does"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{default}{str(file)!r} cannot be read ({error!r}); `tikv bench --attention` replaces it"
+        runtime.log.warning("tikv's attention goes by %s", why)
+        return None, why
+    if found is None:
+        return None, f"{default}nothing was measured on this device; `tikv bench --attention` does"
+    if found.torch != runtime.version_of("torch"):
+        return None, f"{default}what was measured is of torch {found.torch}; `tikv bench --attention` measures again"
+    return found, f"measured on {found.day}, in {str(file)!r}"
+
+
+def _read(file: pathlib.Path) -> dict[str, Timings]:
+    told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if told["form"] != FORM:
+        raise ValueError(f"it is of form {told['form']}, not {FORM}")
+    return {
+        device: Timings(found["day"], found["torch"], tuple(Timing(**row) for row in found["rows"]))
+        for device, found in told["devices"].items()
+    }
+
+
+def write(live: runtime.Runtime, found: Timings) -> pathlib.Path:
+    """Put what was measured on the live runtime's device into the file; what it has of other devices stays.
+
+    Raises:
+        TikvError: the file cannot be written, or the environment asks for none.
+    """
+    file = path()
+    if str(file) == OFF:
+        raise TikvError(
+            f"bench: {VARIABLE}={OFF} asks for no table of attention's times. Unset it, or name a file by it."
+        )
+    try:
+        devices = _read(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        devices = {}  # there is none, or none that can be read, as `report` has said
+    devices[device_of(live.arch)] = found
+    told = {name: timed.as_dict() for name, timed in devices.items()}
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"form": FORM, "devices": told}, indent=1) + "\n", encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        raise TikvError(f"bench: {str(file)!r} cannot be written ({error}). {VARIABLE} names another file.") from None
+    _found.cache_clear()
+    return file
