@@ -1,213 +1,222 @@
-"""Attention on an NVIDIA GPU, device time alone, beside torch and Triton; float16, 8 KV heads of width 128.
+"""Attention on an NVIDIA GPU, device time alone, beside torch, Triton and FlashAttention-3; float16, 8 KV heads of 128.
 
-    python benches/attention_gpu.py decode
-    python benches/attention_gpu.py prompts --tokens 64 512      # TFLOP/s over 8,192 keys, 4 query heads a KV head
-    python benches/attention_gpu.py codes                        # int8 and groups of 8 and 4 bits beside own float16
-    python benches/attention_gpu.py dequantize                   # each format back to float16, beside the device's copy
-    python benches/attention_gpu.py latent                       # keys of 576 whose first 512 columns are the values
+    python benches/attention_gpu.py decode          # GB/s of K and V
+    python benches/attention_gpu.py prompts         # TFLOP/s over 8,192 keys, 4 query heads per KV head
+    python benches/attention_gpu.py visible         # windows and trees: time for what is visible
+    python benches/attention_gpu.py codes           # each format beside own float16: a token
+    python benches/attention_gpu.py code_prompts    # the same for prompts of 2,048 tokens
+    python benches/attention_gpu.py dequantize      # each format back to float16, beside the device's copy
+    python benches/attention_gpu.py latent          # keys of 576 whose first 512 columns are the values
 
-Decoding: tikv reads pages of 16 in random order and contiguous caches; beside it stand a Triton kernel with `tl.dot`
-over the same pages, split over the keys, at the fastest of a few settings, and torch's own attention over contiguous
-caches. Rates are the bytes of K and V over the time.
+Decoding: tikv reads pages of 16 in random order and contiguous caches. Beside it stand a Triton kernel over the same
+pages at the fastest of a few settings, torch's own attention over contiguous caches, and FlashAttention-3 over both
+where it is installed. Rates are the bytes of K and V over the time.
 
-Prompts: the newest tokens of a sequence attend, each by its causal mask; beside them torch's flash attention with the
-same mask over K and V that were gathered and repeated before.
+Prompts: the newest tokens of a sequence attend, each by its causal mask, over pages and contiguous. torch's flash
+attention has the same mask over K and V that were repeated before; its cuDNN attention sees all keys without a mask,
+and its rate counts them.
 
 Codes: the same sequences in contiguous caches and in pages of each format; beside them own float16 in the same storage,
 and for 4 bits dequantising all of K and V for torch's attention.
 
-The L2 cache is flushed before each call, the host queues the call while the device sleeps; medians of 16.
+How time is taken is said in benches/gpu.py.
 """
 
-import argparse
 import functools
-import statistics
 
-import environment
+import flash_attention_3
 import torch
-import triton
-import triton.language as tl
+from gpu import HEADS, PAGE, WIDTH, Table, check, check_attention, ratio, started
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import tikv
 
-HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16
-DEQUANTISED = 1 << 21  # rows of a head
-SHAPES = [(32, 8192), (1, 32768), (128, 1024)]  # sequences, tokens of each
-PROMPT_KEYS, PROMPT_GROUP = 8192, 4
-FORMATS = ("int8", "quant8_64", "q8_0", "quant4_64", "q4_0")
-SETTINGS = [(64, 4, 3), (32, 4, 4), (128, 8, 2), (64, 4, 2)]  # of Triton: keys at a time, warps, stages
+GROUP = 4  # query heads per KV head, of prompts
+FORMATS = ("int8", "float8_e4m3fn", "quant8_64", "q8_0", "quant4_64", "q4_0", "mxfp8", "mxfp4", "nvfp4")
+SHAPES = {False: [(32, 8192), (1, 32768), (128, 1024)], True: [(2, 64), (1, 4096)]}  # sequences, tokens; of small runs
+PROMPTS = {False: (8192, (64, 512, 2048, 8192)), True: (128, (32,))}  # keys, new tokens
+torch_attention = torch.nn.functional.scaled_dot_product_attention
 
 
-@triton.jit
-def parts_of_pages(
-    Q, K, V, TABLE, LENS, PART, LSE, scale, SPLITS, BLOCKS, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """One sequence, KV head and split: M rows of which G count, N keys at a time."""
-    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    n = tl.load(LENS + b)
-    share = tl.cdiv(tl.cdiv(n, SPLITS), N) * N
-    begin = s * share
-    end = tl.minimum(n, begin + share)
-    d, g, r = tl.arange(0, D), tl.arange(0, M), tl.arange(0, N)
-    q = tl.load(Q + ((b * H + h) * G + g)[:, None] * D + d[None], mask=(g < G)[:, None], other=0.0)
-    m, total = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
-    for at in range(begin, end, N):
-        key = at + r
-        ok = key < end
-        page = tl.load(TABLE + b * BLOCKS + key // PAGE, mask=ok, other=0)
-        row = ((page.to(tl.int64) * PAGE + key % PAGE) * H + h) * D
-        k = tl.load(K + row[None] + d[:, None], mask=ok[None], other=0.0)
-        v = tl.load(V + row[:, None] + d[None], mask=ok[:, None], other=0.0)
-        x = tl.where(ok[None], tl.dot(q, k) * scale, -1e30)
-        top = tl.maximum(m, tl.max(x, 1))
-        fade, p = tl.exp2(m - top), tl.exp2(x - top[:, None])
-        total, m = total * fade + tl.sum(p, 1), top
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
-    at = ((b * H + h) * G + g) * SPLITS + s
-    tl.store(PART + at[:, None] * D + d[None], acc / tl.maximum(total, 1e-30)[:, None], mask=(g < G)[:, None])
-    tl.store(LSE + at, m + tl.log2(tl.maximum(total, 1e-30)), mask=g < G)
+class Contiguous:
+    """Sequences of one length, each head of each in one piece."""
+
+    def __init__(self, machine, batch, length):
+        self.shape = batch, HEADS, length, WIDTH
+        self.lens = machine.lens(batch, length)
+
+    def call(self, q, caches, out=None, **options):
+        """Attention of the newest tokens."""
+        return tikv.decode_attention(q, *caches, self.lens, out=out, impl="taichi", **options)
+
+    def sequence(self, numbers, n=0):
+        """K or V of a sequence, (heads, tokens, width)."""
+        return numbers[n]
 
 
-@triton.jit
-def merge_parts(PART, LSE, OUT, SPLITS, D: tl.constexpr):
-    """A row of the result from those of its splits."""
-    r, d = tl.program_id(0), tl.arange(0, D)
-    m, total, acc = -1e30, 0.0, tl.zeros([D], tl.float32)
-    for s in range(SPLITS):
-        x = tl.load(LSE + r * SPLITS + s)
-        top = tl.maximum(m, x)
-        fade, weight = tl.exp2(m - top), tl.exp2(x - top)
-        acc = acc * fade + weight * tl.load(PART + (r * SPLITS + s) * D + d)
-        total, m = total * fade + weight, top
-    tl.store(OUT + r * D + d, (acc / total).to(tl.float16))
+class Pages(Contiguous):
+    """The same in pages, which lie in random order."""
+
+    def __init__(self, machine, batch, length):
+        super().__init__(machine, batch, length)
+        blocks = batch * length // PAGE
+        self.shape = blocks, PAGE, HEADS, WIDTH
+        self.table = torch.randperm(blocks, device=machine.device).int().reshape(batch, -1).contiguous()
+
+    def call(self, q, caches, out=None, **options):
+        return tikv.paged_decode_attention(q, *caches, self.table, self.lens, out=out, **options)
+
+    def sequence(self, numbers, n=0):
+        return numbers[self.table[n].long()].flatten(0, 1).transpose(0, 1)
 
 
-def by_triton(q, k, v, table, lens, out, setting):
-    """A call of the Triton kernel."""
-    keys, warps, stages = setting
-    batch, heads, width = q.shape
-    length, tasks = table.shape[1] * PAGE, batch * HEADS
-    splits = max(1, min(64, -(-1056 // tasks), length // 256)) if tasks < 256 else max(1, min(length // 256, 4))
-    part = torch.empty(batch * heads * splits, width, device=q.device)
-    lse = torch.empty(batch * heads * splits, device=q.device)
-
-    def call():
-        parts_of_pages[(batch, HEADS, splits)](
-            q, k, v, table, lens, part, lse, width**-0.5 * 1.4426950408889634, splits, table.shape[1], HEADS,
-            heads // HEADS, width, PAGE, keys, 16, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        merge_parts[(batch * heads,)](part, lse, out, splits, width, num_warps=4)
-        return out
-
-    return call
+STORAGES = (Contiguous, Pages)
 
 
-def time_of(calls, flushed):
-    """The median device time of a call in microseconds; the calls differ in their arrays and take turns."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for i in range(ROUNDS):
-        flushed.fill_(i & 1)
-        torch.cuda._sleep(400_000)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        calls[i % len(calls)]()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+def shapes_of(machine):
+    """Sequences and tokens of each: the CPU tries the first shape alone."""
+    return SHAPES[machine.small][: None if machine.on_gpu else 1]
 
 
-class Work:
-    """Sequences of one length: K and V in pages and in one piece, several sets where one would fit the cache."""
-
-    def __init__(self, batch, length):
-        blocks, self.like = batch * length // PAGE, {"device": "cuda", "dtype": torch.float16}
-        sets = 4 if batch == 1 else 1
-        self.pools = [[torch.randn(blocks, PAGE, HEADS, WIDTH, **self.like) for _ in "kv"] for _ in range(sets)]
-        self.table = torch.randperm(blocks, device="cuda").int().reshape(batch, -1).contiguous()
-        self.lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-        rows = self.table.reshape(-1).long()
-        shape = batch, length, HEADS, WIDTH
-        self.plain = [[a[rows].reshape(shape).transpose(1, 2).contiguous() for a in kv] for kv in self.pools]
-        self.bytes = 4 * batch * length * HEADS * WIDTH
-
-    def rates(self, group, flushed):
-        """Of tikv's pages, Triton, tikv's contiguous caches and torch, for so many query heads a KV head."""
-        q = torch.randn(len(self.lens), HEADS * group, WIDTH, **self.like)
-        out, table, lens = torch.empty_like(q), self.table, self.lens
-
-        def by_torch(k, v):
-            attention = torch.nn.functional.scaled_dot_product_attention
-            return attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
-
-        def pages(k, v):
-            return tikv.paged_decode_attention(q, k, v, table, lens, out=out)
-
-        def contiguous(k, v):
-            return tikv.decode_attention(q, k, v, lens, out=out, impl="taichi")
-
-        want = by_torch(*self.plain[0]).double()
-
-        def rate(calls):
-            out.fill_(7)
-            assert ((calls[0]().double() - want).norm() / want.norm()).item() < 2e-3
-            return self.bytes / time_of(calls, flushed) / 1e3
-
-        def over(call, caches):
-            return rate([functools.partial(call, *kv) for kv in caches])
-
-        peer = max(rate([by_triton(q, *kv, table, lens, out, s) for kv in self.pools]) for s in SETTINGS)
-        return over(pages, self.pools), peer, over(contiguous, self.plain), over(by_torch, self.plain)
+def sets_of(machine, storage, batch):
+    """(K, V) of a storage; several pairs where one would fit the cache."""
+    return [[machine.randn(*storage.shape) for _ in "kv"] for _ in range(4 if batch == 1 and machine.on_gpu else 1)]
 
 
-def decode(flushed):
-    """Rates over several shapes."""
-    numbers = torch.empty(1 << 28, device="cuda").uniform_()
-    print(f"reading 1 GiB: {(1 << 30) / time_of([numbers.sum], flushed) / 1e3:.0f} GB/s")
-    del numbers
-    print("| sequences x tokens, query heads a KV head | tikv, pages | Triton | tikv, contiguous | torch |")
-    print("| --- | --- | --- | --- | --- |")
-    for batch, length in SHAPES:
-        work = Work(batch, length)
-        for group in (8, 4, 1):
-            rates = " | ".join(f"{rate:.0f}" for rate in work.rates(group, flushed))
-            print(f"| {batch} x {length}, {group} | {rates} |", flush=True)
+def fastest_by_triton(machine, q, sets, storage):
+    """Microseconds of the Triton kernel over pages, at the fastest of its settings."""
+    try:
+        import triton_pages
+    except ImportError:
+        return "not installed"
+    calls = [
+        [triton_pages.attend(q, *kv, storage.table, storage.lens, s) for kv in sets] for s in triton_pages.SETTINGS
+    ]
+    check_attention(calls[0][0]()[0][:, None], q[0][:, None], *(storage.sequence(a) for a in sets[0]))
+    return min(machine.us(*each) for each in calls)
 
 
-def prompts(tokens, flushed):
+def decode(machine):
+    """GB/s over several shapes."""
+    cases = [(*shape, group) for shape in shapes_of(machine) for group in (8, 4, 1)]
+    flash = iter(flash_attention_3.times([(b, 1, n, g, p) for b, n, g in cases for p in (0, PAGE)]))
+    head = "tikv, GB/s | of the device's read rate | Triton | torch | FlashAttention-3 | times the best peer's speed"
+    table = Table("sequences x tokens, query heads per KV head", "storage", "us", *head.split(" | "))
+    for batch, length, group in cases:
+        for kind in STORAGES:
+            name, fa3 = (f"{batch} x {length:,}, {group}", kind.__name__.lower()), next(flash)
+            with table.attempt(*name):
+                storage, q = kind(machine, batch, length), machine.randn(batch, HEADS * group, WIDTH)
+                sets, out = sets_of(machine, storage, batch), torch.empty_like(q)
+                calls = [functools.partial(storage.call, q, kv, out) for kv in sets]
+                check_attention(calls[0]()[0][:, None], q[0][:, None], *(storage.sequence(a) for a in sets[0]))
+                us, triton, torch_us = machine.us(*calls), "", ""
+                if kind is Pages:
+                    triton = fastest_by_triton(machine, q, sets, storage)
+                else:
+                    by_torch = functools.partial(torch_attention, q[:, :, None], enable_gqa=True)
+                    torch_us = machine.peer_us(*[functools.partial(by_torch, key=k, value=v) for k, v in sets])
+                peers = [each for each in (triton, torch_us, fa3) if not isinstance(each, str)]
+                nbytes = sum(a.nbytes for a in sets[0])
+                rates = [each if isinstance(each, str) else nbytes / each / 1e3 for each in (us, triton, torch_us, fa3)]
+                share = ratio(rates[0], machine.read_rate)
+                table.row(*name, us, rates[0], share, *rates[1:], ratio(min(peers), us) if peers else "")
+
+
+def operations(new, keys, group=GROUP):
+    """Multiplications and additions of what causal masks leave of a prompt."""
+    return 4 * HEADS * group * WIDTH * (new * (keys - new) + new * (new + 1) // 2)
+
+
+def prompts(machine):
     """TFLOP/s of what the causal masks leave."""
-    work, heads = Work(1, PROMPT_KEYS), HEADS * PROMPT_GROUP
-    (k_pool, v_pool), (k, v), attention = work.pools[0], work.plain[0], torch.nn.functional.scaled_dot_product_attention
-    repeated = [a.repeat_interleave(PROMPT_GROUP, 1) for a in (k, v)]
-    print("| new tokens | tikv, pages | tikv, contiguous | torch, flash |\n| --- | --- | --- | --- |")
-    for count in tokens:
-        q = torch.randn(1, heads, count, WIDTH, **work.like)
-        mask = torch.ones(count, PROMPT_KEYS, dtype=torch.bool, device="cuda").tril(PROMPT_KEYS - count)
-        want = attention(q.float(), *(a.float() for a in repeated), attn_mask=mask)
-        out, causal = torch.empty_like(q), causal_lower_right(count, PROMPT_KEYS)
-        calls = [
-            functools.partial(tikv.paged_decode_attention, q, k_pool, v_pool, work.table, work.lens, out=out),
-            functools.partial(tikv.decode_attention, q, k, v, work.lens, out=out, impl="taichi"),
-            functools.partial(attention, q, *repeated, attn_mask=causal),
-        ]
-        operations = 4 * heads * WIDTH * (count * (PROMPT_KEYS - count) + count * (count + 1) // 2)
-        found = []
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            for call in calls:
-                assert ((call().float() - want).norm() / want.norm()).item() < 2e-3
-                found.append(f"{operations / time_of([call], flushed) / 1e6:.0f}")
-        print(f"| {count} | {' | '.join(found)} |", flush=True)
+    keys, counts = PROMPTS[machine.small]
+    flash = iter(flash_attention_3.times([(1, new, keys, GROUP, p) for new in counts for p in (0, PAGE)]))
+    peers = ("FlashAttention-3", "times its speed", "torch, flash", "torch, cuDNN, no mask", "times its flash's speed")
+    table = Table("new tokens", "storage", "us", "tikv, TFLOP/s", *peers)
+    for new in counts:
+        for kind in STORAGES:
+            name, fa3 = (f"{new:,}", kind.__name__.lower()), next(flash)
+            with table.attempt(*name):
+                storage, q = kind(machine, 1, keys), machine.randn(1, HEADS * GROUP, new, WIDTH)
+                caches, out = [machine.randn(*storage.shape) for _ in "kv"], torch.empty_like(q)
+                plain = [storage.sequence(a) for a in caches]
+                call = functools.partial(storage.call, q, caches, out)
+                check_attention(call()[0], q[0], *plain)
+                us, (by_flash, by_cudnn) = machine.us(call), torch_prompts(machine, q, plain)
+                work, whole = operations(new, keys), 4 * HEADS * GROUP * WIDTH * new * keys
+                timed = [(work, us), (work, fa3), (work, by_flash), (whole, by_cudnn)]
+                rates = [each if isinstance(each, str) else n / each / 1e6 for n, each in timed]
+                table.row(*name, us, rates[0], rates[1], ratio(fa3, us), *rates[2:], ratio(by_flash, us))
+
+
+def torch_prompts(machine, q, plain):
+    """Microseconds of torch's flash attention with the causal mask, and of cuDNN's without any."""
+    k, v = (a[None] for a in plain)
+    repeated = [a.repeat_interleave(GROUP, 1) for a in (k, v)]
+    causal = causal_lower_right(q.shape[2], k.shape[2])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        by_flash = machine.peer_us(functools.partial(torch_attention, q, *repeated, attn_mask=causal))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return by_flash, machine.peer_us(functools.partial(torch_attention, q, k, v, enable_gqa=True))
+
+
+def visible(machine):
+    """Whether a window and a tree of drafts take the time of the keys that are seen."""
+    small, (keys, _) = machine.small, PROMPTS[machine.small]
+    many, drafts, window, sinks = (32, 8, 16, 4) if small else (2048, 64, 1024, 4)
+    at = torch.arange(keys, device=machine.device)
+    parents = (torch.arange(drafts, device=machine.device) - 1) // 2  # a binary tree
+    parents[0] = -1
+    ancestors = torch.eye(drafts, dtype=torch.bool, device=machine.device)
+    for i in range(1, drafts):
+        ancestors[i] |= ancestors[parents[i]]
+
+    def causal(new):
+        return at <= (keys - new + torch.arange(new, device=machine.device))[:, None]
+
+    def in_window(first):
+        return causal(many) & (
+            (at > (keys - many - window + first + torch.arange(many, device=machine.device))[:, None]) | (at < first)
+        )
+
+    tree = causal(drafts)
+    tree[:, keys - drafts :] = ancestors
+    cases = {  # seen keys of each query, options; those of the same new tokens are compared
+        f"{many:,} new tokens, causal": (causal(many), {}),
+        f"the same, window {window:,}": (in_window(0), {"window": window}),
+        f"the same, window {window:,} with {sinks} sinks": (in_window(sinks), {"window": window, "sinks": sinks}),
+        f"{drafts} new tokens, causal": (causal(drafts), {}),
+        f"the same as a tree of {drafts}": (tree, {"parents": parents[None]}),
+    }
+    table = Table("work", "storage", "keys that a query sees", "us", "ns per query and key", "times that of causal")
+    for kind in STORAGES:
+        storage, base = kind(machine, 1, keys), {}
+        caches = [machine.randn(*storage.shape) for _ in "kv"]
+        for name, (seen, options) in cases.items():
+            if kind is Pages and "sinks" in options:
+                continue
+            with table.attempt(name, kind.__name__.lower()):
+                q = machine.randn(1, HEADS * GROUP, len(seen), WIDTH)
+                call = functools.partial(storage.call, q, caches, torch.empty_like(q), **options)
+                check_attention(call()[0], q[0], *(storage.sequence(a) for a in caches), seen)
+                us, pairs = machine.us(call), int(seen.sum())
+                each = 1e3 * us / pairs
+                if name.endswith("causal"):
+                    base[len(seen)] = each
+                table.row(
+                    name, kind.__name__.lower(), pairs / len(seen), us, each, ratio(each, base.get(len(seen), ""))
+                )
 
 
 def coded(name, k, v):
-    """K, V and scales as codes of a format, and the bytes of all."""
+    """(K and V as codes of a format, what attention takes beside them, the bytes of all)."""
+    if name == "float16":
+        return [k, v], {}, k.nbytes + v.nbytes
+    if name.startswith("float8"):
+        found = [a.to(getattr(torch, name)) for a in (k, v)]
+        return found, {}, sum(a.nbytes for a in found)
     found = [tikv.quantize(a, name) for a in (k, v)]
     if name != "int8":
         return found, {}, sum(a.nbytes for a in found)
@@ -215,9 +224,11 @@ def coded(name, k, v):
     return [codes for codes, _ in found], scales, sum(a.nbytes for pair in found for a in pair)
 
 
-def numbers_of(caches, scales):
+def numbers_of(name, caches, scales):
     """The numbers that K and V stand for, in their caches' order."""
-    if not scales:
+    if name.startswith("float"):
+        return [a.float() for a in caches]
+    if name != "int8":
         return [torch.from_dlpack(tikv.dequantize(a)) for a in caches]
     return [
         torch.from_dlpack(a) * torch.from_dlpack(b)[..., None].float()
@@ -225,147 +236,103 @@ def numbers_of(caches, scales):
     ]
 
 
-def check_first(out, q, k, v):
-    """Fail unless the first sequence's result is what float64 gives of its K and V."""
-    grouped = q[0].double().reshape(HEADS, -1, WIDTH)
-    weights = torch.softmax(grouped @ k.double().transpose(-1, -2) * WIDTH**-0.5, dim=-1)
-    want = (weights @ v.double()).reshape(-1, WIDTH)
-    assert ((out[0].double() - want).norm() / want.norm()).item() < 2e-3
+def codes(machine):
+    """The speed of a token over each format, as times own float16's in the same storage."""
+    table = Table(
+        "sequences x tokens, query heads per KV head", "storage", "format", "us", "GB/s", "times float16's speed"
+    )
+    for n, (batch, length) in enumerate(shapes_of(machine)):
+        groups = (4,) if not machine.on_gpu else (1, 4) if n else (1, 4, 8)
+        for kind in STORAGES:
+            storage, shape = kind(machine, batch, length), f"{batch} x {length:,}"
+            queries = {f"{shape}, {group}": machine.randn(batch, HEADS * group, WIDTH) for group in groups}
+            over_formats(machine, table, storage, queries)
 
 
-class Contiguous:
-    """Sequences of one length, each head of each in one piece."""
-
-    def __init__(self, batch, length):
-        self.shape = batch, HEADS, length, WIDTH
-        self.lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-
-    def call(self, q, caches, scales, out):
-        """One step of attention."""
-        return tikv.decode_attention(q, *caches, self.lens, out=out, impl="taichi", **scales)
-
-    def first(self, numbers):
-        """K or V of the first sequence."""
-        return numbers[0]
-
-
-class Pages(Contiguous):
-    """The same in pages, which lie in random order."""
-
-    def __init__(self, batch, length):
-        super().__init__(batch, length)
-        blocks = batch * length // PAGE
-        self.shape = blocks, PAGE, HEADS, WIDTH
-        self.table = torch.randperm(blocks, device="cuda").int().reshape(batch, -1).contiguous()
-
-    def call(self, q, caches, scales, out):
-        return tikv.paged_decode_attention(q, *caches, self.table, self.lens, out=out, **scales)
-
-    def first(self, numbers):
-        return numbers[self.table[0].long()].flatten(0, 1).transpose(0, 1)
+def over_formats(machine, table, storage, queries):
+    """The rows of a storage: each set of queries, by name, over each format."""
+    kind, base = type(storage).__name__.lower(), {}
+    k, v = (machine.randn(*storage.shape) for _ in "kv")
+    for name in ("float16", *(FORMATS if machine.on_gpu else FORMATS[::3])):
+        numbers = None
+        with table.attempt("", kind, name):
+            caches, scales, nbytes = coded(name, k, v)
+            numbers = [storage.sequence(a) for a in numbers_of(name, caches, scales)]
+        if numbers is None:
+            continue
+        for what, q in queries.items():
+            with table.attempt(what, kind, name):
+                call = functools.partial(storage.call, q, caches, torch.empty_like(q), **scales)
+                check_attention(*((a[0] if a.ndim == 4 else a[0][:, None]) for a in (call(), q)), *numbers)
+                us = machine.us(call)
+                if name == "float16":
+                    base[what] = us
+                rate = nbytes / us / 1e3 if q.ndim == 3 else operations(q.shape[2], int(storage.lens[0])) / us / 1e6
+                table.row(what, kind, name, us, rate, ratio(base.get(what, ""), us))
+    if kind == "contiguous":
+        with table.attempt("", kind, "quant4_64"):
+            caches, what, q = coded("quant4_64", k, v)[0], *next(iter(queries.items()))
+            wide, q = [torch.empty_like(k) for _ in "kv"], q if q.ndim == 4 else q[:, :, None]
+            us = machine.us(functools.partial(dequantise_and_attend, q, caches, wide))
+            table.row(what, kind, "quant4_64, dequantised for torch's attention", us, "", ratio(base.get(what, ""), us))
 
 
-def codes(flushed):
-    """The speed over each format, as times own float16's in the same storage."""
-    print("| sequences x tokens, query heads a KV head | storage | format | us | GB/s | tokens/s, times float16's |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for batch, length in SHAPES:
-        for storage in (Contiguous(batch, length), Pages(batch, length)):
-            codes_in(storage, batch, f"{batch} x {length}", flushed)
-
-
-def codes_in(storage, batch, shape, flushed):
-    """The rows of one storage."""
-    like, kind = {"device": "cuda", "dtype": torch.float16}, type(storage).__name__.lower()
-    k, v = (torch.randn(storage.shape, **like) for _ in "kv")
-    queries, plain = {group: torch.randn(batch, HEADS * group, WIDTH, **like) for group in (1, 4)}, {}
-    for name in ("float16", *FORMATS):
-        caches, scales, nbytes = ([k, v], {}, k.nbytes + v.nbytes) if name == "float16" else coded(name, k, v)
-        numbers = [storage.first(a) for a in ((k, v) if name == "float16" else numbers_of(caches, scales))]
-        for group, q in queries.items():
-            out = torch.empty_like(q)
-            call = functools.partial(storage.call, q, caches, scales, out)
-            call()
-            check_first(out, q, *numbers)
-            time = time_of([call], flushed)
-            plain.setdefault(group, time)
-            rates = f"{time:.1f} | {nbytes / time / 1e3:.0f} | {plain[group] / time:.2f}"
-            print(f"| {shape}, {group} | {kind} | {name} | {rates} |", flush=True)
-            if name.startswith("quant4") and kind == "contiguous" and batch == SHAPES[0][0]:
-                wide = [torch.empty_like(k) for _ in "kv"]
-                time = time_of([functools.partial(dequantise_and_attend, q, caches, wide)], flushed)
-                print(f"| | | dequantised for torch's attention | {time:.1f} | | |", flush=True)
-
-
-def dequantize(flushed):
-    """Every number of a cache of each format as float16, beside the device's own copy."""
-    numbers = torch.randn(DEQUANTISED, WIDTH, device="cuda", dtype=torch.float16)
-    out = torch.empty_like(numbers)
-    copied = 2 * out.nbytes / time_of([functools.partial(out.copy_, numbers)], flushed) / 1e3
-    print("| format | us | GB/s read and written | share of the device's copy |\n| --- | --- | --- | --- |")
-    for name in FORMATS:
-        found = tikv.quantize(numbers, name)
-        arrays = found if name == "int8" else (found,)
-        time = time_of([functools.partial(tikv.dequantize, *arrays, out=out)], flushed)
-        rate = (sum(a.nbytes for a in arrays) + out.nbytes) / time / 1e3
-        print(f"| {name} | {time:.1f} | {rate:.0f} | {rate / copied:.2f} |", flush=True)
+def code_prompts(machine):
+    """TFLOP/s of a prompt over each format."""
+    keys, new = (128, 32) if machine.small else (8192, 2048)
+    table = Table("new tokens", "storage", "format", "us", "TFLOP/s", "times float16's speed")
+    for kind in STORAGES:
+        queries = {f"{new:,}": machine.randn(1, HEADS * GROUP, new, WIDTH)}
+        over_formats(machine, table, kind(machine, 1, keys), queries)
 
 
 def dequantise_and_attend(q, caches, wide):
-    """All of K and V as float16, then torch's attention."""
+    """All of K and V as float16, then torch's attention, which sees all."""
     for a, to in zip(caches, wide, strict=True):
         tikv.dequantize(a, out=to)
-    return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], *wide, enable_gqa=True)
+    return torch_attention(q, *wide, enable_gqa=True)
 
 
-def latent(flushed):
-    """Microseconds where the values are columns of the keys, and where they are an array of their own."""
+def dequantize(machine):
+    """Every number of a cache of each format as float16, beside the device's own copy."""
+    numbers = machine.randn(1 << (8 if machine.small else 21), WIDTH)
+    out = torch.empty_like(numbers)
+    copied = 2 * out.nbytes / machine.us(functools.partial(out.copy_, numbers)) / 1e3
+    table = Table("format", "us", "GB/s read and written", "of the device's copy")
+    for name in FORMATS:
+        if name.startswith("float8"):
+            continue  # floats, which dtypes convert
+        with table.attempt(name):
+            found = tikv.quantize(numbers, name)
+            arrays = found if name == "int8" else (found,)
+            us = machine.us(functools.partial(tikv.dequantize, *arrays, out=out))
+            check(out, numbers, 0.5)
+            rate = (sum(a.nbytes for a in arrays) + out.nbytes) / us / 1e3
+            table.row(name, us, rate, ratio(rate, copied))
+
+
+def latent(machine):
+    """Where the values are columns of the keys, and where they are an array of their own."""
     width, width_v, heads = 576, 512, 16
-    print("| sequences x tokens | tikv, columns of the keys | tikv, two arrays | torch, two arrays |")
-    print("| --- | --- | --- | --- |")
-    for batch, length in SHAPES[:2]:
-        like = {"device": "cuda", "dtype": torch.float16}
-        k, q = torch.randn(batch, 1, length, width, **like), torch.randn(batch, heads, width, **like)
-        v, out = k[..., :width_v].contiguous(), torch.empty(batch, heads, width_v, **like)
-        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-        weights = torch.softmax(q[0].double() @ k[0, 0].double().T * width**-0.5, dim=-1)
-        want = weights @ v[0, 0].double()
-        calls = [
-            functools.partial(tikv.decode_attention, q, k, None, lens, head_dim_v=width_v, out=out),
-            functools.partial(tikv.decode_attention, q, k, v, lens, out=out, impl="taichi"),
-        ]
-        found = []
-        for call in calls:
-            out.fill_(7)
-            call()
-            assert ((out[0].double() - want).norm() / want.norm()).item() < 2e-3
-            found.append(time_of([call], flushed))
-        attention = torch.nn.functional.scaled_dot_product_attention
-        found.append(time_of([functools.partial(attention, q[:, :, None], k, v, enable_gqa=True)], flushed))
-        print(f"| {batch} x {length} | {' | '.join(f'{time:.1f}' for time in found)} |", flush=True)
-
-
-def main():
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["decode", "prompts", "codes", "dequantize", "latent"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 2048], help="of prompts")
-    given = parser.parse_args()
-    tikv.init("cuda")
-    print(f"{environment.line(environment.environment(['cuda']))}, triton {triton.__version__}\n")
-    torch.manual_seed(0)
-    flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    if given.what == "decode":
-        decode(flushed)
-    elif given.what == "codes":
-        codes(flushed)
-    elif given.what == "dequantize":
-        dequantize(flushed)
-    elif given.what == "latent":
-        latent(flushed)
-    else:
-        prompts(given.tokens, flushed)
+    table = Table("sequences x tokens", "values", "us", "GB/s", "of the device's read rate", "torch, two arrays, us")
+    for batch, length in shapes_of(machine)[:2]:
+        k, q = machine.randn(batch, 1, length, width), machine.randn(batch, heads, width)
+        v, lens = k[..., :width_v].contiguous(), machine.lens(batch, length)
+        by_torch = machine.peer_us(functools.partial(torch_attention, q[:, :, None], k, v, enable_gqa=True))
+        own = functools.partial(tikv.decode_attention, q, k, v, lens, impl="taichi")
+        columns = functools.partial(tikv.decode_attention, q, k, None, lens, head_dim_v=width_v)
+        for name, call, nbytes in (
+            ("columns of the keys", columns, k.nbytes),
+            ("an array of their own", own, k.nbytes + v.nbytes),
+        ):
+            with table.attempt(f"{batch} x {length:,}", name):
+                check_attention(call()[0][:, None], q[0][:, None], k[0], v[0])
+                us = machine.us(call)
+                rate = nbytes / us / 1e3
+                table.row(f"{batch} x {length:,}", name, us, rate, ratio(rate, machine.read_rate), by_torch)
 
 
 if __name__ == "__main__":
-    main()
+    programs = {each.__name__: each for each in (decode, prompts, visible, codes, code_prompts, dequantize, latent)}
+    what, machine = started(__doc__, programs)
+    programs[what](machine)

@@ -1,14 +1,20 @@
 """All tables of one kind of machine, in one file, and pages of the manual that are made from it.
 
-    python benches/tables.py run cpu figures.json         every bench and program of the CPU, with nothing beside
+    python benches/tables.py run cpu figures.json         every program and bench of the CPU, with nothing beside
     python benches/tables.py run cuda figures.json        those of an NVIDIA GPU, and of peers that are installed
+    python benches/tables.py run cuda figures.json --only "generate_gpu or bench_copy"
     python benches/tables.py write figures.json PAGE.md   put its tables into a page
+
+The file is written after each program. A second run with the same file adds what is not there yet, so that a run may be
+cut off, or be made of several: `--minutes 7` starts no program after so long. `--again` measures anew what is there.
+On a GPU `--ahead 12` compiles first: programs run on tiny sizes, so many side by side.
 
 `--small` runs the same on tiny sizes, once each, to see that it works: its figures mean nothing. A page has the tables
 between two lines, <!-- figures: NAME.json --> and <!-- end of figures -->; tests/test_docs.py compares the two.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -16,6 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 
 import environment
 import recorded
@@ -27,7 +34,9 @@ ROOT = HERE.parent
 OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
 PATHS = {**OUTSIDE, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 FORM = 1  # of the file; it grows when a reader of older ones would misread it
-# A title, and the command below benches/ that prints such tables; what is added to it with --small.
+SMALL = ["--small"]
+# A title, and the command below benches/ that prints such tables; what is added to it with --small. In this order they
+# run, the longest first.
 PROGRAMS = {
     "cpu": [
         ("What a call of one token costs the host", ["attention_cpu.py", "host"], ["--rounds", "1"]),
@@ -36,48 +45,129 @@ PROGRAMS = {
         ("Taichi and Quadrants", ["engines.py"], ["copy_kv, 1 token, float32"]),
     ],
     "cuda": [
-        ("Decode attention", ["attention_gpu.py", "decode"], None),
-        ("Prompts", ["attention_gpu.py", "prompts"], None),
-        ("Formats", ["attention_gpu.py", "codes"], None),
-        ("Dequantising", ["attention_gpu.py", "dequantize"], None),
-        ("Latent attention", ["attention_gpu.py", "latent"], None),
+        ("Whole models: 8 texts of 16,384 tokens", ["generate_gpu.py", "long"], SMALL),
+        ("Whole models: a text of 4,096 tokens", ["generate_gpu.py", "short"], SMALL),
+        ("Whole models: a decode step over the memory of the host", ["offloaded_gpu.py"], SMALL),
+        ("Prompts", ["attention_gpu.py", "prompts"], SMALL),
+        ("Decode attention", ["attention_gpu.py", "decode"], SMALL),
+        ("Windows and trees", ["attention_gpu.py", "visible"], SMALL),
+        ("Formats", ["attention_gpu.py", "codes"], SMALL),
+        ("Formats, prompts", ["attention_gpu.py", "code_prompts"], SMALL),
+        ("Latent attention", ["attention_gpu.py", "latent"], SMALL),
+        ("Chosen tokens", ["chosen_gpu.py", "tokens"], SMALL),
+        ("Chosen pages", ["chosen_gpu.py", "quest"], SMALL),
+        ("Chosen tokens, latent attention", ["chosen_gpu.py", "latent"], SMALL),
+        ("Shared prefixes", ["stores_gpu.py", "prefix"], SMALL),
+        ("Keys by channel", ["stores_gpu.py", "channels"], SMALL),
+        ("Turned keys", ["stores_gpu.py", "rotated"], SMALL),
+        ("The same bits whatever the batch", ["invariant_gpu.py"], SMALL),
+        ("What calls cost the host", ["host_time.py", "calls"], SMALL),
+        ("What caches of transformers cost the host", ["host_time.py", "models"], SMALL),
+        ("First calls", ["first_call.py"], SMALL),
+        ("Whole models: the same text", ["generate_gpu.py", "exact"], SMALL),
+        ("Dequantising", ["attention_gpu.py", "dequantize"], SMALL),
     ],
 }
+COMPILED_AHEAD = ("attention_gpu.py", "chosen_gpu.py", "stores_gpu.py", "invariant_gpu.py")
 MARKED = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
-def run(arch: str, small: bool, words: str) -> dict:
-    """Every table of a back end; what could not run is named with the reason."""
-    found = {"form": FORM, "small": small, "environment": environment.environment([arch]), "tables": [], "left_out": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "bench.json"
-        command = ["-m", "pytest", "benches", "-q", "--arch", arch, f"--benchmark-json={file}"]
-        command += ["--small"] * small + (["-k", words] if words else [])
-        if told(found, command) is not None:
-            for _, rows in report.load([file]):
-                title = f"pytest benches --arch {arch}"
-                add(found, title, command, "\n".join(report.tables(rows)))
-    for title, program, tiny in PROGRAMS[arch]:
-        if words and not any(word in program[1:] for word in words.split(" or ")):
+def commands(arch: str, small: bool, words: str) -> list[tuple[str, list[str]]]:
+    """Title and command of what makes tables: the programs, then each file of benches; those that have a word."""
+    found = [
+        (title, [str(HERE / program[0]), *program[1:], *(tiny if small else [])])
+        for title, program, tiny in PROGRAMS[arch]
+    ]
+    for path in sorted(HERE.rglob("bench_*.py")):
+        found.append(
+            (f"pytest benches --arch {arch}", ["-m", "pytest", str(path), "-q", "--arch", arch, *SMALL * small])
+        )
+    wanted = [word.strip() for word in words.split(" or ")]
+    return [(title, command) for title, command in found if any(word in named(command) for word in wanted)]
+
+
+def run(file: pathlib.Path, found: dict, chosen: list[tuple[str, list[str]]], seconds: float) -> None:
+    """Add the tables of commands to what a file has, one after the other; what cannot run is named with the reason."""
+    start, (arch,) = time.monotonic(), found["environment"]["devices"]
+    places = {named(command): place for place, (_, command) in enumerate(commands(arch, found["small"], ""))}
+    for number, (title, command) in enumerate(chosen):
+        name, passed = named(command), time.monotonic() - start
+        if passed > seconds:
+            found["left_out"][name] = f"not begun after {passed / 60:.0f} minutes"
             continue
-        if small and tiny is None:
-            found["left_out"][" ".join(program)] = "it has no small sizes"
-            continue
-        command = [str(HERE / program[0]), *program[1:], *(tiny if small else [])]
-        if (text := told(found, command)) is not None:
-            add(found, title, command, text)
+        print(f"{number + 1} of {len(chosen)}, {passed:.0f} s: {name}", file=sys.stderr, flush=True)
+        tables, why = made_by(command)
+        found["tables"] = [table for table in found["tables"] if table["command"] != name]
+        found["left_out"].pop(name, None)
+        if why:
+            found["left_out"][name] = why
+        for table in tables:
+            made = {"title": title, "command": name, "columns": table.columns, "rows": table.rows}
+            add(found, made, environment.environment([arch]))
+        found["tables"].sort(key=lambda table: places.get(table["command"], len(places)))
+        save(file, found)
+    save(file, found)
+
+
+def add(found: dict, table: dict, now: dict) -> None:
+    """Add a table, with its environment where that is not the others' by more than load and date."""
+    if any(now[key] != found["environment"][key] for key in now if key not in ("load", "date")):
+        table["environment"] = now
+    found["tables"].append(table)
+
+
+def save(file: pathlib.Path, found: dict) -> None:
+    """Write the file as a whole, or not at all."""
+    half = file.with_name(f"{file.name}.half")
+    half.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    half.replace(file)
+
+
+def begun(file: pathlib.Path, arch: str, small: bool) -> dict:
+    """What a file has, or nothing but this environment.
+
+    Raises:
+        SystemExit: it is of another back end, or of other sizes.
+    """
+    if not file.exists():
+        about = environment.environment([arch])
+        return {"form": FORM, "small": small, "environment": about, "tables": [], "left_out": {}}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if (found["form"], found["small"], list(found["environment"]["devices"])) != (FORM, small, [arch]):
+        raise SystemExit(f"tables: {file} has tables of another kind; name another file")
     return found
 
 
-def told(found: dict, command: list[str]) -> str | None:
-    """What a program printed; None if it failed, and why is then among what was left out."""
-    print("...", named(command), file=sys.stderr, flush=True)
-    child = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT, env=PATHS)
-    if child.returncode:
-        lines = (child.stderr.strip() or child.stdout.strip() or "it said nothing").splitlines()
-        found["left_out"][named(command)] = f"exit status {child.returncode}: {lines[-1]}"
-        return None
-    return child.stdout
+def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
+    """The tables that a program prints, or a file of benches; and why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "bench.json"
+        is_bench = "pytest" in command
+        added = [f"--benchmark-json={file}"] if is_bench else []
+        child = subprocess.run(
+            [sys.executable, *command, *added], capture_output=True, text=True, check=False, cwd=ROOT, env=PATHS
+        )
+        said = (child.stdout if is_bench else child.stderr).strip() or child.stdout.strip() or "it said nothing"
+        if child.returncode:
+            return [], f"exit status {child.returncode}: {said.splitlines()[-1]}"
+        if not is_bench:
+            return recorded.tables_of(f"{child.stdout}\n"), ""
+        if not file.exists() or not file.stat().st_size:
+            return [], said.splitlines()[-1]
+        text = "\n".join("\n".join(report.tables(rows)) for _, rows in report.load([file]))
+        return recorded.tables_of(f"{text}\n"), ""
+
+
+def compile_ahead(processes: int) -> None:
+    """Run programs on tiny sizes, which compiles their kernels: those of the sizes that are measured are the same."""
+    programs = [program for _, program, _ in PROGRAMS["cuda"] if program[0] in COMPILED_AHEAD]
+    print(f"compiling ahead: {len(programs)} programs on tiny sizes", file=sys.stderr, flush=True)
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        for program, (_, why) in zip(
+            programs, pool.map(lambda each: made_by([str(HERE / each[0]), *each[1:], *SMALL]), programs), strict=True
+        ):
+            if why:
+                print(f"{' '.join(program)} --small: {why}", file=sys.stderr, flush=True)
 
 
 def named(command: list[str]) -> str:
@@ -86,22 +176,17 @@ def named(command: list[str]) -> str:
     return " ".join(["python", *(f'"{word}"' if " " in word else word for word in words)])
 
 
-def add(found: dict, title: str, command: list[str], text: str) -> None:
-    """The tables of a text, under a title."""
-    for table in recorded.tables_of(f"{text}\n"):
-        found["tables"].append(
-            {"title": title, "command": named(command), "columns": table.columns, "rows": table.rows}
-        )
-
-
 def markdown(found: dict) -> str:
     """The tables as a page has them."""
     parts = [f"Measured on {environment.line(found['environment'])}."]
     above = None
     for table in found["tables"]:
-        if table["title"] != above:
-            parts.append(f"**{table['title']}** (`{table['command']}`)")
-        above = table["title"]
+        heading = f"**{table['title']}** (`{table['command']}`)"
+        if "environment" in table:
+            heading += f", measured on {environment.line(table['environment'])}"
+        if heading != above:
+            parts.append(heading)
+        above = heading
         lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     parts += [f"Left out: `{command}` ({why})." for command, why in found["left_out"].items()]
@@ -133,19 +218,26 @@ def stale(page: pathlib.Path) -> list[str]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run", help="run every bench and program, and write one file")
+    actions = parser.add_subparsers(dest="command", required=True)
+    running = actions.add_parser("run", help="run every bench and program, and write one file")
     running.add_argument("arch", choices=sorted(PROGRAMS))
     running.add_argument("file", type=pathlib.Path)
     running.add_argument("--small", action="store_true", help="tiny sizes, once each, to see that it works")
-    running.add_argument("--only", default="", metavar="WORDS", help="such benches, as for pytest's -k, and programs")
-    writing = commands.add_parser("write", help="put the tables of a file into a page")
+    running.add_argument("--only", default="", metavar="WORDS", help="commands with one of these words between ' or '")
+    running.add_argument("--minutes", type=float, default=float("inf"), help="after which no program is begun")
+    running.add_argument("--again", action="store_true", help="measure also what the file has already")
+    running.add_argument("--ahead", type=int, default=0, metavar="N", help="compile for CUDA first, in N processes")
+    writing = actions.add_parser("write", help="put the tables of a file into a page")
     writing.add_argument("file", type=pathlib.Path)
     writing.add_argument("page", type=pathlib.Path)
     given = parser.parse_args()
     if given.command == "run":
-        found = run(given.arch, given.small, given.only)
-        given.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = begun(given.file, given.arch, given.small)
+        done = set() if given.again else {table["command"] for table in found["tables"]}
+        chosen = [each for each in commands(given.arch, given.small, given.only) if named(each[1]) not in done]
+        if given.ahead and given.arch == "cuda":
+            compile_ahead(given.ahead)
+        run(given.file, found, chosen, 60 * given.minutes)
         print(markdown(found), end="")
         sys.exit(not found["tables"])
     found = json.loads(given.file.read_text(encoding="utf-8"))

@@ -9,8 +9,8 @@
     python examples/whole_model.py --plot table.svg                 needs matplotlib
 
 Each row is one cache: transformers' DynamicCache; its StaticCache, which `generate` compiles, where a GPU is; and
-TikvCache with attention "tikv", in each format. All write as many tokens from the same random prompt, by turns; medians
-count. The columns:
+TikvCache with attention "tikv", in each format. `--caches` chooses fewer. All write as many tokens from the same random
+prompt, by turns; medians count. The columns:
 
     first call     seconds of the first `generate`, compiling included
     prompt         milliseconds until the first token is there
@@ -65,6 +65,11 @@ FORMATS = {
     "4 bits": tikv.Quant(bits=4, group=32),
 }
 SINKS = 4
+CACHES = {  # beside DynamicCache, to whose text all others are compared
+    "static": "StaticCache, compiled",
+    "tikv": "TikvCache",
+    "window": "TikvCache with a window",
+}
 
 
 @dataclasses.dataclass
@@ -114,18 +119,21 @@ def model_of(size, device, dtype):
         return transformers.LlamaForCausalLM(config).to(dtype).eval()
 
 
-def ways_of(config, names, most, window, on_gpu):
-    """The rows of the table, in order."""
+def ways_of(config, caches, names, most, window):
+    """The rows of the table, in order: of TikvCache one for each format."""
     found = [Way("DynamicCache", lambda: transformers.DynamicCache(config=config))]
-    if on_gpu:
-        found.append(Way("StaticCache, compiled", lambda: transformers.StaticCache(config=config, max_cache_len=most)))
+    if "static" in caches:
+        found.append(Way(CACHES["static"], lambda: transformers.StaticCache(config=config, max_cache_len=most)))
     for name in names:
         dtype = FORMATS[name]
         title = "TikvCache" if dtype is None else f"TikvCache, {name}"
-        found.append(Way(title, lambda dtype=dtype: TikvCache(config, max_cache_len=most, dtype=dtype), "tikv"))
-        if window:
-            made = lambda dtype=dtype: TikvCache(config, window=window, sinks=SINKS, dtype=dtype)  # noqa: E731
-            found.append(Way(f"{title}, window {window}", made, "tikv"))
+        made = {
+            "tikv": (title, {"max_cache_len": most}),
+            "window": (f"{title}, window {window}", {"window": window, "sinks": SINKS}),
+        }
+        for title, options in (made[each] for each in made if each in caches):
+            options["dtype"] = dtype
+            found.append(Way(title, lambda options=options: TikvCache(config, **options), "tikv"))
     return found
 
 
@@ -290,6 +298,8 @@ def parsed():
     parser.add_argument("--batch", type=int, default=1, help="texts at once (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (default %(default)s)")
     parser.add_argument("--window", type=int, help=f"also with a window of so many tokens, {SINKS} sinks among them")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, metavar="CACHE",
+                        help=f"beside DynamicCache, of {', '.join(CACHES)} (all; window with --window)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
                         help=f"of TikvCache, of {', '.join(FORMATS)}; model is the model's dtype")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
@@ -306,6 +316,9 @@ def parsed():
             parser.error(f"--{name} {getattr(given, name)}: at least {least}")
     if given.window is not None and given.window <= SINKS:
         parser.error(f"--window {given.window}: more than its {SINKS} sinks")
+    given.caches = given.caches or ["static", "tikv", *(["window"] if given.window else [])]
+    if "window" in given.caches and not given.window:
+        parser.error("--caches window: give --window, its tokens")
     if given.plot:
         try:
             extras.need("matplotlib", "--plot")
@@ -334,7 +347,9 @@ def main():
     text = model.config.get_text_config()
     torch.manual_seed(1)
     ids = torch.randint(1, text.vocab_size, (given.batch, given.prompt)).to(given.device)
-    ways = ways_of(model.config, dict.fromkeys(given.formats), given.prompt + given.tokens, given.window, ids.is_cuda)
+    static_left_out = "static" in given.caches and not ids.is_cuda
+    caches = [each for each in given.caches if each != "static" or ids.is_cuda]
+    ways = ways_of(model.config, caches, dict.fromkeys(given.formats), given.prompt + given.tokens, given.window)
 
     def say(what):
         if sys.stderr.isatty():
@@ -354,7 +369,7 @@ def main():
         print(json.dumps({"about": about, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2))
     else:
         print(about, *table(rows), sep="\n")
-        if not ids.is_cuda:
+        if static_left_out:
             print("StaticCache, which generate compiles on a GPU alone, is left out.")
     if given.plot:
         plot(rows, about, given.plot)

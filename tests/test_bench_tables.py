@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,115 @@ def test_a_page_has_the_tables_of_its_file(tmp_path):
         tables.filled(page.read_text(), "other.json", FOUND)
 
 
+@pytest.fixture
+def three(monkeypatch, tmp_path):
+    """A run of three programs, the third of which fails and the second of which is cut off once; and what was begun."""
+    tables = importlib.import_module("tables")
+    file, begun, about = tmp_path / "cpu.json", [], FOUND["environment"] | {}
+
+    def made_by(command):
+        begun.append(Path(command[0]).stem)
+        if begun == ["first", "second"]:
+            raise KeyboardInterrupt
+        if begun[-1] == "third":
+            return [], "no such peer"
+        return [tables.recorded.Table(["work"], [[begun[-1]]])], ""
+
+    def run(*options):
+        words = ["--only", "first.py or second.py or third.py"]
+        monkeypatch.setattr(sys, "argv", ["tables.py", "run", "cpu", str(file), *words, *options])
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            tables.main()
+        return json.loads(file.read_text())
+
+    programs = [(name.title(), [f"{name}.py"], []) for name in ("first", "second", "third")]
+    monkeypatch.setattr(tables, "PROGRAMS", {"cpu": programs})
+    monkeypatch.setattr(tables, "made_by", made_by)
+    monkeypatch.setattr(tables.environment, "environment", lambda archs: about | {})
+    return run, begun, about
+
+
+def named(program):
+    """Its command."""
+    return f"python {Path('benches', program)}.py"
+
+
+def test_a_run_that_was_cut_off_goes_on(three, capsys):
+    run, begun, _ = three
+    assert [table["title"] for table in run()["tables"]] == ["First"]
+    found = run("--minutes", "-1")
+    assert [table["title"] for table in found["tables"]] == ["First"]
+    assert found["left_out"] == dict.fromkeys([named("second"), named("third")], "not begun after 0 minutes")
+    found = run()
+    assert [table["title"] for table in found["tables"]] == ["First", "Second"]
+    assert found["left_out"] == {named("third"): "no such peer"}
+    assert begun == ["first", "second", "second", "third"]
+    assert run() == found
+    assert begun[4:] == ["third"]
+    said = capsys.readouterr()
+    assert f"2 of 2, 0 s: {named('third')}" in said.err
+    assert f"Left out: `{named('third')}` (no such peer)." in said.out
+
+
+def test_a_table_of_another_machine_says_so(three, capsys):
+    run, begun, about = three
+    run()
+    run()
+    about["commit"], about["load"] = "def", 3.0
+    found = run("--again", "--only", "first.py")
+    assert begun[4:] == ["first"]
+    assert [table["title"] for table in found["tables"]] == ["First", "Second"]
+    assert [table.get("environment", {}).get("commit") for table in found["tables"]] == ["def", None]
+    heading = f"**First** (`{named('first')}`), measured on a processor, 2 cores, load 3.0"
+    assert heading in capsys.readouterr().out
+    tables, file = importlib.import_module("tables"), Path(sys.argv[3])
+    for arch, small in (("cuda", False), ("cpu", True)):
+        with pytest.raises(SystemExit, match="tables of another kind"):
+            tables.begun(file, arch, small)
+
+
+def test_a_peer_that_fails_says_why(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("FlashAttention-3 would have to be there")
+    peer = importlib.import_module("flash_attention_3")
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
+    assert peer.times([[1, 1, 64, 4, 0]] * 2) == ["not installed"] * 2
+    monkeypatch.undo()
+    (tmp_path / "flash_attn_interface.py").write_text("flash_attn_with_kvcache = None")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    (why,) = peer.times([[1, 1, 64, 4, 0]])
+    assert why.startswith("failed: no NVIDIA GPU is here")
+
+
+QUICK = ("chosen_gpu.py quest", "stores_gpu.py prefix", "offloaded_gpu.py")
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            program, id=(name := " ".join(program)), marks=pytest.mark.thorough if name in QUICK else pytest.mark.long
+        )
+        for _, program, _ in importlib.import_module("tables").PROGRAMS["cuda"]
+    ],
+)
+def test_a_program_for_a_gpu_works_on_tiny_sizes(arch, program):
+    """Without a GPU too: every row of its tables is measured."""
+    pytest.importorskip("transformers")
+    tables = importlib.import_module("tables")
+    found, why = tables.made_by([str(ROOT / "benches" / program[0]), *program[1:], "--small"])
+    assert why == ""
+    assert found
+    for table in found:
+        assert table.rows
+        for row in table.rows:
+            assert len(row) == len(table.columns)
+            assert not any("failed" in cell for cell in row), row
+
+
 @pytest.mark.thorough
 @pytest.mark.archs("cpu")
 def test_one_command_makes_all_tables(arch, tmp_path):
@@ -69,7 +179,7 @@ def test_one_command_makes_all_tables(arch, tmp_path):
     file, page = tmp_path / "cpu.json", tmp_path / "page.md"
     page.write_text(PAGE.format(""))
     command = [sys.executable, str(ROOT / "benches" / "tables.py")]
-    chosen = ["--small", "--only", "copy_kv_one_token or host"]
+    chosen = ["--small", "--only", "bench_copy.py or attention_cpu.py host"]
     child = subprocess.run(
         [*command, "run", "cpu", str(file), *chosen], check=True, capture_output=True, text=True, env=tables.PATHS
     )
@@ -77,12 +187,10 @@ def test_one_command_makes_all_tables(arch, tmp_path):
     assert child.stdout == tables.markdown(found)
     assert found["environment"]["versions"]["numpy"]
     titles = [table["title"] for table in found["tables"]]
-    assert titles[0] == "pytest benches --arch cpu"
-    assert [row[1] for row in found["tables"][0]["rows"]] == [
-        "copy kv one token, 1 token, float32", "copy kv one token, 1 token, float16",
-    ]  # fmt: skip
+    assert titles[-1] == "pytest benches --arch cpu"
+    assert [row[1] for row in found["tables"][-1]["rows"]][:2] == ["prefill, float32", "prefill, float16"]
     if importlib.util.find_spec("torch"):
-        assert titles[1:] == ["What a call of one token costs the host"]
+        assert titles[:-1] == ["What a call of one token costs the host"]
         assert found["left_out"] == {}
     else:
         (why,) = found["left_out"].values()

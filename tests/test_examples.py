@@ -296,7 +296,7 @@ def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
 
     model = whole_model.model_of("small", "cpu", torch.float32)
     model.generation_config.eos_token_id = None
-    ways = whole_model.ways_of(model.config, ["model"], 40, None, False)
+    ways = whole_model.ways_of(model.config, ["tikv"], ["model"], 40, None)
     ways.append(whole_model.Way("forgets", lambda: Forgets(model.config)))
     ids = torch.arange(1, 49).reshape(2, 24)
     rows = whole_model.measure(model, ids, ways, 12, 1, lambda what: None)
@@ -310,6 +310,7 @@ def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
         (["--tokens", "1"], "--tokens 1: at least 2"),
         (["--batch", "0"], "--batch 0: at least 1"),
         (["--window", "4"], "--window 4: more than its 4 sinks"),
+        (["--caches", "window"], "--caches window: give --window"),
         (["--formats", "int7"], "invalid choice: 'int7'"),
         (["nowhere/at/all"], "nowhere/at/all: "),
     ],

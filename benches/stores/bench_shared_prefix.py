@@ -34,4 +34,4 @@ def bench_shared_prefix(arch, rng, dtype, group, how, smoke, timed, monkeypatch)
     read = (shared if how == "auto" else shared * sequences) + own * sequences
     moved = read * HEADS * WIDTH * 2 * (1 if dtype == "int8" else 2)
     case = f"{sequences} share {shared}, {own} own, {group} query heads, {dtype}"
-    timed(call, op="pool.attend", peer=f"shared_prefix={how}", case=case, bytes_moved=moved, calls=3)
+    timed(call, op="pool.attend", peer="tikv" if how == "auto" else "each alone", case=case, bytes_moved=moved, calls=3)

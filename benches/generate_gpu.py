@@ -1,0 +1,93 @@
+"""A whole `generate` on an NVIDIA GPU beside transformers' own caches: examples/whole_model.py, a few rows a process.
+
+    python benches/generate_gpu.py short        # a text of 4,096 tokens
+    python benches/generate_gpu.py long         # 8 texts of 16,384 tokens, a window of 1,024 with 4 sinks too
+    python benches/generate_gpu.py exact        # float32: tokens of all formats, against their own eager text
+
+Bfloat16 otherwise. The model has 16 layers of 2,048, 32 query heads, 8 KV heads of 128 and random weights; that of
+`exact` is a small one. Each process starts with no kernel compiled, so first calls are those of a new machine.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import environment
+import torch
+from gpu import Table, ratio
+
+EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "whole_model.py"
+LONG = ["--batch", "8", "--prompt", "16384"]
+FORMATS = ["--formats", "int8", "4 bits"]
+PROCESSES = {  # the arguments of each
+    "short": [
+        ["--caches", "static", "tikv", "--formats", "model"],
+        ["--caches", "tikv", *FORMATS],
+    ],
+    "long": [
+        [*LONG, "--caches", "static"],
+        [*LONG, "--caches", "tikv", "window", "--window", "1024", "--formats", "model"],
+        [*LONG, "--caches", "tikv", *FORMATS],
+    ],
+    "exact": [["--size", "small", "--dtype", "float32", "--prompt", "512", "--tokens", "64", "--rounds", "1"]],
+}
+SMALL = ["--device", "cpu", "--size", "small", "--batch", "1", "--prompt", "24", "--tokens", "3", "--rounds", "1"]
+FOLDERS = (
+    "TIKV_CACHE_DIR",
+    "TI_OFFLINE_CACHE_FILE_PATH",
+    "CUDA_CACHE_PATH",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+
+
+def rows_of(arguments, small):
+    """What a process measured, its first row DynamicCache."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty = {} if small else {name: str(pathlib.Path(folder) / name) for name in FOLDERS}
+        command = [sys.executable, str(EXAMPLE), *arguments, *(SMALL if small else []), "--json"]
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **empty})
+    return json.loads(child.stdout)["rows"]
+
+
+def generations(processes, small):
+    """Times, memory and text of each cache."""
+    head = (
+        "first call, s | prompt, ms | times DynamicCache's | a token, ms | times DynamicCache's | times StaticCache's"
+    )
+    memory = ("peak, MB", "cache, MB", "tokens as DynamicCache", "as eager")
+    table, static = Table("cache", *head.split(" | "), *memory), ""
+    for arguments in processes:
+        with table.attempt(" ".join(arguments)):
+            base, *rows = rows_of(arguments, small)
+            for row in (base, *rows):
+                if row["failed"]:
+                    table.row(row["name"], row["failed"])
+                    continue
+                if row["name"].startswith("StaticCache"):
+                    static = row["token_ms"]
+                times = (row["first_call_s"], row["prompt_ms"], ratio(row["prompt_ms"], base["prompt_ms"]))
+                times += (row["token_ms"], ratio(row["token_ms"], base["token_ms"]), ratio(row["token_ms"], static))
+                peak = "" if row["peak_mb"] is None else row["peak_mb"]
+                same = (f"{row[each]} of {row['tokens']}" for each in ("as_dynamic", "as_eager"))
+                table.row(row["name"], *times, peak, row["cache_mb"], *same)
+
+
+def main():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=PROCESSES)
+    parser.add_argument("--small", action="store_true", help="a small model on the CPU")
+    given = parser.parse_args()
+    if not given.small and not torch.cuda.is_available():
+        raise SystemExit("no NVIDIA GPU is here; --small runs a small model on the CPU")
+    print(environment.line(environment.environment(["cpu" if given.small else "cuda"])), flush=True)
+    generations(PROCESSES[given.what], given.small)
+
+
+if __name__ == "__main__":
+    main()
