@@ -132,6 +132,33 @@ def test_an_operator_in_place_writes_into_the_store(store, arch):
     np.testing.assert_array_equal(store.keys(0).copy_to_host(), (before + 1) * (before + 1)[0, 0, 0])
 
 
+def test_functions_of_torch_take_it_as_a_tensor(store, arch):
+    torch = pytest.importorskip("torch")
+    keys, values = store.keys(0), store.values(0)
+    if arch in ("vulkan", "metal"):
+        with pytest.raises(tikv.ArchError):
+            torch.cat([keys, values])
+        return
+    k, v = keys.torch(), values.torch()
+    assert torch.equal(torch.cat([keys, values], dim=2), torch.cat([k, v], dim=2))
+    assert torch.equal(torch.einsum("bhnd,bhnd->bhn", k, values), (k * v).sum(-1))
+    q = torch.ones(1, 2, 1, 4, device=k.device)
+    attended = torch.nn.functional.scaled_dot_product_attention(q, key=keys, value=values)
+    assert torch.equal(attended, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    rows = torch.zeros_like(keys)
+    assert torch.is_tensor(rows)
+    rows[...] = keys
+    assert torch.equal(rows, k)
+    assert torch.equal(torch.as_tensor(keys), k)
+
+
+def test_what_it_lacks_is_said_with_a_way_out(store):
+    for name in ("float", "cpu", "permute", "detach"):
+        assert not hasattr(store.keys(0), name)
+    with pytest.raises(AttributeError, match=r"CacheArray has no 'permute'. Take torch\(\) or numpy\(\)"):
+        store.keys(0).permute(0, 2, 1, 3)
+
+
 def test_beside_a_torch_tensor_it_is_one(store, arch):
     torch = pytest.importorskip("torch")
     if arch in ("vulkan", "metal"):

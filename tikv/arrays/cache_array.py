@@ -23,7 +23,8 @@ class CacheArray(runtime.NotCopied):
     `numpy()` works on CPU, `torch()` and `__dlpack__` on CPU and CUDA, `torch()` also on Metal with Quadrants;
     `copy_to_host()` works everywhere and copies.
     An index and arithmetic work as with what it is on its device: views of `numpy()` on CPU, of `torch()` on CUDA; on
-    Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor it is one itself.
+    Vulkan and Metal, whose memory has no pointer, read-only copies in NumPy. Beside a torch tensor, and for torch's own
+    functions, it is one itself.
     `reshape`, `transpose`, `T`, `astype`, `sum`, `mean`, `max`, `min`, `item` and `tolist` are called as NumPy's, and
     give the same kinds; all else is a method of `numpy()` or `torch()`.
     `copy.copy()` and `copy.deepcopy()` give one with memory of its own, by way of the host; `pickle` is refused.
@@ -252,6 +253,10 @@ class CacheArray(runtime.NotCopied):
             )
         self._native()[index] = value._native() if isinstance(value, CacheArray) else value
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_for_torch(args), **_for_torch(kwargs or {}))
+
     def __copy__(self) -> CacheArray:
         array = self.view_for("copy.copy of a CacheArray")
         return CacheArray(to_device(read_host(array, self._runtime), self._runtime), self._runtime)
@@ -266,6 +271,14 @@ class CacheArray(runtime.NotCopied):
         return f"CacheArray({describe(self._array)}, {self.device})"
 
     __hash__ = object.__hash__  # of the object, as torch's tensors have it, since == compares the elements
+
+    if not TYPE_CHECKING:  # a type checker refuses such a name itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"CacheArray has no {name!r}. Take torch() or numpy(), which share its memory, or copy_to_host(), and "
+                f"what they have."
+            )
 
     if TYPE_CHECKING:  # they are made below, all alike
         __add__: Callable[[Any], Any]
@@ -286,6 +299,15 @@ class CacheArray(runtime.NotCopied):
         __ge__: Callable[[Any], Any]
         __neg__: Callable[[], Any]
         __abs__: Callable[[], Any]
+
+
+def _for_torch(given: Any) -> Any:
+    """Arguments of a function of torch's, with tensors in place of each `CacheArray`."""
+    if isinstance(given, CacheArray):
+        return given.torch()
+    if isinstance(given, dict):
+        return {name: _for_torch(a) for name, a in given.items()}
+    return type(given)(map(_for_torch, given)) if type(given) in (list, tuple) else given
 
 
 def _operators(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
