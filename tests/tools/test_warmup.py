@@ -46,7 +46,8 @@ def generate(store, rng, arch, prompt, steps):
 def test_a_store_compiles_nothing_afterwards(arch, made, case):
     store, other = (tikv.KVCacheStore(**FORM, capacity=160, **STORES[case]) for _ in range(2))
     names = tikv.warmup(store, query_heads=4, tokens=(20, 1), formats="float32", quiet=True)
-    assert sorted(names) == sorted(kernel.name for kernel in made.values())
+    assert sorted(names) == sorted(kernel.title for kernel in made.values())
+    assert all(re.fullmatch(r"[a-z ]+", name) for name in names)
     assert len(names) > 1
     assert (store.length, [store.held(i) for i in range(3)]) == (0, [0, 0, 0])
     before = set(made)

@@ -36,6 +36,8 @@ def warmup(
 
     What the model will do is done with zeros, on the store itself: prompts, single tokens, at few and at many tokens
     held, in a layer of each window. It has to be empty, and is empty again afterwards; memory is not made twice.
+    Calls are plain ones: what `return_mass`, ``indices``, masks, trees, soft caps, sink logits, slopes, `compact` and
+    other methods need is compiled by the first call that uses it.
 
     Args:
         *what: a `KVCacheStore` or a `PagedKVCacheStore` without tokens; a `TikvCache` without tokens, which is copied;
@@ -51,7 +53,8 @@ def warmup(
         num_kv_heads, head_dim: for named variants, the shape to compile for.
 
     Returns:
-        The names of the kernels that were made, none where all were there; of variants, their names.
+        What the kernels that were made are for, such as "copy" or "attend cpu", an entry for each; none where all were
+        there. Of variants, their names.
 
     Raises:
         OptionError: it is not one of these, or holds tokens; query_heads is missing; no such dtype or variant.
@@ -103,7 +106,7 @@ def _say_nothing(now: str, done: int) -> None:
 
 
 def _done(jobs: Sequence[Job], live: runtime.Runtime, quiet: bool) -> list[str]:
-    """Do all jobs; the names of the kernels that were made for them."""
+    """Do all jobs; the titles of the kernels that were made for them."""
     before = set(live.kernels)
     shown = is_shown() and not quiet
     with progress(OPERATION, len(jobs)) if shown else contextlib.nullcontext(_say_nothing) as step:
@@ -115,7 +118,7 @@ def _done(jobs: Sequence[Job], live: runtime.Runtime, quiet: bool) -> list[str]:
             with heard:
                 job.run()
         live.synchronize()
-    return [kernel.name for key, kernel in live.kernels.items() if key not in before]
+    return [kernel.title for key, kernel in live.kernels.items() if key not in before]
 
 
 def _show(step: Callable[[str, int], None], title: str, done: int, kernel: str) -> None:
