@@ -49,7 +49,7 @@ COPY = [
     ),
     (
         "negative_position", SRC, CACHE, {"position": -1}, tikv.PositionError,
-        "copy: position=-1 is outside 0..9223372036854775807.",
+        "copy: position=-1 is outside the range. Use 0 or more.",
     ),
     (
         "position_too_large", SRC, CACHE, {"position": 2**63, "window": 5}, tikv.PositionError,
@@ -73,7 +73,7 @@ COPY = [
     ),
     (
         "window_of_nothing", SRC, CACHE, {"position": 0, "window": 0}, tikv.PositionError,
-        "copy: window=0 is outside 1..9223372036854775807.",
+        "copy: window=0 is outside the range. Use 1 or more.",
     ),
     (
         "source_too_short", SRC, CACHE, {"position": 0, "num_tokens": 3, "src_offset": 1}, tikv.PositionError,
@@ -85,7 +85,7 @@ COPY = [
     ),
     (
         "negative_tokens", SRC, CACHE, {"position": 0, "num_tokens": -1}, tikv.PositionError,
-        "copy: num_tokens=-1 is outside 0..9223372036854775807.",
+        "copy: num_tokens=-1 is outside the range. Use 0 or more.",
     ),
     (
         "source_layout", SRC, CACHE, {"position": 0, "src_layout": "NHD"}, tikv.OptionError,
@@ -207,7 +207,7 @@ LINEARIZE = [
     ),
     (
         "negative", RING, OUT, {"length": -1}, tikv.PositionError,
-        "linearize: length=-1 is outside 0..9223372036854775807.",
+        "linearize: length=-1 is outside the range. Use 0 or more.",
     ),
     (
         "layout", RING, OUT, {"length": 5, "cache_layout": "HND"}, tikv.OptionError,

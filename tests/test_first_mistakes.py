@@ -42,6 +42,12 @@ def of_pool(call):
     return lambda: call(*pool())
 
 
+def compacted():
+    made = store(10, capacity=16)
+    made.compact(0, np.array([[0, 8, 9]]))
+    return made
+
+
 def heads_first(tokens, heads):
     return rows(tokens, heads).transpose(1, 0, 2)
 
@@ -55,6 +61,17 @@ MISTAKES = {
     "a dtype that does not exist": (lambda: store(dtype="float15"), "unknown dtype 'float15'", "Use one of float32"),
     "a full store": (append(rows(9), rows(9)), "full", "Use capacity >= 9"),
     "one token too many": (lambda: store(8).append(0, rows(), rows()), "full", "Use capacity >= 9"),
+    "another text without reset": (
+        lambda: store(6).extend(0, rows(6, 4), rows(6), rows(6)),
+        "position=6",
+        "reset() forgets an earlier text",
+    ),
+    "a layer to which nothing was appended": (
+        lambda: store(3).attend(1, rows(1, 4)),
+        "layer 1 holds no tokens, and layer 0 holds 3",
+        "Append to layer 1 first",
+    ),
+    "no capacity": (lambda: store(capacity=0), "capacity=0 is outside the range", "Use 1 or more"),
     "heads before tokens": (append(heads_first(5, 2), heads_first(5, 2)), "heads of k is 5", "layout='head_major'"),
     "queries with heads before tokens": (
         lambda: store(3).attend(0, heads_first(2, 4)),
@@ -70,6 +87,17 @@ MISTAKES = {
     "a layer too many": (lambda: store().append(2, rows(), rows()), "layer=2", "0..1"),
     "a layer by name": (lambda: store().append("0", rows(), rows()), "layer is '0'", "Pass an int"),
     "a width that is a float": (lambda: store(head_dim=16.0), "head_dim is 16.0", "Pass an int"),
+    "heads that were repeated": (append(rows(3, 4), rows(3, 4)), "heads of k is 4", "as they were before"),
+    "another batch": (
+        append(rows()[None].repeat(3, 0), rows()[None].repeat(3, 0), batch_size=2),
+        "batch of k is 3",
+        "batch_size=3",
+    ),
+    "a batch in a store of one sequence": (
+        append(rows()[None].repeat(3, 0), rows()[None].repeat(3, 0)),
+        "is 3",
+        "batch_size=3",
+    ),
     "another width": (append(rows(width=8), rows(width=8)), "width of k is 8", "16 is needed"),
     "fewer values than keys": (append(rows(3), rows(2)), "tokens of v is 2", "3 is needed"),
     "no axis for the batch": (append(rows(), rows(), batch_size=2), "3 axes", "(batch, T, H, D)"),
@@ -82,6 +110,16 @@ MISTAKES = {
         lambda: store(5).compact(0, np.array([[[2, 1], [0, 1]]])),
         "1 behind 2",
         "sort them",
+    ),
+    "positions for indices": (
+        lambda: compacted().compact(0, np.array([[0, 9]])),
+        "has 9, and 3 rows are held",
+        "not positions in the text",
+    ),
+    "scores of pages for those of tokens": (
+        lambda: tikv.select(np.ones((1, 1, 8), np.float32), 4, valid=100),
+        "valid is 100, and there are scores for 8 tokens",
+        "or page= if these are scores of pages",
     ),
     "columns apart": (append(rows(width=32)[..., ::2], rows(width=32)[..., ::2]), "not contiguous", "Pass a copy"),
     "a group wider than a head": (lambda: store(dtype=tikv.Quant(bits=4)), "16 wide", "a multiple of 64"),
@@ -101,12 +139,27 @@ MISTAKES = {
         "number of rows is 3",
         "cu_seqlens=[0, 3]",
     ),
+    "an axis of sequences in a pool": (
+        of_pool(lambda made, seq: made.append(0, rows()[None], rows()[None], [seq])),
+        "4 axes",
+        "all sequences one after the other",
+    ),
     "a full pool": (
         of_pool(lambda made, seq: made.append(0, rows(17), rows(17), [seq], cu_seqlens=[0, 17])),
         "5 blocks are needed",
         "swap out a sequence",
     ),
     "pickle": (lambda: pickle.dumps(store()), "pickle", "save() and load()"),
+    "a step that is copied": (
+        lambda: copy.copy(tikv.compile_step(store())),
+        "copy",
+        "Call compile_step for each store",
+    ),
+    "groups of tokens without newest ones": (
+        lambda: tikv.Quant(bits=4, axis="tokens"),
+        "residual=0",
+        "Use residual=64, the group, or more",
+    ),
     "a shallow copy": (lambda: copy.copy(store()), "copy", "copy.deepcopy()"),
     "a file that is not there": (lambda: tikv.KVCacheStore.load("nowhere.safetensors"), "no file", "Give the path"),
     "a file of something else": (lambda: tikv.KVCacheStore.load(__file__), "cannot read", "Save the cache again"),

@@ -180,7 +180,7 @@ class Quant:
         if type(self.residual) is not int or not (
             self.group <= self.residual < MOST_RESIDUAL if self.axis == "tokens" else self.residual == 0
         ):
-            wanted = f"an int from {self.group}, the group, on" if self.axis == "tokens" else "0 with axis='head_dim'"
+            wanted = f"residual={self.group}, the group, or more" if self.axis == "tokens" else "0 with axis='head_dim'"
             raise OptionError(f"Quant: residual={self.residual!r} is not offered. Use {wanted}.")
         if self.rotate not in (None, HADAMARD):
             raise OptionError(f"Quant: rotate={self.rotate!r} is not offered. Use None or {HADAMARD!r}.")

@@ -684,6 +684,14 @@ def test_layers_of_different_lengths_are_said(arch, dtype):
 
 
 @pytest.mark.archs("cpu")
+def test_a_store_names_its_device(arch):
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4)
+    pool = tikv.PagedKVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, num_blocks=1)
+    for each in (store, pool):
+        assert each.device == each.keys(0).device
+        assert each.device.split(":")[0] == arch
+
+
 def test_an_empty_store_is_true(arch):
     """`store or make()` and `if store:` ask whether there is one, not what it holds."""
     store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=4, capacity=4)

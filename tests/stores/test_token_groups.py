@@ -207,7 +207,7 @@ Q = np.ones((1, 1, 32), np.float32)
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda s: tikv.Quant(4, 64, "tokens"), tikv.OptionError, "residual=0 is not offered. Use an int from 64"),
+        (lambda s: tikv.Quant(4, 64, "tokens"), tikv.OptionError, "residual=0 is not offered. Use residual=64"),
         (lambda s: tikv.Quant(4, 64, "tokens", 63), tikv.OptionError, "residual=63"),
         (lambda s: tikv.Quant(4, 64, residual=64), tikv.OptionError, "Use 0 with axis='head_dim'"),
         (lambda s: tikv.Quant(4, 64, "rows"), tikv.OptionError, "Use 'head_dim' or 'tokens'"),

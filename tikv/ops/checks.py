@@ -31,6 +31,8 @@ def integer(value: Any, name: str, operation: str, *, low: int = 0, high: int = 
             value = operator.index(value)
         except TypeError:
             raise DTypeError(f"{operation}: {name} is {value!r}, not an integer. Pass an int.") from None
+    if value < low and high == MAX_POSITION:
+        raise PositionError(f"{operation}: {name}={value} is outside the range. Use {low} or more.")
     if not low <= value <= high:
         raise PositionError(f"{operation}: {name}={value} is outside {low}..{high}.")
     return int(value)
@@ -228,8 +230,8 @@ def scales(array: ArrayView, name: str, format: Format, operation: str) -> None:
         raise DTypeError(f"{operation}: {name} is {describe(array)}; scales of {format} are {offered}.")
 
 
-def extent(actual: int, expected: int, what: str, operation: str, detail: str = "") -> None:
-    """An axis has the expected length.
+def extent(actual: int, expected: int, what: str, operation: str, detail: str = "", remedy: str = "") -> None:
+    """An axis has the expected length; `remedy` is a sentence that says what to do if it has not.
 
     Raises:
         ShapeError: it has another.
@@ -237,6 +239,7 @@ def extent(actual: int, expected: int, what: str, operation: str, detail: str = 
     if actual != expected:
         raise ShapeError(
             f"{operation}: {what} is {actual} where {expected} is needed{f' ({detail})' if detail else ''}."
+            + f" {remedy}" * bool(remedy)
         )
 
 
@@ -276,9 +279,11 @@ class RangeNames(NamedTuple):
     num_tokens: str = "num_tokens"
     src_offset: str = "src_offset"
     sliding: str = "window={}"  # how to make a cache of {} slots slide
+    after: str = ""  # a sentence about what else makes room
 
 
 RANGE_NAMES = RangeNames()
+STORE_NAMES = RangeNames(after=" reset() forgets an earlier text.")
 
 
 def fits_linear(position: int, tokens: int, capacity: int, operation: str, names: RangeNames = RANGE_NAMES) -> None:
@@ -291,7 +296,7 @@ def fits_linear(position: int, tokens: int, capacity: int, operation: str, names
         raise CapacityError(
             f"{operation}: the linear cache is full ({names.position}={position} + {names.num_tokens}={tokens} > "
             f"capacity={capacity}). Use capacity >= {position + tokens}, or {names.sliding.format(capacity)} to keep "
-            f"only the newest tokens."
+            f"only the newest tokens.{names.after}"
         )
 
 

@@ -145,7 +145,8 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
     limit = int(np.broadcast_to(limits, outside.shape)[tuple(lead)])
     wrong = int(row[0]) if row[0] < 0 else int(row[-1])
     raise PositionError(
-        f"{operation}: keep of {_head(lead)} has {wrong}, and {limit} rows are held there. Use 0..{limit - 1}."
+        f"{operation}: keep of {_head(lead)} has {wrong}, and {limit} rows are held there. Use 0..{limit - 1}: indices "
+        f"count the rows that are held, they are not positions in the text."
     )
 
 

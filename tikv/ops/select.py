@@ -122,9 +122,10 @@ class SelectPlan(Plan):
         known = host_indices(arrays[1], self.live) if len(arrays) > 1 else None
         for number in (tokens,) if known is None else (known.min(initial=0), known.max(initial=0)):
             if number > self.most or (known is not None and number < 0):
+                of_pages = "" if self.chosen[1] > 1 else ", or page= if these are scores of pages"
                 raise PositionError(
                     f"{self.operation}: valid is {number}, and there are scores for {self.most} tokens. Use 0 to "
-                    f"{self.most}."
+                    f"{self.most}{of_pages}."
                 )
         return {} if len(arrays) > 1 else {"valid": self.most if tokens < 0 else tokens}
 

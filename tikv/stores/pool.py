@@ -141,6 +141,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
     # --- what it is
 
     @property
+    def device(self) -> str:
+        """As of `KVCacheStore`."""
+        return self.runtime.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys, values, scales and summaries of pages of all layers, filled or not."""
         return self._pages.nbytes

@@ -87,7 +87,7 @@ class Step(runtime.NotCopied):
         positions: (batch,) int64 on the device: where each sequence's next token goes.
     """
 
-    instead = "GraphCall compile_step for each store."
+    instead = "Call compile_step for each store."
 
     def __init__(
         self, store: KVCacheStore, layer: int | None, layout: str, options: dict[str, Any] | None, backend: str

@@ -24,7 +24,7 @@ from tikv.stores import files, picture
 from tikv.stores.layers import loaded_storage, new_storage
 from tikv.stores.layers.append import NAMES, ROWS
 from tikv.stores.layers.compaction import split_by_layer
-from tikv.stores.layers.counts import Layer, check_step, drawn_states
+from tikv.stores.layers.counts import Layer, check_step, drawn_states, refuse_missed
 from tikv.stores.layers.residents import why_plain
 from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
@@ -199,6 +199,11 @@ class KVCacheStore(runtime.DeepCopied):
         return self._storage.nbytes
 
     @property
+    def device(self) -> str:
+        """Where the store's calls are computed: "cpu", "cuda:0" and further, "vulkan" or "metal"."""
+        return self.runtime.device
+
+    @property
     def place(self) -> str:
         """Where the layers lie: "host" if they lie apart from where the device computes, else "device"."""
         return self._storage.place
@@ -215,7 +220,7 @@ class KVCacheStore(runtime.DeepCopied):
 
     @property
     def memory_version(self) -> int:
-        """How often memory was made: what is bound to it knows by that when it is gone."""
+        """How often memory was made: a CUDA graph that was captured before it rose must be captured again."""
         return self._storage.memory.version
 
     def layer_length(self, layer: int) -> int:
@@ -516,7 +521,8 @@ class KVCacheStore(runtime.DeepCopied):
             ``indices`` (batch, num_kv_heads, T, K) in their order.
 
         Raises:
-            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is not a token.
+            PositionError: more queries than tokens; ``missing`` as said; an index on the host that is not a token; a
+                layer without tokens in a store whose other layers have some. A store without any gives 0 and -inf.
             OptionError: mass with ``seq_lens``, by which the host does not know what is held; ``indices`` where keys
                 are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
@@ -534,7 +540,10 @@ class KVCacheStore(runtime.DeepCopied):
             missing=missing, sink_logits=sink_logits, alibi_slopes=alibi_slopes, return_mass=return_mass,
             mass_queries=mass_queries, mask=mask, parents=parents, indices=indices,
         ).checked(operation)  # fmt: skip
-        return self._storage.attend(operation, self._index(layer, operation), q, request)
+        number, counts = self._index(layer, operation), self._storage.counts
+        if seq_lens is None and counts[number].length == 0:
+            refuse_missed(operation, counts, number)
+        return self._storage.attend(operation, number, q, request)
 
     @locked
     def extend(

@@ -90,7 +90,7 @@ class AppendPlan(Plan):
                 self.run(rows, self.entries_at(length))
             else:
                 if length + self.tokens > self.room:
-                    checks.fits_linear(length, self.tokens, self.room, self.operation)
+                    checks.fits_linear(length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
                 position = length
                 if first.ring and not self.absolute:
                     position = reduced_position(length, first.sinks, first.ring)
@@ -124,7 +124,7 @@ class AppendPlan(Plan):
     def entries_at(self, length: int) -> Entries:
         """The entries of a launch that writes behind so many tokens, which is checked."""
         if length + self.tokens > self.room:
-            checks.fits_linear(length, self.tokens, self.room, self.operation)
+            checks.fits_linear(length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
         first = self.layers[0]
         if first.ring and not self.absolute:
             length = reduced_position(length, first.sinks, first.ring)
@@ -248,7 +248,7 @@ class UnevenAppendPlan(AppendPlan):
         """Write rows behind the tokens of each head, and count them."""
         layer = self.layers[0]
         if layer.length + self.tokens > self.room:
-            checks.fits_linear(layer.length, self.tokens, self.room, self.operation)
+            checks.fits_linear(layer.length, self.tokens, self.room, self.operation, checks.STORE_NAMES)
         self.run(rows)
         assert layer.head_lengths is not None
         layer.head_lengths.grow(self.tokens)
@@ -453,8 +453,12 @@ class Appends:
         tokens = rows[0].shape[1 + token_axis]
         for (name, whole), a, width in zip(named, rows, memory.rows.widths, strict=True):
             detail = f"{name}: {describe(whole)}, {layout}"
-            for axis, wanted, what in ((0, len(layers), "number of layers"), (1, memory.batch_size, "batch")):
-                checks.extent(a.shape[axis], wanted, f"the {what} of {name}", operation, detail)
+            checks.extent(a.shape[0], len(layers), f"the number of layers of {name}", operation, detail)
+            batch = a.shape[1]
+            remedy = (
+                f"Make the store with batch_size={batch}; select() and repeat() change the batch of one with tokens."
+            )
+            checks.extent(batch, memory.batch_size, f"the batch of {name}", operation, detail, remedy)
             heads, count = a.shape[1 + head_axis], a.shape[1 + token_axis]
             check_heads(operation, name, heads, count, memory.num_kv_heads, detail, layout)
             checks.extent(a.shape[4], width, f"the head width of {name}", operation, detail)

@@ -202,7 +202,7 @@ class Layer:
     def require_room(self, operation: str, tokens: int) -> None:
         """Raise CapacityError or PositionError where the layer does not take so many tokens more."""
         if self.ring == 0:
-            checks.fits_linear(self.length, tokens, self.slots, f"{operation} (layer {self.index})")
+            checks.fits_linear(self.length, tokens, self.slots, f"{operation} (layer {self.index})", checks.STORE_NAMES)
         checks.integer(self.length + tokens, "length", operation)
 
     def grow(self, tokens: int) -> None:
@@ -253,6 +253,16 @@ def require_uncompacted(layers: Sequence[Layer], operation: str, remedy: str) ->
             )
 
 
+def refuse_missed(operation: str, layers: Sequence[Layer], number: int) -> None:
+    """Raise PositionError where no token ever came to a layer, and some came to another: an append was forgotten."""
+    most = max(layers, key=lambda layer: layer.end)
+    if layers[number].end == 0 < most.end:
+        raise PositionError(
+            f"{operation}: layer {number} holds no tokens, and layer {most.index} holds {most.end}. Append to layer "
+            f"{number} first, or use extend()."
+        )
+
+
 def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int]:
     """What each layer was trimmed to; refused where they differ in length or do not take so many tokens more."""
     length = layers[0].length
@@ -264,7 +274,7 @@ def check_step(layers: Sequence[Layer], tokens: int, operation: str) -> list[int
             )
     for layer in layers:
         if layer.ring == 0:
-            checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})")
+            checks.fits_linear(length, tokens, layer.slots, f"{operation} (layer {layer.index})", checks.STORE_NAMES)
     return [layer.trimmed_to for layer in layers]
 
 

@@ -147,7 +147,11 @@ def named(axes: str) -> str:
 def check_heads(operation: str, name: str, heads: int, tokens: int, wanted: int, detail: str, layout: str) -> None:
     """Raise ShapeError of new rows with another number of heads; it names the other layout, where that would fit."""
     if heads != wanted:
-        remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}." if tokens == wanted else ""
+        remedy = ""
+        if tokens == wanted:
+            remedy = f" In the other order of axes it fits: use layout={OTHER[layout]!r}."
+        elif heads and heads % wanted == 0:
+            remedy = " If heads were repeated for the query heads, pass them as they were before."
         raise ShapeError(
             f"{operation}: the number of heads of {name} is {heads} where {wanted} is needed ({detail}).{remedy}"
         )

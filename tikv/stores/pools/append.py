@@ -100,7 +100,8 @@ def begin_append(pages: Pages, operation: str, layer: int, seqs: Any, cu_seqlens
 
 def check_rank(operation: str, name: str, rows: ArrayView, layout: str) -> None:
     """Raise ShapeError where new rows have other axes than those of the layout, without one of sequences."""
-    checks.rank(rows, (3,), name, "(T, H, D)" if layout == "token_major" else "(H, T, D)", operation)
+    axes = "(T, H, D)" if layout == "token_major" else "(H, T, D)"
+    checks.rank(rows, (3,), name, f"{axes}, the tokens of all sequences one after the other", operation)
 
 
 def check_rows(operation: str, config: PoolConfig, given: Arrays, layout: str) -> None:
