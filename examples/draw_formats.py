@@ -26,6 +26,8 @@ COLOURS = {
 }
 FORMATS = (
     "int8", "float8_e4m3fn", "float8_e5m2", tikv.Quant(bits=4, group=32), "q4_0", tikv.Quant(bits=2, group=32),
+    "mxfp8", "mxfp4", "nvfp4", tikv.Quant(bits=4, group=32, rotate="hadamard"),
+    tikv.Quant(bits=2, group=32, rotate="hadamard"), tikv.Quant(bits=2, group=32, axis="tokens", residual=32),
 )  # fmt: skip
 VALUES = (
     ("1/3", 1 / 3),
@@ -103,31 +105,51 @@ def layouts() -> str:
     return picture(928, 340, "Keys of three tokens and two heads, in the order of memory", parts)
 
 
+def kept_of(dtype: str | tikv.Quant, row: np.ndarray) -> tuple[np.ndarray, str]:
+    """What a store keeps of a row of keys, or of a channel of the keys of so many tokens, and how large it is."""
+    along_tokens = isinstance(dtype, tikv.Quant) and dtype.axis == "tokens"
+    keys = np.repeat([*row, 0], 64).reshape(65, 1, 64) if along_tokens else row[None, None]  # one more: a group is full
+    store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=64, capacity=max(8, len(keys)), dtype=dtype)
+    store.append(0, keys.astype(np.float32), keys.astype(np.float32))
+    tokens = store.tokens(0)[0].numpy().astype(np.float32)[0, 0]
+    if along_tokens:
+        return tokens[:64, 0], "a channel of 64 tokens, the newest 32 in float16"
+    return tokens[
+        0
+    ], f"{store.nbytes / 2 / store.capacity:g} bytes a row, largest error {abs(tokens[0] - row).max():.2g}"
+
+
+def name_of(dtype: str | tikv.Quant) -> str:
+    """What one writes for it, as short as it is clear."""
+    if isinstance(dtype, str):
+        return dtype
+    more = f', rotate="{dtype.rotate}"' if dtype.rotate else f', axis="{dtype.axis}"' if dtype.residual else ""
+    return f"Quant(bits={dtype.bits}, group={dtype.group}{more})"
+
+
 def formats() -> str:
     """A row of 64 values from -1 to 1, and what each format keeps of it."""
     row = np.linspace(-1, 1, 64, dtype=np.float32)
     parts = []
     for i, dtype in enumerate(FORMATS):
-        store = tikv.KVCacheStore(num_layers=1, num_kv_heads=1, head_dim=64, capacity=8, dtype=dtype)
-        store.append(0, row.reshape(1, 1, 64), row.reshape(1, 1, 64))
-        kept = store.tokens(0)[0].numpy().astype(np.float32).ravel()
+        kept, words = kept_of(dtype, row)
         left, top = 16 + i % 3 * 304, 48 + i // 3 * 210
         middle = top + 42 + HALF
-        name = dtype if isinstance(dtype, str) else f"Quant(bits={dtype.bits}, group={dtype.group})"
-        size = store.nbytes / 2 / store.capacity
         parts += [
             box(left, top + 36, 64 * STEP, 2 * HALF + 12, "plain"),
             f'<path class="given" d="M{left} {middle + HALF}L{left + 64 * STEP} {middle - HALF}"/>',
             staircase(left, middle, kept),
-            text(left, top + 12, name, size=13),
-            text(left, top + 28, f"{size:g} bytes a row, largest error {abs(kept - row).max():.2g}", "soft", 11),
+            text(left, top + 12, name_of(dtype)),
+            text(left, top + 28, words, "soft", 11),
         ]
+    end = 56 + -(-len(FORMATS) // 3) * 210
+    legend = "q4_0, mxfp and Quant have a scale for each group of 32 values, nvfp4 for 16"
     parts += [
-        '<path class="given" d="M16 476h22"/>', text(44, 480, "given: 64 values from -1 to 1", "soft", 11),
-        '<path class="kept" d="M236 476h22"/>', text(264, 480, "kept", "soft", 11),
-        text(316, 480, "q4_0 and Quant have a scale for each group of 32: two groups here", "soft", 11),
+        f'<path class="given" d="M16 {end}h22"/>', text(44, end + 4, "given: 64 values from -1 to 1", "soft", 11),
+        f'<path class="kept" d="M236 {end}h22"/>', text(264, end + 4, "kept", "soft", 11),
+        text(316, end + 4, legend, "soft", 11),
     ]  # fmt: skip
-    return picture(928, 496, "One row of keys, as six stores keep it", parts)
+    return picture(928, end + 20, f"One row of keys, as {len(FORMATS)} stores keep it", parts)
 
 
 def stored_bits(dtype: str) -> list[str]:

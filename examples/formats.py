@@ -9,6 +9,8 @@ A text is read token by token, each over keys and values that are kept in one of
 text has become is what the format costs. The table has the bytes of a token's keys and values over all layers, the loss
 of log-likelihood in nats a token, and tokens a second: of the model, and of attention alone over a long cache
 (`--context` tokens of random numbers), which is what longer texts wait for.
+
+"_hadamard" rotates keys first. "_tokens" has keys by channel over groups of tokens, and the newest 32 to 64 in float16.
 """
 
 import argparse
@@ -40,6 +42,7 @@ FORMATS = {
     "nvfp4": "nvfp4",
     **{f"quant{bits}_32": tikv.Quant(bits=bits, group=32) for bits in (8, 4, 3, 2)},
     **{f"quant{bits}_32_hadamard": tikv.Quant(bits=bits, group=32, rotate="hadamard") for bits in (4, 3, 2)},
+    **{f"quant{bits}_32_tokens": tikv.Quant(bits=bits, group=32, axis="tokens", residual=32) for bits in (4, 3, 2)},
 }
 PLAIN = "float32"  # what the others are compared with
 TURNS = 7  # of the timing over a long cache, of which the median counts
