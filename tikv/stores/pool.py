@@ -613,7 +613,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: ``seq`` does not exist or is swapped out, or holds fewer than ``n``; or a layer was compacted
-                when it had more. Nothing is changed.
+                when it had more; or a part of a group of codes along tokens would stay. Nothing is changed.
 
         Cost: none on the device.
         """
