@@ -872,3 +872,20 @@ def test_tokens_are_copied_into_some_of_the_columns(arch, rng):
         found = arrays.read_host(a, live)
         np.testing.assert_array_equal(found[..., first : first + 8], oracle.to_numpy(held))
         assert not np.delete(found, np.s_[first : first + 8], -1).any()
+
+
+@pytest.mark.archs("cpu")
+def test_a_layer_without_tokens_beside_others(arch, rng):
+    """Its past can be merged with other results, in the first chunk of a prompt too; alone it is a forgotten append."""
+    store = tikv.KVCacheStore(num_layers=2, num_kv_heads=2, head_dim=8, capacity=16, dtype="float32")
+    q = rng.standard_normal((1, 1, 4, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, 3, 2, 8)).astype(np.float32)
+    assert not store.attend(0, q).any(), "no layer has any"
+    store.append(0, k, v)
+    with pytest.raises(tikv.PositionError, match=r"layer 1 holds no tokens, and layer 0 holds 3\. .* return_lse=True"):
+        store.attend(1, q)
+    past, lse = store.attend(1, q, return_lse=True)
+    assert not past.any()
+    assert (lse == -np.inf).all()
+    store.append(1, k, v)
+    assert store.attend(1, q).any()

@@ -522,7 +522,8 @@ class KVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: more queries than tokens; ``missing`` as said; an index on the host that is not a token; a
-                layer without tokens in a store whose other layers have some. A store without any gives 0 and -inf.
+                layer without tokens in a store whose other layers have some, without ``return_lse``. With it, and where
+                no layer has tokens, the result is 0 and -inf, which other results can be merged with.
             OptionError: mass with ``seq_lens``, by which the host does not know what is held; ``indices`` where keys
                 are quantised over groups of tokens.
             ShapeError, DTypeError, OptionError, StaleRuntimeError: as `tikv.decode_attention`.
@@ -541,7 +542,7 @@ class KVCacheStore(runtime.DeepCopied):
             mass_queries=mass_queries, mask=mask, parents=parents, indices=indices,
         ).checked(operation)  # fmt: skip
         number, counts = self._index(layer, operation), self._storage.counts
-        if seq_lens is None and counts[number].length == 0:
+        if seq_lens is None and not request.return_lse and counts[number].length == 0:
             refuse_missed(operation, counts, number)
         return self._storage.attend(operation, number, q, request)
 
