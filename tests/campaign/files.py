@@ -14,7 +14,7 @@ from tikv.stores import files
 DAMAGED, CRAFTED = 3_000, 300
 GOAL, UNIT = DAMAGED + CRAFTED, "files"
 SECONDS = 2.0  # that a refusal may take on a machine that does something else as well
-KINDS = ("store", "pool")
+KINDS = ("store", "pool", "pool of groups along tokens")
 
 
 def contents(store) -> list[bytes]:
@@ -86,7 +86,7 @@ def run(settings: Settings, progress: Progress) -> None:
     number = settings.only or 0
     while not progress.over:
         chance = random.Random(f"{settings.seed} {number}")
-        kind, lies = KINDS[number % 2], number % (GOAL // CRAFTED) == 0
+        kind, lies = KINDS[number % len(KINDS)], number % (GOAL // CRAFTED) == 0
         data = (crafted if lies else damaged)(chance, wholes[kind])
         path.write_bytes(data)
         begin = time.perf_counter()

@@ -92,6 +92,27 @@ def pool_file(path):
     return tensors, facts
 
 
+def groups_pool_file(path):
+    """Two sequences of a pool of groups along tokens, one swapped out; made without a device."""
+    quant = {"bits": 8, "group": 32, "axis": "tokens", "residual": 32, "rotate": None, "seed": 0}
+    form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "head_dim_v": 32, "num_blocks": 6, "block_size": 32}
+    form |= {"dtype": quant, "scale_dtype": "float16", "layout": "NHD"}
+    tensors = {
+        "layers.0.k_codes": np.ones((4, 1, 1, 32, 8), np.uint32),
+        "layers.0.k_numbers": np.ones((4, 1, 1, 32, 2), np.float16),
+        "layers.0.v_codes": np.ones((4, 32, 1, 8), np.uint32),
+        "layers.0.v_numbers": np.ones((4, 32, 1, 2), np.float16),
+        **{f"new.0.{name}": np.ones((48, 1, 32), np.float16) for name in "kv"},
+    }
+    sequences = [
+        {"seq": 0, "blocks": [0, 1, 2], "lengths": [70], "coded": [32], "token_ids": 0, "salt": "", "swapped": False},
+        {"seq": 3, "blocks": [3], "lengths": [10], "coded": [0], "token_ids": 0, "salt": "", "swapped": True},
+    ]
+    facts = {"form": form, "next": 4, "sequences": sequences}
+    files.write(path, "PagedKVCacheStore", tensors, facts, "test")
+    return tensors, facts
+
+
 def mlx_file(path):
     """A prompt cache with a layer that rotates, in the form since 0.32; made without a device."""
     from safetensors.numpy import save
@@ -106,6 +127,7 @@ def mlx_file(path):
 KINDS = {
     "store": (store_file, tikv.KVCacheStore.load),
     "pool": (pool_file, tikv.PagedKVCacheStore.load),
+    "pool of groups along tokens": (groups_pool_file, tikv.PagedKVCacheStore.load),
     "mlx": (mlx_file, mlx.load_prompt_cache),
 }
 LOADERS = [load for _, load in KINDS.values()]
@@ -139,7 +161,7 @@ LIES = [10**9, 2**70, -1, math.inf, -math.inf, math.nan, True, 1.5, "3", [], [10
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
-@pytest.mark.parametrize("kind", ["store", "pool"])
+@pytest.mark.parametrize("kind", ["store", "pool", "pool of groups along tokens"])
 def test_no_fact_is_believed(arch, tmp_path, kind, lie):
     """Each fact and each list of them is replaced, and the checksums are right."""
     path = tmp_path / "cache.safetensors"

@@ -260,7 +260,10 @@ def _groups_of(form: dict[str, Any]) -> TokenGroupForm | None:
     if not isinstance(form["dtype"], Quant):
         return None
     given = {name: x for name, x in form.items() if name != "num_layers"}
-    config = PoolConfig.checked(KIND, runtime.current(), **given | {"num_blocks": 1})
+    try:
+        config = PoolConfig.checked(KIND, runtime.current(), **given | {"num_blocks": 1})
+    except DTypeError as error:
+        raise ValueError(str(error)) from None
     if config.groups is None:
         raise ValueError(f"dtype is {form['dtype']}, whose groups are not along tokens")
     return config.groups
