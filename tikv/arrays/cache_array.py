@@ -158,10 +158,19 @@ class CacheArray(runtime.NotCopied):
         return self._native().reshape(*shape)
 
     def transpose(self, *axes: Any) -> Any:
-        """The axes in this order, all of them reversed where none are named; a view where an index is."""
+        """The axes in this order, all of them reversed where none are named; a view where an index is.
+
+        Raises:
+            ShapeError: some are named and not all; two alone, as torch has it, are swapped by ``torch().transpose``.
+        """
         native = self._native()
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         order = tuple(order or reversed(range(self.ndim)))
+        if len(order) != self.ndim:
+            raise ShapeError(
+                f"CacheArray.transpose: {len(order)} axes are named, and there are {self.ndim}. Name all of them in "
+                f"their new order, as in NumPy, or use torch().transpose(a, b) to swap two."
+            )
         return native.transpose(order) if isinstance(native, np.ndarray) else native.permute(order)
 
     @property
