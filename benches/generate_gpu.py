@@ -49,9 +49,11 @@ def rows_of(arguments, small):
     """What a process measured, its first row DynamicCache."""
     with tempfile.TemporaryDirectory() as folder:
         empty = {} if small else {name: str(pathlib.Path(folder) / name) for name in FOLDERS}
-        command = [sys.executable, str(EXAMPLE), *arguments, *(SMALL if small else []), "--json"]
-        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **empty})
-    return json.loads(child.stdout)["rows"]
+        file = pathlib.Path(folder) / "runs.json"
+        command = [sys.executable, str(EXAMPLE), *arguments, *(SMALL if small else []), "--json", str(file)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env={**os.environ, **empty})
+        (run,) = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    return run["rows"]
 
 
 def generations(processes, small):

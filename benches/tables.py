@@ -3,14 +3,16 @@
     python benches/tables.py run cpu figures.json         every program and bench of the CPU, with nothing beside
     python benches/tables.py run cuda figures.json        those of an NVIDIA GPU, and of peers that are installed
     python benches/tables.py run cuda figures.json --only "generate_gpu or bench_copy"
-    python benches/tables.py write figures.json PAGE.md   put its tables into a page
+    python benches/tables.py write figures.json PAGE.md   put its tables into a page, or into several
 
 The file is written after each program. A second run with the same file adds what is not there yet, so that a run may be
 cut off, or be made of several: `--minutes 7` starts no program after so long. `--again` measures anew what is there.
 On a GPU `--ahead 12` compiles first: programs run on tiny sizes, so many side by side.
 
 `--small` runs the same on tiny sizes, once each, to see that it works: its figures mean nothing. A page has the tables
-between two lines, <!-- figures: NAME.json --> and <!-- end of figures -->; tests/test_docs.py compares the two.
+between two lines, <!-- figures: NAME.json --> and <!-- end of figures -->; tests/test_bench_tables.py compares the two.
+A file of examples/whole_model.py is written into pages in the same way, for a table of few columns from
+<!-- figures: NAME.json, short --> on.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import time
 import environment
 import recorded
 import report
+import whole_models
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -69,7 +72,7 @@ PROGRAMS = {
     ],
 }
 COMPILED_AHEAD = ("attention_gpu.py", "chosen_gpu.py", "stores_gpu.py", "invariant_gpu.py")
-MARKED = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures: ([\w./-]+)(, short)? -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def commands(arch: str, small: bool, words: str) -> list[tuple[str, list[str]]]:
@@ -176,8 +179,10 @@ def named(command: list[str]) -> str:
     return " ".join(["python", *(f'"{word}"' if " " in word else word for word in words)])
 
 
-def markdown(found: dict) -> str:
-    """The tables as a page has them."""
+def markdown(found: dict, short: bool = False) -> str:
+    """The tables as a page has them; `short`: of whole models, with few columns."""
+    if "runs" in found:
+        return whole_models.markdown(found, short)
     parts = [f"Measured on {environment.line(found['environment'])}."]
     above = None
     for table in found["tables"]:
@@ -201,16 +206,20 @@ def filled(text: str, name: str, found: dict) -> str:
     """
     if not any(mark[2] == name for mark in MARKED.finditer(text)):
         raise SystemExit(f"tables: the page has no <!-- figures: {name} --> with <!-- end of figures --> behind it")
-    return MARKED.sub(lambda mark: f"{mark[1]}{markdown(found)}{mark[3]}" if mark[2] == name else mark[0], text)
+
+    def fill(mark: re.Match) -> str:
+        return f"{mark[1]}{markdown(found, bool(mark[3]))}{mark[4]}" if mark[2] == name else mark[0]
+
+    return MARKED.sub(fill, text)
 
 
 def stale(page: pathlib.Path) -> list[str]:
-    """Files whose tables a page shows otherwise than they are; they lie beside the page."""
+    """Files whose tables a page shows otherwise than they are; a page names them from where it lies."""
     text = page.read_text(encoding="utf-8")
     wrong = []
     for name in [mark[2] for mark in MARKED.finditer(text)]:
         found = json.loads((page.parent / name).read_text(encoding="utf-8"))
-        if found["small"] or filled(text, name, found) != text:
+        if found.get("small") or filled(text, name, found) != text:
             wrong.append(name)
     return wrong
 
@@ -227,9 +236,9 @@ def main() -> None:
     running.add_argument("--minutes", type=float, default=float("inf"), help="after which no program is begun")
     running.add_argument("--again", action="store_true", help="measure also what the file has already")
     running.add_argument("--ahead", type=int, default=0, metavar="N", help="compile for CUDA first, in N processes")
-    writing = actions.add_parser("write", help="put the tables of a file into a page")
+    writing = actions.add_parser("write", help="put the tables of a file into pages")
     writing.add_argument("file", type=pathlib.Path)
-    writing.add_argument("page", type=pathlib.Path)
+    writing.add_argument("pages", type=pathlib.Path, nargs="+", metavar="page")
     given = parser.parse_args()
     if given.command == "run":
         found = begun(given.file, given.arch, given.small)
@@ -241,9 +250,11 @@ def main() -> None:
         print(markdown(found), end="")
         sys.exit(not found["tables"])
     found = json.loads(given.file.read_text(encoding="utf-8"))
-    if found["form"] != FORM or found["small"]:
+    if found["form"] != FORM or found.get("small"):
         raise SystemExit(f"tables: {given.file} is of small sizes or of another form; run it anew")
-    given.page.write_text(filled(given.page.read_text(encoding="utf-8"), given.file.name, found), encoding="utf-8")
+    for page in given.pages:
+        name = pathlib.Path(os.path.relpath(given.file, page.parent)).as_posix()
+        page.write_text(filled(page.read_text(encoding="utf-8"), name, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

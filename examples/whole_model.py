@@ -5,12 +5,12 @@
     python examples/whole_model.py --batch 8 --window 256           also a window of 256 tokens with 4 sinks
     python examples/whole_model.py --size medium                    8 layers of 512; large, as on a GPU: 16 of 2,048
     python examples/whole_model.py path/to/checkpoint               any causal model on disk
-    python examples/whole_model.py --json > table.json
-    python examples/whole_model.py --plot table.svg                 needs matplotlib
+    python examples/whole_model.py --json runs.json                 also into a file, beside the runs that it has;
+                                                                    benches/whole_models.py draws it
 
 Each row is one cache: transformers' DynamicCache; its StaticCache, which `generate` compiles, where a GPU is; and
 TikvCache with attention "tikv", in each format. `--caches` chooses fewer. All write as many tokens from the same random
-prompt, by turns; medians count. The columns:
+prompt, in alternation; medians count. The columns:
 
     first call     seconds of the first `generate`, compiling included
     prompt         milliseconds until the first token is there
@@ -31,10 +31,9 @@ import dataclasses
 import gc
 import inspect
 import json
-import os
+import re
 import statistics
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -70,6 +69,7 @@ CACHES = {  # beside DynamicCache, to whose text all others are compared
     "tikv": "TikvCache",
     "window": "TikvCache with a window",
 }
+FORM = 1  # of the file; it grows when a reader of older ones would misread it
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def ways_of(config, caches, names, most, window):
         title = "TikvCache" if dtype is None else f"TikvCache, {name}"
         made = {
             "tikv": (title, {"max_cache_len": most}),
-            "window": (f"{title}, window {window}", {"window": window, "sinks": SINKS}),
+            "window": (f"{title}, window {window:,}" if window else "", {"window": window, "sinks": SINKS}),
         }
         for title, options in (made[each] for each in made if each in caches):
             options["dtype"] = dtype
@@ -261,29 +261,22 @@ def table(rows):
     return found
 
 
-def plot(rows, title, path):
-    """Bars of milliseconds a token and of memory."""
-    matplotlib = extras.need("matplotlib", "--plot")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def runs_of(path):
+    """The runs of a file, which need not be there yet."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a folder")
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("form") != FORM or "runs" not in found:
+        raise ValueError("it is not a file that --json wrote")
+    return found["runs"]
 
-    drawn = [row for row in rows if not row.failed][::-1]
-    names = [row.name for row in drawn]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 1.5 + 0.35 * len(drawn)), layout="constrained", sharey=True)
-    bars = left.barh(names, [row.token_ms for row in drawn], color="C0")
-    left.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-    left.set(title="milliseconds a token")
-    if all(row.peak_mb is not None for row in drawn):
-        right.barh(names, [row.peak_mb for row in drawn], color="C7", label="peak")
-    bars = right.barh(names, [row.cache_mb for row in drawn], color="C1", height=0.5, label="cache")
-    right.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    right.set(title="megabytes")
-    right.legend(fontsize=8)
-    for axes in (left, right):
-        axes.margins(x=0.15)
-    figure.suptitle(textwrap.fill(title, 120), fontsize=8)
-    figure.savefig(path, dpi=120)
-    print(f"{path} written", file=sys.stderr)
+
+def add(path, run):
+    """Put a run into a file, in place of an older one of the same command."""
+    runs = [each for each in runs_of(path) if each["command"] != run["command"]]
+    path.write_text(json.dumps({"form": FORM, "runs": [*runs, run]}, indent=1) + "\n", encoding="utf-8")
 
 
 def parsed():
@@ -302,8 +295,7 @@ def parsed():
                         help=f"beside DynamicCache, of {', '.join(CACHES)} (all; window with --window)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
                         help=f"of TikvCache, of {', '.join(FORMATS)}; model is the model's dtype")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also into this file, beside the runs that it has")
     given = parser.parse_args()
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -319,11 +311,11 @@ def parsed():
     given.caches = given.caches or ["static", "tikv", *(["window"] if given.window else [])]
     if "window" in given.caches and not given.window:
         parser.error("--caches window: give --window, its tokens")
-    if given.plot:
+    if given.json:
         try:
-            extras.need("matplotlib", "--plot")
-        except tikv.MissingPackageError as error:
-            parser.error(str(error))
+            runs_of(given.json)
+        except (OSError, ValueError) as error:
+            parser.error(f"--json {given.json}: {error}")
     return given, parser
 
 
@@ -357,22 +349,23 @@ def main():
 
     rows = measure(model, ids, ways, given.tokens, given.rounds, say)
     say("")
-    name = f"CPU, {torch.get_num_threads()} of {os.cpu_count()} threads"
-    if ids.is_cuda:
-        name = torch.cuda.get_device_name()
-    about = (
-        f"{type(model).__name__}, {text.num_hidden_layers} layers of {text.hidden_size}, {given.dtype}; batch "
-        f"{given.batch}, prompt {given.prompt:,}, {given.tokens} tokens; {name}; torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, tikv {tikv.__version__}"
-    )
+    run = {
+        "command": re.sub(r" --json[ =]\S+", "", " ".join(["python examples/whole_model.py", *sys.argv[1:]])),
+        "model": f"{type(model).__name__}, {text.num_hidden_layers} layers of {text.hidden_size}, {given.dtype}",
+        "machine": tikv.info()["device"] + ("" if ids.is_cuda else f", {torch.get_num_threads()} threads"),
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers, tikv)},
+        "batch": given.batch,
+        "prompt": given.prompt,
+        "tokens": given.tokens,
+        "rows": [{name: round(v, 6) if isinstance(v, float) else v for name, v in vars(row).items()} for row in rows],
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    size = f"batch {given.batch}, prompt {given.prompt:,}, {given.tokens} tokens"
+    print(f"{run['model']}; {size}; {run['machine']}; {versions}", *table(rows), sep="\n")
+    if static_left_out:
+        print("StaticCache, which generate compiles on a GPU alone, is left out.")
     if given.json:
-        print(json.dumps({"about": about, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2))
-    else:
-        print(about, *table(rows), sep="\n")
-        if static_left_out:
-            print("StaticCache, which generate compiles on a GPU alone, is left out.")
-    if given.plot:
-        plot(rows, about, given.plot)
+        add(given.json, run)
 
 
 if __name__ == "__main__":

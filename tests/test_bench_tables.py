@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,7 @@ def test_a_page_has_the_tables_of_its_file(tmp_path):
     assert tables.stale(page) == []
     page.write_text(page.read_text().replace("1.5", "1.4"))
     assert tables.stale(page) == ["cpu.json"]
-    for path in (ROOT / "docs").rglob("*.md"):
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         assert tables.stale(path) == [], f"{path}: python benches/tables.py write makes it from its file"
     with pytest.raises(SystemExit, match=r"no <!-- figures: other\.json -->"):
         tables.filled(page.read_text(), "other.json", FOUND)
@@ -200,3 +202,138 @@ def test_one_command_makes_all_tables(arch, tmp_path):
     )
     assert (refused.returncode, page.read_text()) == (1, PAGE.format(""))
     assert "small sizes" in refused.stderr
+
+
+MODEL = {"model": "a model", "machine": "a processor", "versions": {"torch": "2.13", "tikv": "0.2"}}
+WHOLE = {
+    "form": 1,
+    "runs": [
+        {
+            **MODEL, "command": "python a", "batch": 1, "prompt": 4096, "tokens": 32,
+            "rows": [
+                {"name": "DynamicCache", "prompt_ms": 30, "token_ms": [13, 26.04], "as_dynamic": 32},
+                {"name": "StaticCache", "prompt_ms": 40, "token_ms": 3.4, "as_dynamic": 32},
+                {"name": "TikvCache", "prompt_ms": 1234.5, "token_ms": 1.7, "as_dynamic": 31},
+                {"name": "TikvCache, more", "failed": "does not fit: no room"},
+                {"name": "TikvCache, 4 bits"},
+            ],
+        },
+        {**MODEL, "command": "python b", "batch": 2, "prompt": 8, "tokens": 3, "rows": [
+            {"name": "TikvCache", "peak_mb": 17300, "another_run": ["peak_mb"]},
+        ]},
+    ],
+    "of_all_runs": [{"name": "TikvCache", "first_call_s": [22, 31]}],
+}  # fmt: skip
+LONG = """\
+a processor, torch 2.13, tikv 0.2; a model; `python a` and `python b`:
+
+| cache | 1 text of 4,096 tokens: prompt | each new token | tokens as with DynamicCache \
+| 2 texts of 8 tokens: peak memory beyond the weights | all runs: first call |
+| --- | --- | --- | --- | --- | --- |
+| DynamicCache | 30 ms | 13 to 26.0 ms | 32 of 32 | not measured |  |
+| StaticCache | 40 ms | 3.40 ms | 32 of 32 | not measured |  |
+| TikvCache | 1,234 ms | 1.70 ms | 31 of 32 | 17.3 GB (*) | 22 to 31 s |
+| TikvCache, more | does not fit | does not fit | does not fit | not measured |  |
+| TikvCache, 4 bits | not measured | not measured | not measured | not measured |  |
+
+(*) from another run, in which the row was alone.
+"""
+SHORT = """\
+a processor, torch 2.13, tikv 0.2; a model:
+
+| cache | 1 text of 4,096 tokens: each new token | tokens as with DynamicCache \
+| 2 texts of 8 tokens: peak memory beyond the weights |
+| --- | --- | --- | --- |
+| DynamicCache | 13 to 26.0 ms | 32 of 32 | not measured |
+| StaticCache | 3.40 ms | 32 of 32 | not measured |
+| TikvCache | 1.70 ms | 31 of 32 | 17.3 GB (*) |
+
+(*) from another run, in which the row was alone.
+"""
+
+
+def test_a_page_has_the_table_of_whole_models(tmp_path):
+    tables = importlib.import_module("tables")
+    (tmp_path / "docs").mkdir()
+    file, page, index = tmp_path / "docs" / "NAME.json", tmp_path / "README.md", tmp_path / "docs" / "index.md"
+    file.write_text(json.dumps(WHOLE))
+    text = "<!-- figures: {} -->\n{}<!-- end of figures -->\n"
+    page.write_text(text.format("docs/NAME.json, short", ""))
+    index.write_text(text.format("NAME.json", "old\n"))
+    command = [sys.executable, str(ROOT / "benches" / "tables.py"), "write", str(file), str(page), str(index)]
+    subprocess.run(command, check=True, env=tables.PATHS)
+    assert page.read_text() == text.format("docs/NAME.json, short", SHORT)
+    assert index.read_text() == text.format("NAME.json", LONG)
+    first, second = WHOLE["runs"]
+    with pytest.raises(SystemExit, match="of one model and machine"):
+        tables.markdown({"runs": [first, {**second, "machine": "another"}]})
+
+
+def test_a_picture_of_whole_models_names_gains_and_losses():
+    whole_models = importlib.import_module("whole_models")
+    assert [(title, [(label, lost) for *_, label, lost in bars]) for title, bars in whole_models.panels(WHOLE)] == [
+        ("1 text of 4,096 tokens: each new token",
+         [(" 13 to 26.0 ms", False), (" 3.40 ms", False), (" 1.70 ms  0.50x", False)]),
+        ("1 text of 4,096 tokens: prompt", [(" 30 ms", False), (" 40 ms", False), (" 1,234 ms  41.15x", True)]),
+        ("2 texts of 8 tokens: peak memory beyond the weights", [(" 17.3 GB", False)]),
+        ("all runs: first call", [(" 22 to 31 s", False)]),
+    ]  # fmt: skip
+    assert whole_models.ratio([22, 31], [[15, 17], 20]) == (22 / 17, 31 / 15)
+
+
+def test_the_picture_of_whole_models_has_the_figures_of_its_file(tmp_path):
+    """Every label, in order; and the same picture where matplotlib is that which drew it."""
+    whole_models = importlib.import_module("whole_models")
+    found = json.loads((ROOT / "docs" / "whole_models_h100.json").read_text(encoding="utf-8"))
+    labels = [label for _, bars in whole_models.panels(found) for *_, label, _ in bars]
+    kept = {theme: (ROOT / f"docs/whole-model-{theme}.svg").read_text(encoding="utf-8") for theme in ("light", "dark")}
+    for text in kept.values():
+        drawn = [comment for comment in re.findall("<!-- (.*?) -->", text) if comment.startswith(" ")]
+        assert drawn == labels, "python benches/whole_models.py draws it from the file as it is"
+    matplotlib = pytest.importorskip("matplotlib")
+    if f"Matplotlib v{matplotlib.__version__}," not in kept["light"] or platform.machine() != "x86_64":
+        pytest.skip("another matplotlib or another machine places outlines otherwise by a hair")
+    command = [sys.executable, str(ROOT / "benches" / "whole_models.py"), "--svg", str(tmp_path / "picture")]
+    subprocess.run(command, check=True, env=importlib.import_module("tables").PATHS)
+    for theme, text in kept.items():
+        assert (tmp_path / f"picture-{theme}.svg").read_text(encoding="utf-8") == text
+
+
+NUMBER = re.compile(r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w|[.,]\d)")
+
+
+def figures_of(found):
+    """All that a file holds, as a page may write it: its figures, and how they compare with transformers' own."""
+    whole_models = importlib.import_module("whole_models")
+    held = set(NUMBER.findall(json.dumps(found)))
+    for part in whole_models.parts(found):
+        for field in ("prompt_ms", "token_ms", "peak_mb", "first_call_s"):
+            figures = whole_models.measured(part, field)
+            for name, figure in figures.items():
+                held |= set(NUMBER.findall(whole_models.spelled(figure, field)))
+                for other in figures if name.startswith("TikvCache") else ():
+                    if not other.startswith("TikvCache"):
+                        for end in whole_models.ratio(figure, [figures[other]]):
+                            held |= {f"{end:.2f}", f"{end:.3f}"}
+    return held
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "end"),
+    [
+        ("README.md", "## What a model gains", "## Try it"),
+        ("docs/performance.md", "## Whole models", "## Operations"),
+        ("docs/index.md", "A whole `generate`", "![A ring"),
+    ],
+)
+def test_no_figure_of_whole_models_is_without_a_file(page, start, end):
+    """In what is said beside the tables, apart from code and addresses."""
+    tables = importlib.import_module("tables")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    part = text.partition(start)[2].partition(end)[0]
+    assert part
+    files = [(ROOT / page).parent / mark[2] for mark in tables.MARKED.finditer(part)]
+    held = set().union(*(figures_of(json.loads(file.read_text(encoding="utf-8"))) for file in files))
+    said = set(NUMBER.findall(re.sub(r"`[^`]*`|<[^>]*>|\]\([^)]*\)", "", tables.MARKED.sub("", part))))
+    assert said - held == set()
+    assert NUMBER.findall("0.80 of 1,254 ms, H100, 4.1.2, 8") == ["0.80", "1,254", "8"]

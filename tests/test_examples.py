@@ -261,12 +261,14 @@ def whole_model(monkeypatch):
 @pytest.mark.archs("cpu")
 @pytest.mark.filterwarnings("default")
 def test_whole_model_compares_time_memory_and_text(whole_model, arch, monkeypatch, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "a.svg"
-    command = ["whole_model.py", "--device", "cpu", "--tokens", "6", "--rounds", "1", "--formats", "model", "int8"]
-    monkeypatch.setattr(sys, "argv", [*command, "--window", "20", "--json", "--plot", str(picture)])
+    file = tmp_path / "runs.json"
+    command = ["--device", "cpu", "--tokens", "6", "--rounds", "1", "--formats", "model", "int8", "--window", "20"]
+    monkeypatch.setattr(sys, "argv", ["whole_model.py", "--json", str(file), *command])
     whole_model.main()
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    (run,) = json.loads(file.read_text())["runs"]
+    assert run["command"] == " ".join(["python examples/whole_model.py", *command])
+    assert (run["batch"], run["prompt"], run["tokens"]) == (1, 24, 6)
+    rows = run["rows"]
     names = ["DynamicCache", "TikvCache", "TikvCache, window 20", "TikvCache, int8", "TikvCache, int8, window 20"]
     assert [row["name"] for row in rows] == names
     numbers = 2 * 2 * 64 * 29  # K and V, layers, width, tokens held
@@ -278,10 +280,20 @@ def test_whole_model_compares_time_memory_and_text(whole_model, arch, monkeypatc
     for row in rows:
         assert min(row["first_call_s"], row["prompt_ms"]) > 0
         assert row["token_ms"] >= 0
-    assert all(name in picture.read_text(encoding="utf-8") for name in names)
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in names)
+    shown = importlib.import_module("whole_models").markdown(json.loads(file.read_text()))
+    assert f"| TikvCache, int8 | {rows[3]['prompt_ms']:,.2f} ms" in shown or rows[3]["prompt_ms"] >= 9.995
     lines = whole_model.table([whole_model.Row(**row) for row in rows] + [whole_model.Row("more", failed="no room")])
     assert lines[2].split()[-6:] == ["6", "of", "6"] * 2
     assert lines[-1].split() == ["more", "no", "room"]
+
+
+def test_whole_model_keeps_one_run_of_each_command(whole_model, tmp_path):
+    file = tmp_path / "runs.json"
+    for command, batch in (("a", 1), ("b", 2), ("a", 3)):
+        whole_model.add(file, {"command": command, "batch": batch})
+    assert [(run["command"], run["batch"]) for run in whole_model.runs_of(file)] == [("b", 2), ("a", 3)]
 
 
 @pytest.mark.archs("cpu")
@@ -312,6 +324,9 @@ def test_whole_model_sees_a_cache_that_forgets(whole_model, arch):
         (["--window", "4"], "--window 4: more than its 4 sinks"),
         (["--caches", "window"], "--caches window: give --window"),
         (["--formats", "int7"], "invalid choice: 'int7'"),
+        (["--json", "nowhere/runs.json"], "--json nowhere/runs.json: nowhere is not a folder"),
+        (["--json", str(EXAMPLES / "model" / "config.json")], "it is not a file that --json wrote"),
+        (["--json", str(EXAMPLES)], "Is a directory"),
         (["nowhere/at/all"], "nowhere/at/all: "),
     ],
 )
