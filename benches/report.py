@@ -3,7 +3,7 @@
 pytest benches --benchmark-json=bench.json
 python benches/report.py bench.json [more.json ...] [--svg docs/performance]
 
-The picture of the H200 is drawn from the tables in docs/ as they are now (benches/recorded.py says from which rows):
+The picture of the H200 is drawn from the current tables in docs/ (benches/recorded.py names the rows):
 
 python benches/report.py --h200
 """
@@ -211,7 +211,7 @@ def main():
     """Print the tables, and draw if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", nargs="*", help="files that pytest --benchmark-json wrote")
-    parser.add_argument("--svg", metavar="STEM", help="draw STEM-light.svg and STEM-dark.svg of the first file")
+    parser.add_argument("--svg", metavar="STEM", help="draw STEM-light.svg and STEM-dark.svg from the first file")
     parser.add_argument("--h200", action="store_true", help="draw the H200's tables in docs/, without any file")
     options = parser.parse_args()
     if options.h200 == bool(options.json):

@@ -1,18 +1,18 @@
-"""All tables of one kind of machine, in one file, and pages of the manual that are made from it.
+"""All tables for one kind of machine, in one file, and the pages of the manual that are made from it.
 
-    python benches/tables.py run cpu figures.json         every program and bench of the CPU, with nothing beside
-    python benches/tables.py run cuda figures.json        those of an NVIDIA GPU, and of peers that are installed
+    python benches/tables.py run cpu figures.json         every program and bench for the CPU; run nothing else
+    python benches/tables.py run cuda figures.json        those for an NVIDIA GPU, and for peers that are installed
     python benches/tables.py run cuda figures.json --only "generate_gpu or bench_copy"
     python benches/tables.py write figures.json PAGE.md   put its tables into a page, or into several
 
-The file is written after each program. A second run with the same file adds what is not there yet, so that a run may be
-cut off, or be made of several: `--minutes 7` starts no program after so long. `--again` measures anew what is there.
-On a GPU `--ahead 12` compiles first: programs run on tiny sizes, so many side by side.
+The file is written after each program. A second run with the same file adds what is missing, so a run may be
+interrupted or split: with `--minutes 7`, no program starts after 7 minutes. `--again` measures everything again. On a GPU,
+`--ahead 12` compiles first, by running the programs with tiny sizes in 12 processes.
 
-`--small` runs the same on tiny sizes, once each, to see that it works: its figures mean nothing. A page has the tables
+`--small` runs everything once with tiny sizes, to see that it works; its figures mean nothing. A page has the tables
 between two lines, <!-- figures: NAME.json --> and <!-- end of figures -->; tests/test_bench_tables.py compares the two.
-A file of examples/whole_model.py is written into pages in the same way, for a table of few columns from
-<!-- figures: NAME.json, short --> on.
+A file of examples/whole_model.py is written into pages in the same way. After <!-- figures: NAME.json, short -->, its
+table has few columns.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def filled(text: str, name: str, found: dict) -> str:
         SystemExit: the page has no such marks.
     """
     if not any(mark[2] == name for mark in MARKED.finditer(text)):
-        raise SystemExit(f"tables: the page has no <!-- figures: {name} --> with <!-- end of figures --> behind it")
+        raise SystemExit(f"tables: the page has no <!-- figures: {name} --> with <!-- end of figures --> after it")
 
     def fill(mark: re.Match) -> str:
         return f"{mark[1]}{markdown(found, bool(mark[3]))}{mark[4]}" if mark[2] == name else mark[0]
@@ -231,10 +231,12 @@ def main() -> None:
     running = actions.add_parser("run", help="run every bench and program, and write one file")
     running.add_argument("arch", choices=sorted(PROGRAMS))
     running.add_argument("file", type=pathlib.Path)
-    running.add_argument("--small", action="store_true", help="tiny sizes, once each, to see that it works")
-    running.add_argument("--only", default="", metavar="WORDS", help="commands with one of these words between ' or '")
-    running.add_argument("--minutes", type=float, default=float("inf"), help="after which no program is begun")
-    running.add_argument("--again", action="store_true", help="measure also what the file has already")
+    running.add_argument("--small", action="store_true", help="run everything once with tiny sizes, to test it")
+    running.add_argument(
+        "--only", default="", metavar="WORDS", help="commands with one of these words, joined by ' or '"
+    )
+    running.add_argument("--minutes", type=float, default=float("inf"), help="start no program after this time")
+    running.add_argument("--again", action="store_true", help="also measure again what the file already has")
     running.add_argument("--ahead", type=int, default=0, metavar="N", help="compile for CUDA first, in N processes")
     writing = actions.add_parser("write", help="put the tables of a file into pages")
     writing.add_argument("file", type=pathlib.Path)

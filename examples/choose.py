@@ -5,11 +5,11 @@
     python examples/choose.py --plot choose.png         # needs matplotlib
     python examples/choose.py --text my_module.py       # Python source is what the model has read
 
-A prompt is read whole. Then the text goes on token by token, and in each layer that sees all tokens a query reads some
-of them: how much less likely the text has become is what the choice costs. The table has the bytes that a token reads
-of keys and values, and of what its choice is made by, the loss of log-likelihood in nats, and the median time.
+The prompt is read in one prefill. Then the text continues token by token, and in each layer that sees all tokens, a
+query reads only some of them. The cost of a method is the log-likelihood that the text loses. The table has the bytes
+that a token reads, of keys, values and what the method looks at, the loss in nats, and the median time.
 
-A way returns the tokens of each KV head; `KVCacheStore.attend(indices=)` reads those rows in place, and no others.
+A method returns the tokens for each KV head; `KVCacheStore.attend(indices=)` reads only those rows, in place.
 """
 
 import argparse
@@ -141,8 +141,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--read", type=int, nargs="+", default=[96, 48, 24], help="tokens that a query reads")
-    parser.add_argument("--prompt", type=int, default=192, help="tokens of the prompt")
-    parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is found")
+    parser.add_argument("--prompt", type=int, default=192, help="tokens in the prompt")
+    parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is measured")
     loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
@@ -154,7 +154,7 @@ def main() -> None:
     texts = loss.excerpts(parser, given, model, length)
 
     rows = measure(model, texts, given.prompt, given.read)
-    print(f"{'chooses':<20} {'tokens':>6} {'KiB read':>9} {'nats lost':>10} {'ms a token':>11}")
+    print(f"{'method':<20} {'tokens':>6} {'KiB read':>9} {'nats lost':>10} {'ms/token':>11}")
     for name, count, read, nats, milliseconds in rows:
         print(f"{name:<20} {count or 'all':>6} {read:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
     if given.plot:

@@ -4,8 +4,8 @@
     python examples/cluster.py --tokens 1000000 --batch 4 --link 50 --latency 15
     python examples/cluster.py --model Llama-3.1-70B --ranks 8 --trace step.json    # for chrome://tracing
 
-With tokens cut, each layer reads its share of the cache from memory and gathers small parts from all ranks. With heads
-cut the cache sends nothing. What the model itself computes and sends is left out: it is the same either way.
+Split by tokens, each layer reads its share of the cache from memory and gathers small parts from all ranks. Split by
+heads, the cache sends nothing. The work of the model itself is left out: it is the same either way.
 """
 
 import argparse
@@ -97,14 +97,20 @@ def trace(shape: Shape, ranks: int, tokens: int, batch: int, cluster: Cluster) -
 def main() -> int:
     """Print the table, or write a trace."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=524288, help="of each sequence (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
-    parser.add_argument("--memory", type=float, default=3900, help="GB/s that a rank reads (default %(default)s)")
-    parser.add_argument("--link", type=float, default=350, help="GB/s that a rank receives (default %(default)s)")
-    parser.add_argument("--latency", type=float, default=35, help="us of a small collective (default %(default)s)")
-    parser.add_argument("--model", choices=tuple(MODELS), default="Llama-3.1-70B", help="of the trace")
-    parser.add_argument("--ranks", type=int, default=8, help="of the trace (default %(default)s)")
-    parser.add_argument("--trace", type=Path, help="write a step of a simulated cluster to this file")
+    parser.add_argument("--tokens", type=int, default=524288, help="tokens in each sequence (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences (default %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=3900, help="memory bandwidth of a rank in GB/s (default %(default)s)"
+    )
+    parser.add_argument(
+        "--link", type=float, default=350, help="bandwidth at which a rank receives, in GB/s (default %(default)s)"
+    )
+    parser.add_argument(
+        "--latency", type=float, default=35, help="time of a small collective in us (default %(default)s)"
+    )
+    parser.add_argument("--model", choices=tuple(MODELS), default="Llama-3.1-70B", help="model for the trace")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks for the trace (default %(default)s)")
+    parser.add_argument("--trace", type=Path, help="write the trace of one simulated step to this file")
     args = parser.parse_args()
     for name in ("tokens", "batch", "memory", "link", "latency", "ranks"):
         if getattr(args, name) <= 0:

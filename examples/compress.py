@@ -1,16 +1,16 @@
-"""Decide what a KV cache keeps: six ways from the literature, each in a few lines over `tikv`, on a small model.
+"""Decide which tokens a KV cache keeps: six methods from the literature, each in a few lines, on a small model.
 
     python examples/compress.py
     python examples/compress.py --keep 0.5 0.25 --excerpts 4
     python examples/compress.py --plot compress.png     # needs matplotlib
     python examples/compress.py --text my_module.py     # Python source is what the model has read
 
-A prompt is read whole. Then each layer that sees all tokens keeps a share of them, chosen by one of the ways below, and
-the text goes on token by token: how much less likely it has become is what the choice costs. The table has the bytes of
-keys and values that are kept, the loss of log-likelihood in nats a token, and the median time of a token.
+The prompt is read in one prefill. Then each layer that sees all tokens keeps a share of them, chosen by one of the
+methods below, and the text continues token by token. The cost of a method is the log-likelihood that the text loses.
+The table has the bytes of the kept keys and values, the loss in nats per token, and the median time of a token.
 
-A way gets what a layer holds (`Layer`) and says what each head keeps; `KVCacheStore.compact` does the rest: rows move
-together in place, and queries go on to see tokens at their true positions.
+A method gets the tokens that a layer holds (`Layer`) and says which of them each head keeps. `KVCacheStore.compact`
+does the rest: it moves rows together in place, and queries still see tokens at their true positions.
 """
 
 import argparse
@@ -187,9 +187,11 @@ def lines(rows: list[tuple]) -> list[loss.Line]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="shares of the tokens")
-    parser.add_argument("--prompt", type=int, default=192, help="tokens of the prompt")
-    parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is found")
+    parser.add_argument(
+        "--keep", type=float, nargs="+", default=[0.5, 0.25, 0.125], help="shares of the tokens to keep"
+    )
+    parser.add_argument("--prompt", type=int, default=192, help="tokens in the prompt")
+    parser.add_argument("--continuation", type=int, default=96, help="tokens whose likelihood is measured")
     loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
@@ -203,7 +205,7 @@ def main() -> None:
     texts = loss.excerpts(parser, given, model, length)
 
     rows = measure(model, texts, given.prompt, given.keep)
-    print(f"{'keeps':<20} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms a token':>11}")
+    print(f"{'method':<20} {'share':>6} {'KiB kept':>9} {'nats lost':>10} {'ms/token':>11}")
     for name, share, kept, nats, milliseconds in rows:
         print(f"{name:<20} {share:>6.3f} {kept / 1024:>9.1f} {nats:>10.3f} {milliseconds:>11.2f}")
     if given.plot:

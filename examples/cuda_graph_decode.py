@@ -2,9 +2,9 @@
 
     python examples/cuda_graph_decode.py [--tokens 256] [--layers 16]
 
-The model is untrained; what counts is that each step is the same work at a position further on. Everything that a step
-changes lies in device memory: the token, the position, the keys and values. So the graph is captured once and replayed.
-Without an NVIDIA GPU the same step runs on the CPU, one call after another.
+The model is untrained: only the work matters, which is the same in each step, one position further on. Everything that
+a step changes is in device memory: the token, the position, the keys and values. So the graph is captured once and
+replayed. Without an NVIDIA GPU, the same step runs on the CPU, one call after another.
 """
 
 import argparse
@@ -108,9 +108,11 @@ def decode(decoder, step, tokens):
 def main():
     """Decode eagerly, then by replaying the graph; both must write the same tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="to decode (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=16, help="of the model (default %(default)s)")
-    parser.add_argument("--width", type=int, default=1024, help="of the model, a multiple of 16 (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens to decode (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default %(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=1024, help="width of the model, a multiple of 16 (default %(default)s)"
+    )
     arguments = parser.parse_args()
     for name in ("tokens", "layers"):
         if getattr(arguments, name) < 1:

@@ -1,4 +1,4 @@
-"""Draw what lies where in live stores: ring.svg, slots.svg, heads.svg and pages.svg in docs/ of this repository.
+"""Draw where tokens lie in live stores: ring.svg, slots.svg, heads.svg and pages.svg in docs/ of this repository.
 
 python examples/draw_store.py [--out FOLDER]
 """

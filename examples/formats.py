@@ -1,14 +1,14 @@
-"""In how many bits should a KV cache be kept? Every format of `tikv`, measured on a small model.
+"""How many bits does a KV cache need? Every format of `tikv`, measured on a small model.
 
     python examples/formats.py
     python examples/formats.py --formats float16 q8_0 quant4_32 --excerpts 4
     python examples/formats.py --plot formats.png       # needs matplotlib
     python examples/formats.py --text my_module.py      # Python source is what the model has read
 
-A text is read token by token, each over keys and values that are kept in one of the formats: how much less likely the
-text has become is what the format costs. The table has the bytes of a token's keys and values over all layers, the loss
-of log-likelihood in nats a token, and tokens a second: of the model, and of attention alone over a long cache
-(`--context` tokens of random numbers), which is what longer texts wait for.
+A text is read token by token, with keys and values kept in one of the formats. The cost of a format is the
+log-likelihood that the text loses. The table has the bytes of a token's keys and values over all layers, the loss in
+nats per token, and tokens per second: for the model, and for attention alone over a long cache (`--context` tokens of
+random numbers), which takes most of the time in longer texts.
 
 "_hadamard" rotates keys first. "_tokens" has keys by channel over groups of tokens, and the newest 32 to 64 in float16.
 """
@@ -117,9 +117,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
-                        help=f"of {', '.join(FORMATS)}; {PLAIN} is always there")  # fmt: skip
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of an excerpt")
-    parser.add_argument("--context", type=int, default=32768, help="tokens of the long cache")
+                        help=f"any of {', '.join(FORMATS)}; {PLAIN} is always included")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in an excerpt")
+    parser.add_argument("--context", type=int, default=32768, help="tokens in the long cache")
     loss.add_options(parser)
     given = parser.parse_args()
     model = Model.load(Path(__file__).parent / "model")
@@ -129,7 +129,7 @@ def main() -> None:
     texts = loss.excerpts(parser, given, model, given.tokens)
 
     rows = measure(model, texts, given.formats, given.context)
-    print(f"{'format':<18} {'bytes a token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
+    print(f"{'format':<18} {'bytes/token':>13} {'nats lost':>10} {'tokens/s':>9} {'attention, tokens/s':>20}")
     for name, nbytes, nats, rate, long_rate in rows:
         print(f"{name:<18} {nbytes:>13,} {nats:>10.4f} {rate:>9,.0f} {long_rate:>20,.0f}")
     if given.plot:

@@ -2,12 +2,12 @@
 
     python examples/generate.py
     python examples/generate.py --prompt "class Stack:" --seed 3
-    python examples/generate.py --greedy              # the likeliest token each time, which soon says little new
+    python examples/generate.py --greedy              # always the likeliest token; the text soon repeats itself
     python examples/generate.py --no-cache            # recompute everything for every token: same text, slower
     python examples/generate.py --dtype int8          # a quarter of the memory; also with --cache paged
 
 The model (1.8 million parameters, trained by train.py on Python's standard library) runs in NumPy. Two of its four
-layers see a window of 64 tokens: their part of the cache is a ring, which this text goes round several times.
+layers see a window of 64 tokens: their part of the cache is a ring, which this text fills several times.
 The text goes to stdout, the figures to stderr.
 """
 
@@ -90,41 +90,43 @@ def recomputed(model: Model, prompt: list[int], choose: Choose) -> Iterator[int]
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", default="class Cache:\n    def __init__(self", help="what the text begins with")
+    parser.add_argument("--prompt", default="class Cache:\n    def __init__(self", help="the beginning of the text")
     parser.add_argument("--tokens", type=int, default=300, help="tokens to write (default %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16", "int8"),
         default="float32",
-        help="what K and V are stored in; the arithmetic is float32 (default %(default)s)",
+        help="dtype in which K and V are stored; the arithmetic is float32 (default %(default)s)",
     )
     parser.add_argument(
         "--cache",
         choices=("contiguous", "paged"),
         default="contiguous",
-        help="rings and planes, or blocks of a pool; the same text in float32 (default %(default)s)",
+        help="contiguous store or pool of pages; the text is the same in float32 (default %(default)s)",
     )
     parser.add_argument(
         "--attention",
         choices=("numpy", "tikv"),
         default="numpy",
-        help="who attends for a new token; tikv reads the cache where it lies, and compiles longer the first time",
+        help="who computes attention for a new token; tikv reads the cache in place, and compiles longer at first",
     )
     parser.add_argument("--no-cache", action="store_true", help="recompute every token; then time the cache against it")
     parser.add_argument(
-        "--temperature", type=float, default=0.6, help="of the draw, 0 takes the likeliest (%(default)s)"
+        "--temperature", type=float, default=0.6, help="sampling temperature; 0 takes the likeliest token (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=20, help="of the draw: another one, another text (%(default)s)")
+    parser.add_argument("--seed", type=int, default=20, help="seed of the sampling (default %(default)s)")
     parser.add_argument("--greedy", action="store_true", help="take the likeliest token, as --temperature 0 does")
     parser.add_argument(
         "--no-repeat",
         type=int,
         default=5,
         metavar="N",
-        help="write no run of N tokens twice; 0 allows it (default %(default)s)",
+        help="never write the same N tokens in a row twice; 0 allows it (default %(default)s)",
     )
     parser.add_argument("--arch", default="auto", help="tikv's back end: auto, cpu, cuda, vulkan or metal")
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="what train.py wrote")
+    parser.add_argument(
+        "--model", type=Path, default=Path(__file__).parent / "model", help="folder that train.py wrote"
+    )
     args = parser.parse_args()
     if args.greedy:
         args.temperature = 0.0

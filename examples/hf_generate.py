@@ -1,4 +1,4 @@
-"""Generate with a Hugging Face model whose cache is this library's, and see that the text is the same.
+"""Generate with a Hugging Face model and tikv's cache, and check that the text is the same.
 
 python examples/hf_generate.py                                   a tiny Llama with random weights
 python examples/hf_generate.py path/to/checkpoint "Once upon"    any causal model on disk
@@ -51,13 +51,13 @@ def main():
     """Generate twice, with either cache."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", help="a folder with a causal model and its tokenizer")
-    parser.add_argument("prompt", nargs="?", default="The key of a cache is", help="what the text begins with")
-    parser.add_argument("--tokens", type=int, default=64, help="to write (default %(default)s)")
+    parser.add_argument("prompt", nargs="?", default="The key of a cache is", help="the beginning of the text")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to write (default %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "bfloat16", "int8"),
         default=None,
-        help="what K and V are stored in; the model's by default",
+        help="dtype in which K and V are stored (default: the model's)",
     )
     arguments = parser.parse_args()
     if arguments.tokens < 1:

@@ -1,4 +1,4 @@
-"""What examples share that measure how much less likely a text becomes: options, texts, likelihood, and a picture."""
+"""Shared by the examples that measure the likelihood of a text: options, texts, likelihood, and a picture."""
 
 import argparse
 import json.decoder
@@ -18,9 +18,9 @@ Line = tuple[str, list[tuple[float, float]]]  # its label, and its points
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--excerpts`, `--text` and `--plot`."""
-    parser.add_argument("--excerpts", type=int, default=2, help="stretches of the text that are averaged")
+    parser.add_argument("--excerpts", type=int, default=2, help="number of excerpts to average over")
     parser.add_argument("--text", type=Path, default=Path(json.decoder.__file__), help="a file of Python source")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
+    parser.add_argument("--plot", type=Path, help="write a picture to this file")
 
 
 def excerpts(parser: argparse.ArgumentParser, given: argparse.Namespace, model: Model, length: int) -> list[list[int]]:

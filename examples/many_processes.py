@@ -1,9 +1,9 @@
-"""Write text with a KV cache that several processes hold together: heads or tokens cut, prefill here and decode there.
+"""Write text with a KV cache that several processes share: split by heads or tokens, or prefill and decode apart.
 
     python examples/many_processes.py                     # starts two processes by itself
     torchrun --standalone --nproc-per-node 2 examples/many_processes.py --tokens 100
 
-Each way writes the text that one process writes with a cache of its own. The processes speak by gloo, on any laptop.
+Each of the three writes the text that one process writes with its own cache. The processes use gloo, on any laptop.
 """
 
 import argparse
@@ -98,8 +98,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=60, help="tokens to write (default %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="to start, without torchrun (default %(default)s)")
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="what train.py wrote")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="processes to start, without torchrun (default %(default)s)"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path(__file__).parent / "model", help="folder that train.py wrote"
+    )
     args = parser.parse_args()
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: at least 1")

@@ -1,10 +1,10 @@
-"""Write on for eight prompts at once, their KV caches in one pool of blocks: what they have in common lies there once.
+"""Continue eight prompts at once, with their KV caches in one pool of blocks, which holds their common prefix once.
 
     python examples/many_prompts.py
     python examples/many_prompts.py --tokens 100 --dtype float16
 
-The prompts are the same beginning of a Python file with eight different last lines. Each step takes one token of every
-prompt through the model together. Afterwards each prompt is written on alone, in a pool of its own: the same text.
+The prompts are the same beginning of a Python file with eight different last lines. Each step runs the model over one
+token of every prompt together. Afterwards each prompt is continued alone, in its own pool, with the same text.
 """
 
 import argparse
@@ -61,11 +61,15 @@ ENDINGS = [
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=40, help="tokens to write for each (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=40, help="tokens to write for each prompt (default %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16", "int8"), default="float32")
-    parser.add_argument("--attention", choices=("numpy", "tikv"), default="tikv", help="who attends to single tokens")
+    parser.add_argument(
+        "--attention", choices=("numpy", "tikv"), default="tikv", help="who computes attention for single tokens"
+    )
     parser.add_argument("--arch", default="auto", help="tikv's back end: auto, cpu, cuda, vulkan or metal")
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="what train.py wrote")
+    parser.add_argument(
+        "--model", type=Path, default=Path(__file__).parent / "model", help="folder that train.py wrote"
+    )
     args = parser.parse_args()
     if args.tokens < 1:
         parser.error(f"--tokens {args.tokens}: at least 1")

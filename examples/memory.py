@@ -1,4 +1,4 @@
-"""What a model remembers between tokens: a `tikv` store, contiguous or paged, or nothing. Each is a `model.Memory`."""
+"""The memory of a model between tokens: a `tikv` store, contiguous or paged, or nothing. Each is a `model.Memory`."""
 
 import numpy as np
 from model import Model, attention

@@ -1,8 +1,8 @@
-"""A small language model in NumPy: Qwen3's layer, with sliding-window and global attention in turn.
+"""A small language model in NumPy: Qwen3's layer, with sliding-window and global attention in alternation.
 
 Grouped-query attention with a norm on every query and key head, half-split rotary positions, SwiGLU, RMSNorm. The files
 read here are Hugging Face's for a Qwen3 model (config.json, model.safetensors) with the vocabulary in config.json.
-What is remembered between tokens is not a part of the model: `Model.forward` hands each layer's new rows to a `Memory`.
+The memory between tokens is not a part of the model: `Model.forward` hands each layer's new rows to a `Memory`.
 """
 
 import json

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Speculative decoding with a tree: several guesses of how the text goes on are checked in one pass of the model.
+"""Speculative decoding with a tree: one pass of the model verifies several guesses of how the text continues.
 
     python examples/speculative.py --tokens 120
     python examples/speculative.py --branches 4 --depth 8
 
-What followed the last two tokens before is guessed to follow again; guesses that begin alike share their nodes. One
-pass gives the likeliest token behind every node, so those of a branch that say what the model says are accepted, and
+The draft is what followed the last two tokens earlier in the text; guesses with a common beginning share their nodes.
+One pass gives the likeliest token after every node. Tokens of a branch that match it are accepted, and
 `KVCacheStore.commit` keeps their keys and values. The text is that of plain decoding, token for token.
 """
 
@@ -108,12 +108,14 @@ def write(model: Model, prompt: list[int], count: int, branches: int, depth: int
 def main() -> None:
     """Write the same text both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", default="class Cache:\n    def __init__(self", help="what the text begins with")
+    parser.add_argument("--prompt", default="class Cache:\n    def __init__(self", help="the beginning of the text")
     parser.add_argument("--tokens", type=int, default=120, help="tokens to write (default %(default)s)")
-    parser.add_argument("--branches", type=int, default=3, help="guesses of a step (default %(default)s)")
-    parser.add_argument("--depth", type=int, default=6, help="tokens of a guess (default %(default)s)")
+    parser.add_argument("--branches", type=int, default=3, help="guesses per step (default %(default)s)")
+    parser.add_argument("--depth", type=int, default=6, help="tokens per guess (default %(default)s)")
     parser.add_argument("--arch", default="auto", help="tikv's back end: auto, cpu, cuda, vulkan or metal")
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="what train.py wrote")
+    parser.add_argument(
+        "--model", type=Path, default=Path(__file__).parent / "model", help="folder that train.py wrote"
+    )
     args = parser.parse_args()
     for name in ("tokens", "branches", "depth"):
         if getattr(args, name) < 1:
@@ -127,7 +129,7 @@ def main() -> None:
         start = time.perf_counter()
         texts[name], passes = write(model, prompt, args.tokens, branches, args.depth)
         seconds = time.perf_counter() - start
-        print(f"{name}: {args.tokens} tokens in {passes} passes, {args.tokens / passes:.2f} a pass, {seconds:.2f} s")
+        print(f"{name}: {args.tokens} tokens in {passes} passes, {args.tokens / passes:.2f} per pass, {seconds:.2f} s")
     first, second = texts.values()
     print(args.prompt + model.tokenizer.decode(second))
     if first != second:

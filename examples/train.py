@@ -5,7 +5,7 @@
     python examples/train.py                          # 20 minutes on one core
     python examples/train.py --device cuda --batch 64 --seconds 170 --tests 0.2 --dropout 0.05
 
-What the shipped weights were trained with is "command" in examples/model/training.json.
+The command that trained the shipped weights is "command" in examples/model/training.json.
 
 Torch is needed here and nowhere else: generate.py runs the result in NumPy. The files that are written follow Hugging
 Face's layout for a Qwen3 model (config.json, model.safetensors), with the vocabulary as one more key of config.json.
@@ -227,27 +227,35 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="The weights kept are those with the least validation loss so far. Ctrl-C tries once more and ends. "
-        "Same seed, threads and interpreter on a CPU: same weights.",
+        epilog="The weights with the least validation loss are kept. Ctrl-C measures the loss once more and ends. "
+        "On a CPU, the same seed, threads and interpreter give the same weights.",
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, mps (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1800, help="optimiser steps (default %(default)s)")
-    parser.add_argument("--seconds", type=float, help="train so long, however many steps that are")
-    parser.add_argument("--batch", type=int, default=8, help="stretches of text a step (default %(default)s)")
-    parser.add_argument("--context", type=int, default=320, help="tokens a stretch (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default %(default)s)")
-    parser.add_argument("--weight-decay", type=float, default=0.05, help="of the matrices (default %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="share of each layer's output (default %(default)s)")
-    parser.add_argument("--window", type=int, default=64, help="tokens the sliding layers see (default %(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="pieces of text known (default %(default)s)")
+    parser.add_argument("--seconds", type=float, help="train for this many seconds, whatever the number of steps")
+    parser.add_argument("--batch", type=int, default=8, help="excerpts of text per step (default %(default)s)")
+    parser.add_argument("--context", type=int, default=320, help="tokens per excerpt (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate for the matrices (default %(default)s)")
+    parser.add_argument(
+        "--weight-decay", type=float, default=0.05, help="weight decay for the matrices (default %(default)s)"
+    )
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, help="dropout rate of each layer's output (default %(default)s)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=64, help="tokens that the sliding layers see (default %(default)s)"
+    )
+    parser.add_argument("--vocabulary", type=int, default=1024, help="size of the vocabulary (default %(default)s)")
     parser.add_argument("--library", type=Path, default=LIBRARY, metavar="FOLDER",
                         help="Python sources to learn from (default: this interpreter's standard library)")  # fmt: skip
     parser.add_argument("--tests", type=float, metavar="SHARE",
-                        help="learn from its tests too, until this share of the training is left")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order (default %(default)s)")
+                        help="learn from the library's tests too, until this share of training is left")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default %(default)s)")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="default: examples/model")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "model", help="folder to write (default: examples/model)"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What a cache costs inside of a whole `generate`: milliseconds a token, memory, and whether the text is the same.
+"""The cost of a cache in a whole `generate`: milliseconds per token, memory, and whether the text is the same.
 
     python examples/whole_model.py                                  a small Llama with random weights, in a minute
     python examples/whole_model.py --prompt 4096 --formats model int8
@@ -8,21 +8,21 @@
     python examples/whole_model.py --json runs.json                 also into a file, beside the runs that it has;
                                                                     benches/whole_models.py draws it
 
-Each row is one cache: transformers' DynamicCache; its StaticCache, which `generate` compiles, where a GPU is; and
-TikvCache with attention "tikv", in each format. `--caches` chooses fewer. All write as many tokens from the same random
-prompt, in alternation; medians count. The columns:
+Each row is one cache: transformers' DynamicCache; on a GPU its StaticCache, which `generate` compiles; and TikvCache
+with attention "tikv", in each format. `--caches` chooses rows. All write the same number of tokens from the same random
+prompt, in alternation; the table has medians. The columns:
 
     first call     seconds of the first `generate`, compiling included
-    prompt         milliseconds until the first token is there
+    prompt         milliseconds until the first token
     a token        milliseconds of each token after that
-    peak           memory at its highest, beyond the model and what was there before; on a CPU of the process, to a few
-                   megabytes, so that small caches do not show in it
+    peak           the most memory, without the model and what was in use before; on a CPU it is the memory of the
+                   process, exact to a few megabytes, so small caches do not show
     cache          memory of keys, values and scales when the text is written
-    as Dynamic     how many tokens are those of DynamicCache, before the first that is another
-    as eager       the same, of the cache itself, with torch's attention and nothing compiled
+    as Dynamic     how many tokens equal those of DynamicCache, before the first difference
+    as eager       the same, compared with this cache under torch's attention with nothing compiled
 
-With float32 all of a text should be the same. With bfloat16 it may part where two tokens are nearly as likely, with
-fewer bits sooner. To know what a format costs in quality, see examples/formats.py.
+With float32, the whole text should be the same. With bfloat16 it may differ from a token on where two tokens are nearly
+equally likely, and sooner with fewer bits. examples/formats.py measures the quality of each format.
 """
 
 import argparse
@@ -283,19 +283,23 @@ def parsed():
     """The arguments, and the parser for what is found wrong later."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", help="a folder with a causal model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU where there is one")
-    parser.add_argument("--size", choices=SIZES, help="of the random model (small on a CPU, large on a GPU)")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the model (float32, bfloat16)")
-    parser.add_argument("--prompt", type=int, help="tokens of the prompt (small 128, medium 512, large 4096)")
-    parser.add_argument("--tokens", type=int, default=32, help="to write (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--size", choices=SIZES, help="size of the random model (small on a CPU, large on a GPU)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the model: float32 or bfloat16"
+    )
+    parser.add_argument("--prompt", type=int, help="tokens in the prompt (small 128, medium 512, large 4096)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to write (default %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="texts at once (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median counts (default %(default)s)")
-    parser.add_argument("--window", type=int, help=f"also with a window of so many tokens, {SINKS} sinks among them")
+    parser.add_argument("--rounds", type=int, default=3, help="runs for the median (default %(default)s)")
+    parser.add_argument(
+        "--window", type=int, help=f"also run with a window of this many tokens, {SINKS} sinks included"
+    )
     parser.add_argument("--caches", nargs="+", choices=CACHES, metavar="CACHE",
-                        help=f"beside DynamicCache, of {', '.join(CACHES)} (all; window with --window)")  # fmt: skip
+                        help=f"rows to measure, any of {', '.join(CACHES)} (all; window with --window)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
-                        help=f"of TikvCache, of {', '.join(FORMATS)}; model is the model's dtype")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also into this file, beside the runs that it has")
+                        help=f"formats of TikvCache, any of {', '.join(FORMATS)}; model: the model's")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also add the run to this file")
     given = parser.parse_args()
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if given.device == "cuda" and not torch.cuda.is_available():
