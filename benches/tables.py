@@ -6,8 +6,8 @@
     python benches/tables.py write figures.json PAGE.md   put its tables into a page, or into several
 
 The file is written after each program. A second run with the same file adds what is missing, so a run may be
-interrupted or split: with `--minutes 7`, no program starts after 7 minutes. `--again` measures everything again. On a GPU,
-`--ahead 12` compiles first, by running the programs with tiny sizes in 12 processes.
+interrupted or split: with `--minutes 7`, no program starts after 7 minutes. `--again` measures everything again. On a
+GPU, `--ahead 12` compiles first, by running the programs with tiny sizes in 12 processes.
 
 `--small` runs everything once with tiny sizes, to see that it works; its figures mean nothing. A page has the tables
 between two lines, <!-- figures: NAME.json --> and <!-- end of figures -->; tests/test_bench_tables.py compares the two.

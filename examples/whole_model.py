@@ -296,7 +296,7 @@ def parsed():
         "--window", type=int, help=f"also run with a window of this many tokens, {SINKS} sinks included"
     )
     parser.add_argument("--caches", nargs="+", choices=CACHES, metavar="CACHE",
-                        help=f"rows to measure, any of {', '.join(CACHES)} (all; window with --window)")  # fmt: skip
+                        help=f"rows below DynamicCache, of {', '.join(CACHES)} (all; window: --window)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT",
                         help=f"formats of TikvCache, any of {', '.join(FORMATS)}; model: the model's")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also add the run to this file")
