@@ -57,8 +57,9 @@ class TokenGroupPool:
             num_layers=LAYERS, num_kv_heads=HEADS, head_dim=WIDTH, num_blocks=BLOCKS, block_size=SIZE,
             dtype=self.quant, v_dtype=self.values,
         )  # fmt: skip
-        for a in (*self.store._pages.pools.arrays, *self.store._pages.new.arrays):
-            tikv.arrays.write_host(oracle.random_bits(rng, a.shape, a.dtype.numpy), a)
+        for pools in (self.store._pages.pools, self.store._pages.new.pools):
+            for a in (a for group in pools.groups for a in group.arrays):
+                tikv.arrays.write_host(oracle.random_bits(rng, a.shape, a.dtype.numpy), a)
         self.model: dict[int, list[Held]] = {}
         self.away: set[int] = set()
         names = {self.append: 40, self.extend: 6, self.attend: 8, self.add: 5, self.fork: 7, self.truncate: 9,

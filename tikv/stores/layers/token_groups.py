@@ -33,7 +33,8 @@ from tikv.stores.files import token_groups as token_group_files
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, results_of
-from tikv.stores.layers.channel_codes import ChannelCodes, ScoreMemory
+from tikv.stores.layers.channel_codes import ChannelCodes
+from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
 from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
@@ -249,9 +250,7 @@ class TokenGroupLayers(LayerStorage):
         if codes.tokens <= oldest:
             plan.attend(None, arrays, tokens, to)
             return
-        part = self.scratch.array("of the newest", to.out.shape)
-        sums = self.scratch.array("sums of the newest", to.out.shape[:-1])
-        of_ring = plan.attend(None, arrays, tokens, Results(part, True, sums, is_partial=True, is_new=True))
+        of_ring = plan.attend(None, arrays, tokens, self.scratch.partial("of the newest", to.out.shape))
         ahead = ring.length - ring.sinks - codes.tokens
         of_codes = codes.attend(operation, q, scores, oldest, (counts.ring, ahead) if counts.ring else None)
         merge_into(operation, (*of_ring, *of_codes), False, to.out, to.lse)

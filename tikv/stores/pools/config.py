@@ -163,6 +163,8 @@ class PoolConfig:
 
     def layers_together(self, live: runtime.Runtime) -> int:
         """How many layers share one piece of memory."""
+        if self.groups is not None:
+            return 1
         return max(1, min(min(limit, shared_bytes(live)) // needed for needed, limit in self._sizes(live)))
 
     def shape(self, stream: int, num_blocks: int) -> tuple[int, ...]:
@@ -171,6 +173,14 @@ class PoolConfig:
         width, chunk = row.stored_width, CHUNK_BYTES // row.stored.itemsize
         extent = {"N": num_blocks, "S": self.block_size, "H": self.block_heads, "D": width, "C": width // chunk}
         return tuple(extent.get(axis, chunk) for axis in POOL_LAYOUTS[self.layout][stream])
+
+    def block_forms(self) -> list[tuple[tuple[int, ...], DType]]:
+        """Of each array of a layer, K's first, the shape of a block where it lies, and the dtype."""
+        if self.groups is not None:
+            arrays = self.groups.codes.arrays().values()
+            return [((self.num_kv_heads, self.block_size // n, *shape), dtype) for shape, dtype, n in arrays]
+        found = [(self.shape(i, 1)[1:], row.stored) for i, row in enumerate(self.rows.both)]
+        return found + [self.names()[name] for name in self.scale_names]
 
     def names(self) -> dict[str, tuple[tuple[int, ...], DType]]:
         """A layer's arrays by name, with the shape of a block in layout NHD, or of its groups so, and the dtype."""
@@ -185,16 +195,21 @@ class PoolConfig:
         return [name for name in self.rows.arrays() if name not in ROWS]
 
     def to_rows(self, stream: int, array: HostArray) -> HostArray:
-        """Blocks of a pool on the host as layout NHD has them; scales, streams 2 and 3, are so already."""
+        """Blocks of a pool on the host as `names` has them; scales, streams 2 and 3, are so already."""
+        if self.groups is not None:
+            found: HostArray = array.swapaxes(1, 2)
+            return found
         if stream > 1:
             return array
         axes = POOL_LAYOUTS[self.layout][stream]
         rows = array.transpose([axes.index(axis) for axis in ROW_AXES if axis in axes])
-        found: HostArray = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
+        found = rows.reshape(*rows.shape[:3], self.rows.both[stream].stored_width)
         return found
 
     def from_rows(self, stream: int, rows: HostArray) -> HostArray:
         """The reverse of `to_rows`."""
+        if self.groups is not None:
+            return np.ascontiguousarray(rows.swapaxes(1, 2))
         if stream > 1:
             return rows
         axes = POOL_LAYOUTS[self.layout][stream]

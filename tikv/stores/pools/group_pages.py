@@ -8,6 +8,7 @@ and copy those pages; what both quantise then has the same bits, and a block in 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,113 +19,31 @@ from tikv import dtypes
 from tikv.arrays import ArrayView, CacheArray, Host, describe, new_array, new_like, view
 from tikv.errors import OptionError, PositionError
 from tikv.ops import blocks, checks, paged
-from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
+from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import PagedCaches, paged_call
+from tikv.ops.attention.paged import paged_call
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
-from tikv.ops.layouts import Rows, Scale
+from tikv.ops.layouts import Rows
 from tikv.runtime import Runtime
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.attend import results_of
-from tikv.stores.layers.channel_codes import ScoreMemory
+from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
+from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
 from tikv.stores.pools.append import begin_append, check_rows
 from tikv.stores.pools.config import PoolConfig
+from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.tables import DeviceTables
-from tikv.stores.row_format import ROWS
+from tikv.stores.row_format import ROWS, RowFormats
 
 FIRST_SEQUENCES = 4  # that there are pages of new tokens for
-
-
-class LayerArrays:
-    """Arrays of all layers, as many of each.
-
-    Attributes:
-        layers: of each layer its arrays.
-    """
-
-    layers: list[list[ArrayView]]
-
-    @property
-    def arrays(self) -> list[ArrayView]:
-        """Those of all layers."""
-        return [a for layer in self.layers for a in layer]
-
-    @property
-    def nbytes(self) -> int:
-        """Their bytes, filled or not."""
-        return sum(a.nbytes for a in self.arrays)
-
-
-class GroupPools(LayerArrays):
-    """The blocks of all layers: of each layer codes and scales of K, V, and V's scales if it has any.
-
-    Attributes:
-        layers: of each layer these arrays, (blocks, heads, groups or tokens of a block, ...).
-    """
-
-    def __init__(self, config: PoolConfig, num_layers: int, live: Runtime) -> None:
-        assert config.groups is not None
-        self.runtime, self.config = live, config
-        forms = config.groups.codes.arrays().values()
-        lead, size = (config.num_blocks, config.num_kv_heads), config.block_size
-        self.layers = [
-            [new_array((*lead, size // tokens, *shape), dtype, live) for shape, dtype, tokens in forms]
-            for _ in range(num_layers)
-        ]
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
-        return {"num_layers": len(self.layers), **self.config.arguments()}
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, each pair from one to another, in all layers."""
-        for a in self.arrays:
-            blocks.swap_blocks(a, a, np.array(pairs, np.int32))
-
-    def read_blocks(self, chosen: Sequence[int]) -> list[Host]:
-        """Copies of these blocks of all layers on the host, waited for."""
-        return read_blocks(self.runtime, self.arrays, chosen)
-
-    def write_blocks(self, host: list[Host], src: Sequence[int], dst: Sequence[int]) -> None:
-        """Write blocks `src` of what `read_blocks` copied into blocks `dst`, and wait."""
-        write_blocks(self.runtime, self.arrays, host, src, dst)
-
-    def to_rows(self, host: list[Host]) -> list[list[Host]]:
-        """What `read_blocks` copied, by layer, as `PoolConfig.names` has it."""
-        each = len(self.layers[0])
-        return [[a.swapaxes(1, 2) for a in host[i : i + each]] for i in range(0, len(host), each)]
-
-    def from_rows(self, rows: list[list[Host]]) -> list[Host]:
-        """The reverse of `to_rows`."""
-        return [np.ascontiguousarray(a.swapaxes(1, 2)) for layer in rows for a in layer]
-
-
-def read_blocks(live: Runtime, arrays: Sequence[ArrayView], chosen: Sequence[int]) -> list[Host]:
-    """Copies of blocks of each array on the host, waited for."""
-    host = [np.empty((len(chosen), *a.shape[1:]), a.dtype.numpy) for a in arrays]
-    if len(chosen):
-        for a, to in zip(arrays, host, strict=True):
-            blocks.swap_blocks(a, to, _pairs(chosen, range(len(chosen))))
-    live.synchronize()
-    return host
-
-
-def write_blocks(
-    live: Runtime, arrays: Sequence[ArrayView], host: Sequence[Host], src: Sequence[int], dst: Sequence[int]
-) -> None:
-    """Write blocks `src` of what `read_blocks` copied into blocks `dst` of the arrays, and wait."""
-    if len(dst):
-        for a, found in zip(arrays, host, strict=True):
-            blocks.swap_blocks(found, a, _pairs(src, dst))
-    live.synchronize()
 
 
 def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: Host) -> list[ArrayView]:
@@ -170,38 +89,35 @@ def _pairs(src: Any, dst: Any) -> Host:
     return np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
 
 
-class NewPages(LayerArrays):
+class NewPages:
     """Pages of the newest tokens, a group each, of all layers; those of a sequence lie one behind the other.
 
     Attributes:
         each: pages of a sequence, in every layer.
-        layers: of each layer K and V, (pages, heads, group, width).
+        pools: the pages, which are blocks of a pool of their own.
     """
 
-    def __init__(self, config: PoolConfig, num_layers: int, live: Runtime) -> None:
-        assert config.groups is not None
-        quant, self.runtime = config.groups.quant, live
-        self.group, self.each = quant.group, -(-quant.residual // quant.group) + 1
-        rows = config.groups.newest_rows
-        self._forms = [((config.num_kv_heads, self.group, row.width), row.stored) for row in rows]
-        self._num_layers, self._places, self._free = num_layers, dict[int, int](), list[int]()
-        self._away: dict[int, list[Host]] = {}  # of those that are swapped out, as `read_blocks` gives them
-        self.layers = []
-        self._grow(FIRST_SEQUENCES)
+    def __init__(self, config: PoolConfig, form: TokenGroupForm, num_layers: int, live: Runtime) -> None:
+        self.group, self.each = form.quant.group, -(-form.quant.residual // form.quant.group) + 1
+        rows, self._num_layers, self.runtime = form.newest_rows, num_layers, live
+        formats = RowFormats(*rows, config.rows.scale_dtype)
+        self._config = dataclasses.replace(config, block_size=self.group, rows=formats, groups=None)
+        self._places, self._free = dict[int, int](), list(range(FIRST_SEQUENCES))
+        self._away: dict[int, HostBlocks] = {}  # of those that are swapped out
+        self.pools = self._pools_for(FIRST_SEQUENCES)
+
+    def _pools_for(self, sequences: int) -> LayerPools:
+        config = dataclasses.replace(self._config, num_blocks=sequences * self.each)
+        return LayerPools(config, self._num_layers, self.runtime)
 
     def _grow(self, sequences: int) -> None:
         """Have memory for so many sequences, and keep what is there."""
-        before = len(self._places) + len(self._free)
-        made = [
-            [new_array((sequences * self.each, *shape), dtype, self.runtime) for shape, dtype in self._forms]
-            for _ in range(self._num_layers)
-        ]
-        kept = range(before * self.each)
-        for old, new in zip(self.layers, made, strict=False):
+        made, kept = self._pools_for(sequences), np.arange(len(self._places) * self.each)
+        for old, new in zip(self.pools.layers, made.layers, strict=True):
             for a, to in zip(old, new, strict=True):
                 blocks.swap_blocks(a, to, _pairs(kept, kept))
-        self.layers = made
-        self._free += range(before, sequences)
+        self.pools = made
+        self._free += range(len(self._places), sequences)
 
     def take(self, seq: int) -> None:
         """Pages for a sequence."""
@@ -227,17 +143,17 @@ class NewPages(LayerArrays):
         self.bring(seq, self._away[seq])
         del self._away[seq]
 
-    def read(self, seq: int) -> list[Host]:
+    def read(self, seq: int) -> HostBlocks:
         """Copies of its pages on the host, wherever they are."""
-        return self._away[seq] if seq in self._away else read_blocks(self.runtime, self.arrays, self.pages(seq))
+        return self._away[seq] if seq in self._away else self.pools.read_blocks(self.pages(seq))
 
-    def bring(self, seq: int, host: list[Host], swapped: bool = False) -> None:
+    def bring(self, seq: int, host: HostBlocks, swapped: bool = False) -> None:
         """Have pages for a sequence that was read so, in memory or on the host."""
         if swapped:
             self._away[seq] = host
         else:
             self.take(seq)
-            write_blocks(self.runtime, self.arrays, host, range(self.each), self.pages(seq))
+            self.pools.write_blocks(host, range(self.each), self.pages(seq))
 
     def pages(self, seq: int) -> list[int]:
         """Of a sequence, in the order of memory."""
@@ -247,16 +163,34 @@ class NewPages(LayerArrays):
     def in_order(self, seq: int, coded: int) -> list[int]:
         """Of a sequence, of whose tokens so many are codes: the oldest page first."""
         pages = self.pages(seq)
-        return [pages[i] for i in self.order(coded)]
+        return [pages[i] for i in self._order(coded)]
 
-    def order(self, coded: int) -> Host:
+    def _order(self, coded: int) -> Host:
         """Of the pages of a sequence, of whose tokens so many are codes, which come first."""
         return (np.arange(self.each) + coded // self.group) % self.each
 
+    def rows(self, seq: int, coded: Sequence[int]) -> list[list[Host]]:
+        """Copies of what a sequence has, of each layer K and V as rows (n, heads, width), the oldest first.
+
+        `coded` says of each layer how many tokens are codes.
+        """
+        layers = zip(self.pools.to_rows(self.read(seq)), coded, strict=True)
+        return [[a[self._order(n)].reshape(-1, *a.shape[2:]) for a in arrays] for arrays, n in layers]
+
+    def from_rows(self, rows: list[list[Host]], coded: Sequence[int]) -> HostBlocks:
+        """The reverse of `rows`, of fewer of them too, as `read` gives pages."""
+        pages = []
+        for arrays, n in zip(rows, coded, strict=True):
+            pages.append([np.zeros((self.each * self.group, *a.shape[1:]), a.dtype) for a in arrays])
+            for to, a in zip(pages[-1], arrays, strict=True):
+                to[: len(a)] = a
+            behind = np.argsort(self._order(n))
+            pages[-1] = [a.reshape(self.each, self.group, *a.shape[1:])[behind] for a in pages[-1]]
+        return self.pools.from_rows(pages)
+
     def copy(self, src: int, dst: int) -> None:
         """Let a sequence have what another one has."""
-        for a in self.arrays:
-            blocks.swap_blocks(a, a, _pairs(self.pages(src), self.pages(dst)))
+        self.pools.copy_blocks(list(zip(self.pages(src), self.pages(dst), strict=True)))
 
 
 class TokenGroupPages(Pages):
@@ -270,23 +204,18 @@ class TokenGroupPages(Pages):
     def __init__(self, live: Runtime, config: PoolConfig, num_layers: int) -> None:
         assert config.groups is not None
         self.runtime, self.config, self.form = live, config, config.groups
-        self.pools: Any = GroupPools(config, num_layers, live)
+        self.pools: Any = BlockPools(config, num_layers, live)
         self.sequences = Sequences(num_layers, config.num_blocks, config.block_size)
         self.tables = DeviceTables(live)
-        self.new, self.coded, self.scratch = (
-            NewPages(config, num_layers, live),
-            dict[int, list[int]](),
-            ScoreMemory(live),
-        )
-        self.quant, self._num_layers = self.form.quant, num_layers
-        self._turned = new_array(
-            (config.num_kv_heads, config.rows.k.width, self.quant.group), self.form.codes.rows, live
-        )
+        self.new, self.coded = NewPages(config, self.form, num_layers, live), dict[int, list[int]]()
+        self.quant, self.scratch = self.form.quant, ScoreMemory(live)
+        self._codes = [CodedArrays(self.form.codes, *arrays) for arrays in self.pools.layers]
+        self._turned = self._codes[0].turned(1, 1, self.form.codes.rows, live)
 
     @property
     def nbytes(self) -> int:
         """Bytes of blocks and of pages of new tokens, filled or not."""
-        return int(self.pools.nbytes) + self.new.nbytes
+        return int(self.pools.nbytes) + self.new.pools.nbytes
 
     def refuse_groups(self, operation: str, remedy: str = "Use axis='head_dim'.") -> NoReturn:
         """As of `Pages`: always."""
@@ -301,7 +230,7 @@ class TokenGroupPages(Pages):
                 "PagedKVCacheStore.add: token_ids: blocks of groups along tokens are not found by them, since the "
                 "newest tokens of a block may not be codes yet. Leave them out, and fork()."
             )
-        return self._came(self.sequences.add(token_ids, salt), [0] * self._num_layers)
+        return self._came(self.sequences.add(token_ids, salt), [0] * len(self._codes))
 
     def _came(self, seq: int, coded: list[int]) -> int:
         self.new.take(seq)
@@ -354,7 +283,7 @@ class TokenGroupPages(Pages):
         pages, pages_to = (self.new.in_order(state.number, n) for n in (before, coded))
         codes = _moved(chosen[:coded:group] // group, table, table, self.config.block_size // group)
         new = _moved(chosen[coded:] - before, pages, pages_to, group)
-        moves = (self.pools.layers[layer], *codes), (self.new.layers[layer], *new)
+        moves = (self.pools.layers[layer], *codes), (self.new.pools.layers[layer], *new)
         taken = [take_parts(self.runtime, arrays, each, src) for arrays, each, src, _ in moves]
         for (arrays, each, _, dst), found in zip(moves, taken, strict=True):
             put_parts(arrays, each, found, dst)
@@ -388,36 +317,37 @@ class TokenGroupPages(Pages):
     def beside(self, states: Sequence[SequenceState]) -> tuple[dict[str, Host], list[dict[str, Any]]]:
         """As of `Pages`: the newest tokens as rows (n, heads, width), one sequence behind the other."""
         told = [{"coded": self.coded[state.number]} for state in states]
-        parts = [[np.empty((0, a.shape[1], a.shape[3]), a.dtype.numpy)] for a in self.new.arrays]
+        parts = {
+            f"new.{i}.{name}": [np.empty((0, self.config.num_kv_heads, row.width), row.stored.numpy)]
+            for i in range(len(self._codes))
+            for name, row in zip(ROWS, self.form.newest_rows, strict=True)
+        }
         for state in states:
-            for i, (found, pages) in enumerate(zip(parts, self.new.read(state.number), strict=True)):
-                coded, length = self.coded[state.number][i // 2], state.lengths[i // 2]
-                found.append(_as_rows(pages[self.new.order(coded)])[: length - coded])
-        return dict(zip(self._names_of_new(), map(np.concatenate, parts), strict=True)), told
+            coded = self.coded[state.number]
+            for i, found in enumerate(self.new.rows(state.number, coded)):
+                for name, rows in zip(ROWS, found, strict=True):
+                    parts[f"new.{i}.{name}"].append(rows[: state.lengths[i] - coded[i]])
+        return {name: np.concatenate(some) for name, some in parts.items()}, told
 
     @uninterrupted
     def bring(self, numbers: Sequence[int], tensors: dict[str, Host], told: Sequence[dict[str, Any]]) -> None:
         """As of `Pages`."""
-        first = dict.fromkeys(self._names_of_new(), 0)
+        first = np.zeros(len(self._codes), int)  # of each layer, the rows of the sequences before
         try:
             for number, one in zip(numbers, told, strict=True):
-                self.coded[number], host = list(one["coded"]), []
-                for i, (name, a) in enumerate(zip(first, self.new.arrays, strict=True)):
-                    coded, at = one["coded"][i // 2], first[name]
-                    first[name] = end = at + one["lengths"][i // 2] - coded
-                    rows = np.zeros((self.new.each * self.new.group, a.shape[1], a.shape[3]), a.dtype.numpy)
-                    rows[: end - at], pages = tensors[name][at:end], np.empty((self.new.each, *a.shape[1:]), rows.dtype)
-                    pages[self.new.order(coded)] = _as_pages(rows, self.new.group)
-                    host.append(pages)
-                self.new.bring(number, host, one["swapped"])
+                coded = self.coded[number] = list(one["coded"])
+                end = first + one["lengths"] - coded
+                rows = [
+                    [tensors[f"new.{i}.{x}"][a:b] for x in ROWS]
+                    for i, (a, b) in enumerate(zip(first, end, strict=True))
+                ]
+                self.new.bring(number, self.new.from_rows(rows, coded), one["swapped"])
+                first = end
         except BaseException:
             for number in numbers:
                 self.new.release(number)
                 self.coded.pop(number, None)
             raise
-
-    def _names_of_new(self) -> list[str]:
-        return [f"new.{i}.{name}" for i in range(self._num_layers) for name in ROWS]
 
     # --- writes
 
@@ -460,7 +390,7 @@ class TokenGroupPages(Pages):
         self, operation: str, layer: int, rows: Sequence[ArrayView], slots: Host, prepared_only: bool = False
     ) -> None:
         """Write rows (T, H, D) to slots of the new pages, or only see that they can be."""
-        k, v = self.new.layers[layer]
+        k, v = self.new.pools.layers[layer]
         index = self.tables.upload(f"slots of {len(slots)}", slots)
         arrays = [rows[0], k, rows[1], v, index]
         key = ("new pages", *[a.key for a in arrays])
@@ -473,37 +403,17 @@ class TokenGroupPages(Pages):
 
     def _encode(self, operation: str, layer: int, seq: int, table: Sequence[int]) -> None:
         """Quantise the next group of a sequence, in three launches."""
-        live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
-        at, (k, v) = self.coded[seq][layer], self.new.layers[layer]
-        page, block = self.new.in_order(seq, at)[0], table[at // self.config.block_size]
-        src = [Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0]) for a in (k, v)]
-        by_row, by_token = self._by_channel(self._turned)
-        keys, values = self._codes(layer, block, at % self.config.block_size)
-        width, width_v = self.config.rows.widths
-        copy_rows(live, operation, [src[0]], [by_token], [width], (1, heads, group))
-        copy_rows(live, operation, [by_row], [keys], [group], (heads, 1, width))
-        copy_rows(live, operation, [src[1]], [values], [width_v], (1, heads, group))
-        self.coded[seq][layer] = at + group
+        at, size = self.coded[seq][layer], self.config.block_size
+        k, v = self._rows_of_page(layer, self.new.in_order(seq, at)[0])
+        self._codes[layer].encode(self.runtime, operation, (k, v), self._turned, at % size, table[at // size])
+        self.coded[seq][layer] = at + self.quant.group
 
-    def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
-        """Keys (H, width, group) of a group: one row a channel, and as rows of tokens."""
-        step = a.strides[0]
-        return Rows(a, sequence=step, token=a.strides[1]), Rows(a, head=step, token=1, inner=(1, a.strides[1]))
-
-    def _codes(self, layer: int, block: int, at: int) -> tuple[Rows, Rows]:
-        """Where the codes of a group from token `at` of a block lie: of K, each head a sequence, and of V."""
-        k, numbers, v, *rest = self.pools.layers[layer]
-        g, format = at // self.quant.group, self.form.codes.keys
-        firsts = [block * a.strides[0] + g * a.strides[2] for a in (k, numbers)]
-        scale = Scale(numbers, sequence=numbers.strides[1], token=numbers.strides[3], first=firsts[1])
-        keys = Rows(k, sequence=k.strides[1], token=k.strides[3], first=firsts[0], format=format, scale=scale)
-        of_values = None
-        if rest:
-            n = rest[0].strides
-            of_values = Scale(rest[0], head=n[1], token=n[2], first=block * n[0] + at * n[2])
-        first = block * v.strides[0] + at * v.strides[2]
-        values = Rows(v, head=v.strides[1], token=v.strides[2], first=first, format=self.form.codes.values.format)
-        return keys, values._replace(scale=of_values)
+    def _rows_of_page(self, layer: int, page: int) -> list[Rows]:
+        """Where K and V of a page of new tokens lie."""
+        return [
+            Rows(a, head=a.strides[1], token=a.strides[2], first=page * a.strides[0])
+            for a in self.new.pools.layers[layer]
+        ]
 
     # --- reads
 
@@ -512,24 +422,16 @@ class TokenGroupPages(Pages):
         live, group, heads = self.runtime, self.quant.group, self.config.num_kv_heads
         length, coded, size = state.lengths[layer], self.coded[state.number][layer], self.config.block_size
         out = [new_array((length, heads, row.width), row.read_dtype, live) for row in self.config.rows.both]
-        widths = self.config.rows.widths
 
         def to(position: int) -> list[Rows]:
             return [Rows(a, head=a.strides[1], token=a.strides[0], first=position * a.strides[0]) for a in out]
 
-        turned = new_array(self._turned.shape, dtypes.float32, live)
-        by_row, by_token = self._by_channel(turned)
-        for at in range(0, coded, group):
-            keys, values = self._codes(layer, state.blocks[at // size], at % size)
+        for at, block in zip(range(0, coded, size), state.blocks, strict=False):
             k, v = to(at)
-            copy_rows(live, operation, [keys], [by_row], [group], (heads, 1, widths[0]))
-            copy_rows(live, operation, [by_token], [k], [widths[0]], (1, heads, group))
-            copy_rows(live, operation, [values], [v], [widths[1]], (1, heads, group))
-        pages = self.new.in_order(state.number, coded)
-        for i, at in enumerate(range(coded, length, group)):
-            src = [Rows(a, head=a.strides[1], token=a.strides[2], first=pages[i] * a.strides[0])
-                   for a in self.new.layers[layer]]  # fmt: skip
-            copy_rows(live, operation, src, to(at), widths, (1, heads, min(group, length - at)))
+            self._codes[layer].decode(live, operation, range(min(size, coded - at)), (k, v), 1, block)
+        for at, page in zip(range(coded, length, group), self.new.in_order(state.number, coded), strict=False):
+            shape = 1, heads, min(group, length - at)
+            copy_rows(live, operation, self._rows_of_page(layer, page), to(at), self.config.rows.widths, shape)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, seqs: Any, request: AttendRequest) -> Any:
@@ -566,44 +468,29 @@ class TokenGroupPages(Pages):
         to: Results,
     ) -> None:  # fmt: skip
         """Attention of (B, Hq, T, D) queries of the newest tokens of sequences."""
-        live, size = self.runtime, self.config.block_size
+        size, codes = self.config.block_size, self._codes[layer]
         coded = np.array([self.coded[state.number][layer] for state in states], np.int32)
         lens = np.array([state.lengths[layer] for state in states], np.int32) - coded
         order = [self.new.in_order(state.number, int(n)) for state, n in zip(states, coded, strict=True)]
-        k, v = self.new.layers[layer]
-        asked = request._replace(short=True)
         pages = np.array(order, np.int32).reshape(len(states), self.new.each)
-        caches = PagedCaches(
-            k, v, self.tables.upload(f"new pages {layer}", pages), self.tables.known(f"new tokens {layer}", lens), "HND"
+        caches = self.new.pools.caches[layer]._replace(
+            block_tables=self.tables.upload(f"new pages {layer}", pages),
+            context_lens=self.tables.known(f"new tokens {layer}", lens),
         )
-        call = paged_call(operation, q, caches, asked)
+        call = paged_call(operation, q, caches, request._replace(short=True))
         if not coded.any():
             call.attend(None, to)
             return
-        part = self.scratch.array("of the newest", to.out.shape)
-        sums = self.scratch.array("sums of the newest", to.out.shape[:-1])
-        call.attend(None, Results(part, True, sums, is_partial=True, is_new=True))
-        codes, numbers, values, *rest = self.pools.layers[layer]
+        newest = call.attend(None, self.scratch.partial("of the newest", to.out.shape))
         table = self.tables.block_tables(layer, self.sequences, tuple(s.number for s in states), states)[0]
-        heads, room = self.config.num_kv_heads, table.shape[1] * size
-        products = self.scratch.array("scores", (q.shape[0], heads, q.shape[1] // heads * q.shape[2], room))
-        keys = ChannelKeys(codes, numbers, self.form.codes.keys, table)
-        channel_scores(live, operation, q, keys, products, int(coded.max()) // self.quant.group)
-        arrays = {"q": q, "k": products, "v": values, "table": table}
-        arrays["lens"] = self.tables.known(f"coded {layer}", coded)
-        scale = None
-        if rest:
-            arrays["v_scale"] = rest[0]
-            scale = Scale(rest[0], block=rest[0].strides[0], head=rest[0].strides[1], token=rest[0].strides[2])
-        rows = Rows(
-            values, block=values.strides[0], head=values.strides[1], token=values.strides[2],
-            format=self.form.codes.values.format, scale=scale,
+        paged = {"table": table, "lens": self.tables.known(f"coded {layer}", coded)}
+        values = ScoredValues(
+            codes.values_of_blocks, self.config.rows.v.width, table.shape[1] * size, page=size,
+            blocks=self.config.num_blocks,
         )  # fmt: skip
-        where = ScoredValues(rows, self.config.rows.v.width, room, page=size, blocks=self.config.num_blocks)
-        plan = scored_plan(live, operation, arrays, where, request.scores)
-        old, old_sums = (self.scratch.array(f"{name} codes", a.shape) for name, a in (("of", part), ("sums of", sums)))
-        plan.attend(None, arrays, results=Results(old, True, old_sums, is_partial=True, is_new=True))
-        merge_into(operation, (part, sums, old, old_sums), False, to.out, to.lse)
+        groups = int(coded.max()) // self.quant.group
+        older = codes.attend(operation, q, request.scores, groups, values, self.scratch, paged=paged)
+        merge_into(operation, (*newest, *older), False, to.out, to.lse)
 
     def extend(
         self, operation: str, layer: int, arrays: tuple[Any, Any, Any], seqs: Any, cu: Any, request: AttendRequest
@@ -641,19 +528,6 @@ class TokenGroupPages(Pages):
                 self._attend(operation, layer, some, [state], request, Results(found, True, found_lse))
                 first += count
         return results_of(result, sums if request.return_lse else None, None)
-
-
-def _as_rows(pages: Host) -> Host:
-    """Pages (n, heads, group, width) as rows (n * group, heads, width), a copy."""
-    n, heads, group, width = pages.shape
-    rows: Host = pages.swapaxes(1, 2).reshape(n * group, heads, width)
-    return rows
-
-
-def _as_pages(rows: Host, group: int) -> Host:
-    """The reverse of `_as_rows`."""
-    pages: Host = rows.reshape(-1, group, *rows.shape[1:]).swapaxes(1, 2)
-    return pages
 
 
 def _of_one(a: ArrayView) -> ArrayView:

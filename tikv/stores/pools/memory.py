@@ -23,25 +23,20 @@ HostBlocks: TypeAlias = list[list[HostArray]]  # copies of blocks of all layers:
 
 
 class LayerGroup:
-    """Layers whose pools lie one after the other: an array each for K, for V and for the scales that there are."""
+    """Layers whose blocks lie one after the other: an array each for K, for V and for the scales that there are."""
 
     def __init__(self, config: PoolConfig, layers: int, live: runtime.Runtime) -> None:
-        self.config = config
-        self.layers = layers
-        n = layers * config.num_blocks
-        shapes = [(config.shape(i, n), row.stored) for i, row in enumerate(config.rows.both)]
-        shapes += [
-            ((n, *shape), dtype) for name, (shape, dtype) in config.names().items() if name in config.scale_names
-        ]
-        self.arrays = [new_array(shape, dtype, live) for shape, dtype in shapes]
+        self.config, self.layers, n = config, layers, layers * config.num_blocks
+        self.arrays = [new_array((n, *shape), dtype, live) for shape, dtype in config.block_forms()]
         self.summaries: list[ArrayView] = []  # of a block's pages, (n, pages, heads, width): the least, the greatest
-        if config.page is not None:
-            shape = (n, config.block_size // config.page, config.block_heads, config.rows.k.width)
-            both = new_array((2, *shape), config.rows.k.read_dtype, live)
-            self.summaries = [both.restrided(shape, both.strides[1:], i * both.strides[0]) for i in range(2)]
+
+    def of_layer(self, layer: int) -> list[ArrayView]:
+        """The arrays of one of the layers, where they lie."""
+        n = self.config.num_blocks
+        return [a.part(0, layer * n, layer * n + n) for a in self.arrays]
 
     def summaries_of(self, layer: int) -> tuple[ArrayView, ArrayView]:
-        """Those of one of the layers, (pages of all blocks, heads, width) each."""
+        """The summaries of one of the layers, (pages of all blocks, heads, width) each."""
         _, pages, heads, width = self.summaries[0].shape
         n = self.config.num_blocks * pages
         least, greatest = (
@@ -56,71 +51,36 @@ class LayerGroup:
         return np.ascontiguousarray((pair + layer * np.array([src_blocks, dst_blocks], np.int32)).reshape(-1, 2))
 
 
-class LayerPools:
-    """The pools of all layers of a store.
+class BlockPools:
+    """The blocks of all layers of a store, of which a number names the same one of each.
 
     Attributes:
+        config: what the layers have in common.
         groups: the layers that lie in one piece of memory each.
         layers: of each layer K's pool, V's pool and, for int8 and groups, their scales, where they lie.
-        scales: of each layer those scales by name, as operations take them; or what all rows are divided by.
-        caches: of each layer all of this, as attention takes it, without block tables.
-        pages: of each layer the summaries of its pages, or None.
     """
 
     def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
-        self.config = config
-        self.runtime = live
+        self.config, self.runtime = config, live
         most = min(num_layers, config.layers_together(live))
         self.groups = [LayerGroup(config, min(most, num_layers - first), live) for first in range(0, num_layers, most)]
-        n = config.num_blocks
-        self.layers = [
-            [a.restrided((n, *a.shape[1:]), a.strides, i * n * a.strides[0]) for a in group.arrays]
-            for group in self.groups
-            for i in range(group.layers)
-        ]
-        divisors = {
-            name: to_device(np.array(numbers, np.float32), live)
-            for name, numbers in zip(SCALES, config.rows.divisors, strict=True)
-            if numbers is not None
-        }
-        self.scales: list[dict[str, Any]] = [
-            dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
-        ]
-        self.caches = [
-            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
-            for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
-        ]
-
-        self.pages: list[LayerPages | None] = [None] * num_layers
-        if config.page is not None:
-            self.pages = [
-                LayerPages(live, config, self.layers[first + i][0], self.scales[first + i], group.summaries_of(i))
-                for first, group in zip(range(0, num_layers, most), self.groups, strict=True)
-                for i in range(group.layers)
-            ]
+        self.layers = [group.of_layer(i) for group in self.groups for i in range(group.layers)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, scales and summaries of pages of all layers."""
+        """Bytes of all layers, those of summaries of pages included, filled or not."""
         return sum(a.nbytes for group in self.groups for a in (*group.arrays, *group.summaries))
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
-        return {"num_layers": len(self.layers), **self.config.arguments()}
-
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks within the pools, each pair from one block to another, in all layers."""
+        """Copy blocks, each pair from one block to another, in all layers."""
         src, dst = zip(*pairs, strict=True)
         for group in self.groups:
             found = group.pairs(src, dst, self.config.num_blocks, self.config.num_blocks)
-            k, v, *scales = group.arrays
-            blocks.copy_blocks(k, v, found)
-            if len(scales) == 2:
-                blocks.copy_blocks(scales[0], scales[1], found)
-            elif scales:
-                blocks.swap_blocks(scales[0], scales[0], found)
-            if group.summaries:
-                blocks.copy_blocks(group.summaries[0], group.summaries[1], found)
+            for some in (group.arrays[:2], group.arrays[2:], group.summaries):
+                if len(some) == 2:
+                    blocks.copy_blocks(some[0], some[1], found)
+                elif some:
+                    blocks.swap_blocks(some[0], some[0], found)
 
     def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
         """Copies of these blocks of all layers on the host, waited for."""
@@ -136,13 +96,78 @@ class LayerPools:
         return found
 
     def write_blocks(self, host: HostBlocks, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Write blocks `src` of what `read_blocks` copied into blocks `dst` of the pools, in all layers, and wait."""
+        """Write blocks `src` of what `read_blocks` copied into blocks `dst`, in all layers, and wait."""
         if not dst:
             return
         for group, arrays in zip(self.groups, host, strict=True):
             pairs = group.pairs(src, dst, len(arrays[0]) // group.layers, self.config.num_blocks)
             for array, found in zip(group.arrays, arrays, strict=True):
                 blocks.swap_blocks(found, array, pairs)
+        self.runtime.synchronize()
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make a store of this configuration, as `PoolConfig.arguments`."""
+        return {"num_layers": len(self.layers), **self.config.arguments()}
+
+    def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
+        """What `read_blocks` copied, by layer, as `PoolConfig.names` has it."""
+        found = []
+        for group, arrays in zip(self.groups, host, strict=True):
+            n = len(arrays[0]) // group.layers
+            for i in range(group.layers):
+                found.append([self.config.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
+        return found
+
+    def from_rows(self, rows: list[list[HostArray]]) -> HostBlocks:
+        """The reverse of `to_rows`."""
+        layers = iter([[self.config.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
+        return [
+            [np.concatenate(a) for a in zip(*(next(layers) for _ in range(group.layers)), strict=True)]
+            for group in self.groups
+        ]
+
+
+class LayerPools(BlockPools):
+    """The pools of all layers of a store, in which rows lie as one token after another.
+
+    Attributes:
+        scales: of each layer the scales of int8 and groups by name, as operations take them; or what all rows are
+            divided by.
+        caches: of each layer all of this, as attention takes it, without block tables.
+        pages: of each layer the summaries of its pages, or None.
+    """
+
+    def __init__(self, config: PoolConfig, num_layers: int, live: runtime.Runtime) -> None:
+        super().__init__(config, num_layers, live)
+        divisors = {
+            name: to_device(np.array(numbers, np.float32), live)
+            for name, numbers in zip(SCALES, config.rows.divisors, strict=True)
+            if numbers is not None
+        }
+        self.scales: list[dict[str, Any]] = [
+            dict(zip(config.scale_names, arrays[2:], strict=True)) | divisors for arrays in self.layers
+        ]
+        self.caches = [
+            PagedCaches(k, v, layout=config.layout, formats=config.rows.formats, **scales)
+            for (k, v, *_), scales in zip(self.layers, self.scales, strict=True)
+        ]
+        self.pages: list[LayerPages | None] = [None] * num_layers
+        if config.page is not None:
+            self._make_pages(config.page)
+
+    def _make_pages(self, page: int) -> None:
+        config, summaries = self.config, []
+        for group in self.groups:
+            shape = group.arrays[0].shape[0], config.block_size // page, config.block_heads, config.rows.k.width
+            both = new_array((2, *shape), config.rows.k.read_dtype, self.runtime)
+            group.summaries = [both.restrided(shape, both.strides[1:], i * both.strides[0]) for i in range(2)]
+            summaries += [group.summaries_of(i) for i in range(group.layers)]
+        of_layers = zip(self.layers, self.scales, summaries, strict=True)
+        self.pages = [LayerPages(self.runtime, config, k, scales, pair) for (k, *_), scales, pair in of_layers]
+
+    def write_blocks(self, host: HostBlocks, src: Sequence[int], dst: Sequence[int]) -> None:
+        """As `BlockPools.write_blocks`, and find the summaries of their pages."""
+        super().write_blocks(host, src, dst)
         self.summarize_blocks(dst)
         self.runtime.synchronize()
 
@@ -161,20 +186,3 @@ class LayerPools:
             "PagedKVCacheStore.tokens", self.layers[layer][stream], table, length, layout=self.config.layout,
             scale=scale, out=out, format=self.config.rows.formats[stream],
         )  # fmt: skip
-
-    def to_rows(self, host: HostBlocks) -> list[list[HostArray]]:
-        """What `read_blocks` copied, by layer, as layout NHD has it."""
-        found = []
-        for group, arrays in zip(self.groups, host, strict=True):
-            n = len(arrays[0]) // group.layers
-            for i in range(group.layers):
-                found.append([self.config.to_rows(s, a[i * n : (i + 1) * n]) for s, a in enumerate(arrays)])
-        return found
-
-    def from_rows(self, rows: list[list[HostArray]]) -> HostBlocks:
-        """The reverse of `to_rows`."""
-        layers = iter([[self.config.from_rows(s, a) for s, a in enumerate(arrays)] for arrays in rows])
-        return [
-            [np.concatenate(a) for a in zip(*(next(layers) for _ in range(group.layers)), strict=True)]
-            for group in self.groups
-        ]

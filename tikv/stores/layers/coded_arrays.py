@@ -1,0 +1,173 @@
+"""Codes of groups of tokens: keys by channel over a group, values by token or as numbers; written, read, attended over.
+
+A group is quantised once, from rows that are still there, and never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tikv import dtypes, runtime
+from tikv.arrays import ArrayView, new_array
+from tikv.ops.attention.by_channel import ChannelKeys, ScoredValues, channel_scores, scored_plan
+from tikv.ops.attention.launches import ALL, AttendedTokens
+from tikv.ops.attention.plan import Results
+from tikv.ops.attention.request import AttentionScale
+from tikv.ops.layouts import Placement, Rows, Scale
+from tikv.runtime.cache import BoundedCache
+from tikv.stores.layers.attend import NO_VIEWS
+from tikv.stores.layers.memory import copy_rows
+from tikv.stores.layers.token_group_form import CodeForm
+
+MOST_SCRATCH = 8
+
+
+class ScoreMemory:
+    """Float32 memory of what one launch leaves for the next, by its purpose and shape.
+
+    So a decode loop finds it where it was, and its launches need not be told of another.
+    """
+
+    def __init__(self, live: runtime.Runtime) -> None:
+        self.runtime = live
+        self._arrays: BoundedCache[tuple[str, tuple[int, ...]], ArrayView] = BoundedCache(MOST_SCRATCH)
+
+    def array(self, purpose: str, shape: tuple[int, ...]) -> ArrayView:
+        """Memory of this shape, whatever is in it."""
+        found = self._arrays.get((purpose, shape))
+        if found is None:
+            found = self._arrays.keep((purpose, shape), new_array(shape, dtypes.float32, self.runtime))
+        return found
+
+    def partial(self, purpose: str, shape: tuple[int, ...]) -> Results:
+        """Where attention leaves a result of this shape, and its log-sum-exps, to be merged with another."""
+        out, lse = self.array(purpose, shape), self.array(f"sums {purpose}", shape[:-1])
+        return Results(out, True, lse, is_partial=True, is_new=True)
+
+
+class CodedArrays(NamedTuple):
+    """Where codes lie: arrays (n, heads, groups or tokens, ...) as `CodeForm.arrays` has them.
+
+    n counts the sequences of a layer, or the blocks of a pool, of which one at a time is written or read.
+    """
+
+    form: CodeForm
+    k: ArrayView
+    k_numbers: ArrayView
+    v: ArrayView
+    v_numbers: ArrayView | None = None
+
+    def keys(self, token: int = 0, block: int = 0) -> Rows:
+        """The keys from the group of a token on: a channel a row, each head a sequence of its own."""
+        group, codes, numbers = token // self.form.keys.group, self.k.strides, self.k_numbers.strides
+        first = block * numbers[0] + group * numbers[2]
+        scale = Scale(self.k_numbers, sequence=numbers[1], token=numbers[3], first=first)
+        first = block * codes[0] + group * codes[2]
+        return Rows(self.k, sequence=codes[1], token=codes[3], first=first, format=self.form.keys, scale=scale)
+
+    def values(self, token: int = 0, block: int = 0) -> Rows:
+        """The values from a token on."""
+        scale, (sequence, head, step, _) = None, self.v.strides
+        if self.v_numbers is not None:
+            of, to_head, to_next = self.v_numbers.strides[:3]
+            first = block * of + token * to_next
+            scale = Scale(self.v_numbers, sequence=of, head=to_head, token=to_next, first=first)
+        return Rows(
+            self.v, sequence=sequence, head=head, token=step, first=block * sequence + token * step,
+            format=self.form.values.format, scale=scale,
+        )  # fmt: skip
+
+    @property
+    def values_of_blocks(self) -> Rows:
+        """The values as attention over pages reads them."""
+        rows = self.values()
+        scale = rows.scale and rows.scale._replace(sequence=0, block=rows.scale.sequence)
+        return rows._replace(sequence=0, block=rows.sequence, scale=scale)
+
+    def _by_channel(self, a: ArrayView) -> tuple[Rows, Rows]:
+        """Keys (sequences * heads, groups * width, group): a row for each channel of a group, and as rows of tokens."""
+        group, head, heads = self.form.keys.group, a.strides[0], self.form.heads
+        tokens = Rows(a, sequence=heads * head, head=head, block=self.form.width * group, token=1, inner=(1, group))
+        return Rows(a, sequence=head, token=group), tokens
+
+    def turned(self, sequences: int, groups: int, dtype: dtypes.DType, live: runtime.Runtime) -> ArrayView:
+        """New memory for keys by channel."""
+        pairs, group = sequences * self.form.heads, self.form.keys.group
+        return new_array((pairs, groups * self.form.width, group), dtype, live)
+
+    def encode(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        rows: tuple[Rows, Rows],
+        turned: ArrayView,
+        token: int,
+        block: int = 0,
+        **placed: Any,
+    ) -> None:
+        """Quantise a group of rows of K and V, which lie as `placed` says, in three launches.
+
+        `turned` is memory for its keys by channel, of all sequences that the rows are of.
+        """
+        form, pairs, group = self.form, turned.shape[0], self.form.keys.group
+        by_channel, by_token = self._by_channel(turned)
+        shape = pairs // form.heads, form.heads, group
+        copy_rows(live, operation, [rows[0]], [by_token], [form.width], shape, **placed)
+        copy_rows(live, operation, [by_channel], [self.keys(token, block)], [group], (pairs, 1, form.width))
+        copy_rows(live, operation, [rows[1]], [self.values(token, block)], [form.values.width], shape, **placed)
+
+    def decode(
+        self,
+        live: runtime.Runtime,
+        operation: str,
+        tokens: range,
+        to: tuple[Rows, Rows],
+        sequences: int,
+        block: int = 0,
+    ) -> None:
+        """Copy the numbers that these tokens, up to the end of a group, stand for, in three launches."""
+        form, group = self.form, self.form.keys.group
+        skip = tokens.start % group
+        turned = self.turned(sequences, (skip + len(tokens)) // group, dtypes.float32, live)
+        by_channel, by_token = self._by_channel(turned)
+        pairs, channels, _ = turned.shape
+        shape, place = (sequences, form.heads, len(tokens)), Placement("linear", group)
+        keys, values = self.keys(tokens.start, block), self.values(tokens.start, block)
+        copy_rows(live, operation, [keys], [by_channel], [group], (pairs, 1, channels))
+        copy_rows(live, operation, [by_token], [to[0]], [form.width], shape, src_place=place, src_position=skip)
+        copy_rows(live, operation, [values], [to[1]], [form.values.width], shape)
+
+    def attend(
+        self,
+        operation: str,
+        q: ArrayView,
+        scores: AttentionScale,
+        groups: int,
+        values: ScoredValues,
+        scratch: ScoreMemory,
+        tokens: AttendedTokens = ALL,
+        paged: Mapping[str, ArrayView] = NO_VIEWS,
+    ) -> Any:
+        """Attention of (batch, Hq, T, D) queries over the codes: float32 results and log-sum-exps.
+
+        K's and V's codes are read in place, in two launches, or three where the keys are split.
+
+        Args:
+            operation, q, scores: of the call.
+            groups: the most that a sequence has.
+            values: where V's codes lie.
+            scratch: memory for the scores and the results.
+            tokens: which are attended over.
+            paged: of a pool the block tables, "table", and how many tokens of each sequence are codes, "lens".
+        """
+        heads = self.form.heads
+        lead = q.shape[0], heads, q.shape[1] // heads * q.shape[2]
+        products = scratch.array("scores", (*lead, values.tokens))
+        keys = ChannelKeys(self.k, self.k_numbers, self.form.keys, paged.get("table"))
+        channel_scores(scratch.runtime, operation, q, keys, products, groups)
+        arrays = {"q": q, "k": products, "v": self.v, **paged}
+        if self.v_numbers is not None:
+            arrays["v_scale"] = self.v_numbers
+        plan = scored_plan(scratch.runtime, operation, arrays, values, scores)
+        return plan.attend(None, arrays, tokens, scratch.partial("of codes", (*q.shape[:3], values.width)))
