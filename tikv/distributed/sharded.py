@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,10 @@ from tikv.stores.store import KVCacheStore
 SHARDS = ("heads", "tokens")
 # What a `KVCacheStore` has that means the same where tokens are dealt.
 COUNTS = ("held", "layer_length", "length", "memory_version", "nbytes", "num_layers", "seq_lens")
-FORM = (
-    "batch_size",
-    "capacity",
-    "dtype",
-    "head_dim",
-    "head_dim_v",
-    "lock",
-    "runtime",
-    "scale_dtype",
-    "sinks",
-    "v_dtype",
-    "windows",
-)
+FORM = ("capacity", "dtype", "head_dim", "head_dim_v", "scale_dtype", "sinks", "v_dtype", "windows")
+STATE = ("batch_size", "lock", "runtime")
 CHANGES = ("advance", "positions_on_device", "repeat", "reorder", "reset", "restore", "select", "snapshot", "trim")
-ALIKE = frozenset(COUNTS + FORM + CHANGES)
+ALIKE = frozenset(COUNTS + FORM + STATE + CHANGES)
 
 
 class NotSharedError(OptionError, AttributeError):
@@ -154,10 +145,8 @@ class ShardedKVCacheStore:
             As `KVCacheStore.append`. Nothing is written.
         """
         self._agree("ShardedKVCacheStore.append", layer, k, v, layout)
-        try:
+        with self._of_rank():
             self.local.append(layer, k, v, layout=layout, positions=positions)
-        except ShapeError as error:
-            raise self._of_rank(error) from None
 
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any = None) -> None:
         """Append new tokens to all layers: all tokens, with this rank's heads. See `KVCacheStore.append_all`.
@@ -166,10 +155,8 @@ class ShardedKVCacheStore:
             As `KVCacheStore.append_all`. Nothing is written.
         """
         self._agree("ShardedKVCacheStore.append_all", k, v, layout)
-        try:
+        with self._of_rank():
             self.local.append_all(k, v, layout=layout, positions=positions)
-        except ShapeError as error:
-            raise self._of_rank(error) from None
 
     def attend(
         self,
@@ -218,7 +205,7 @@ class ShardedKVCacheStore:
         self._agree(operation, layer, q, layout, missing, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("attend", options)
         store = self._shard
-        try:
+        with self._of_rank():
             if store is None:
                 return self.local.attend(layer, q, **_keywords(request) | options)
             request = request.checked(operation)
@@ -244,8 +231,6 @@ class ShardedKVCacheStore:
                 store.attend_own(operation, layer, query, partials.own_view, scores, missing, seq_lens, slopes)
                 self._merge(operation, partials, with_tokens(queries.as_read(to), 4), to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        except ShapeError as error:
-            raise self._of_rank(error) from None
         return results_of(result, lse if request.return_lse else None, mass)
 
     def extend(
@@ -291,7 +276,7 @@ class ShardedKVCacheStore:
         self._agree(operation, layer, q, k, v, layout, scale, softcap, *added, return_mass, mass_queries)
         self._refuse("extend", options)
         store = self._shard
-        try:
+        with self._of_rank():
             if store is None:
                 return self.local.extend(layer, q, k, v, **_keywords(request) | options)
             request = request.checked(operation)
@@ -310,8 +295,6 @@ class ShardedKVCacheStore:
                         store.extend_own(operation, layer, rows, layout, query, partials.own_view, scores, slopes)
                         self._merge(operation, partials, to, to_lse, sinks)
                     mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        except ShapeError as error:
-            raise self._of_rank(error) from None
         return results_of(result, lse if request.return_lse else None, mass)
 
     def trim(self, n: int) -> None:
@@ -345,27 +328,20 @@ class ShardedKVCacheStore:
             small collectives.
         """
         operation = "ShardedKVCacheStore.save"
-        target, failed = Path(""), ""
         groups = list(self.ranks.values())
         place = sum(ranks.rank * stride for ranks, stride in zip(groups, self._strides(), strict=True))
         count = math.prod(ranks.world for ranks in groups)
         save = self._of_all(secrets.token_hex(4), operation)[0]  # tells the files of one save from those of another
-        try:
+        with self._failing_together(operation):
             target = replacing.target_of(path, operation, saved.SUFFIX)
             with self.local.lock:
                 own = self.local.host_layers()
                 of_all = [layer for layer, _ in own] if self._shard is None else self._shard.counts
                 name = saved.file_name(target, place, count, save)
                 saved.write_share(target.parent / name, self._shared(), self._form(), of_all, own, save)
-        except CacheFileError as error:
-            failed = str(error)
-        self._raise_all(failed, operation)
-        if place == 0:
-            try:
+        with self._failing_together(operation):
+            if place == 0:
                 saved.write_index(target, [saved.file_name(target, i, count, save) for i in range(count)], save)
-            except CacheFileError as error:
-                failed = str(error)
-        self._raise_all(failed, operation)
 
     @classmethod
     def load(
@@ -388,12 +364,8 @@ class ShardedKVCacheStore:
         found = saved.Saved(Path(path), operation)
         with files.understanding(path, operation):
             store = cls(group_or_mesh, shard=shard, interleave=interleave, **found.form)
-            failed = ""
-            try:
+            with store._failing_together(operation):
                 store._take_over(found, operation)
-            except CacheFileError as error:
-                failed = str(error)
-        store._raise_all(failed, operation)
         return store
 
     @property
@@ -468,8 +440,14 @@ class ShardedKVCacheStore:
             found = [each for part in ranks.gather_objects(found, operation) for each in part]
         return found
 
-    def _raise_all(self, failed: str, operation: str) -> None:
-        """Raise CacheFileError on all processes if something failed on one."""
+    @contextlib.contextmanager
+    def _failing_together(self, operation: str) -> Iterator[None]:
+        """A context in which a CacheFileError on one process is raised on all of them, at its end."""
+        failed = ""
+        try:
+            yield
+        except CacheFileError as error:
+            failed = str(error)
         if failures := [each for each in self._of_all(failed, operation) if each]:
             raise CacheFileError(failed or f"{operation}: another process failed: {failures[0]}")
 
@@ -484,12 +462,16 @@ class ShardedKVCacheStore:
             found.append(f"rank {by.rank} of {by.world}: tokens in blocks of {self.interleave}")
         return ", ".join(found)
 
-    def _of_rank(self, error: ShapeError) -> ShapeError:
-        """A refusal, with what this rank takes."""
-        return ShapeError(
-            f"{error} This is {self._share()}. k, v and q are of the rank's own heads"
-            f"{'' if self._shard is None else ', with all tokens'}."
-        )
+    @contextlib.contextmanager
+    def _of_rank(self) -> Iterator[None]:
+        """A context in which a ShapeError says what this rank takes."""
+        try:
+            yield
+        except ShapeError as error:
+            raise ShapeError(
+                f"{error} This is {self._share()}. k, v and q are of the rank's own heads"
+                f"{'' if self._shard is None else ', with all tokens'}."
+            ) from None
 
     def _refuse(self, name: str, options: dict[str, Any]) -> None:
         """Raise OptionError of options of `KVCacheStore` that are not offered where tokens are sharded."""
