@@ -35,7 +35,7 @@ def _slots(a: ArrayView, first: int, count: int) -> ArrayView:
     return a.restrided((*a.shape[:2], count, *a.shape[3:]), a.strides, first * a.strides[2])
 
 
-def _takes_nothing(k: Any, v: Any, room: int) -> int:
+def takes_nothing(k: Any, v: Any, room: int) -> int:
     """An `append_alike` that knows no tokens."""
     return 0
 
@@ -63,36 +63,21 @@ class GrowingLayer(runtime.NotCopied):
     on_host = False  # the memory is the device's
     instead = "Use copy.deepcopy(), or append what `keys` and `values` hold to a tikv.KVCacheStore and save() it."
 
-    def __init__(
-        self,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        batch_size: int = 1,
-        dtype: Any = "float16",
-        head_dim_v: int | None = None,
-        scale_dtype: Any = "float16",
-        v_dtype: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-    ) -> None:
+    def __init__(self, *, num_kv_heads: int, capacity: int, batch_size: int = 1, **rows: Any) -> None:
         operation = "GrowingLayer"
         self.runtime = runtime_of()
         heads = checks.integer(num_kv_heads, "num_kv_heads", operation, low=1)
         self._layer = Layer(0, checks.integer(capacity, "capacity", operation, low=1), None, 0)
-        rows = RowFormats.checked(
-            operation, self.runtime, heads, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, v_dtype=v_dtype,
-            scale_dtype=scale_dtype, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+        formats = self.rows = RowFormats.checked(operation, self.runtime, heads, **rows)
         batch = checks.integer(batch_size, "batch_size", operation, low=1)
-        self._memory = LayerMemory(self.runtime, [self._layer], rows, heads, batch, on_host=self.on_host)
+        self._memory = LayerMemory(self.runtime, [self._layer], formats, heads, batch, on_host=self.on_host)
         self._appends = Appends(self._memory)
-        self.rows, self.dtype, self.v_dtype = rows, rows.k.dtype, rows.v.dtype
-        self.plain = rows.formats == (None, None) and rows.alike and not rows.divided  # stored as torch can write it
+        self.dtype, self.v_dtype = formats.k.dtype, formats.v.dtype
+        # Stored as torch can write it.
+        self.plain = formats.formats == (None, None) and formats.alike and not formats.divided
         self.origin = 0
         self.whole_from = 0  # position from which on no compaction dropped a token
-        self.append_alike: AppendAlike = _takes_nothing
+        self.append_alike: AppendAlike = takes_nothing
 
     @property
     def length(self) -> int:
@@ -156,12 +141,12 @@ class GrowingLayer(runtime.NotCopied):
         """
         test = last_call_test(operation, ROWS)
         if test is None:
-            return _takes_nothing
+            return takes_nothing
         same, address, key, same_at = test
         plan = self._appends.plans.get((0, key))
         launch_again = None if plan is None else plan.launch_again
         if plan is None or launch_again is None or not plan.pointers:
-            return _takes_nothing
+            return takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
         lock, program = plan.lock, live.program
 
@@ -223,7 +208,7 @@ class GrowingLayer(runtime.NotCopied):
             except BaseException:
                 layer.slots = before
                 raise
-            self.append_alike = _takes_nothing  # what is bound writes to the memory before
+            self.append_alike = takes_nothing  # what is bound writes to the memory before
             for a, b in zip(old, layer.arrays, strict=True):
                 memory.move_slots(a, b, sinks)
         for a, b in zip(rest, layer.arrays, strict=True):
@@ -302,7 +287,7 @@ class GrowingLayer(runtime.NotCopied):
 
     def _select(self, sequences: np.ndarray[Any, Any]) -> None:
         self._memory.select(sequences)
-        self.append_alike = _takes_nothing
+        self.append_alike = takes_nothing
 
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of the filled slots, (batch, heads, length[, width]), by the names that files have."""
@@ -317,18 +302,17 @@ class GrowingLayer(runtime.NotCopied):
 
     def twin(self, make: Callable[..., GrowingLayer] | None = None) -> GrowingLayer:
         """A copy of this layer in memory of its own, from which it goes on by itself; `make` makes an empty one."""
-        memory = self._memory
-        found = (make or GrowingLayer)(
-            num_kv_heads=memory.num_kv_heads,
-            capacity=self.capacity,
-            batch_size=memory.batch_size,
-            **self.rows.arguments(),
-        )
+        found = (make or GrowingLayer)(**self.arguments())
         found.recount(length=self.length, origin=self.origin)
         found.whole_from = self.whole_from
         for a, to in zip(self._layer.arrays, found._layer.arrays, strict=True):
-            memory.move_slots(a, to, self.length)
+            self._memory.move_slots(a, to, self.length)
         return found
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make a layer of this form."""
+        sizes = {"capacity": self.capacity, "batch_size": self.batch_size}
+        return {"num_kv_heads": self._memory.num_kv_heads, **sizes, **self.rows.arguments()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
         return self.twin()

@@ -20,7 +20,7 @@ from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.channel_codes import ChannelCodes
-from tikv.stores.layers.growing import AppendAlike
+from tikv.stores.layers.growing import AppendAlike, takes_nothing
 from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.layers.token_group_form import room_of
 from tikv.stores.layers.token_groups import TokenGroupLayers
@@ -33,7 +33,8 @@ class GrowingGroups(runtime.NotCopied):
     Args:
         quant: of the keys, along tokens.
         row_dtype: of the newest keys, and of the newest values where these become codes.
-        num_kv_heads, head_dim, head_dim_v, capacity, batch_size, v_dtype: as of `KVCacheStore`.
+        capacity: as of `KVCacheStore`.
+        **form: num_kv_heads, head_dim, head_dim_v, batch_size, v_dtype, as of `KVCacheStore`.
 
     Attributes:
         rows: how keys and values are stored.
@@ -46,24 +47,11 @@ class GrowingGroups(runtime.NotCopied):
     instead = "Use copy.deepcopy()."
     on_host = plain = False  # as `GrowingLayer` has them
     whole_from = 0
+    append_alike: AppendAlike = staticmethod(takes_nothing)  # an append may have to quantise a group first
 
-    def __init__(
-        self,
-        *,
-        quant: Quant,
-        row_dtype: Any,
-        num_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None,
-        capacity: int,
-        batch_size: int,
-        v_dtype: Any = None,
-    ) -> None:
+    def __init__(self, *, quant: Quant, row_dtype: Any, capacity: int, **form: Any) -> None:
         self.runtime = runtime_of()
-        config = StoreConfig.checked(
-            "GrowingGroups", num_layers=1, num_kv_heads=num_kv_heads, capacity=capacity, batch_size=batch_size,
-            head_dim=head_dim, head_dim_v=head_dim_v, dtype=quant, v_dtype=v_dtype,
-        )  # fmt: skip
+        config = StoreConfig.checked("GrowingGroups", num_layers=1, capacity=capacity, dtype=quant, **form)
         self.row_dtype, self.capacity = row_dtype, capacity
         self._layers = TokenGroupLayers(self.runtime, config, row_dtype)
         self._before = 0  # tokens before the first that was ever appended here
@@ -107,11 +95,6 @@ class GrowingGroups(runtime.NotCopied):
     def nbytes(self) -> int:
         """Bytes of codes, scales, biases and the newest tokens, filled or not."""
         return self._layers.nbytes
-
-    @property
-    def append_alike(self) -> AppendAlike:
-        """As of `GrowingLayer`; it takes nothing, since an append may have to quantise a group first."""
-        return _takes_nothing
 
     def append(self, k: Any, v: Any) -> None:
         """Append (batch, H, T, D) tokens."""
@@ -233,7 +216,3 @@ class GrowingGroups(runtime.NotCopied):
             f"{self.length}/{counted(self.capacity, 'token')}, {self.quantised} of them codes, "
             f"{size_in_words(self.nbytes)}, {self.runtime.arch})"
         )
-
-
-def _takes_nothing(k: Any, v: Any, room: int) -> int:
-    return 0

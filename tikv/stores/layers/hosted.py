@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tikv import runtime
@@ -142,12 +142,7 @@ class HostedLayer(GrowingLayer):
     def empty_copy(self) -> GrowingLayer:
         """A layer of this form on the device."""
         with runtime.current_gpu(self.runtime.index) if self.runtime.is_cuda else contextlib.nullcontext():
-            return GrowingLayer(
-                num_kv_heads=self._memory.num_kv_heads,
-                capacity=self.capacity,
-                batch_size=self.batch_size,
-                **self.rows.arguments(),
-            )
+            return GrowingLayer(**self.arguments())
 
     def pairs(self, content: GrowingLayer) -> list[tuple[ArrayView, ArrayView, int]]:
         """What is copied, see `Transfer.start`."""
@@ -173,14 +168,17 @@ class HostedLayer(GrowingLayer):
         self.bring()
         return self._shelf.bring(self)
 
-    def _settle(self) -> None:
-        """Let what writes to the host come behind a copy that is on its way from there."""
+    def _drop(self) -> None:
+        self._shelf.of(self).drop(self.number)
+
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Around what writes to the host, behind a copy that is on its way from there: the copy is made anew."""
         place = self._shelf.of(self).frame_of(self.number)
         if place is not None:
             place.transfer.wait()
-
-    def _drop(self) -> None:
-        self._shelf.of(self).drop(self.number)
+        yield
+        self._drop()
 
     # --- what is read
 
@@ -229,29 +227,24 @@ class HostedLayer(GrowingLayer):
     def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
         """As `GrowingLayer.make_room`."""
         if capacity != self.capacity or drop:
-            self._settle()
-            self._drop()
-        super().make_room(capacity=capacity, drop=drop, sinks=sinks)
+            with self._on_host():
+                super().make_room(capacity=capacity, drop=drop, sinks=sinks)
 
     def compact(self, keep: Any) -> None:
         """As `GrowingLayer.compact`."""
-        self._settle()
-        super().compact(keep)
-        self._drop()
+        with self._on_host():
+            super().compact(keep)
 
     def reorder(self, index: Any) -> None:
         """As `GrowingLayer.reorder`."""
-        self._settle()
-        super().reorder(index)
-        self._drop()
+        with self._on_host():
+            super().reorder(index)
 
     def _select(self, sequences: Any) -> None:
-        self._settle()
-        super()._select(sequences)
-        self._drop()
+        with self._on_host():
+            super()._select(sequences)
 
     def from_host(self, arrays: Any, **counts: Any) -> None:
         """As `GrowingLayer.from_host`."""
-        self._settle()
-        super().from_host(arrays, **counts)
-        self._drop()
+        with self._on_host():
+            super().from_host(arrays, **counts)

@@ -216,14 +216,14 @@ class LayerMemory:
     def copy_tokens(self, operation: str, layer: Layer, k: ArrayView, v: ArrayView, first: int = 0) -> None:
         """`tokens` into arrays of a dtype, (batch, heads, slots, width), or some of the columns of such."""
         fixed, start = self._fixed_and_start(layer, first)
-        self._gather(operation, layer, [k, v], tokens=fixed, position=first, at=0)
-        self._gather(operation, layer, [k, v], tokens=layer.length - start, position=start, at=fixed)
+        self.gather(operation, layer, [k, v], tokens=fixed, position=first, at=0)
+        self.gather(operation, layer, [k, v], tokens=layer.length - start, position=start, at=fixed)
 
     def _fixed_and_start(self, layer: Layer, first: int) -> tuple[int, int]:
         """How many sinks a layer holds from a position on, and where what goes round begins behind them."""
         return max(0, min(layer.length, layer.sinks) - first), max(layer.valid_from, layer.sinks, first)
 
-    def _gather(
+    def gather(
         self, operation: str, layer: Layer, out: list[ArrayView], *, tokens: int, position: int, at: int
     ) -> None:
         """Copy the rows of consecutive positions into `out`, from its token `at` on."""

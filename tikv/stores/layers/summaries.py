@@ -52,32 +52,15 @@ def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: i
     assert page is not None
     assert layer.least is not None
     assert layer.greatest is not None
-    summaries, end, start = (layer.least, layer.greatest), int(lens.max(initial=0)), first // page * page
-    if memory.rows.k.is_numbers:
-        rows = layer.k.restrided(layer.k.shape, layer.k.strides)
-        listed = _listed(page, memory, lens, range(start, end, page), 0, layer.slots, summaries[0].shape[2])
-        _summarize(operation, memory, rows, summaries, listed, lens)
-        return
-    step = max(page, DECODED_TOKENS // page * page)
-    for begin in range(start, end, step):
-        stop = min(end, begin + step)
-        rows = _decoded(operation, memory, layer, begin, stop)
-        listed = _listed(page, memory, lens, range(begin, stop, page), begin, stop - begin, summaries[0].shape[2])
-        _summarize(operation, memory, rows, summaries, listed, lens)
-
-
-def _summarize(
-    operation: str,
-    memory: LayerMemory,
-    rows: ArrayView,
-    summaries: tuple[ArrayView, ArrayView],
-    listed: Host,
-    lens: Host,
-) -> None:
-    """Pages of all heads of a sequence, or of one each, of rows (batch, heads, tokens, width)."""
-    heads = memory.num_kv_heads if lens.size == 1 else 1
-    steps = (heads, 1, rows.shape[2], summaries[0].shape[2])
-    summarize_listed(memory.runtime, operation, rows, summaries, listed, steps)
+    summaries, pages = (layer.least, layer.greatest), layer.least.shape[2]
+    heads = memory.num_kv_heads if lens.size == 1 else 1  # all of a sequence, or each by itself
+    end, start, decoded = int(lens.max(initial=0)), first // page * page, not memory.rows.k.is_numbers
+    at_once = max(page, DECODED_TOKENS // page * page) if decoded else max(1, end - start)
+    for begin in range(start, end, at_once):
+        stop = min(end, begin + at_once)
+        rows = _decoded(operation, memory, layer, begin, stop) if decoded else layer.k
+        listed = _listed(page, memory, lens, range(begin, stop, page), begin * decoded, rows.shape[2], pages)
+        summarize_listed(memory.runtime, operation, rows, summaries, listed, (heads, 1, rows.shape[2], pages))
 
 
 def _listed(page: int, memory: LayerMemory, lens: Host, starts: range, origin: int, tokens: int, pages: int) -> Host:

@@ -26,7 +26,6 @@ from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionPlan, Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
-from tikv.ops.layouts import LINEAR, Placement
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores import files
 from tikv.stores.files import token_groups as token_group_files
@@ -36,7 +35,6 @@ from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, 
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
-from tikv.stores.layers.memory import copy_rows, rows_of
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
@@ -174,14 +172,8 @@ class TokenGroupLayers(LayerStorage):
         behind = [a.part(2, fixed, count) for a in out]
         if plain > start:
             codes.decode(operation, behind[0], behind[1], start - ring.sinks)
-        sources, place = [rows_of(ring.k), rows_of(ring.v)], {"sinks": ring.sinks, "ring": ring.ring}
-        for at, position, tokens in ((0, first, fixed), (fixed + plain - start, plain, counts.length - plain)):
-            if tokens > 0:
-                copy_rows(
-                    live, operation, sources, [rows_of(a, at) for a in out], self.rows.widths, (*lead, tokens),
-                    src_place=Placement("ring") if position >= ring.sinks else LINEAR,
-                    src_position=ring.slot_of(position), **place,
-                )  # fmt: skip
+        self.memory.gather(operation, ring, out, tokens=fixed, position=first, at=0)
+        self.memory.gather(operation, ring, out, tokens=counts.length - plain, position=plain, at=fixed + plain - start)
         return CacheArray(out[0], live), CacheArray(out[1], live)
 
     def attend(self, operation: str, layer: int, q: Any, request: AttendRequest) -> Any:
