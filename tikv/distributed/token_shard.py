@@ -339,16 +339,14 @@ class TokenShardLayers(LayerStorage):
         stage = Staging(live, [q, partials], [False, True])
         q, partials = stage.arrays
         out, lse = self._out_and_lse(partials)
+        block = self.sharding.interleave
+        dealt = (block, (self.sharding.world - 1) * block) if slopes else (0, 0)
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some, slopes)
-            dealt = (
-                (self.sharding.interleave, (self.sharding.world - 1) * self.sharding.interleave) if slopes else (0, 0)
-            )
             slots = found.sinks, found.ring, found.formats
             plan = cache_plan(live, operation, arrays, scores, at.span, *slots, dealt)
-            first_query = at.first - self.sharding.rank * self.sharding.interleave
-            tokens = AttendedTokens(at.length, at.first_valid, at.ahead, first_query)
+            tokens = AttendedTokens(at.length, at.first_valid, at.ahead, at.first - self.sharding.rank * block)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
         stage.finish()
 

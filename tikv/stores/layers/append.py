@@ -204,7 +204,7 @@ class AppendPlan(Plan):
     def _bind(self, src: Sequence[Rows], dst: Sequence[Rows], params: dict[str, Any], head: int = 0) -> list[Launch]:
         """The launches of such rows; `head` is the first, of all sequences, if each is one by itself."""
         widths, tokens, first = self.rows.widths, self.tokens, self.layers[0]
-        if self.page is not None and first.least is not None:
+        if self.page is not None and first.summaries is not None:
             dst = [dst[0]._replace(pages=written_pages(self.page, first, params["heads"], head)), *dst[1:]]
         return bind_copies(self.live, self.operation, src=src, dst=dst, widths=widths, tokens=tokens, **params)
 

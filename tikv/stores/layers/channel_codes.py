@@ -24,9 +24,6 @@ from tikv.stores.layers.memory import LayerMemory, rows_of
 from tikv.stores.layers.token_group_form import CodeForm
 from tikv.stores.limits import BLOCK_BYTES
 
-RING = Placement("ring")
-MOST_SCRATCH = 8
-
 
 class ChannelCodes:
     """The codes of one layer's tokens behind its sinks, in memory of their own.

@@ -151,10 +151,8 @@ class ContiguousLayers(LayerStorage):
             key += tuple([a.key for a in beside.values()])
         found: tuple[Queries, AttentionPlan, int | None] | None = self.runtime.plans.get(key)
         if found is None:
-            wanted, sizes = (
-                request.asked_mass(operation, self.rows.k.format),
-                (self.batch_size, self.memory.num_kv_heads),
-            )
+            wanted = request.asked_mass(operation, self.rows.k.format)
+            sizes = self.batch_size, self.memory.num_kv_heads
             queries = attend_queries(operation, q, request.layout, *sizes, self.rows.k.width, self.runtime)
             arrays = layer_arrays(layer, queries.as_read(q), beside)
             plan = layer_plan(self.runtime, operation, arrays, layer, request.scores)
@@ -165,7 +163,7 @@ class ContiguousLayers(LayerStorage):
     def extend(self, operation: str, layer: int, arrays: Triple, request: AttendRequest) -> Any:
         """As `LayerStorage.extend`; where it fails behind its append, the last page is as before too."""
         found = self.counts[layer]
-        if found.least is None:
+        if found.summaries is None:
             return extend(operation, self.appends, found, arrays, request)
         end = found.length
         try:
@@ -190,12 +188,12 @@ class ContiguousLayers(LayerStorage):
         found = self.counts[layer]
         if self.memory.page is None:
             raise OptionError(f"{operation}: the store keeps no summaries of pages. Make it with page_summaries=16.")
-        if found.least is None or found.greatest is None:
+        if found.summaries is None:
             raise OptionError(
                 f"{operation}: layer {layer} has window={found.window}. {NO_PAGES} Ask a layer without a window, or "
                 f"summarise what tokens() gives with tikv.summarize_pages."
             )
-        return found.least, found.greatest
+        return found.summaries
 
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
         layers = [self.counts[i] for i in keeps]

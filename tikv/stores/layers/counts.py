@@ -52,8 +52,8 @@ class Layer:
         self.v: ArrayView
         self.k_scale: ArrayView | None = None
         self.v_scale: ArrayView | None = None
-        self.least: ArrayView | None = None  # of the keys of each page, (batch, heads, pages, width), and the greatest
-        self.greatest: ArrayView | None = None
+        # The least and the greatest of the keys of each page, (batch, heads, pages, width).
+        self.summaries: tuple[ArrayView, ArrayView] | None = None
         self.divisors: tuple[ArrayView | None, ArrayView | None] = (None, None)  # of all rows, or of each head's
         self.formats: Formats = (None, None)  # of what K and V hold, where that is groups of codes
         self.is_copy = False  # of a layer elsewhere, which has all that is lost here

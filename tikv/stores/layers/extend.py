@@ -8,7 +8,7 @@ merges both by their log-sum-exps, and the rows are appended.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tikv import dtypes
 from tikv.arrays import ArrayView, Views, new_like, view, view_all
@@ -70,7 +70,7 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
             wraps = layer.ring > 0 and layer.length + tokens > layer.slots and tokens > 1
             alone = live.invariant and not tree_of(added)  # what a ring holds, and what is new, are cut by the call
             if wraps and (alone or layer.head_lengths is not None):
-                call.token_by_token(appends, (k, v), staged_q, to, to_lse)
+                call.token_by_token((k, v), staged_q, to, to_lse)
             elif wraps:
                 call.attend_over_both((k, v), staged_q, to, to_lse)
                 appends.append(operation, layer, k_rows, layout)
@@ -89,26 +89,15 @@ def extend(operation: str, appends: Appends, layer: Layer, arrays: tuple[Any, An
 BOTH = Results(return_lse=True)  # in new arrays
 
 
-class _Extension:
+class _Extension(NamedTuple):
     """The launches of one `extend`, over arrays (batch, heads, tokens, width) that the device sees."""
 
-    def __init__(
-        self,
-        operation: str,
-        appends: Appends,
-        layer: Layer,
-        scores: AttentionScale,
-        terms: Mapping[str, ArrayView],
-        most_queries: int,
-    ) -> None:
-        self.operation = operation
-        self.memory = appends.memory
-        self.most_queries = most_queries  # of a launch
-        self.live = self.memory.runtime
-        self.layer = layer
-        self.scores = scores
-        self.terms = terms
-        self.but_sinks = {name: a for name, a in terms.items() if name != "sink_logits"}
+    operation: str
+    appends: Appends
+    layer: Layer
+    scores: AttentionScale
+    terms: Mapping[str, ArrayView]
+    most_queries: int  # of a launch
 
     def attend_over_layer(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention over a layer that has the new tokens, and all that their queries see."""
@@ -117,11 +106,11 @@ class _Extension:
             self._over_layer(some, self.terms, behind + end, 0, to)
 
     def token_by_token(
-        self, appends: Appends, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
+        self, new: tuple[ArrayView, ArrayView], q: ArrayView, out: ArrayView, lse: ArrayView | None
     ) -> None:
         """Append each token and attend with it, where the ring of each head overwrites another token with it."""
         for t, end, some, to in self._pieces(q, out, lse, 1):
-            appends.append(self.operation, self.layer, Views([a.part(2, t, end) for a in new]), "head_major")
+            self.appends.append(self.operation, self.layer, Views([a.part(2, t, end) for a in new]), "head_major")
             self._over_layer(some, self.terms, self.layer.length, 0, to)
 
     def attend_over_both(
@@ -129,9 +118,10 @@ class _Extension:
     ) -> None:
         """Attention over a ring as it is before the new tokens come, and over those."""
         layer, stored = self.layer, self._as_stored(new)
+        but_sinks = {name: a for name, a in self.terms.items() if name != "sink_logits"}
         for first, end, some, to in self._pieces(q, out, lse, self.most_queries):
             if layer.length > 0 and (layer.sinks > 0 or first + 1 < layer.ring):
-                of_new = self._over_new(some, self.but_sinks, stored, end, BOTH)
+                of_new = self._over_new(some, but_sinks, stored, end, BOTH)
                 of_layer = self._over_layer(some, self.terms, layer.length, end, BOTH)
                 merge_into(self.operation, (*of_layer, *of_new), False, to.out, to.lse)
             else:
@@ -152,21 +142,21 @@ class _Extension:
         arrays = layer_arrays(layer, q, terms)
         if layer.head_lengths is not None:
             arrays["lens"], length = layer.head_lengths.shifted(length - layer.length), 0
-        plan = layer_plan(self.live, self.operation, arrays, layer, self.scores)
+        plan = layer_plan(self.appends.memory.runtime, self.operation, arrays, layer, self.scores)
         return plan.attend(None, arrays, AttendedTokens(length, layer.valid_from, ahead), to)
 
     def _over_new(
         self, q: Any, terms: Mapping[str, ArrayView], new: dict[str, ArrayView], end: int, to: Results
     ) -> Any:
         """Attention of the queries before token `end` over the new rows before it."""
-        layer, arrays = self.layer, {"q": q, **new, **terms}
+        layer, live, arrays = self.layer, self.appends.memory.runtime, {"q": q, **new, **terms}
         sinks = max(0, min(layer.sinks - layer.length, new["k"].shape[2]))
-        plan = cache_plan(self.live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
+        plan = cache_plan(live, self.operation, arrays, self.scores, layer.ring, sinks, 0, layer.formats)
         return plan.attend(None, arrays, AttendedTokens(end), to)
 
     def _as_stored(self, new: tuple[ArrayView, ArrayView]) -> dict[str, ArrayView]:
         """The new rows in the layer's dtype: themselves, or what an append makes of them."""
-        memory, tokens = self.memory, new[0].shape[2]
+        memory, tokens = self.appends.memory, new[0].shape[2]
         if new[0].dtype is memory.rows.k.dtype and memory.rows.alike:
             return {"k": new[0], "v": new[1]}
         layer = Layer(0, tokens, None, 0)

@@ -142,6 +142,16 @@ class HostLayers(LayerStorage):
         finally:
             frame.transfer.used()
 
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
+        """Around what writes to the host, behind the copies that are on their way from there: they are made anew."""
+        for some in self.residents.values():
+            for frame in some.frames:
+                if frame.layer is not None:
+                    frame.transfer.wait()
+        yield
+        self._drop()
+
     def _drop(self) -> None:
         for some in self.residents.values():
             some.drop()
@@ -165,16 +175,8 @@ class HostLayers(LayerStorage):
     def append_all(self, operation: str, rows: Views, layout: str) -> None:
         """As `LayerStorage.append_all`, to the host; copies are made anew."""
         refuse_capture(self.runtime, operation)
-        self._settle()
-        self.whole.append_all(operation, rows, layout)
-        self._drop()
-
-    def _settle(self) -> None:
-        """Let what writes to the host come behind the copies that are on their way from there."""
-        for some in self.residents.values():
-            for frame in some.frames:
-                if frame.layer is not None:
-                    frame.transfer.wait()
+        with self._on_host():
+            self.whole.append_all(operation, rows, layout)
 
     # --- reads
 
@@ -217,27 +219,23 @@ class HostLayers(LayerStorage):
         self.whole.reset()
 
     def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
-        self._settle()
-        self.whole.compact(operation, keeps, rope)
-        self._drop()
+        with self._on_host():
+            self.whole.compact(operation, keeps, rope)
 
     def commit(self, operation: str, path: Any, drafted: int | None) -> None:
-        self._settle()
-        self.whole.commit(operation, path, drafted)
-        self._drop()
+        with self._on_host():
+            self.whole.commit(operation, path, drafted)
 
     def reorder(self, operation: str, index: Any) -> None:
-        self._settle()
-        self.whole.reorder(operation, index)
-        self._drop()
+        with self._on_host():
+            self.whole.reorder(operation, index)
 
     def select(self, operation: str, index: Any) -> None:
         batch = len(self.memory.sequences_of(operation, index))
         copies = self.residents if batch == self.batch_size else self._new_residents(batch)
-        self._settle()
-        self.whole.select(operation, index)
-        self.residents = copies
-        self._drop()
+        with self._on_host():
+            self.whole.select(operation, index)
+            self.residents = copies
 
     # --- copies and files
 
@@ -245,17 +243,15 @@ class HostLayers(LayerStorage):
         return self.whole.capture()
 
     def restore(self, operation: str, captured: Any, shown: tuple[str, str]) -> None:
-        self._settle()
-        self.whole.restore(operation, captured, shown)
-        self._drop()
+        with self._on_host():
+            self.whole.restore(operation, captured, shown)
 
     def to_host(self, operation: str) -> list[tuple[Layer, list[np.ndarray[Any, Any]]]]:
         return self.whole.to_host(operation)
 
     def take_over(self, operation: str, counts: Sequence[Sequence[int]], arrays: Sequence[Sequence[Any]]) -> None:
-        self._settle()
-        self.whole.take_over(operation, counts, arrays)
-        self._drop()
+        with self._on_host():
+            self.whole.take_over(operation, counts, arrays)
 
     def save(self, path: str | os.PathLike[str], config: StoreConfig, operation: str) -> None:
         self.whole.save(path, config, operation)

@@ -85,8 +85,7 @@ class LayerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values, scales and summaries of pages, filled or not."""
-        summaries = [a.nbytes for layer in self.layers for a in (layer.least, layer.greatest) if a is not None]
-        return sum(a.nbytes for layer in self.layers for a in layer.arrays) + sum(summaries)
+        return sum(a.nbytes for layer in self.layers for a in (*layer.arrays, *(layer.summaries or ())))
 
     def allocate(self, batch_size: int) -> None:
         """Make new memory for a batch of this size and the layers' slots; nothing changes until all of it is there."""
@@ -116,7 +115,7 @@ class LayerMemory:
         self.plans.clear()
         for layer, arrays, pair in zip(self.layers, made, summaries, strict=True):
             layer.hold(arrays, (divisors[0], divisors[1]), self.rows.formats)
-            layer.least, layer.greatest = pair
+            layer.summaries = pair
 
     def _divisors_for(self, batch_size: int, numbers: Divisor) -> ArrayView | None:
         """Divisors on the device, those of heads once for each sequence, of which the view shows the first's."""
@@ -148,20 +147,19 @@ class LayerMemory:
             first += math.prod(shape)
         return found
 
-    def _summaries_for(self, block: list[Layer], batch_size: int) -> list[tuple[Any, Any]]:
+    def _summaries_for(self, block: list[Layer], batch_size: int) -> list[tuple[ArrayView, ArrayView] | None]:
         """New memory for the summaries of each layer of a block, None for those that keep none."""
         page, dtype, width = self.page, self.rows.k.read_dtype, self.rows.k.width
         if page is None:
-            return [(None, None)] * len(block)
+            return [None] * len(block)
         pages = [0 if layer.ring else -(-layer.slots // page) for layer in block]
         rows, found, first = batch_size * self.num_kv_heads, [], 0
         half = -(-sum(pages) * rows * width * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         both = Memory(2 * half, self.runtime)
         for n in pages:
             shape = batch_size, self.num_kv_heads, n, width
-            starts = (first * dtype.itemsize, half + first * dtype.itemsize)
-            least, greatest = (both.array(shape, dtype, at) if n else None for at in starts)
-            found.append((least, greatest))
+            least, greatest = (both.array(shape, dtype, at + first * dtype.itemsize) for at in (0, half))
+            found.append((least, greatest) if n else None)
             first += n * rows * width
         return found
 

@@ -25,11 +25,10 @@ def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPage
 
     `heads` are those of a sequence of the launch, and `head` is the first of them, of all sequences.
     """
-    least, greatest = layer.least, layer.greatest
-    assert least is not None
-    assert greatest is not None
-    pages, width = least.shape[2:]
-    of_head, pair = pages * width, (least, greatest)
+    pair = layer.summaries
+    assert pair is not None
+    pages, width = pair[0].shape[2:]
+    of_head = pages * width
     to = Rows(both_of(pair), sequence=heads * of_head, token=width, head=of_head, first=head * of_head)
     return WrittenPages(page, to, distance_in(pair))
 
@@ -37,7 +36,7 @@ def written_pages(page: int, layer: Layer, heads: int, head: int) -> WrittenPage
 def summarize(operation: str, memory: LayerMemory, layers: Sequence[Layer], first: int = 0) -> None:
     """Find the summaries of pages anew, from that of token `first` on, of those layers that keep them."""
     for layer in layers:
-        if layer.least is not None:
+        if layer.summaries is not None:
             _summarize_layer(operation, memory, layer, max(0, first))
 
 
@@ -48,11 +47,10 @@ def summarize_last(operation: str, memory: LayerMemory, layers: Sequence[Layer])
 
 
 def _summarize_layer(operation: str, memory: LayerMemory, layer: Layer, first: int) -> None:
-    page, lens = memory.page, layer.lengths
+    page, lens, summaries = memory.page, layer.lengths, layer.summaries
     assert page is not None
-    assert layer.least is not None
-    assert layer.greatest is not None
-    summaries, pages = (layer.least, layer.greatest), layer.least.shape[2]
+    assert summaries is not None
+    pages = summaries[0].shape[2]
     heads = memory.num_kv_heads if lens.size == 1 else 1  # all of a sequence, or each by itself
     end, start, decoded = int(lens.max(initial=0)), first // page * page, not memory.rows.k.is_numbers
     at_once = max(page, DECODED_TOKENS // page * page) if decoded else max(1, end - start)

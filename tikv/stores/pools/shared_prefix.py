@@ -107,10 +107,10 @@ def pool_call(operation: str, caches: PagedCaches, terms: Mapping[str, ArrayView
     return call
 
 
-class SharedAttention:
+class SharedAttention(NamedTuple):
     """Attention of queries (B, Hq, T, D), part of whose sequences share what they begin with.
 
-    Args:
+    Attributes:
         operation, live, request: of which call.
         call: makes a call of attention of queries, a table and lengths, with options.
         tables: (B, blocks), on the device.
@@ -118,22 +118,14 @@ class SharedAttention:
         runs: which sequences share how many blocks of `block_size` tokens.
     """
 
-    def __init__(
-        self,
-        operation: str,
-        live: runtime.Runtime,
-        request: AttendRequest,
-        call: Call,
-        tables: ArrayView,
-        own_lens: ArrayView,
-        runs: Sequence[Neighbours],
-        block_size: int,
-    ) -> None:
-        self.operation, self.live, self.call = operation, live, call
-        self.own = request
-        self.of_all = request._replace(causal=False, sink_logits=None)  # a sink logit counts once
-        self.tables, self.own_lens = tables, own_lens
-        self.runs, self.block_size = runs, block_size
+    operation: str
+    live: runtime.Runtime
+    request: AttendRequest
+    call: Call
+    tables: ArrayView
+    own_lens: ArrayView
+    runs: Sequence[Neighbours]
+    block_size: int
 
     def attend(self, q: ArrayView, out: ArrayView, lse: ArrayView | None) -> None:
         """Attention into `out` (B, Hq, T, D_v) and `lse` (B, Hq, T)."""
@@ -141,7 +133,7 @@ class SharedAttention:
             own_q, to = q.part(0, run.first, run.end), out.part(0, run.first, run.end)
             to_lse = None if lse is None else lse.part(0, run.first, run.end)
             table = self.tables.part(0, run.first, run.end).part(1, run.blocks, self.tables.shape[1])
-            call = self.call(own_q, table, self.own_lens.part(0, run.first, run.end), self.own)
+            call = self.call(own_q, table, self.own_lens.part(0, run.first, run.end), self.request)
             if run.blocks == 0:
                 call.attend(None, Results(to, lse is not None, to_lse))
                 continue
@@ -160,6 +152,7 @@ class SharedAttention:
         together, to, to_lse = as_one(q), as_one(part), as_one(sums)
         assert together is not None
         table = self.tables.part(0, run.first, run.first + 1).part(1, 0, run.blocks)
-        call = self.call(together, table, run.blocks * self.block_size, self.of_all)
+        of_all = self.request._replace(causal=False, sink_logits=None)  # a sink logit counts once
+        call = self.call(together, table, run.blocks * self.block_size, of_all)
         call.attend(None, Results(to, True, to_lse, is_partial=True))
         return part, sums
