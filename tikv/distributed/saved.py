@@ -122,17 +122,15 @@ class Saved:
         self.operation = operation
         names, self.save = read_index(path, operation)
         self.paths = [path.parent / name for name in names]
-        meta = self._read(self.paths[0])
+        _, meta = self._read(self.paths[0])
         self.form: dict[str, Any] = meta["form"]
         self.counts: list[list[int]] = meta["counts"]
 
-    def _read(self, path: Path, tensors: dict[str, Any] | None = None) -> dict[str, Any]:
-        found, meta = files.read(path, KIND, self.operation, _check)
+    def _read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        tensors, meta = files.read(path, KIND, self.operation, _check)
         if meta["save"] != self.save:
             raise CacheFileError(f"{self.operation}: {str(path)!r} belongs to another save. Save the cache again.")
-        if tensors is not None:
-            tensors.update(found)
-        return meta
+        return tensors, meta
 
     def slots_for(self, share: Share, of_all: Sequence[Layer], own: Sequence[Layer], batch: int) -> list[Arrays]:
         """The filled slots of a rank's layers, read from whichever files have their rows; or CacheFileError.
@@ -148,8 +146,7 @@ class Saved:
         places = [{p: own[x.index].slot_of(share.sharding.count(p)) for p in share.positions(x)} for x in of_all]
         missing = heads * sum(map(len, places))
         for path in self.paths:
-            tensors: dict[str, Any] = {}
-            meta = self._read(path, tensors)
+            tensors, meta = self._read(path)
             if (meta["form"], meta["counts"]) != (self.form, self.counts):
                 raise CacheFileError(f"{self.operation}: {str(path)!r} contradicts the other files. Save again.")
             first, end = meta["heads"]

@@ -261,23 +261,19 @@ class _Exchange:
         if not chosen:
             return
         n = len(chosen)
-        if self.direct and _side_by_side(chosen):
+        if not self.direct:
+            host = self.pools.host_blocks(n)
+            self.peer.exchange(dist.irecv, self._by_layer(host))
+            self.pools.write_blocks(host, range(n), chosen)
+            return
+        if _side_by_side(chosen):
             self.peer.exchange(dist.irecv, self._in_place(chosen))
-            self._settle()
-            self.pools.summarize_blocks(chosen)
-        elif self.direct:
+        else:
             apart = self._apart(n)
             self.peer.exchange(dist.irecv, self._by_layer(apart))
             _held = self._move(chosen, apart, out_of_pool=False)
-            self._settle()
-            self.pools.summarize_blocks(chosen)
-        else:
-            host = [
-                [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
-                for group in self.pools.groups
-            ]
-            self.peer.exchange(dist.irecv, self._by_layer(host))
-            self.pools.write_blocks(host, range(n), chosen)
+        self._settle()
+        self.pools.summarize_blocks(chosen)
 
     def _move(self, chosen: list[int], apart: list[list[ArrayView]], out_of_pool: bool) -> list[ArrayView]:
         """Copy these blocks to separate memory, or back; keep what it returns until that is done."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tikv import runtime
-from tikv.errors import OptionError
 from tikv.stores.picture import counted
 
 
@@ -30,10 +29,3 @@ class Snapshot(runtime.NotCopied):
 
     def __repr__(self) -> str:
         return f"Snapshot({counted(self._num_layers, 'layer')}, length {self._length})"
-
-
-def require_snapshot(operation: str, snapshot: Any) -> Snapshot:
-    """What a caller gave, which is a snapshot, or OptionError."""
-    if not isinstance(snapshot, Snapshot):
-        raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
-    return snapshot

@@ -15,7 +15,7 @@ import numpy as np
 from tikv import runtime
 from tikv.arrays import CacheArray, as_numpy, describe, read_host, runtime_of, to_device, view, view_all
 from tikv.dtypes import DType
-from tikv.errors import DTypeError, PositionError, ShapeError
+from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
 from tikv.ops.attention.request import AttendRequest
@@ -30,7 +30,7 @@ from tikv.stores.layers.storage import PLACES, LayerStorage, StoreConfig
 from tikv.stores.locking import changing, locked
 from tikv.stores.picture import counted, size_in_words
 from tikv.stores.row_format import Divisor
-from tikv.stores.snapshot import Snapshot, require_snapshot
+from tikv.stores.snapshot import Snapshot
 
 
 class KVCacheStore(runtime.DeepCopied):
@@ -805,10 +805,11 @@ class KVCacheStore(runtime.DeepCopied):
             StaleRuntimeError: the runtime of one of them is gone.
         """
         operation = "KVCacheStore.restore"
-        given = require_snapshot(operation, snapshot)
-        for live in (self.runtime, given.runtime):
+        if not isinstance(snapshot, Snapshot):
+            raise OptionError(f"{operation}: {snapshot!r} is not a snapshot. Give what `snapshot` returned.")
+        for live in (self.runtime, snapshot.runtime):
             runtime.require_alive(live, operation)
-        self._storage.restore(operation, given.captured, (repr(given), repr(self)))
+        self._storage.restore(operation, snapshot.captured, (repr(snapshot), repr(self)))
 
     @locked
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -84,16 +84,20 @@ class BlockPools:
 
     def read_blocks(self, chosen: Sequence[int]) -> HostBlocks:
         """Copies of these blocks of all layers on the host, waited for."""
-        n, found = len(chosen), []
-        for group in self.groups:
-            host = [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays]
-            if n:
-                pairs = group.pairs(chosen, range(n), self.config.num_blocks, n)
-                for array, to in zip(group.arrays, host, strict=True):
-                    blocks.swap_blocks(array, to, pairs)
-            found.append(host)
+        n = len(chosen)
+        found = self.host_blocks(n)
+        for group, host in zip(self.groups if n else (), found, strict=False):
+            pairs = group.pairs(chosen, range(n), self.config.num_blocks, n)
+            for array, to in zip(group.arrays, host, strict=True):
+                blocks.swap_blocks(array, to, pairs)
         self.runtime.synchronize()
         return found
+
+    def host_blocks(self, n: int) -> HostBlocks:
+        """Memory of the host for so many blocks of all layers."""
+        return [
+            [np.empty((group.layers * n, *a.shape[1:]), a.dtype.numpy) for a in group.arrays] for group in self.groups
+        ]
 
     def write_blocks(self, host: HostBlocks, src: Sequence[int], dst: Sequence[int]) -> None:
         """Write blocks `src` of what `read_blocks` copied into blocks `dst`, in all layers, and wait."""
