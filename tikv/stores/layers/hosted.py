@@ -226,9 +226,9 @@ class HostedLayer(GrowingLayer):
 
     def make_room(self, *, capacity: int, drop: int = 0, sinks: int = 0) -> None:
         """As `GrowingLayer.make_room`."""
-        if capacity != self.capacity or drop:
-            with self._on_host():
-                super().make_room(capacity=capacity, drop=drop, sinks=sinks)
+        changes = capacity != self.capacity or drop
+        with self._on_host() if changes else contextlib.nullcontext():
+            super().make_room(capacity=capacity, drop=drop, sinks=sinks)
 
     def compact(self, keep: Any) -> None:
         """As `GrowingLayer.compact`."""
