@@ -1,9 +1,10 @@
 """Where the layers of a `KVCacheStore` lie: `storage` says what each way to store them does, `STORAGES` lists them.
 
-`contiguous` serves all dtypes but groups along tokens, which `token_groups` serves. `memory` and `counts` are what a
-layer of slots is, `append`, `attend`, `extend`, `compaction` and `drafts` what is done with it, `summaries` what is
-known of pages of its keys; `growing` is one such layer with room that changes. `host` has any of these storages in the
-host's memory, and `residents` knows which of its layers the device has.
+`contiguous` serves all dtypes but groups along tokens, which `token_groups` serves; `coded_arrays` says how their codes
+lie, in a pool as in a store. `memory` and `counts` are what a layer of slots is, `append`, `attend`, `extend`,
+`compaction` and `drafts` what is done with it, `summaries` what is known of pages of its keys; `growing` is one such
+layer with room that changes. `host` has any of these storages in the host's memory, and `residents` knows which of its
+layers the device has.
 """
 
 from __future__ import annotations
