@@ -35,10 +35,12 @@ from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queri
 from tikv.stores.layers.token_group_form import TokenGroupForm
 from tikv.stores.layers.token_groups import REFUSED
 from tikv.stores.pools.append import begin_append, check_rows
+from tikv.stores.pools.blocks import slots_of
 from tikv.stores.pools.config import PoolConfig
 from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
+from tikv.stores.pools.rows import of_all_heads, pairs_of
 from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
 from tikv.stores.pools.tables import DeviceTables
 from tikv.stores.row_format import ROWS, RowFormats
@@ -50,24 +52,22 @@ def take_parts(live: Runtime, arrays: Sequence[ArrayView], each: int, numbers: H
     """A copy of parts of blocks, of which each has so many, by their numbers among those of all blocks."""
     found = []
     for a in arrays:
-        rows = _as_parts(a, each)
-        found.append(new_array((len(numbers) * a.shape[1], rows.shape[1]), a.dtype, live))
-        blocks.swap_blocks(rows, found[-1], _pairs(_of_heads(a, each, numbers), range(found[-1].shape[0])))
+        rows, of_heads = _as_parts(a, each), of_all_heads(a.shape[1], each, numbers)
+        found.append(new_array((len(of_heads), rows.shape[1]), a.dtype, live))
+        blocks.swap_blocks(rows, found[-1], pairs_of(of_heads, np.arange(len(of_heads))))
     return found
 
 
 def put_parts(arrays: Sequence[ArrayView], each: int, taken: Sequence[ArrayView], numbers: Host) -> None:
     """Write what `take_parts` copied where those of these numbers lie."""
     for a, found in zip(arrays, taken, strict=True):
-        blocks.swap_blocks(found, _as_parts(a, each), _pairs(range(found.shape[0]), _of_heads(a, each, numbers)))
+        of_heads = of_all_heads(a.shape[1], each, numbers)
+        blocks.swap_blocks(found, _as_parts(a, each), pairs_of(np.arange(len(of_heads)), of_heads))
 
 
 def _moved(parts: Host, src: Sequence[int], dst: Sequence[int], each: int) -> tuple[int, Host, Host]:
     """How many parts a block has, and of those that move to the front of other blocks the numbers from and to."""
-    numbers = [
-        np.array(table, np.int64)[at // each] * each + at % each
-        for table, at in ((src, parts), (dst, np.arange(len(parts))))
-    ]
+    numbers = slots_of(src, parts, each), slots_of(dst, np.arange(len(parts)), each)
     moved = numbers[0] != numbers[1]
     return each, numbers[0][moved], numbers[1][moved]
 
@@ -77,16 +77,6 @@ def _as_parts(a: ArrayView, each: int) -> ArrayView:
     n = a.shape[0] * a.shape[1] * each
     width = math.prod(a.shape) // n
     return a.restrided((n, width), (width, 1))
-
-
-def _of_heads(a: ArrayView, each: int, numbers: Host) -> Host:
-    """The rows of `_as_parts` that parts of all heads are: of the first head, then of the next."""
-    found: Host = (numbers // each * a.shape[1] + np.arange(a.shape[1])[:, None]) * each + numbers % each
-    return found.ravel()
-
-
-def _pairs(src: Any, dst: Any) -> Host:
-    return np.stack([np.asarray(src, np.int32), np.asarray(dst, np.int32)], axis=1)
 
 
 class NewPages:
@@ -115,7 +105,7 @@ class NewPages:
         made, kept = self._pools_for(sequences), np.arange(len(self._places) * self.each)
         for old, new in zip(self.pools.layers, made.layers, strict=True):
             for a, to in zip(old, new, strict=True):
-                blocks.swap_blocks(a, to, _pairs(kept, kept))
+                blocks.swap_blocks(a, to, pairs_of(kept, kept))
         self.pools = made
         self._free += range(len(self._places), sequences)
 

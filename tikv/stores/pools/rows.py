@@ -44,7 +44,7 @@ def move_rows(
     pools, place = [_as_rows(pool, config) for pool in pools], np.arange(count * heads)
     moved = [new_array((count * heads, *rows.shape[1:]), rows.dtype, live) for rows in pools]
     for stream, (rows, to) in enumerate(zip(pools, moved, strict=True)):
-        blocks.swap_blocks(rows, to, _pairs(_numbers(config, stream, moves.src), place))
+        blocks.swap_blocks(rows, to, pairs_of(_numbers(config, stream, moves.src), place))
     if rope is not None:
         width = config.rows.k.width
         k, scale = moved[0].restrided((1, heads, count, width), (0, count * width, width, 1)), None
@@ -54,7 +54,7 @@ def move_rows(
         before, after = (a.reshape(1, 1, count) for a in (moves.before, moves.after))
         rotate_rows(live, operation, k, scale, before, after, rope)
     for stream, (rows, taken) in enumerate(zip(pools, moved, strict=True)):
-        blocks.swap_blocks(taken, rows, _pairs(place, _numbers(config, stream, moves.dst)))
+        blocks.swap_blocks(taken, rows, pairs_of(place, _numbers(config, stream, moves.dst)))
 
 
 def move_in_place(
@@ -98,17 +98,23 @@ def check_turn(config: PoolConfig, pools: Sequence[ArrayView], rope: Rope, opera
     check_keys(rows, scales, rope, operation)
 
 
-def _pairs(src: Host, dst: Host) -> Host:
+def pairs_of(src: Host, dst: Host) -> Host:
+    """(n, 2) int32 for `swap_blocks`: each number to copy from, and one to copy to."""
     return np.stack([src, dst], axis=1).astype(np.int32)
+
+
+def of_all_heads(heads: int, each: int, parts: Host) -> Host:
+    """Numbers of parts, of which a block has so many, where a block has them head by head: of all heads in turn."""
+    found: Host = (parts // each * heads + np.arange(heads)[:, None]) * each + parts % each
+    return found.ravel()
 
 
 def _numbers(config: PoolConfig, stream: int, slots: Host) -> Host:
     """The numbers of rows of `_as_rows` that lie in these slots: those of the first head, then those of the next."""
-    heads, size = config.block_heads, config.block_size
-    head = np.arange(heads)[:, None]
+    heads = config.block_heads
     if stream < 2 and config.layout == "HND":
-        return np.ravel((slots // size * heads + head) * size + slots % size)
-    return np.ravel(slots * heads + head)  # scales lie so in any layout
+        return of_all_heads(heads, config.block_size, slots)
+    return np.ravel(slots * heads + np.arange(heads)[:, None])  # scales lie so in any layout
 
 
 def _as_rows(pool: ArrayView, config: PoolConfig) -> ArrayView:
