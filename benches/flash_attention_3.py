@@ -13,11 +13,11 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 
 PACKAGES = ("flash_attn_interface", "flash_attn3_jax")
+HEADS, WIDTH = 8, 128
 CALLS = 30  # in a row
 
 
@@ -25,24 +25,25 @@ def times(shapes):
     """Microseconds of each shape; or why there are none, for all of them."""
     if not any(importlib.util.find_spec(name) for name in PACKAGES):
         return ["not installed"] * len(shapes)
-    child = subprocess.run([sys.executable, __file__, json.dumps(shapes)], capture_output=True, text=True, check=False)
-    if child.returncode:
-        return [f"failed: {(child.stderr.strip() or 'it said nothing').splitlines()[-1][:120]}"] * len(shapes)
-    return json.loads(child.stdout.splitlines()[-1])
+    from gpu import printed_by, reason
+
+    try:
+        return json.loads(printed_by([__file__, json.dumps(shapes)]).splitlines()[-1])
+    except RuntimeError as error:
+        return [reason(error)] * len(shapes)
 
 
 def by_torch(batch, new, keys, group, page, splits):
     """Of the package for torch."""
-    import gpu
     import torch
     from flash_attn_interface import flash_attn_with_kvcache
 
     machine = started()
-    q = machine.randn(batch, new, gpu.HEADS * group, gpu.WIDTH)
-    k, v = (machine.randn(batch, keys, gpu.HEADS, gpu.WIDTH) for _ in "kv")
+    q = machine.randn(batch, new, HEADS * group, WIDTH)
+    k, v = (machine.randn(batch, keys, HEADS, WIDTH) for _ in "kv")
     options = {"cache_seqlens": machine.lens(batch, keys), "causal": True}
     if page:
-        k, v = (a.view(-1, page, gpu.HEADS, gpu.WIDTH) for a in (k, v))
+        k, v = (a.view(-1, page, HEADS, WIDTH) for a in (k, v))
         options["page_table"] = torch.randperm(len(k), device="cuda").int().view(batch, -1)
     call = functools.partial(flash_attn_with_kvcache, q, k, v, **options)
     return min(machine.us(functools.partial(call, num_splits=n)) for n in splits)
@@ -51,7 +52,7 @@ def by_torch(batch, new, keys, group, page, splits):
 @functools.cache
 def started():
     """The machine, for all shapes."""
-    import gpu
+    import gpu  # and torch with it, which JAX does without
 
     return gpu.Machine(small=False)
 
@@ -61,7 +62,6 @@ def by_jax(batch, new, keys, group, page, splits):
     import jax
     import numpy as np
     from flash_attn3_jax import flash_mha_with_kvcache
-    from gpu import HEADS, WIDTH
 
     key = jax.random.PRNGKey(0)
     q = jax.random.normal(key, (batch, new, HEADS * group, WIDTH), np.float16)
@@ -95,7 +95,7 @@ def main(shapes):
         try:
             found.append(measure(*shape, splits=(1, 2) if shape[1] >= 512 else (1, 4, 16)))
         except Exception as error:
-            found.append(f"failed: {type(error).__name__}: {str(error)[:100]}".replace("\n", " ").replace("|", "/"))
+            found.append(" ".join(f"failed: {error!r}"[:100].replace("|", "/").split()))
     print(json.dumps(found))
 
 

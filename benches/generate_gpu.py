@@ -1,57 +1,46 @@
-"""A whole `generate` on an NVIDIA GPU beside transformers' own caches: examples/whole_model.py, a few rows a process.
+"""A whole `generate` on an NVIDIA GPU beside transformers' own caches: examples/whole_model.py.
 
     python benches/generate_gpu.py short        # a text of 4,096 tokens
     python benches/generate_gpu.py long         # 8 texts of 16,384 tokens, a window of 1,024 with 4 sinks too
     python benches/generate_gpu.py exact        # float32: tokens of all formats, against their own eager text
 
 Bfloat16 otherwise. The model has 16 layers of 2,048, 32 query heads, 8 KV heads of 128 and random weights; that of
-`exact` is a small one. Each process starts with no kernel compiled, so first calls are those of a new machine.
+`exact` is a small one, whose times mean nothing. Otherwise each cache has a process of its own, with DynamicCache again
+beside it, in which nothing was compiled before: first calls are those of a new machine.
 """
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import environment
 import torch
-from gpu import Table, ratio
+from gpu import COMPILED, Table, printed_by, ratio
 
 EXAMPLE = pathlib.Path(__file__).resolve().parent.parent / "examples" / "whole_model.py"
 LONG = ["--batch", "8", "--prompt", "16384"]
-FORMATS = ["--formats", "int8", "4 bits"]
-PROCESSES = {  # the arguments of each
-    "short": [
-        ["--caches", "static", "tikv", "--formats", "model"],
-        ["--caches", "tikv", *FORMATS],
-    ],
+MODEL = ["--formats", "model"]
+PROCESSES = {  # the arguments of each: what compiles has one of its own, in which nothing is compiled twice
+    "short": [["--caches", "static"], ["--caches", "tikv", *MODEL]],
     "long": [
         [*LONG, "--caches", "static"],
-        [*LONG, "--caches", "tikv", "window", "--window", "1024", "--formats", "model"],
-        [*LONG, "--caches", "tikv", *FORMATS],
+        [*LONG, "--caches", "tikv", *MODEL],
+        [*LONG, "--caches", "window", "--window", "1024", *MODEL],
+        [*LONG, "--caches", "tikv", "--formats", "int8"],
+        [*LONG, "--caches", "tikv", "--formats", "4 bits"],
     ],
     "exact": [["--size", "small", "--dtype", "float32", "--prompt", "512", "--tokens", "64", "--rounds", "1"]],
 }
 SMALL = ["--device", "cpu", "--size", "small", "--batch", "1", "--prompt", "24", "--tokens", "3", "--rounds", "1"]
-FOLDERS = (
-    "TIKV_CACHE_DIR",
-    "TI_OFFLINE_CACHE_FILE_PATH",
-    "CUDA_CACHE_PATH",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-)
 
 
 def rows_of(arguments, small):
     """What a process measured, its first row DynamicCache."""
     with tempfile.TemporaryDirectory() as folder:
-        empty = {} if small else {name: str(pathlib.Path(folder) / name) for name in FOLDERS}
         file = pathlib.Path(folder) / "runs.json"
-        command = [sys.executable, str(EXAMPLE), *arguments, *(SMALL if small else []), "--json", str(file)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env={**os.environ, **empty})
+        command = [str(EXAMPLE), *arguments, *(SMALL if small else []), "--json", str(file)]
+        printed_by(command, () if small else COMPILED)
         (run,) = json.loads(file.read_text(encoding="utf-8"))["runs"]
     return run["rows"]
 

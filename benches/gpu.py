@@ -7,7 +7,11 @@ a GPU, `--small` runs each program on the CPU, once for each figure, to see that
 import argparse
 import contextlib
 import functools
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import environment
@@ -15,6 +19,14 @@ import torch
 
 import tikv
 
+# What keeps what was compiled before: first calls are timed without.
+COMPILED = (
+    "TIKV_CACHE_DIR",
+    "TI_OFFLINE_CACHE_FILE_PATH",
+    "CUDA_CACHE_PATH",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
 HEADS, WIDTH, PAGE, ROUNDS = 8, 128, 16, 16  # of K and V; tokens of a page; calls that are timed
 CHECKED = 64  # queries of a prompt whose results are compared
 
@@ -138,6 +150,22 @@ def check_attention(out, q, k, v, seen=None, most=2e-3):
     scores = grouped @ k.double().transpose(-1, -2)[:, None] * q.shape[-1] ** -0.5
     weights = torch.softmax(scores.masked_fill(~seen[some], -torch.inf), dim=-1)
     check(out[:, some], (weights @ v.double()[:, None]).flatten(0, 1), most)
+
+
+def printed_by(command, folders=()):
+    """What a Python process printed; with an empty folder for each of these environment variables, if any.
+
+    Raises:
+        RuntimeError: it failed; its last words say why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        empty = {name: os.path.join(folder, name) for name in folders}
+        child = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **empty}
+        )
+    if child.returncode:
+        raise RuntimeError((child.stderr.strip() or f"exit status {child.returncode}").splitlines()[-1])
+    return child.stdout
 
 
 def started(text, what):

@@ -9,12 +9,11 @@ How time is taken is said in benches/gpu.py.
 import argparse
 import functools
 import json
-import subprocess
 import sys
 
 import environment
 import torch
-from gpu import HEADS, PAGE, WIDTH, Machine, Table, ratio, reason
+from gpu import HEADS, PAGE, WIDTH, Machine, Table, printed_by, ratio, reason
 
 import tikv
 
@@ -66,9 +65,8 @@ def main():
         return
     found = []
     for setting in ("default", "invariant"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--setting", setting]
-        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found.append(json.loads(child.stdout.splitlines()[-1]))
+        printed = printed_by([__file__, *sys.argv[1:], "--setting", setting])
+        found.append(json.loads(printed.splitlines()[-1]))
     print(environment.line(environment.environment(["cuda" if torch.cuda.is_available() else "cpu"])))
     table = Table("stored in", "work", "default, us", "invariant, us", "times default")
     for (dtype, what, base), (_, _, us) in zip(*found, strict=True):

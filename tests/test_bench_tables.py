@@ -143,7 +143,7 @@ def test_a_peer_that_fails_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     (why,) = peer.times([[1, 1, 64, 4, 0]])
-    assert why.startswith("failed: no NVIDIA GPU is here")
+    assert why.startswith("failed: RuntimeError: no NVIDIA GPU is here")
 
 
 QUICK = ("chosen_gpu.py quest", "stores_gpu.py prefix", "offloaded_gpu.py")
