@@ -46,9 +46,9 @@ def compile_step(
         backend: as in `GraphBuilder.compile`.
 
     Raises:
-        PositionError, DTypeError: no such layer.
-        OptionError: no such layout or backend; a store of another kind; one that was compacted, or whose tokens only
-            the host can count, as of groups along tokens.
+        PositionError, DTypeError: no such layer, or one was compacted.
+        OptionError: no such layout or backend; a store of another kind, or one whose tokens only the host can count,
+            as of groups along tokens.
         StaleRuntimeError: the store's runtime is gone, now or at a run.
 
     Exactness: the bits of `KVCacheStore.append` and `KVCacheStore.attend` one after the other.
