@@ -322,7 +322,7 @@ def figures_of(found):
     ("page", "start", "end"),
     [
         ("README.md", "## What a model gains", "## Try it"),
-        ("docs/performance.md", "## Whole models", "## Operations"),
+        ("docs/performance.md", "### On a GPU", "### On a CPU"),
         ("docs/index.md", "A whole `generate`", "![A ring"),
     ],
 )
