@@ -150,7 +150,8 @@ def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
         child = subprocess.run(
             [sys.executable, *command, *added], capture_output=True, text=True, check=False, cwd=ROOT, env=PATHS
         )
-        said = (child.stdout if is_bench else child.stderr).strip() or child.stdout.strip() or "it said nothing"
+        both = (child.stdout, child.stderr) if is_bench else (child.stderr, child.stdout)
+        said = next((text.strip() for text in both if text.strip()), "it said nothing")
         if child.returncode:
             return [], f"exit status {child.returncode}: {said.splitlines()[-1]}"
         if not is_bench:
