@@ -2,12 +2,13 @@
 
 The sender says what it sends, the receiver answers what it lacks, and the blocks follow. K and V of each layer are one
 tensor each: a part of the pool's memory where the blocks are adjacent, otherwise gathered by one launch for all layers.
+Each process prepares what it can while it waits for the other's message.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ from tikv.stores.pools.config import HostArray, in_full
 from tikv.stores.pools.sequences import SequenceState
 
 ByLayer: TypeAlias = Iterable[list[Any]]  # of each layer its arrays: tensors of bytes
+FIRST = 1 << 14  # bytes of a message's first part
 # Tensors in a batch. NCCL shares the links out among those of a batch, and a batch takes the host 50 us: 64 tensors of
 # 67 MB between two H200 take 12.7, 12.4, 12.1 and 12.7 ms in batches of 1, 2, 8 and 64, one of as many bytes 11.7; with
 # all that belongs to `send_sequence` 14.1 in batches of 2 or 8, 13.7 of 16, 13.9 of 32.
@@ -57,16 +59,25 @@ def send_sequence(pool: PagedKVCacheStore, seq: int | Sequence[int], dst: int, g
     with pool.lock:
         states = pool._pages.sequences.distinct(ids, operation, "Send it once.")
         is_held = np.zeros(pool._pages.pools.config.num_blocks, bool)
-        for state in states:
-            is_held[state.blocks] = True
-        place = np.cumsum(is_held) - 1  # of each block among those that are held
-        # What the receiver finds out by itself is left out.
-        new: dict[str, Any] = {"digests": [], "registered": 0, "withheld": None, "newest": []}
-        told = [dataclasses.replace(state, blocks=place[state.blocks].tolist(), **new) for state in states]
+        blocks_of = [np.array(state.blocks, np.int64) for state in states]
+        for found in blocks_of:
+            is_held[found] = True
+        place = np.cumsum(is_held, dtype=np.int32) - 1  # of each block among those that are held
+        told = [
+            {
+                "blocks": place[found],
+                "lengths": list(state.lengths),
+                "token_ids": state.token_ids,
+                "salt": state.salt,
+                "left": state.left,
+            }
+            for state, found in zip(states, blocks_of, strict=True)
+        ]
         held = np.flatnonzero(is_held)
         peer.tell({"form": _form(pool), "count": len(held), "sequences": told})
+        answer_of = peer.listen()
         exchange = _Exchange(pool, peer)
-        answer = peer.hear()
+        answer = answer_of()
         if "refused" in answer:
             raise GroupError(f"{operation}: rank {dst} refused: {answer['refused']}")
         exchange.send(held[answer["lacking"]].tolist())
@@ -109,10 +120,10 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
     with pool.lock:
         exchange = _Exchange(pool, peer)
         header = peer.hear()
-        sequences, states = pool._pages.sequences, header["sequences"]
+        sequences, told = pool._pages.sequences, header["sequences"]
         try:
             _require_form(pool, header["form"], src, operation)
-            known = _known_blocks(pool, states)
+            states, known = _known_states(pool, told)
             is_lacking = np.ones(header["count"], bool)
             is_lacking[[*known]] = False
             lacking = np.flatnonzero(is_lacking)
@@ -130,8 +141,8 @@ def recv_sequence(pool: PagedKVCacheStore, src: int, group: Any = None) -> Any:
             peer.tell({"lacking": lacking})
             here = np.empty(header["count"], np.int64)
             here[lacking], here[[*known]] = fresh, [*known.values()]
-            for state in states:
-                state.blocks = here[state.blocks].tolist()
+            for state, sent in zip(states, told, strict=True):
+                state.blocks = here[sent["blocks"]].tolist()
             exchange.receive(fresh)
             numbers = sequences.adopt(states)
         finally:
@@ -148,16 +159,18 @@ def _require_pool(operation: str, pool: Any) -> None:
     runtime.require_alive(pool.runtime, operation)
 
 
-def _known_blocks(pool: PagedKVCacheStore, states: list[SequenceState]) -> dict[int, int]:
-    """Those of the sent blocks that this pool already has, which the states then know by their digests."""
-    sequences, known = pool._pages.sequences, dict[int, int]()
-    for state in states:
-        state.token_ids, state.digests = sequences.known(state.token_ids, state.salt)
-        found = sequences.blocks.prefix(state.digests[: min(state.lengths) // sequences.block_size])
-        for i, block in zip(state.blocks, found, strict=False):
+def _known_states(pool: PagedKVCacheStore, told: list[dict[str, Any]]) -> tuple[list[SequenceState], dict[int, int]]:
+    """The states of sequences without their blocks, and the sent blocks that this pool already has."""
+    sequences, states, known = pool._pages.sequences, [], dict[int, int]()
+    for sent in told:
+        ids, digests = sequences.known(sent["token_ids"], sent["salt"])
+        full = min(sent["lengths"]) // sequences.block_size
+        found = sequences.blocks.prefix(digests[:full])
+        for i, block in zip(sent["blocks"][: len(found)].tolist(), found, strict=True):
             known.setdefault(i, block)
-        state.registered = len(found)
-    return known
+        states.append(SequenceState([], list(sent["lengths"]), ids, sent["salt"], digests, len(found)))
+        states[-1].left = list(sent["left"])
+    return states, known
 
 
 def _form(pool: PagedKVCacheStore) -> dict[str, Any]:
@@ -186,26 +199,55 @@ class _Peer:
         with self.ranks.understanding(operation):
             self.rank = dist.get_global_rank(self.ranks.group, number)
             self.by_host = dist.get_backend(self.ranks.group) == "gloo"
-        # Where the backend wants the tensors that a message is.
+        # Where the backend wants the tensor that a message is.
         self.device = live.device if live.is_cuda and not self.by_host else "cpu"
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send an object."""
+        """Send an object: its length and its bytes in one message, if it is short."""
         import torch
         import torch.distributed as dist
 
+        said = pickle.dumps(message)
+        whole = np.zeros(max(FIRST, 8 + len(said)), np.uint8)
+        whole[:8] = np.frombuffer(len(said).to_bytes(8, "little"), np.uint8)
+        whole[8 : 8 + len(said)] = np.frombuffer(said, np.uint8)
         with self.ranks.understanding(self.operation):
-            dist.send_object_list([message], self.rank, self.ranks.group, torch.device(self.device))
+            for part in (whole[:FIRST], whole[FIRST:]):
+                if part.size:
+                    dist.send(torch.from_numpy(part).to(self.device), self.rank, group=self.ranks.group)
 
     def hear(self) -> dict[str, Any]:
         """Receive an object."""
+        return self.listen()()
+
+    def listen(self) -> Callable[[], dict[str, Any]]:
+        """Begin to receive an object; what this returns waits for it."""
+        first = self._receiving(FIRST)
+
+        def message() -> dict[str, Any]:
+            whole = first()
+            length = 8 + int.from_bytes(whole[:8], "little")
+            if length > FIRST:
+                whole += self._receiving(length - FIRST)()
+            found: dict[str, Any] = pickle.loads(whole[8:length])
+            return found
+
+        return message
+
+    def _receiving(self, count: int) -> Callable[[], bytes]:
         import torch
         import torch.distributed as dist
 
-        found: list[Any] = [None]
+        found = torch.empty(count, dtype=torch.uint8, device=self.device)
         with self.ranks.understanding(self.operation):
-            dist.recv_object_list(found, self.rank, self.ranks.group, torch.device(self.device))
-        return dict(found[0])
+            request = dist.irecv(found, self.rank, group=self.ranks.group)
+
+        def received() -> bytes:
+            with self.ranks.understanding(self.operation):
+                request.wait()
+                return bytes(found.cpu().numpy())
+
+        return received
 
     def exchange(self, operation: Callable[..., Any], layers: ByLayer) -> None:
         """Send or receive these tensors, some in a batch, and wait for all.
