@@ -108,7 +108,7 @@ MISTAKES = {
     "more taken back than there is": (lambda: store(1).trim(5), "5 tokens", "Drop at most 1"),
     "indices that are not sorted": (
         lambda: store(5).compact(0, np.array([[[2, 1], [0, 1]]])),
-        "1 behind 2",
+        "1 after 2",
         "sort them",
     ),
     "positions for indices": (

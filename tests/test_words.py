@@ -13,7 +13,13 @@ HABITS = {
     r"\b(?:is|are|was|were) none\b": "say what it is not, or that it does not exist",
     r"(?<!there )\b(?:is|are) no (?!longer\b|more\b|matter\b|such\b|fault\b|concern\b)[a-z]+": "say: is not a ...",
     r"\ba (?:launch|row|call|token|layer|block|page|sequence|group|collective|method) an? \w+": "say: for each, or per",
+    r"\b(?:one|once|nats|milliseconds) an? (?:token|layer|head|row|rank|process|sequence|call|page)\b": "say: per",
     r"\bheads? an? (?:KV|key) head\b": "say: per KV head",
+    r"\bturned (?:keys|rows|values)\b": "say: rotated",
+    r"\bthat there is not\b": "say: that does not exist",
+    r"\bBy that name\b": "name it",
+    r"\bwhat lies where\b": "say: where the tokens, slots or arrays lie",
+    r"\b(?:tokens|heads|layers|a cache) cut\b": "say: sharded, or split",
     r"\bby turns\b": "say: in alternation, or alternating",
     r"\bfor ever\b": "say: for good, or forever",
     r"\bother ones\b": "say: different ones",
@@ -65,7 +71,9 @@ def test_no_habit_makes_a_reader_stop(texts):
     [
         "``seq`` is none.", "which is no array", "a launch a layer", "4 query heads a KV head", "timed by turns",
         "kept for ever", "in each head other ones", "a file that is none of ours", "who writes into a page gets a copy",
-        "the dtype of the rows of a store of the layers of the model",
+        "the dtype of the rows of a store of the layers of the model", "Give one a layer.",
+        "nats a token", "turned keys", "a sequence that there is not",
+        "By that name, queries see all", "to see what lies where", "with tokens cut",
     ],
 )  # fmt: skip
 def test_a_habit_is_found(text):

@@ -328,10 +328,10 @@ def back_ends(text: str) -> list[str]:
 
 def add_archs(command: argparse.ArgumentParser, what: str) -> None:
     """Let a command take back ends, by position or as --arch."""
-    help_text = f"only these of {', '.join(runtime.ARCHS)}, or auto; then each must {what}"
+    help_text = f"only these back ends: {', '.join(runtime.ARCHS)} or auto; each must then {what}"
     command.add_argument("place", nargs="*", type=back_ends, metavar="ARCH", help=help_text)
     command.add_argument(
-        "--arch", action="append", default=[], type=back_ends, metavar="ARCH[,ARCH...]", help="the same"
+        "--arch", action="append", default=[], type=back_ends, metavar="ARCH[,ARCH...]", help="the same as ARCH"
     )
 
 
@@ -361,36 +361,41 @@ def add_export(commands: Any) -> None:
     """The arguments of `tikv export`."""
     made = commands.add_parser(
         "export",
-        help="kernels as SPIR-V and Metal source, for programs without Python",
+        help="write kernels as SPIR-V and Metal source, for programs without Python",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Compile the kernels of operations ahead of time, for programs that launch them without Python.",
         epilog="""\
-The folder then holds, of each kernel, NAME.spv for Vulkan 1.1 and NAME.metal for Metal 2.3, and kernels.json:
+For each kernel, the folder then has NAME.spv for Vulkan 1.1 and NAME.metal for Metal 2.3. It also has kernels.json:
 
-  kernels   threads, shared memory, capabilities, and the arguments of each kernel: to which binding an array belongs
-            (a storage buffer of descriptor set 0; in Metal [[buffer(n)]]), and where each number lies, in bytes, in the
+  kernels   threads, shared memory, capabilities, and the arguments of each kernel: the binding of each array
+            (a storage buffer of descriptor set 0; in Metal [[buffer(n)]]), and the byte offset of each number in the
             uniform buffer that has the arguments
-  launches  what one call of each operation launches, in its order, with the arguments it gives: shapes and numbers.
-            A program changes those with a name, such as dst_position, and the strides, which count words
+  launches  the launches of one call of each operation, in order, with their arguments: shapes and numbers.
+            A program changes the named ones, such as dst_position, and the strides, which count words
 
-A kernel takes any number of tokens, heads, slots and pages; the sizes above and the dtype are compiled in. What is
-stored as int8 or float8 comes from float16 rows, and attention over it has float16 queries and results.
-A Vulkan driver has to be here, Mesa's on the CPU will do; for Metal source spirv-cross; spirv-val checks what it finds.
+A kernel takes any number of tokens, heads, slots and pages; the sizes above and the dtype are compiled in. int8 and
+float8 caches take float16 rows, and attention over them has float16 queries and results. The export needs a Vulkan
+driver (Mesa's on the CPU is enough), and spirv-cross for Metal source; spirv-val checks the SPIR-V if it is installed.
 examples/export_vulkan/ is such a program in C++.
 
   tikv export kernels --op copy_kv,decode_attention --dtype float16 --head-dim 128
 """,
     )
-    made.add_argument("folder", metavar="DIR", help="a new folder, or one of an earlier export")
+    made.add_argument("folder", metavar="DIR", help="a new folder, or the folder of an earlier export")
     made.add_argument(
         "--arch",
         action="append",
         default=[],
         metavar="ARCH",
-        help="metal or vulkan: only Metal source, only SPIR-V (both)",
+        help="metal for Metal source only, vulkan for SPIR-V only (default: both)",
     )
     made.add_argument(
-        "--op", action="append", default=[], type=names, metavar="NAME[,NAME...]", help="only these operations (all)"
+        "--op",
+        action="append",
+        default=[],
+        type=names,
+        metavar="NAME[,NAME...]",
+        help="only these operations (default: all)",
     )
     made.add_argument(
         "--dtype",
@@ -398,7 +403,7 @@ examples/export_vulkan/ is such a program in C++.
         default=[],
         type=names,
         metavar="NAME[,NAME...]",
-        help="what is stored: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 (all that an operation has)",
+        help="stored dtypes: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 (default: all)",
     )
     for name, default, what in (
         ("--head-dim", 128, "elements of a head"),
@@ -420,16 +425,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tikv",
         description="KV-cache operations for research models: one Taichi source for Metal, CUDA, Vulkan and CPU.",
-        epilog="Not the TiKV database. `tikv COMMAND --help` tells more of each command.",
+        epilog="Not the TiKV database. `tikv COMMAND --help` says more about a command.",
     )
     parser.add_argument("--version", action="version", version=f"tikv {doctor.VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
         "info",
         aliases=["show-config", "collect-env"],
-        help="versions, back end, device, memory",
-        description="What is installed, which back end an operation would start or has started, and why. It starts "
-        "nothing.",
+        help="show versions, back end, device, memory",
+        description="Say what is installed, which back end an operation would start or has started, and why. It starts "
+        "nothing itself.",
     )
     info.add_argument("--json", action="store_true", help="as JSON, for a bug report")
     info.set_defaults(run=show_info)
@@ -437,40 +442,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor",
         aliases=["env-report", "diagnose"],
         help="run real operations on each back end and compare bits",
-        description="Try each back end in a process of its own: run operations there, compare their bits with the "
-        "NumPy reference, and say how long first calls take, or what is missing where one does not work.",
+        description="Test each back end in a separate process: run operations there, compare their bits with the NumPy "
+        "reference, and say how long first calls take. If a back end does not work, say what is missing.",
     )
     add_archs(check, "pass")
     check.add_argument("--json", action="store_true", help="as JSON")
     check.add_argument(
         "--report",
         metavar="FILE",
-        help="also run every operation in every dtype and a minute of benches on each back end, and write all of it to "
-        "one JSON file to send: some minutes",
+        help="also run every operation in every dtype and a minute of benches on each back end, and write everything "
+        "to one JSON file for an issue; it takes some minutes",
     )
     check.set_defaults(run=run_doctor)
     variants = commands.add_parser(
         "variants",
-        help="the named copies and what each does",
-        description="The copies of the source systems that have a name of their own: which layouts, dtypes and slots.",
+        help="list the named copies and what each does",
+        description="List the named copies of the source systems, with their layouts, dtypes and slots.",
     )
     variants.add_argument("--json", action="store_true", help="as JSON")
     variants.set_defaults(run=show_variants)
     matrix = commands.add_parser(
         "support",
-        help="operation x dtype x back end: run here now, each compared with the reference",
+        help="run every operation x dtype x back end and compare with the reference",
         description="Run every operation with every dtype on each back end and compare it with the NumPy reference. "
-        "The first run compiles each kernel, some minutes a back end.",
+        "The first run compiles each kernel, which takes some minutes per back end.",
     )
     add_archs(matrix, "work")
-    matrix.add_argument("--json", action="store_true", help="as JSON, with the reason of each refusal")
+    matrix.add_argument("--json", action="store_true", help="as JSON, with the reason for each refusal")
     matrix.set_defaults(run=show_support)
     times = commands.add_parser(
         "bench",
         aliases=["benchmark", "performance"],
-        help="about 20 seconds of timings beside numpy, torch and memcpy",
-        description="Time prompts, single tokens and attention beside NumPy, torch where it is installed, and a plain "
-        "copy of the same bytes. Each result is checked before it is timed.",
+        help="compare speed with numpy, torch and memcpy, in about 20 seconds",
+        description="Time prefill, decode and attention, and compare them with NumPy, torch if it is installed, and a "
+        "plain copy of the same bytes. Each result is checked before it is timed.",
     )
     times.add_argument(
         "--arch",
@@ -478,15 +483,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         type=back_ends,
         metavar="ARCH[,ARCH...]",
-        help=f"of {', '.join(runtime.ARCHS)}, one after the other (auto, which takes the first that works)",
+        help=f"any of {', '.join(runtime.ARCHS)}, one after the other (default: the first that works)",
     )
-    times.add_argument("--seconds", type=seconds, default=20.0, help="for all cases together, compiling aside (20)")
+    times.add_argument(
+        "--seconds", type=seconds, default=20.0, help="for all cases together, without compiling (default: 20)"
+    )
     times.add_argument(
         "--attention",
         action="store_true",
-        help="time tikv's attention beside torch's, and write a table by which impl='auto' takes the faster one",
+        help="compare tikv's attention with torch's, and write a table from which impl='auto' takes the faster one",
     )
-    times.add_argument("--plot", type=svg, metavar="OUT.svg", help="draw the times beside the peers' as a picture")
+    times.add_argument(
+        "--plot", type=svg, metavar="OUT.svg", help="draw a picture of the times, with those of the others"
+    )
     times.add_argument("--json", action="store_true", help="as JSON")
     times.set_defaults(run=run_bench)
     add_export(commands)

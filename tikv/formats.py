@@ -189,7 +189,7 @@ class Quant:
             raise OptionError(f"Quant: seed={self.seed!r} is not offered. Use {wanted}.")
         if self.rotate and self.axis == "tokens":
             raise OptionError(
-                "Quant: rotate with axis='tokens' is not offered: each channel has scales of its own there, and turned "
+                "Quant: rotate with axis='tokens' is not offered: each channel has its own scales there, and rotated "
                 "keys have no channels. Use axis='head_dim', or rotate=None."
             )
 

@@ -125,7 +125,7 @@ def test_what_a_cache_of_groups_refuses(arch, rng):
     cache = TikvCache(config(), dtype=tikv.Quant(4, 128))
     with pytest.raises(tikv.ShapeError, match="TikvCache layer 1: a head of keys is 64 wide"):
         cache.update(*rows(rng, 3), 1)
-    with pytest.raises(tikv.OptionError, match="TikvCache: v_dtype quant4_64_hadamard is of turned rows"):
+    with pytest.raises(tikv.OptionError, match="TikvCache: v_dtype quant4_64_hadamard has rotated rows"):
         TikvCache(config(), v_dtype=tikv.Quant(4, rotate="hadamard"))
     cache = TikvCache(config(), dtype="q8_0")
     with pytest.raises(tikv.DTypeError, match="keys of float64 are not stored as q8_0"):

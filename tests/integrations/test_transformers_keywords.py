@@ -251,7 +251,7 @@ def test_a_keyword_that_is_not_known_goes_to_the_models_own_function(arch, rng, 
 
 def test_a_keyword_that_nobody_knows_is_refused(arch, rng):
     q, k, v = (numbers(rng, 1, 2, 1, 8) for _ in "qkv")
-    with pytest.raises(tikv.OptionError, match="Module says tilt, which only a function of its own would know"):
+    with pytest.raises(tikv.OptionError, match="Module says tilt, which only its own function would know"):
         attend(torch.nn.Module(), q, k, v, None, tilt=0.3, use_cache=True)
     with pytest.raises(tikv.OptionError, match="block_indices"):
         attend(torch.nn.Module(), q, k, v, None, block_indices=torch.zeros(1, 2, 1, 1, dtype=torch.long))

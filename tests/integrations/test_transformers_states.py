@@ -195,7 +195,7 @@ def test_a_state_of_all_tokens_is_not_taken_back(family, arch):
     last_logits(model, ids(2, 9), cache)
     before = lengths(cache)
     assert not cache.is_croppable
-    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\): its state is of all tokens together"):
+    with pytest.raises(tikv.PositionError, match=r"layer 0: crop\(-2\): its state covers all tokens together"):
         cache.crop(-2)
     assert lengths(cache) == before
     cache.crop(0)

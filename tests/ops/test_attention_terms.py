@@ -335,7 +335,7 @@ def test_a_tree_that_wraps_a_ring_attends_over_what_was_held_and_what_is_new(arc
     [
         ({"mask": np.ones((1, 3, 2), bool)}, tikv.ShapeError, r"\(B, T, T\) = \(1, 3, 3\)"),
         ({"mask": np.ones((1, 3, 2), np.uint8)}, tikv.ShapeError, r"ceil\(T / 8\)\) = \(1, 3, 1\)"),
-        ({"mask": np.ones((1, 3, 3), np.float32)}, tikv.DTypeError, "float32; it is bool"),
+        ({"mask": np.ones((1, 3, 3), np.float32)}, tikv.DTypeError, "float32; it must be bool"),
         ({"parents": [[-1, 1, 0]]}, tikv.PositionError, r"parents\[0, 1\]=1"),
         ({"parents": [[0, 0, 0]]}, tikv.PositionError, r"parents\[0, 0\]=0"),
         ({"parents": [[-2, 0, 0]]}, tikv.PositionError, r"parents\[0, 0\]=-2"),

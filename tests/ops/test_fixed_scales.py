@@ -112,7 +112,7 @@ def test_attention_multiplies(arch, rng, place):
         ((0.0, 1.0), tikv.OptionError, "k_scale=0.0 is not a positive normal"),
         ((1.0, float("nan")), tikv.OptionError, "v_scale=nan"),
         ((1.0, None), tikv.ShapeError, "v_scale is missing"),
-        ((np.ones(3, np.float32),) * 2, tikv.ShapeError, r"one a head: \(2,\)"),
+        ((np.ones(3, np.float32),) * 2, tikv.ShapeError, r"one per head: \(2,\)"),
         ((np.ones(2), np.ones(2)), tikv.DTypeError, "float16 or float32"),
         ((1.0, np.ones(2, np.float32)), tikv.ShapeError, "a number each"),
     ],
@@ -166,5 +166,5 @@ def test_attention_multiplies_by_scales_of_each_sequence(arch, rng, place):
             want, _ = reference.attention(q[b, h], keys[h // 2], values[h // 2], scale=WIDTH**-0.5)
             np.testing.assert_allclose(oracle.to_numpy(got)[b, h], want, rtol=0, atol=2e-5)
     wrong = {name: np.ones((3, HEADS), np.float32) for name in scales}
-    with pytest.raises(tikv.ShapeError, match=r"one a sequence and head: \(2, 2\)"):
+    with pytest.raises(tikv.ShapeError, match=r"one per sequence and head: \(2, 2\)"):
         tikv.decode_attention(q, k, v, lens, **wrong)

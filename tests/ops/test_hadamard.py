@@ -86,7 +86,7 @@ def test_codes_and_what_they_stand_for(arch, rng, name, width):
 
 
 def test_attention_turns_its_queries(arch, rng):
-    """Against float64 over keys that the codes stand for, turned by hand; values are not turned."""
+    """Against float64 over keys that the codes stand for, turned by hand; values are not rotated."""
     name, k_row = "quant4_64_hadamard", formats.parse_format("quant4_64_hadamard")
     k, v = (rng.standard_normal((2, 2, 21, 64)).astype(np.float16) for _ in "kv")
     k[..., 7] *= 20
@@ -181,9 +181,9 @@ def test_a_large_column_costs_less(arch, rng):
         (
             lambda: tikv.Quant(4, 32, axis="tokens", residual=32, rotate="hadamard"),
             tikv.OptionError,
-            "each channel has scales of its own",
+            "each channel has its own scales",
         ),
-        (lambda: _store(v_dtype=tikv.Quant(4, rotate="hadamard")), tikv.OptionError, "values are not turned"),
+        (lambda: _store(v_dtype=tikv.Quant(4, rotate="hadamard")), tikv.OptionError, "values are not rotated"),
         (lambda: _store(dtype="quant4_64_hadamard9999999999"), tikv.DTypeError, "unknown dtype"),
         (lambda: _pair("quant4_64", "quant4_64_hadamard"), tikv.OptionError, "Use quant4_64"),
         (lambda: _pair("quant4_32_hadamard", "quant4_64"), tikv.DTypeError, "Use one format"),

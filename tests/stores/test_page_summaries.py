@@ -281,7 +281,7 @@ def test_refused_calls_change_nothing(arch, rng):
         (lambda: store.page_summaries(2), tikv.PositionError, "layer"),
         (lambda: store.append(0, k[:, :3], v[:, :3]), tikv.CapacityError, "23"),
         (lambda: store.append(0, k[:, :1], v[:, :1, :1]), tikv.ShapeError, "v"),
-        (lambda: store.compact(0, [[3, 2]]), tikv.PositionError, "2 behind 3"),
+        (lambda: store.compact(0, [[3, 2]]), tikv.PositionError, "2 after 3"),
         (lambda: store.trim(22), tikv.PositionError, "22"),
         (lambda: scaled.append(0, k[:, :1], v[:, :1], positions=np.array([3])), tikv.OptionError,
          "Append without positions"),
@@ -480,7 +480,7 @@ def test_refused_calls_of_a_pool_change_nothing(arch, rng):
         (lambda: pool_of(page=None).page_summaries(0, []), tikv.OptionError, "Make it with page_summaries=16"),
         (lambda: pool.append(0, k, v, [other], [0, len(k)]), tikv.CapacityError, "free"),
         (lambda: pool.append(0, k[:3], v[:2], [seq], [0, 3]), tikv.ShapeError, "v"),
-        (lambda: pool.compact(0, seq, [3, 2]), tikv.PositionError, "2 behind 3"),
+        (lambda: pool.compact(0, seq, [3, 2]), tikv.PositionError, "2 after 3"),
         (lambda: pool.commit([seq], [0, 14]), tikv.PositionError, "14"),
         (lambda: pool.truncate(seq, 14), tikv.PositionError, "14"),
     ):

@@ -231,7 +231,7 @@ def test_what_a_per_head_store_does_not_do_is_refused(tmp_path, arch):
     with pytest.raises(tikv.ShapeError, match="number of heads"):
         store.append(0, k[:, :1], k[:, :1], [seq], cu_seqlens=[0, 4])
     for keep, error, says in (
-        ([[2, 1], [0, 1]], tikv.PositionError, "1 behind 2"),
+        ([[2, 1], [0, 1]], tikv.PositionError, "1 after 2"),
         ([[0, 4], [0, 1]], tikv.PositionError, "has 4, and 4 rows"),
         (np.ones((2, 5), bool), tikv.ShapeError, "mask of shape"),
         (np.ones((3, 4), bool), tikv.ShapeError, "mask of shape"),

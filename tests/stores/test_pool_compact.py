@@ -285,7 +285,7 @@ def test_int8_keys_are_turned_with_their_scales(arch, rng):
 
 
 REFUSED = [
-    ([3, 1], tikv.PositionError, "has 1 behind 3"),
+    ([3, 1], tikv.PositionError, "has 1 after 3"),
     ([0, 6], tikv.PositionError, "has 6, and 6 rows are held there"),
     ([[0, 1], [0, 1], [0, 2]], tikv.ShapeError, "heads would keep different tokens.*use per_head=True"),
     (np.ones(5, bool), tikv.ShapeError, "Give a True or False for each"),

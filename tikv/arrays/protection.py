@@ -1,7 +1,7 @@
 """Whether memory of the host may be written, where an array cannot say: torch and DLPack lose what NumPy knows.
 
 A write to a read-only mapping ends the process. The system is asked about the first and the last page of a destination,
-once a page.
+once per page.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ def _check_filled(array: Any, name: str, entries: int, operation: str) -> None:
     checks.rank(found, (1,), name, "(nnz,)", operation)
     checks.writable(found, name, operation)
     if found.dtype not in dtypes.INDICES:
-        raise DTypeError(f"{operation}: {name} is {describe(found)}; indices are int32 or int64.")
+        raise DTypeError(f"{operation}: {name} is {describe(found)}; indices must be int32 or int64.")
     if found.shape[0] < entries:
         raise ShapeError(f"{operation}: {name} is {describe(found)}, shorter than nnz={entries}.")
 

@@ -127,8 +127,8 @@ def by_own_function(
     function = _own[kind]
     if function is None:
         raise OptionError(
-            f"{OPERATION}: {kind.__name__} says {', '.join(names)}, which only a function of its own would "
-            f'know, and has none. Call model.set_attn_implementation("eager").'
+            f"{OPERATION}: {kind.__name__} says {', '.join(names)}, which only its own function would "
+            f'know, and it has none. Call model.set_attn_implementation("eager").'
         )
     if mask is None:
         mask = torch.zeros((query.shape[2], key.shape[2]), dtype=query.dtype, device=query.device)

@@ -116,8 +116,8 @@ class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
         name = f"{OPERATION} layer {self.index}"
         if any(self.is_recurrent_states_initialized.values()):
             raise PositionError(
-                f"{name}: crop({tokens_to_remove}): its state is of all tokens together. Take a copy.deepcopy() of the "
-                f"cache before tokens that may be dropped, or reset()."
+                f"{name}: crop({tokens_to_remove}): its state covers all tokens together. Take a copy.deepcopy() of "
+                f"the cache before tokens that may be dropped, or reset()."
             )
         for i, state in self.conv_states.items():
             if state is None:

@@ -151,7 +151,7 @@ class StreamingLayer(RingLayer):
         if first > needed and target < length:
             raise PositionError(
                 f"{self._name}: cannot go back from {length} to {target} tokens: a window of {self.window} needs "
-                f"positions from {needed} behind the sinks, held are {first}..{length - 1}. Drop fewer, or reset()."
+                f"positions from {needed} after the sinks; the cache has {first}..{length - 1}. Drop fewer, or reset()."
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -33,7 +33,7 @@ class Codec(NamedTuple):
     elements: int
     src_bits: int
     dst_bits: int
-    turn: tuple[int, int] | None = None  # of codes of turned rows: columns of a block and seed, see `hadamard`
+    turn: tuple[int, int] | None = None  # of codes of rotated rows: columns of a block and seed, see `hadamard`
 
     @property
     def finds_scale(self) -> bool:

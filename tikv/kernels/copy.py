@@ -390,7 +390,7 @@ def make_move_groups(style, streams, src, dst, lanes, scale):
 
 
 def make_move_turned(style, streams, src, dst, scale):
-    """GPU: `make_move_row` of codes of turned rows that become numbers, of K or of V."""
+    """GPU: `make_move_row` of codes of rotated rows that become numbers, of K or of V."""
     (stream,) = streams
     turn_back = make_turn_back(style, stream.codec, stream.units, scale)
     row_at, row_to = make_row_offset(src.page, K_SRC), make_row_offset(dst.page, K_DST)

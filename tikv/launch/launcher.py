@@ -11,7 +11,7 @@ from tikv.launch.cuda import driver
 
 LAUNCHERS = ("native", "direct", "public")
 _chosen: str | None = None
-_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; it is asked once a process
+_unavailable: dict[int, ArchError | None] = {}  # why the driver cannot be used for a GPU; it is asked once per process
 
 # Kernels that the native launcher could not take, and why. One line a kernel for as long as the process lives: the
 # reason does not go away, and a second attempt would start the compiling process again.

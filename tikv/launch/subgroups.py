@@ -1,7 +1,7 @@
 """Whether the kernels of a runtime may reduce over the subgroups of its device, and why not.
 
 The engine emits the operations without declaring their SPIR-V capability, so a driver may give wrong numbers, refuse
-the kernel, or end the process. They are tried out once a process: here where the driver is one by which they have run,
+the kernel, or end the process. They are tried once per process: here where the driver is one by which they have run,
 in a process of their own elsewhere, which a driver may end.
 """
 

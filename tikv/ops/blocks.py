@@ -298,7 +298,7 @@ def _block_elements(pool: ArrayView, name: str, operation: str) -> int:
     """
     if pool.ndim < 2:
         raise ShapeError(
-            f"{operation}: {name} is {describe(pool)}; a pool has blocks on its first axis and rows behind."
+            f"{operation}: {name} is {describe(pool)}; a pool has blocks on its first axis and rows after it."
         )
     expected = 1
     for stride, extent in sorted(zip(pool.strides[1:], pool.shape[1:], strict=True)):

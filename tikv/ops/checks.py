@@ -250,7 +250,7 @@ def indices(array: ArrayView, name: str, operation: str) -> None:
         DTypeError: it has another dtype.
     """
     if array.dtype not in dtypes.INDICES:
-        raise DTypeError(f"{operation}: {name} is {describe(array)}; indices are int32 or int64.")
+        raise DTypeError(f"{operation}: {name} is {describe(array)}; indices must be int32 or int64.")
     readable(array, name, operation)
 
 

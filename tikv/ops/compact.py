@@ -90,7 +90,7 @@ def _arrays_of(live: runtime.Runtime, operation: str, given: Any, name: str, wri
 
 
 def check_compact(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayView], parts: int) -> Plan:
-    """Check everything but which rows are kept and what lies where.
+    """Check everything but which rows are kept and where they lie.
 
     The arrays are the indices, the `parts` of the cache, and those of the output if there is one.
     """

@@ -250,7 +250,7 @@ def check_copy(
     names: checks.RangeNames = checks.RANGE_NAMES,
     formats: Formats = (None, None),
 ) -> CopyPlan:
-    """Check everything but the position and what lies where."""
+    """Check everything but the position and where the arrays lie."""
     window, num_tokens, src_offset, src_layout, cache_layout = options
     pairs = len(array_names)
     src, dst, src_names, dst_names = given[0:pairs:2], given[1:pairs:2], array_names[0::2], array_names[1::2]

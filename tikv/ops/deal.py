@@ -38,7 +38,7 @@ def deal(
         checks.on_device([("positions", positions)], live, operation)
         checks.indices(positions, "positions", operation)
         checks.rank(positions, (1,), "positions", "(batch,)", operation)
-        checks.extent(positions.shape[0], out.shape[0], "the number of positions", operation, "one a sequence")
+        checks.extent(positions.shape[0], out.shape[0], "the number of positions", operation, "one per sequence")
         plan = live.plans.keep(key, _plan(live, operation, dealt, counts))
     plan.run([positions, out])
 

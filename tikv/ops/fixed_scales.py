@@ -1,4 +1,4 @@
-"""The scales of floats of 8 bits: one number for a whole cache, or one a head. What is stored is x / scale.
+"""The scales of floats of 8 bits: one number for a whole cache, or one per head. What is stored is x / scale.
 
 A number of the host's becomes an array on the device once, so that kernels find all scales in the same way: those of
 int8 have a stride for each axis, those of here have strides of 0 but for the heads.
@@ -39,7 +39,7 @@ def scale_given(value: Any, live: runtime.Runtime, name: str, operation: str) ->
 
 
 def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[float, ...]:
-    """The scale of a store as the host knows it: one number or one a head, rounded to float32.
+    """The scale of a store as the host knows it: one number or one per head, rounded to float32.
 
     Raises:
         OptionError: a number that float32 does not divide by.
@@ -48,7 +48,7 @@ def fixed_numbers(value: Any, heads: int, name: str, operation: str) -> tuple[fl
     given = value.tolist() if hasattr(value, "tolist") else value
     listed = list(given) if isinstance(given, list | tuple) else [given]
     if len(listed) not in (1, heads):
-        raise ShapeError(f"{operation}: {name} has {len(listed)} numbers. Give one, or one a head: {heads}.")
+        raise ShapeError(f"{operation}: {name} has {len(listed)} numbers. Give one, or one per head: {heads}.")
     return tuple(float(np.float32(_checked(number, name, operation))) for number in listed)
 
 
@@ -69,18 +69,18 @@ def _checked(value: Any, name: str, operation: str) -> float:
 
 
 def check_fixed_scale(scale: ArrayView, heads: int, name: str, operation: str, batch: int | None = None) -> None:
-    """A scale is one number, or one a head, float16 or float32; with `batch` also one a sequence and head.
+    """A scale is one number, or one per head, float16 or float32; with `batch` also one per sequence and head.
 
     Raises:
         DTypeError, ShapeError: it is not.
     """
     if scale.dtype not in dtypes.SCALES:
-        raise DTypeError(f"{operation}: {name} is {describe(scale)}; scales are float16 or float32.")
+        raise DTypeError(f"{operation}: {name} is {describe(scale)}; scales must be float16 or float32.")
     checks.readable(scale, name, operation)
     if scale.shape not in ((), (1,), (heads,), (batch, heads)):
-        also = "" if batch is None else f", or one a sequence and head: {(batch, heads)}"
+        also = "" if batch is None else f", or one per sequence and head: {(batch, heads)}"
         raise ShapeError(
-            f"{operation}: {name} is {describe(scale)}; 8-bit floats have one scale, or one a head: ({heads},){also}."
+            f"{operation}: {name} is {describe(scale)}; 8-bit floats have one scale, or one per head: ({heads},){also}."
         )
 
 
@@ -98,7 +98,7 @@ def check_fixed_scales(scales: Sequence[ArrayView], heads: int, operation: str, 
     """The scales of K and V, which are read by the same strides.
 
     Raises:
-        DTypeError, ShapeError: they are not such scales, or one is a number and the other one a head.
+        DTypeError, ShapeError: they are not such scales, or one is a number and the other one per head.
     """
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
         check_fixed_scale(scale, heads, name, operation, batch)

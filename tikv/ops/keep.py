@@ -96,7 +96,7 @@ def _check_shape(shape: tuple[int, ...], rows: HeadRows, last: int | None, what:
         )
     if (last is not None and shape[-1] != last) or (last is None and shape[-1] > rows.limit):
         raise ShapeError(
-            f"{operation}: keep is {what} of shape {shape} for {rows.limit} rows a head. "
+            f"{operation}: keep is {what} of shape {shape} for {rows.limit} rows per head. "
             + ("Give a True or False for each." if last is not None else f"Give at most {rows.limit}.")
         )
 
@@ -136,7 +136,7 @@ def check_ascending(index: Host, held: Any, operation: str) -> None:
         *lead, at = (int(i) for i in np.argwhere(falls)[0])
         pair = index[tuple(lead)][at : at + 2].tolist()
         raise PositionError(
-            f"{operation}: keep of {_head(lead)} has {pair[1]} behind {pair[0]}, at {at + 1}. Each index must be above "
+            f"{operation}: keep of {_head(lead)} has {pair[1]} after {pair[0]}, at {at + 1}. Each index must be above "
             f"the one before: sort them, and drop what is named twice."
         )
     outside = (first < 0) | (last >= limits)

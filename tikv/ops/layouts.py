@@ -19,7 +19,7 @@ def token_and_head_axes(layout: str, name: str, operation: str) -> tuple[int, in
 
 
 class Scale(NamedTuple):
-    """Where the numbers lie by which rows are stored and read: one a row, those of its groups, or one of many rows.
+    """Where the numbers lie by which rows are stored and read: one per row, those of its groups, or one of many rows.
 
     Attributes:
         array: what holds them.

@@ -185,7 +185,7 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
             raise DTypeError(f"{operation}: {name} is {describe(a)}; pass what `summarize_pages` gives.")
     checks.same_dtype(least, greatest, "least", "greatest", operation)
     if q.dtype not in QUERIES:
-        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
     if greatest.shape != least.shape:
         raise ShapeError(f"{operation}: greatest is {describe(greatest)} where {least.shape} is needed, as of least.")
     detail = f"q: {describe(q)}, least: {describe(least)}"

@@ -291,7 +291,7 @@ def codes_of_pair(
         raise DTypeError(f"{operation}: K is {k.format} and V {v.format}. Use one format.")
     if v.format.seed is not None:
         raise OptionError(
-            f"{operation}: {v_name} is {v.format}, whose rows are turned, and values are not. Use {v.format.unturned}."
+            f"{operation}: {v_name} is {v.format}, whose rows are rotated, and values are not. Use {v.format.unturned}."
         )
     k_codes, k_numbers = codes_and_numbers(live, operation, k, f"{k_name}'s ", written)
     v_codes, v_numbers = codes_and_numbers(live, operation, v, f"{v_name}'s ", written)

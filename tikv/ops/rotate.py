@@ -112,8 +112,8 @@ def rotate(k: Any, from_positions: Any, to_positions: Any, rope: Rope, *, scale:
     live = runtime_of(k)
     if isinstance(k, Quantized):
         raise DTypeError(
-            f"{operation}: k is codes of {k.format}, and turned keys would need other scales, found by quantising them "
-            f"once more. Use tikv.dequantize, rotate what it gives, and tikv.quantize where that loss is meant."
+            f"{operation}: k is codes of {k.format}, and rotated keys would have to be quantised again, with other "
+            f"scales. To accept that loss, use tikv.dequantize, rotate the result, and use tikv.quantize."
         )
     rows = view(k, "k", operation)
     checks.on_device([("k", rows)], live, operation)

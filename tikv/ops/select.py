@@ -90,7 +90,7 @@ class SelectPlan(Plan):
         checks.rank(scores, (3, 4), "scores", "(B, T, N), or (B, H, T, N) by KV head", operation)
         checks.readable(scores, "scores", operation)
         if scores.dtype is not dtypes.float32:
-            raise DTypeError(f"{operation}: scores is {describe(scores)}; scores are float32.")
+            raise DTypeError(f"{operation}: scores is {describe(scores)}; scores must be float32.")
         checks.addressable(scores, 4, live, "scores", operation)
         k, page, sinks, recent = self.chosen = numbers
         least = -(-sinks // page) + (-(-(recent - 1) // page) + 1 if recent else 0)

@@ -629,7 +629,7 @@ def _rope_index(positions: ArrayView | None, tokens: int, rotates: bool, needed:
     if positions is None:
         if rotates and needed:
             raise PositionError(
-                f"{operation}: nothing says at which positions to rotate. Pass rope_positions, one a row."
+                f"{operation}: nothing says at which positions to rotate. Pass rope_positions, one per row."
             )
         return
     checks.indices(positions, "rope_positions", operation)

@@ -355,9 +355,9 @@ def _start(arch: str, name: str, options: dict[str, Any], invariant: bool | None
         if invariant is not None and before is not None and invariant is not before:
             ti = used.alias
             raise OptionError(
-                f"init: invariant={invariant}, and what runs has invariant={before}, since it was started without or "
-                f"by another call: results of both would not compare. Call tikv.init(invariant={invariant}) before the "
-                f"first operation, or end what runs, with all its memory, by {ti}.reset() first."
+                f"init: invariant={invariant}, and the running engine has invariant={before}, since it was started "
+                f"without or by another call: results of both would not compare. Call tikv.init(invariant={invariant}) "
+                f"before the first operation, or end the running engine, with all its memory, by {ti}.reset() first."
             )
         reasons = []
         archs, why = ([arch], "asked for") if arch != "auto" else _auto()

@@ -246,14 +246,14 @@ def values_of(stored: Any, given: Any, operation: str) -> Any:
     """What values are stored as: not turned, where keys are.
 
     Raises:
-        OptionError: a format of turned rows was given for them.
+        OptionError: a format of rotated rows was given for them.
     """
     if not isinstance(stored, GroupFormat) or stored.seed is None:
         return stored
     if given is not None:
         raise OptionError(
-            f"{operation}: v_dtype {stored} is of turned rows, and values are not turned: what attention makes of them "
-            f"would have to be turned back. Use {stored.unturned}."
+            f"{operation}: v_dtype {stored} has rotated rows, and values are not rotated: attention's results "
+            f"would have to be rotated back. Use {stored.unturned}."
         )
     return stored.unturned
 
@@ -289,7 +289,7 @@ def check_divided(stored: Sequence[Stored | None], given: Sequence[Any], operati
 def _divisors(stored: Sequence[Stored], given: Sequence[Any], heads: int, operation: str) -> tuple[Divisor, Divisor]:
     """What K and V are divided by, as a caller's `k_scale` and `v_scale` say; 1 where only the other is given.
 
-    Refused of what is not stored in floats of 8 bits, beside scales of rows, and neither one number nor one a head.
+    Refused of what is not stored in floats of 8 bits, beside scales of rows, and neither one number nor one per head.
     """
     if all(scale is None for scale in given):
         return None, None

@@ -33,8 +33,8 @@ def compile_step(
 ) -> Step:
     """A decode step of a store as one graph: append the new tokens, move the positions on, attend to all.
 
-    Positions live in device memory, one a sequence, and the step itself advances them: on CUDA it may be captured in a
-    CUDA graph and replayed, after which `KVCacheStore.advance` tells the store how many tokens the replays appended.
+    Positions live in device memory, one per sequence, and the step itself advances them: on CUDA it may be captured in
+    a CUDA graph and replayed, after which `KVCacheStore.advance` tells the store how many tokens the replays appended.
 
     Args:
         store: a `KVCacheStore`, of any dtype, with windows and sinks or without.

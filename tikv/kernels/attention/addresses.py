@@ -48,7 +48,7 @@ def make_find_key(c):
 
     Its index over what is visible and, as `make_locate` has it, where it lies and how many lie in a row. Where tokens
     are chosen the range is what query t of the sequence chose, `table` is a pair of the table and the chosen tokens,
-    and a slot of -1 also stands for none, for a token that there is not, and for one that the query does not see. New
+    and a slot of -1 also stands for none, for a token that does not exist, and for one that the query does not see. New
     tokens of a tree are found whoever sees them. Under `invariant` the n-th key is that of position n, and a slot of -1
     also stands for one between the sinks and the first that is seen.
     """

@@ -69,7 +69,7 @@ _natives: dict[tuple[int, str], Native] = {}
 
 
 def load_native(kernel: CompiledKernel) -> Native:
-    """Compile and patch a kernel for the driver, and load it on the runtime's device; once a process.
+    """Compile and patch a kernel for the driver, and load it on the runtime's device; once per process.
 
     Raises:
         ArchError: see `compiler.ptx_of`, `ptx.patch` and `driver.Device.load`.

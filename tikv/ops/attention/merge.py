@@ -86,7 +86,7 @@ def _check_states(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayV
         raise ShapeError(f"{operation}: out_b is {describe(second)} where {first.shape} is needed, the shape of out_a.")
     for name, a in zip(STATES[2:], arrays[2:4], strict=True):
         if a.dtype is not dtypes.float32:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp is float32.")
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; a log-sum-exp must be float32.")
         if a.shape != first.shape[:-1]:
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {first.shape[:-1]} is needed.")
         checks.ascending(a, name, operation)

@@ -137,7 +137,7 @@ def check_form(
     """Every precondition that is left of the form of a call."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     if q.dtype not in QUERIES:
-        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
     for name, a, rows in (("K", k, cache.k), ("V", v, cache.v)):
         if a.dtype not in dtypes.ATTENDED and rows.format is None:
             readable = ", ".join(row.name for row in dtypes.ATTENDED)
@@ -151,7 +151,7 @@ def check_form(
         raise OptionError(f"{operation}: the mass of keys of {cache.k.format} is not offered. Leave return_mass out.")
     for scale in [found.array for found in cache.scales]:
         if scale.dtype not in READ_SCALES:
-            raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales are float16 or float32.")
+            raise DTypeError(f"{operation}: a scale is {describe(scale)}; scales must be float16 or float32.")
         checks.same_dtype(cache.scales[0].array, scale, "k_scale", "v_scale", operation)
     checks.extent(query.batch, batch, "the batch of q", operation, f"q: {describe(q)}, K: {describe(k)}")
     checks.extent(query.width, cache.width, "the head width of q", operation, f"q: {describe(q)}, K: {describe(k)}")
@@ -166,7 +166,7 @@ def check_form(
     for name, value in (("scale", options.scale), ("softcap", options.softcap)):
         if value is not None and not (math.isfinite(value) and (name == "scale" or value > 0)):
             wanted = "finite" if name == "scale" else "positive"
-            raise OptionError(f"{operation}: {name}={value} is no {wanted} number.")
+            raise OptionError(f"{operation}: {name}={value} is not a {wanted} number.")
     if options.splits is not None:
         checks.integer(options.splits, "num_splits", operation, low=1, high=MOST_SPLITS)
     if "lens" in arrays:

@@ -54,7 +54,7 @@ class Results(NamedTuple):
     return_lse: bool = False
     lse: Any = None  # float32 of any strides, as the plan writes it; None: a new array, where it is wanted
     is_partial: bool = False  # `out` is float32, whatever q is: it is merged with others before it is rounded
-    is_new: bool = False  # `out` was made for this call, so that there is nothing to check
+    is_new: bool = False  # `out` was made for this call, so that does not existhing to check
     lead: tuple[int, ...] = ()  # the caller's axes but for the columns
     as_read: Callable[[ArrayView], ArrayView] | None = None  # how an array with those is seen as the plan has it
 

@@ -134,7 +134,7 @@ class AttendRequest(NamedTuple):
         if return_mass and keys is not None:
             raise OptionError(f"{operation}: the mass of keys of {keys} is not offered. Leave return_mass out.")
         if return_mass and uncounted:
-            raise OptionError(f"{operation}: return_mass counts no {uncounted[0]}. Ask for one of the two.")
+            raise OptionError(f"{operation}: return_mass does not count {uncounted[0]}. Ask for one of the two.")
         if not return_mass:
             raise OptionError(f"{operation}: mass_queries={wanted} without return_mass=True. Ask for the mass too.")
         if wanted is not None:

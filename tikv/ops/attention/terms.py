@@ -59,8 +59,8 @@ def _bytes_of(mask: Any, operation: str) -> tuple[str, Any]:
     name = str(getattr(mask, "dtype", type(mask).__name__)).removeprefix("torch.")
     if name not in ("bool", "uint8") or not hasattr(mask, "view"):
         raise DTypeError(
-            f"{operation}: mask is {name}; it is bool (B, T, T), or uint8 (B, T, ceil(T / 8)) of packed bits, of NumPy "
-            f"or torch."
+            f"{operation}: mask is {name}; it must be bool (B, T, T), or uint8 (B, T, ceil(T / 8)) of packed bits, "
+            f"from NumPy or torch."
         )
     is_torch = type(mask).__module__.startswith("torch")
     int8 = dtypes.to_torch("int8") if is_torch else np.int8
@@ -88,7 +88,7 @@ def check_terms(
     batch, tokens = query.batch, query.queries
     check_scores(operation, arrays, batch, query.heads, live)
     if options.mass and (given := [name for name in UNCOUNTED if name in arrays]):
-        raise OptionError(f"{operation}: return_mass counts no {given[0]}. Ask for one of the two.")
+        raise OptionError(f"{operation}: return_mass does not count {given[0]}. Ask for one of the two.")
     name = tree_of(arrays)
     if not name:
         return
@@ -130,7 +130,7 @@ def check_scores(
             continue
         checks.on_device([(name, a)], live, operation)
         if a.dtype is not dtypes.float32:
-            raise DTypeError(f"{operation}: {name} is {describe(a)}; it is float32.")
+            raise DTypeError(f"{operation}: {name} is {describe(a)}; it must be float32.")
         if a.shape not in shapes:
             needed = " or ".join(map(str, shapes))
             raise ShapeError(f"{operation}: {name} is {describe(a)} where {axes} = {needed} is needed.")

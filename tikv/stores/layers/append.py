@@ -78,7 +78,7 @@ class AppendPlan(Plan):
         """Write rows of the form that was checked behind the tokens that the layers hold, and count them.
 
         The store's lock is held. After the first run this is `entries_at`, `run` and the counts in one function, for a
-        decode loop waits for it once a layer: `benches/stores/bench_append.py`. It raises CapacityError where a layer
+        decode loop waits for it once per layer: `benches/stores/bench_append.py`. It raises CapacityError where a layer
         without a window has no room, ShapeError where rows share memory with the layers.
         """
         layers = self.layers
@@ -256,7 +256,7 @@ class UnevenAppendPlan(AppendPlan):
         layer.newest = self.tokens
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
-        """A launch; one a sequence where one stride does not lead through all heads of the batch."""
+        """A launch; one per sequence where one stride does not lead through all heads of the batch."""
         layer, heads = self.layers[0], self.heads
         assert layer.head_lengths is not None
         strides = [form[1] for form in self._forms]

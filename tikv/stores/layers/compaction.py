@@ -175,5 +175,5 @@ def split_by_layer(keep: Any, layers: int, operation: str) -> list[Any]:
     """What is kept of each layer, of an array or list with one entry for each; ShapeError of another number."""
     count = len(keep) if hasattr(keep, "__len__") else 0
     if count != layers:
-        raise ShapeError(f"{operation}: keep has {count} entries for num_layers={layers}. Give one a layer.")
+        raise ShapeError(f"{operation}: keep has {count} entries for num_layers={layers}. Give one per layer.")
     return [keep[i] for i in range(layers)]

@@ -189,8 +189,8 @@ def _axes_of(operation: str, q: ArrayView, layout: str, batch: int, num_kv_heads
     if layout == "head_major" and batch == num_kv_heads == 1 and q.shape[1] > 1:
         raise ShapeError(
             f"{operation}: q is {describe(q)}, which with layout='head_major' and one KV head may be {q.shape[1]} "
-            f"query heads of one token or {q.shape[1]} tokens of one. Pass (batch, Hq, T, D), or one query a sequence "
-            f"without layout."
+            f"query heads of one token or {q.shape[1]} tokens of one. Pass (batch, Hq, T, D), or one query per "
+            f"sequence without layout."
         )
     return "BH"  # also of one token of one sequence, which is the same
 
@@ -241,7 +241,7 @@ def _check(
     checks.rank(q, (len(axes) + 1,), "q", wanted, operation)
     checks.readable(q, "q", operation)
     if q.dtype not in QUERIES:
-        raise DTypeError(f"{operation}: q is {describe(q)}; queries are float32, float16 or bfloat16.")
+        raise DTypeError(f"{operation}: q is {describe(q)}; queries must be float32, float16 or bfloat16.")
     extents, as_read = dict(zip(axes, q.shape, strict=False)), f"q: {describe(q)}, {named(axes)}"
     checks.extent(extents.get("B", batch), batch, "the batch of q", operation, as_read)
     checks.extent(q.shape[-1], width, "the head width of q", operation, as_read)

@@ -66,7 +66,7 @@ def why_plain(live: runtime.Runtime, operation: str) -> str:
         return f"{live.arch} computes in the host's memory"
     if not live.is_cuda:
         raise ArchError(
-            f"{operation}: place='host' is for CUDA, and of no use on CPU, Metal and what shares the host's memory. "
+            f"{operation}: place='host' is for CUDA, and of no use on CPU, Metal and devices that share its memory. "
             f"{live.arch} has its own. Use place='device'."
         )
     name = launch.launcher_report(live)["launcher"]

@@ -71,7 +71,7 @@ class StoreConfig(NamedTuple):
         one_each = isinstance(window, Iterable) and getattr(window, "ndim", 1) != 0
         given = list(window) if one_each else [window] * layers
         if len(given) != layers:
-            raise ShapeError(f"{operation}: window has {len(given)} entries for num_layers={layers}. Give one a layer.")
+            raise ShapeError(f"{operation}: window has {len(given)} entries for num_layers={layers}. Give one each.")
         windows = tuple(checks.window_of(w, capacity, operation) for w in given)
         if sinks and all(w is None for w in windows):
             raise OptionError(f"{operation}: sinks={sinks} without a window. Give a window, or sinks=0.")

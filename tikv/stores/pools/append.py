@@ -155,7 +155,7 @@ class RowWrite:
 
 
 class HeadWrite(RowWrite):
-    """The same by one slot for each token and head: a launch, or one a head.
+    """The same by one slot for each token and head: a launch, or one per head.
 
     The rows of all tokens and heads are those of T * H tokens of one head, if they lie one after the other.
     """
