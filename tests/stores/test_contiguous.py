@@ -889,3 +889,23 @@ def test_a_layer_without_tokens_beside_others(arch, rng):
     assert (lse == -np.inf).all()
     store.append(1, k, v)
     assert store.attend(1, q).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "q8_0"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_launch_for_one_layer_serves_others_of_its_form(arch, rng, dtype, tokens):
+    """What was bound for the first says nothing of where the rows and the memory of the next ones lie."""
+    form = {"num_layers": 1, "num_kv_heads": HEADS, "head_dim": 32, "capacity": 16, "dtype": dtype}
+    one, other = rng.standard_normal((2, 1, tokens, HEADS, 32), np.float32)
+    stores = [tikv.KVCacheStore(**form) for _ in range(3)]
+    rows = [(one, one), (one, other), (other, one)]  # K and V of the first are one array
+    for store, (k, v) in zip(stores, rows, strict=True):
+        store.append(0, k, v)
+    for store, (k, v) in zip(reversed(stores), reversed(rows), strict=True):
+        store.append(0, v, k)
+    for store, (k, v) in zip(stores, rows, strict=True):
+        alone = tikv.KVCacheStore(**{**form, "num_layers": 2})  # whose launches are of two layers at once
+        alone.append_all(np.stack([k, v]), np.stack([v, k]))
+        alone.append_all(np.stack([v, k]), np.stack([k, v]))
+        for found, wanted in zip(store.tokens(0), alone.tokens(0), strict=True):
+            np.testing.assert_array_equal(found.copy_to_host(), wanted.copy_to_host())

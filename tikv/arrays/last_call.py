@@ -112,16 +112,17 @@ def last_call_test(
     last = _last_calls.get(operation)
     if last is None or last.fits is None:
         return None
-    fits, unnested, views = last.fits, last.unnested, list(last.views)
+    fits, views = last.fits, list(last.views)
+    # Of each array the addresses that were looked at: new rows come and go at a few, in many combinations.
+    whole: list[BoundedCache[int, bool]] = [BoundedCache() for _ in views]
 
     def fits_at(pointers: tuple[int, ...], *arrays: Any) -> bool:
-        if pointers in unnested:
-            return fits(*arrays)
         if _any_nested(arrays) or not fits(*arrays):
             return False
-        for array, pointer, seen, name in zip(arrays, pointers, views, names, strict=True):
-            check_torch_memory(array, pointer, seen, name, operation)
-        unnested[pointers] = True
+        for i, pointer in enumerate(pointers):
+            if pointer not in whole[i]:
+                check_torch_memory(arrays[i], pointer, views[i], names[i], operation)
+                whole[i][pointer] = True
         return True
 
     return fits, _torch_address, last.views.key, fits_at

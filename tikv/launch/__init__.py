@@ -18,6 +18,7 @@ from tikv.launch.compilation import CompiledKernel as CompiledKernel
 from tikv.launch.compiled import Kernel as Kernel
 from tikv.launch.compiled import NeedsNativeLauncher as NeedsNativeLauncher
 from tikv.launch.compiled import bind_again as bind_again
+from tikv.launch.compiled import bind_elsewhere as bind_elsewhere
 from tikv.launch.compiled import kernel as kernel
 from tikv.launch.cuda.compile_server import serve_compiler as serve_compiler
 from tikv.launch.cuda.driver import use_stream as use_stream

@@ -27,6 +27,7 @@ class Bound:
         self.kernel = kernel
         self.iterations = iterations
         self.arguments: list[Any] = list(arguments)
+        self.numbers = [None if isinstance(value, ArrayView) else value for value in arguments]  # as they were bound
         self._fields = fields_of(arguments, kernel.is_float)
         for i, value in enumerate(arguments):
             if isinstance(value, tuple):

@@ -6,9 +6,11 @@ program uses, bound launches and graphs hold them anyway, and one that went woul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tikv import runtime
+from tikv.arrays import ArrayView
 from tikv.errors import ArchError
 from tikv.launch import launcher
 from tikv.launch.bound import Bound, FreshBound, KeptBound, PublicBound
@@ -103,3 +105,10 @@ def bind_again(recorded: Recorded) -> Bound:
     """The launch that was recorded, bound to be done."""
     assert isinstance(recorded.kernel, Kernel)
     return recorded.kernel.bind(recorded.iterations, *recorded.arguments)
+
+
+def bind_elsewhere(bound: Bound, arrays: Iterable[ArrayView]) -> Bound:
+    """The same launch over other arrays of the same forms, in the order of its arguments."""
+    assert isinstance(bound.kernel, Kernel)
+    rest = iter(arrays)
+    return bound.kernel.bind(bound.iterations, *[next(rest) if n is None else n for n in bound.numbers])

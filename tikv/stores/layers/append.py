@@ -7,7 +7,7 @@ bound to addresses, so the plans are forgotten when it is made anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,13 +167,26 @@ class AppendPlan(Plan):
 
     def move_to(self, pointers: tuple[int, ...]) -> bool:
         """Let the launch read K and V of this form at these addresses; False where they are aligned otherwise."""
-        if [p % ALIGNMENT for p in pointers] != self.alignments:
+        (k, v), (of_k, of_v) = pointers, self.alignments
+        if k % ALIGNMENT != of_k or v % ALIGNMENT != of_v:
             return False
         self._move_to(pointers)
         return True
 
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
-        """The launch over K and V, and over positions that it reads."""
+        """The launch over K and V, and over positions that it reads; as that of a like layer, where there was one."""
+        layer = self.layers[0]
+        lone = self.counted and len(self.layers) == 1 and layer.least is None and layer.divisors == (None, None)
+        if not lone or 0 in [a.ptr for a in (*given, layer.k)] or launch.is_recording():
+            return self._bind_anew(given)
+        arrays, plans = [*given, *layer.arrays], self.live.plans
+        form = ("append", self.rows, self.token_axis, layer.form, layer.v.ptr - layer.k.ptr, *[a.key for a in given])
+        launches = plans.get(form)
+        if launches is None:
+            launches = plans.keep(form, [LikeLaunch.of(each, arrays) for each in self._bind_anew(given)])
+        return [each.over(arrays) for each in launches]
+
+    def _bind_anew(self, given: Sequence[ArrayView]) -> list[Launch]:
         first, batch, heads = self.layers[0], self.batch, self.heads
         params = dict[str, Any]()
         scales = first.scales_of_rows(heads, self.rows.numbers)
@@ -232,6 +245,29 @@ class AppendPlan(Plan):
                 row += self.heads * layer.slots
         self._table = to_device(table.reshape(-1), self.live)  # kept alive for the launches
         return self._table
+
+
+class LikeLaunch(NamedTuple):
+    """A launch that was bound for a layer, to be bound for others of its form: only addresses differ.
+
+    Attributes:
+        bound: to the layer that came first; it is not launched.
+        places: of each of its arrays, which begins there of the new K, the new V and the layer's own; and its form.
+    """
+
+    bound: launch.Bound
+    places: list[tuple[int, ArrayView]]
+
+    @classmethod
+    def of(cls, made: Launch, arrays: Sequence[ArrayView]) -> LikeLaunch:
+        """Of a launch over these arrays, each whole or with what lies behind it; K and V may be the same new rows."""
+        which = [next(i for i, b in enumerate(arrays) if a is b or (i > 1 and a.ptr == b.ptr)) for a in made.arrays]
+        return cls(made.bound, [(i, a.without_owner()) for i, a in zip(which, made.arrays, strict=True)])
+
+    def over(self, arrays: Sequence[ArrayView]) -> Launch:
+        """The same launch over the new rows and the arrays of another layer."""
+        own = [arrays[i] if arrays[i].key == a.key else a.at_address(arrays[i].ptr) for i, a in self.places]
+        return Launch(launch.bind_elsewhere(self.bound, own), own)
 
 
 class UnevenAppendPlan(AppendPlan):
@@ -298,7 +334,6 @@ class Appends:
     def __init__(self, memory: LayerMemory) -> None:
         self.memory = memory
         self.plans: BoundedCache[Any, AppendPlan] = memory.plans
-        self._fitting: BoundedCache[Any, bool] = BoundedCache()  # what new rows look like that fit
 
     def append_first(
         self, operation: str, layers: list[Layer], given: Views, layout: str, key: tuple[Any, ...], stacked: bool
@@ -421,10 +456,12 @@ class Appends:
             Both as (layers, batch, ., ., width), and which of the axes behind the first are tokens and heads.
         """
         axes = (1, 2) if checks.option(layout, "layout", operation, checks.LAYOUTS) == "token_major" else (2, 1)
-        key = (given.key, layout, stacked, len(layers), self.memory.batch_size)
-        if self._fitting.get(key) is None:
+        memory = self.memory
+        form = (memory.rows, memory.num_kv_heads, memory.batch_size, len(layers), layout, stacked)
+        key, plans = ("appended", *form, given.key), memory.runtime.plans
+        if plans.get(key) is None:
             self._check(operation, layers, given, layout, stacked)
-            self._fitting.keep(key, True)
+            plans.keep(key, True)
         refuse_shared(operation, layers, given)
         return [self._rows(a, stacked) for a in given], axes
 

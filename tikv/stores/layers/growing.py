@@ -148,7 +148,7 @@ class GrowingLayer(runtime.NotCopied):
         if plan is None or launch_again is None or not plan.pointers:
             return takes_nothing
         layer, tokens, slots, live = self._layer, plan.tokens, self.capacity, self.runtime
-        lock, program = plan.lock, live.program
+        lock, program, move_to = plan.lock, live.program, plan.move_to
 
         def append_alike(k: Any, v: Any, room: int) -> int:
             length = layer.length
@@ -164,7 +164,7 @@ class GrowingLayer(runtime.NotCopied):
             if not (same(k, v) if pointers == plan.pointers else same_at(pointers, k, v)):
                 return 0
             with lock:
-                if pointers != plan.pointers and not plan.move_to(pointers):
+                if pointers != plan.pointers and not move_to(pointers):
                     return 0
                 launch_again(length)
                 layer.length = end
