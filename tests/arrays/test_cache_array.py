@@ -173,6 +173,17 @@ def test_beside_a_torch_tensor_it_is_one(store, arch):
         np.testing.assert_array_equal(host(found), store.keys(0).copy_to_host() + 1)
 
 
+def test_torch_sees_the_memory_itself_whether_or_not_it_waits(store, arch):
+    pytest.importorskip("torch")
+    if arch in ("vulkan", "metal"):
+        pytest.skip("torch sees none of this memory")
+    keys = store.keys(0)
+    waited, at_once = keys.torch(), keys.torch(wait=False)
+    assert (at_once.data_ptr(), at_once.dtype, at_once.stride()) == (waited.data_ptr(), waited.dtype, waited.stride())
+    at_once.fill_(3)
+    np.testing.assert_array_equal(keys.copy_to_host(), np.full(keys.shape, 3, keys.copy_to_host().dtype))
+
+
 def test_a_runtime_that_is_gone_is_said(store, arch):
     keys = store.keys(0)
     tikv.init(arch=arch)

@@ -101,10 +101,14 @@ class CacheArray(runtime.NotCopied):
             )
         return as_numpy(array)
 
-    def torch(self) -> Any:
+    def torch(self, *, wait: bool = True) -> Any:
         """The memory as a torch tensor, not a copy: on CPU, CUDA, or MPS where Quadrants runs on Metal.
 
         A tensor on MPS is gone when the engine is started again.
+
+        Args:
+            wait: False where all that is launched over the memory goes to torch's current stream, as the tensor's own
+                work does: then the host does not wait for launches on several streams of a GPU.
 
         Raises:
             ArchError: the memory is on Vulkan, or on Metal with Taichi, where torch has no view of it.
@@ -112,7 +116,9 @@ class CacheArray(runtime.NotCopied):
         """
         torch = extras.need("torch", "CacheArray.torch")
         array = self.view_for("CacheArray.torch")
-        return mps.as_torch(array, self._runtime) if array.device in runtime.SPIRV_ARCHS else torch.from_dlpack(self)
+        if array.device in runtime.SPIRV_ARCHS:
+            return mps.as_torch(array, self._runtime)
+        return torch.from_dlpack(self if wait else dlpack.export(array, None))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         array = self.view_for("CacheArray.__dlpack__")

@@ -46,7 +46,7 @@ class GroupsLayer(TikvLayer):
 
     def _read(self, first: int, end: int) -> tuple[Any, Any]:
         store: Any = self.store
-        k, v = (a.torch() for a in store.decoded(first, dtypes.parse(self.dtype, self._name)))
+        k, v = (a.torch(wait=False) for a in store.decoded(first, dtypes.parse(self.dtype, self._name)))
         return k, v
 
     def _stored(self, first: int, end: int) -> Any:
