@@ -76,13 +76,15 @@ def attend(
     # kvpress masks keys of single heads in the functions that it finds at its import, of which this may be none.
     masked_outside = module.__dict__.get("masked_key_indices") is not None
     (batch, _, tokens, _), (k_batch, _, held, _) = query.shape, key.shape
-    if not _is_traced() and getattr(attention_mask, "tikv_of_slots", False):
-        attention_mask = None  # a step that is not compiled is given no slot but those that it sees
-    if attention_mask is not None and attention_mask.shape[-1] > held:
-        attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
+    traced = _is_traced()
+    if attention_mask is not None:
+        if not traced and getattr(attention_mask, "tikv_of_slots", False):
+            attention_mask = None  # a step that is not compiled is given no slot but those that it sees
+        elif attention_mask.shape[-1] > held:
+            attention_mask = attention_mask[..., :held]  # of the slots that a step reads without being compiled
     served = query.dtype in _READ and batch == k_batch and not (masked_outside or trained or dropout)
     ours = served and (tokens == 1 or sinks is not None or _is_invariant()) and not said
-    if _is_traced():
+    if traced:
         counted = getattr(key, "tikv_counted", None)
         starts = getattr(attention_mask, "tikv_starts", None)
         seen = attention_mask is None or starts is not None or getattr(attention_mask, "tikv_of_slots", False)

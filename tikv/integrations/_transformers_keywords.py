@@ -62,7 +62,7 @@ def said(keywords: Mapping[str, Any]) -> list[str]:
     return found
 
 
-_declared: set[Any] = set()
+_declared: set[Any] = set()  # classes of attention modules and of configurations
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -83,7 +83,10 @@ def check_configured(config: Any) -> None:
     Raises:
         OptionError: as `check_declared`.
     """
-    _check_models_of(type(config).__module__.replace("configuration_", "modeling_"))
+    kind = type(config)
+    if kind not in _declared and (module := kind.__module__.replace("configuration_", "modeling_")) in sys.modules:
+        _check_models_of(module)
+        _declared.add(kind)
 
 
 def _check_models_of(module_name: str) -> None:

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.integrations._stored_ops import decode_stored, name_of
 from tikv.integrations._transformers_keywords import ATTENTION
+from tikv.integrations._transformers_shim import attention_of
 from tikv.integrations._transformers_stored import StoredTensor, decoded, stored_pair, stored_tensors
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
 from tikv.ops.attention.request import AttendRequest
@@ -93,7 +94,7 @@ def keep_latents(kind: Any) -> None:
 
     @functools.wraps(own)
     def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
-        if _is_traced() or torch.is_grad_enabled() or self.config._attn_implementation != ATTENTION:
+        if _is_traced() or torch.is_grad_enabled() or attention_of(self.config) != ATTENTION:
             return own(self, kv_nope, k_rot)
         if not _serves(self, owner, kv_nope, k_rot):
             return own(self, kv_nope, k_rot)

@@ -86,7 +86,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Make the memory for keys and values of these shapes, dtype and device."""
         value_states = key_states if value_states is None else value_states
         tokens = self._tokens_of(key_states)
-        if self.config._attn_implementation == ATTENTION:
+        if shim.attention_of(self.config) == ATTENTION:
             check_configured(self.config)
         self.dtype, self.device = key_states.dtype, key_states.device
         where = share_memory_with(self.device)
@@ -121,8 +121,9 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         assert store is not None
         self._counted = None
         with torch.inference_mode(False):  # whose tensors nothing that torch traces may write outside of it
-            self._k, self._v = store.keys.torch(), store.values.torch()
-            self._scales: list[Any] = [None if a is None else a.torch() for a in store.scales]
+            # Launches and the model's own work go to one stream, in the order of their calls: nobody waits.
+            self._k, self._v = store.keys.torch(wait=False), store.values.torch(wait=False)
+            self._scales: list[Any] = [None if a is None else a.torch(wait=False) for a in store.scales]
         self.batch_size, self.num_heads = self._k.shape[:2]
         self.max_batch_size = self.batch_size
         self.head_dim, self._v_width = store.rows.widths
@@ -157,12 +158,13 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
             return self._traced_update(key_states, value_states)
         if self._staged:
             self._refuse_half_set()
-        if self.store is None:
+        store: Any = self.store
+        if store is None:
             key_states, value_states = _alike(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
+            store = self.store
         if self._lent is not None:
             self._recall()
-        store: Any = self.store
         end = store.append_alike(key_states, value_states, self._bound)
         if end:
             if self.for_steps:
@@ -203,7 +205,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         tokens = key_states.shape[2]
         first = max(0, end - tokens - self._past) if self.is_sliding else 0
         graded = torch.is_grad_enabled()
-        if tokens == 1 and not (self._as_stored or graded) and self.config._attn_implementation == ATTENTION:
+        if tokens == 1 and not (self._as_stored or graded) and shim.attention_of(self.config) == ATTENTION:
             return self._lend(first, end)
         keys, values = self._read(first, end)
         if self._as_stored and graded:  # autograd may save them, and is not told of what is rewritten
@@ -302,7 +304,7 @@ class TikvLayer(LayerRoom, cache_utils.CacheLayerMixin):  # type: ignore[misc]
         """Slots first..end in the model's dtype: a view where that is what is stored."""
         if self._scales != [None, None]:
             assert self.store is not None
-            k, v = (a.torch() for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
+            k, v = (a.torch(wait=False) for a in self.store.decoded(first, dtypes.parse(self.dtype, self._name)))
             return k, v
         k, v = self._slices(first, end)
         if not first:

@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import CapacityError
+from tikv.integrations import _transformers_shim as shim
 from tikv.integrations import _transformers_steps as steps
 from tikv.integrations._gradients import has_gradient
 from tikv.integrations._transformers_attention import ATTENTION
@@ -57,7 +58,7 @@ class ReadyLayer:
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile` can make one program of all steps of this layer."""
-        return self.for_steps and self.config._attn_implementation == ATTENTION
+        return self.for_steps and shim.attention_of(self.config) == ATTENTION
 
     def _count_on_device(self, tokens: int) -> None:
         """Note that the host has appended tokens: after a prompt compiled steps may follow."""
@@ -122,7 +123,7 @@ class ReadyLayer:
 
     def _goes_by_steps(self) -> bool:
         """Whether compiled steps may go on from what the layer has now."""
-        return self._counted is not None and self._counted.current and self.config._attn_implementation == ATTENTION
+        return self._counted is not None and self._counted.current and shim.attention_of(self.config) == ATTENTION
 
     def _update_by_step(self, key_states: Any, value_states: Any) -> tuple[Any, Any] | None:
         """Traced: `update` of tokens for which a compiled step has all it needs; None of others."""

@@ -14,7 +14,6 @@ import torch
 from tikv.arrays import ALIGNMENT, torch_guard
 from tikv.integrations._transformers_keywords import OPERATION
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
-from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive
 
@@ -60,7 +59,10 @@ class CacheSlots:
             if out is not None:
                 return out
         if query.is_cpu and query.shape[2] == 1 and request.sink_logits is request.indices is None:
-            self._again = Again.of(self.caches, query, request, length, min(length + STEPS, self._slots))
+            again = self._again = Again.of(self.caches, query, request, length, min(length + STEPS, self._slots))
+            out = None if again is None else again.attend(query, length)
+            if out is not None:
+                return out
         return attend_contiguous(query, self.caches, length, request)
 
 
@@ -74,15 +76,25 @@ class Again:
         ready: the call, of which everything is checked.
     """
 
-    __slots__ = ("first", "guard", "last", "launches", "live", "out", "program", "q", "ready", "request", "shape")
+    __slots__ = (
+        "_from_out",
+        "_from_q",
+        "_guard",
+        "_launches",
+        "_live",
+        "_shape",
+        "_stored",
+        "first",
+        "last",
+        "request",
+    )
 
     def __init__(self, guard: Any, request: AttendRequest, first: int, last: int, ready: Any) -> None:
-        self.guard, self.request, self.first, self.last = guard, request, first, last
-        self.ready, self.launches = dict(ready.arrays), ready.launches
-        self.live = self.launches.live
-        self.program = self.live.program
-        self.q, self.out = (ready.arrays[name].without_owner() for name in ("q", "out"))
-        self.shape = self.out.shape
+        self._guard, self.request, self.first, self.last = guard, request, first, last
+        q, *stored, out = ready.arrays.values()
+        self._launches, self._live = ready.launches, ready.launches.live
+        self._stored = tuple(a.ptr for a in stored)
+        self._from_q, self._from_out, self._shape = q.ptr % ALIGNMENT, out.ptr % ALIGNMENT, out.shape
 
     @classmethod
     def of(cls, caches: ContiguousCaches, query: Any, request: AttendRequest, first: int, last: int) -> Again | None:
@@ -90,32 +102,23 @@ class Again:
         guard = torch_guard((query,))
         if guard is None:
             return None
-
-        def at(length: int) -> Any:
-            return contiguous_call(OPERATION, query, caches._replace(seq_lens=length), request).prepare(query)
-
-        now = at(first)
-        if now.launches is None:
+        call = contiguous_call(OPERATION, query, caches._replace(seq_lens=first), request)
+        ready = call.prepare(query)
+        if ready.launches is None:
             return None
-        while last > first and at(last).launches is not now.launches:  # more keys never make fewer parts
-            last = (first + last) // 2
-        return cls(guard, request, first, last, now)
+        return cls(guard, request, first, call.plan.alike_until(first, last), ready)
 
     def attend(self, query: Any, length: int) -> Any:
         """Attention over so many tokens; None where the queries are of another form."""
-        live = self.live
-        if live.front.prog is not self.program:
-            require_alive(live, OPERATION)
-        if not self.guard(query):
+        if not self._live.alive:
+            require_alive(self._live, OPERATION)
+        if not self._guard(query):
             return None
-        out = query.new_empty(self.shape)
+        out = query.new_empty(self._shape)
         at, to = query.data_ptr(), out.data_ptr()
-        if (at ^ self.q.ptr | to ^ self.out.ptr) % ALIGNMENT:
+        if at % ALIGNMENT != self._from_q or to % ALIGNMENT != self._from_out:
             return None
-        arrays = self.ready.copy()
-        arrays["q"], arrays["out"] = self.q.at_address(at), self.out.at_address(to)
-        self.launches.attend(arrays, AttendedTokens(length))
-        return out
+        return out if self._launches.attend_again((at, *self._stored, to), length) else None
 
 
 def attend_contiguous(query: Any, caches: ContiguousCaches, length: int, request: AttendRequest) -> Any:

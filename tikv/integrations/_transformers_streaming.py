@@ -63,7 +63,7 @@ class StreamingLayer(RingLayer):
         store, tokens = self.store, self._tokens_of(key_states)
         if self._staged or (0 if store is None else store.end) + tokens <= self.window:
             return super().update(key_states, value_states)
-        attention = self.config._attn_implementation
+        attention = shim.attention_of(self.config)
         if tokens > 1 and attention not in (*_MASKED, ATTENTION):
             raise OptionError(
                 f"{self._name}: {tokens} tokens after {self.get_seq_length()} do not all see each other in a window of "

@@ -44,6 +44,8 @@ from tikv.stores.layers.storage import PLACES
 
 __all__ = ["TikvCache", "TikvLayer"]
 
+_is_traced = torch.compiler.is_dynamo_compiling  # found once: each layer asks with each token
+
 
 def _integer(value: Any, name: str, low: int, instead: str) -> int:
     try:
@@ -95,7 +97,7 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         OptionError: one cannot, or none of them attends.
     """
     name = type(config).__name__
-    if why := shim.without_a_cache(text):
+    if why := shim.without_a_cache(type(text)):
         raise OptionError(f"{OPERATION}: {why}: it is the model of {type(text).__name__}. Use it without cache=.")
     try:
         kinds = shim.layer_kinds(text)
@@ -362,10 +364,11 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` compiles steps by itself on a GPU; with memory made once it says why not, once."""
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             return False  # asked there for masks alone, which are as those of other caches
         why = self._why_not_compiled
-        if not why and not all(layer.is_compileable for layer in self.layers):
+        config = next((layer.config for layer in self.layers if isinstance(layer, TikvLayer)), None)  # of all of them
+        if not why and (config is None or shim.attention_of(config) != ATTENTION):
             why = f'attention is not "{ATTENTION}": call model.set_attn_implementation("{ATTENTION}")'
         if why and (self._limit is not None or self._made["window"] is not None) and torch.cuda.is_available():
             _say_once(f"{OPERATION}: steps are not compiled, since {why}.")
@@ -380,7 +383,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: the cache has {len(self.layers)} layers, as many as its configuration says; the model "
                 f"asks for layer {layer_idx}. Make the cache from the configuration of this model's decoder."
             ) from None
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             return layer.update(key_states, value_states)  # type: ignore[no-any-return]
         if self._prompted is not None and self._prompted is not layer:
             self._prompted.let_go_of_prompt()
@@ -403,7 +406,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
                 f"{OPERATION}: the cache holds {self.get_seq_length(layer_idx)} tokens, and the text has no more. Use "
                 f"reset() before another text."
             )
-        if not torch.compiler.is_dynamo_compiling():
+        if not _is_traced():
             self._refuse_another_text(queries, tokens, layer_idx)
             for layer in self._rings if tokens == 1 else ():
                 layer.make_ready()

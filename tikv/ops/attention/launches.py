@@ -172,6 +172,24 @@ class AttentionLaunches(Plan):
             self.run(list(arrays.values()), entries)
             self.first_valid = oldest
 
+    def attend_again(self, pointers: tuple[int, ...], length: int) -> bool:
+        """`attend` over arrays of the forms that were bound, at these addresses, by the cheapest calls.
+
+        The queries are those of the newest of so many tokens, all of which are there; False where nothing is bound.
+        """
+        with self.lock:
+            self._find_scratch()
+            if self.launches is None:
+                return False
+            if pointers != self.pointers:
+                self._move((), pointers)
+            put = self._setters
+            put["length"](length)
+            put["first_valid"](0)
+            put["ahead"](self.options.newer)
+            self._start()
+        return True
+
     def prepare(self, arrays: Sequence[ArrayView]) -> None:
         """As there, over the scratch memory of now."""
         with self.lock:

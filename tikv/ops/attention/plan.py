@@ -352,6 +352,13 @@ class AttentionPlan(Plan):
             self.last_shares = lengths, shares
         return shares
 
+    def alike_until(self, length: int, last: int) -> int:
+        """Up to which length the launches of one serve others: to `last`, or fewer that share out the keys likewise."""
+        shares = self._shares(Lengths(length))
+        while last > length and self._shares(Lengths(last)) != shares:  # more keys never make fewer parts
+            last = (length + last) // 2
+        return last
+
     def revalidate(
         self, arrays: Mapping[str, ArrayView], numbers: Mapping[str, int]
     ) -> tuple[tuple[int, ...], Entries]:
