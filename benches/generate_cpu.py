@@ -1,7 +1,7 @@
 """Whole models on CPU beside transformers' own cache, by turns in one process.
 
     python benches/generate_cpu.py                     # `generate` of 8 layers, prompts of 512 and 4,096 tokens
-    python benches/generate_cpu.py host                # a step of 16 layers so small that Python is what it takes
+    python benches/generate_cpu.py step                # a step of 16 layers so small that Python is what it takes
 
 One thread, timed by the time that it computed, so that other work on the machine counts little.
 """
@@ -48,6 +48,8 @@ def caches(dtypes):
 
 def generations(prompts, tokens, rounds):
     """Seconds of `generate`, of its prompt and of a token, for each dtype of the model."""
+    print("| model | prompt | new tokens | cache | seconds | of the prompt | ms a token | of DynamicCache |")
+    print("| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |")
     for dtype, formats in ((torch.float32, ["model", "float16", "int8"]), (torch.float16, ["model", "int8"])):
         model = model_of(8, 512, 8, 4, 64).to(dtype)
         for prompt in prompts:
@@ -64,49 +66,54 @@ def generations(prompts, tokens, rounds):
                         seconds.append(time.thread_time() - start)
                     if turn:
                         found.setdefault(name, []).append(seconds)
-            print(f"\nmodel {dtype}, prompt {prompt:,}, {tokens} new tokens: seconds, of the prompt, ms a token")
             base = None
             for name, times in found.items():
                 first, whole = (statistics.median(t[i] for t in times) for i in (0, 1))
                 base = base or whole
-                step = (whole - first) / tokens * 1e3
-                print(f"  {name:20} {whole:7.2f}  {first:6.2f}  {step:6.2f}   {whole / base:.2f}x", flush=True)
+                row = f"| {str(dtype).removeprefix('torch.')} | {prompt:,} | {tokens} | {name} | {whole:.2f} | "
+                print(f"{row}{first:.2f} | {(whole - first) / tokens * 1e3:.2f} | {whole / base:.2f} |", flush=True)
 
 
-def host(steps, rounds):
-    """Milliseconds of a step of the model alone, whose arithmetic is next to nothing."""
+def step(steps, rounds):
+    """Milliseconds of a new cache with its prompt, and of a step, of a model whose arithmetic is next to nothing."""
     model = model_of(16, 32, 2, 2, 32)
     ids, found = torch.randint(1, 256, (1, 32)), {}
     for turn in range(rounds + 1):
         for name, attention, make in caches(["model", "int8"]):
             model.set_attn_implementation(attention)
-            given, token = {CACHE: make(model.config, 1024)}, ids[:, :1]
+            token, prompts, seconds = ids[:, :1], *found.setdefault(name, ([], []))
             with torch.no_grad():
+                start = time.thread_time()
+                given = {CACHE: make(model.config, 1024)}
                 model(ids, **given, use_cache=True)
-                for step in range(steps):
+                model(token, **given, use_cache=True)
+                if turn:
+                    prompts.append(time.thread_time() - start)
+                for _ in range(steps):
                     start = time.thread_time()
                     model(token, **given, use_cache=True)
-                    if turn and step > 4:
-                        found.setdefault(name, []).append(time.thread_time() - start)
+                    if turn:
+                        seconds.append(time.thread_time() - start)
+    print("| cache | prompt and first token, ms | a step, ms | of DynamicCache |\n| --- | ---: | ---: | ---: |")
     base = None
     for name, times in found.items():
-        milliseconds = statistics.median(times) * 1e3
+        prompt, milliseconds = (statistics.median(t) * 1e3 for t in times)
         base = base or milliseconds
-        print(f"  {name:20} {milliseconds:7.3f} ms  {milliseconds / base:.2f}x", flush=True)
+        print(f"| {name} | {prompt:.1f} | {milliseconds:.3f} | {milliseconds / base:.2f} |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="generate", choices=["generate", "host"])
+    parser.add_argument("what", nargs="?", default="generate", choices=["generate", "step"])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     tikv.init("cpu", cpu_max_num_threads=1)
-    print(environment.line(environment.environment(["cpu"]), ["cpu"]))
-    if args.what == "host":
-        host(60, args.rounds)
+    print(f"{environment.line(environment.environment(['cpu']), ['cpu'])}\n")
+    if args.what == "step":
+        step(60, args.rounds)
     else:
         generations(args.prompts, args.tokens, args.rounds)
 
