@@ -97,7 +97,8 @@ def _served(config: Any, text: Any) -> list[shim.LayerKind]:
         OptionError: one cannot, or none of them attends.
     """
     name = type(config).__name__
-    if why := shim.without_a_cache(type(text)):
+    kind: Any = type(text)
+    if why := shim.without_a_cache(kind):
         raise OptionError(f"{OPERATION}: {why}: it is the model of {type(text).__name__}. Use it without cache=.")
     try:
         kinds = shim.layer_kinds(text)

@@ -176,7 +176,7 @@ class AppendPlan(Plan):
     def bind(self, given: Sequence[ArrayView]) -> list[Launch]:
         """The launch over K and V, and over positions that it reads; as that of a like layer, where there was one."""
         layer = self.layers[0]
-        lone = self.counted and len(self.layers) == 1 and layer.least is None and layer.divisors == (None, None)
+        lone = self.counted and len(self.layers) == 1 and layer.summaries is None and layer.divisors == (None, None)
         if not lone or 0 in [a.ptr for a in (*given, layer.k)] or launch.is_recording():
             return self._bind_anew(given)
         arrays, plans = [*given, *layer.arrays], self.live.plans
