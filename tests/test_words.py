@@ -36,7 +36,7 @@ def pages() -> Iterator[tuple[str, str]]:
             text = path.read_text(encoding="utf-8")
             yield path.relative_to(ROOT).as_posix(), re.sub(r"^```text\n.*?^```", "", text, flags=re.M | re.S)
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    yield "CHANGELOG.md", text.partition("## [Unreleased]")[2].partition("\n## [")[0]
+    yield "CHANGELOG.md", text.partition("\n## [")[2].partition("\n## [")[0]
 
 
 def sources() -> Iterator[tuple[str, str]]:
