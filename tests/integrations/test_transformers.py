@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import types
 import weakref
@@ -1075,3 +1076,9 @@ def test_a_model_with_more_layers_is_refused(arch):
 def test_a_capacity_that_is_none_is_refused(arch, max_cache_len):
     with pytest.raises(tikv.OptionError, match="max_cache_len"):
         TikvCache(build("llama").config, max_cache_len=max_cache_len)
+
+
+def test_help_shows_the_arguments():
+    told = list(inspect.signature(TikvCache).parameters)
+    assert told[:4] == ["config", "max_cache_len", "dtype", "window"]
+    assert told == list(inspect.signature(TikvCache.__init__).parameters)[1:]

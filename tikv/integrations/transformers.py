@@ -7,6 +7,7 @@ model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= befo
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
 import warnings
@@ -597,3 +598,10 @@ def _of_encoder_decoder(kind: Any) -> Any:
     """The class of caches of encoder-decoders that are a `kind`, and one of transformers' own for such models."""
     bases = (_OfEncoderDecoder, kind, cache_utils.EncoderDecoderCache)
     return type(kind.__name__, bases, {"_alone": kind, "__doc__": kind.__doc__})
+
+
+# Else `help` and editors would show the arguments of `__new__`, which hands on whatever it is given.
+_shown = inspect.signature(TikvCache.__init__)
+TikvCache.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+    parameters=[*_shown.parameters.values()][1:], return_annotation=inspect.Signature.empty
+)
