@@ -262,7 +262,7 @@ def test_shapes_in_messages_are_as_they_were_given(arch):
         ),
         (
             lambda q: store.extend(0, q[:, :2].astype(np.float64), *[rows_of(5, 2)] * 2),
-            r"q is f64\[5,2,16\]; queries are",
+            r"q is f64\[5,2,16\]; queries must be float32",
         ),
         (lambda q: store.extend(0, q[:, :2, :8], *[rows_of(5, 2)] * 2), r"head width of q is 8 .*\(q: f32\[5,2,8\]"),
         (
