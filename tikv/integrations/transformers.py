@@ -602,6 +602,6 @@ def _of_encoder_decoder(kind: Any) -> Any:
 
 # Else `help` and editors would show the arguments of `__new__`, which hands on whatever it is given.
 _shown = inspect.signature(TikvCache.__init__)
-TikvCache.__signature__ = _shown.replace(  # type: ignore[attr-defined]
+TikvCache.__signature__ = _shown.replace(
     parameters=[*_shown.parameters.values()][1:], return_annotation=inspect.Signature.empty
 )
