@@ -122,7 +122,10 @@ def attention_of(config: Any) -> str | None:
     """
     if torch.compiler.is_dynamo_compiling():
         return config._attn_implementation  # type: ignore[no-any-return]
-    return object.__getattribute__(config, "_attn_implementation_internal")  # type: ignore[no-any-return]
+    try:
+        return object.__getattribute__(config, "_attn_implementation_internal")  # type: ignore[no-any-return]
+    except AttributeError:  # it only looks like a configuration
+        return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def bounded(kinds: list[LayerKind], limit: int | None) -> tuple[list[LayerKind], int | None]:
