@@ -74,15 +74,14 @@ def bench_decode_in_4_bits(arch, peer, smoke, timed):
     """
     if peer != "tikv":
         pytest.importorskip({"quanto": "optimum.quanto"}.get(peer, peer), reason=f"{peer} is not installed")
-    from tikv.integrations import _transformers_attention
-    from tikv.integrations.transformers import TikvCache
+    from tikv.integrations.transformers import TikvCache, attention
 
     torch.manual_seed(0)
     config, length = llama(False, layers=1), 256 if smoke else 8192
     config._attn_implementation = "tikv"
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     if peer == "tikv":
-        cache, attend = TikvCache(config, dtype=tikv.Quant(4)), _transformers_attention.attend
+        cache, attend = TikvCache(config, dtype=tikv.Quant(4)), attention.attend
     else:
         axis = {"axis_key": 1, "axis_value": 1} if peer == "hqq" else {}
         cache = transformers.QuantizedCache(peer, config, nbits=4, **axis)

@@ -20,12 +20,9 @@ from model_cache import BASE, generate, given, prompts  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _stored_ops as stored_ops  # noqa: E402
-from tikv.integrations import _transformers_attention as by_name  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations import _transformers_steps as steps  # noqa: E402
-from tikv.integrations import transformers as whole  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, shim, steps, stored_ops  # noqa: E402
+from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers import cache as whole  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),

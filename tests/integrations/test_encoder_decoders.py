@@ -11,8 +11,7 @@ from model_cache import generate, given  # noqa: E402
 from transformers import EncoderDecoderCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

@@ -12,8 +12,7 @@ import family_settings as settings  # noqa: E402
 import family_verdicts as verdicts  # noqa: E402
 import tiny_models  # noqa: E402
 
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

@@ -9,9 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-from tikv.integrations import _stored_ops  # noqa: E402
-from tikv.integrations._transformers_attention import attend  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, stored_ops  # noqa: E402
+from tikv.integrations.transformers.attention import attend  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu", "cuda"), pytest.mark.filterwarnings("default")]
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -57,5 +56,5 @@ def test_chunks_of_a_prompt_and_compiled_steps(arch, model, rng):
             same(part, whole[:, first:end])
         lens = torch.tensor([40, 31], dtype=torch.int32, device=arch)
         asked = torch.stack([q[0, :, 39], q[1, :, 30]])[:, :, None]
-        step = _stored_ops.attend_stored(asked, k, v, None, None, lens, None, None, None, 8, "", "")
+        step = stored_ops.attend_stored(asked, k, v, None, None, lens, None, None, None, 8, "", "")
         same(step[:, :, 0], torch.stack([whole[0, 39], whole[1, 30]]))

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import tikv  # noqa: E402
 from tikv import dtypes, reference  # noqa: E402
 from tikv.arrays import last_call  # noqa: E402
-from tikv.integrations import _stored_ops, torch_ops  # noqa: E402
+from tikv.integrations import torch_ops  # noqa: E402
+from tikv.integrations.transformers import stored_ops  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu", "cuda"),
@@ -402,7 +403,7 @@ def test_the_operators_say_what_they_do(arch, rng):
 @pytest.mark.archs("cpu")
 def test_old_versions_of_torch_can_read_the_signatures(arch):
     """Torch 2.4 takes no annotation that is text, as all are behind `from __future__ import annotations`."""
-    operators = [*vars(torch_ops).values(), *vars(_stored_ops).values()]
+    operators = [*vars(torch_ops).values(), *vars(stored_ops).values()]
     made = [each for each in operators if isinstance(each, torch.library.CustomOpDef)]
     assert len(made) == 8
     annotations = [a for each in made for a in each._init_fn.__annotations__.values()]

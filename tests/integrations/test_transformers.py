@@ -20,12 +20,9 @@ from model_cache import BASE, generate, given, prompts  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_attention as by_name  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations import _transformers_slots as slots  # noqa: E402
-from tikv.integrations import _transformers_stored as stored  # noqa: E402
-from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvLayer, shim, slots, stored  # noqa: E402
+from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores.layers.growing import GrowingLayer  # noqa: E402
 
 pytestmark = [

@@ -16,12 +16,9 @@ from model_cache import given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_attention as attention  # noqa: E402
-from tikv.integrations import _transformers_chosen as chosen  # noqa: E402
-from tikv.integrations import _transformers_latents as latents  # noqa: E402
-from tikv.integrations._transformers_indexed import IndexedLayer, IndexerKeys  # noqa: E402
-from tikv.integrations._transformers_stored import StoredTensor  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, attention, chosen, latents  # noqa: E402
+from tikv.integrations.transformers.indexed import IndexedLayer, IndexerKeys  # noqa: E402
+from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

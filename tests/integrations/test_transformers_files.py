@@ -13,9 +13,8 @@ from model_cache import BASE, given  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, shim  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores import files  # noqa: E402
 
 pytestmark = [

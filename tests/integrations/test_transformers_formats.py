@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from model_cache import given  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 

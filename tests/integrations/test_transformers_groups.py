@@ -14,8 +14,8 @@ from transformers import cache_utils  # noqa: E402
 
 import tikv  # noqa: E402
 from tikv import reference  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 
 pytestmark = [pytest.mark.archs("cpu"), pytest.mark.filterwarnings("default")]
 

@@ -14,8 +14,8 @@ import transformers  # noqa: E402
 from model_cache import BASE, generate, given, prompts  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 from tikv.stores.layers.hosted import HostedLayer, Place  # noqa: E402
 from tikv.stores.layers.residents import CopiedByNumPy  # noqa: E402
 

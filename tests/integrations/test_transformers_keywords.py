@@ -15,10 +15,8 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_keywords as keywords  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations._transformers_attention import attend  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, keywords, shim  # noqa: E402
+from tikv.integrations.transformers.attention import attend  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

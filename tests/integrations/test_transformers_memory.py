@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tikv.arrays import memory  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
 from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

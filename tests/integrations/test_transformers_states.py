@@ -12,8 +12,7 @@ from model_cache import given  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 import tikv  # noqa: E402
-from tikv.integrations import _transformers_shim as shim  # noqa: E402
-from tikv.integrations.transformers import TikvCache, TikvLayer  # noqa: E402
+from tikv.integrations.transformers import TikvCache, TikvLayer, shim  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

@@ -12,13 +12,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from model_cache import BASE, generate, prompts  # noqa: E402
 
-from tikv.integrations import _transformers_attention as by_name  # noqa: E402
-from tikv.integrations import _transformers_room as rooms  # noqa: E402
-from tikv.integrations import _transformers_slots as slots  # noqa: E402
-from tikv.integrations import _transformers_stored as stored  # noqa: E402
-from tikv.integrations._transformers_slots import CacheSlots  # noqa: E402
-from tikv.integrations._transformers_stored import StoredTensor  # noqa: E402
-from tikv.integrations.transformers import TikvCache  # noqa: E402
+from tikv.integrations.transformers import TikvCache, slots, stored  # noqa: E402
+from tikv.integrations.transformers import attention as by_name  # noqa: E402
+from tikv.integrations.transformers import room as rooms  # noqa: E402
+from tikv.integrations.transformers.slots import CacheSlots  # noqa: E402
+from tikv.integrations.transformers.stored import StoredTensor  # noqa: E402
 
 pytestmark = [
     pytest.mark.archs("cpu"),

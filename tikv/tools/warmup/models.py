@@ -12,10 +12,9 @@ import torch
 from tikv import dtypes
 from tikv.arrays import runtime_of
 from tikv.errors import CapacityError, OptionError
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations._transformers_attention import ATTENTION, attend
-from tikv.integrations._transformers_ring import RingLayer
-from tikv.integrations.transformers import TikvCache, TikvLayer
+from tikv.integrations.transformers import TikvCache, TikvLayer, shim
+from tikv.integrations.transformers.attention import ATTENTION, attend
+from tikv.integrations.transformers.ring import RingLayer
 from tikv.tools.warmup.asked import OPERATION, QUERIES, Asked, Job, lengths_held, require_empty, title_of
 
 MOST_HELD = 4096  # tokens of a layer that has no limit

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tikv.errors import CapacityError
-from tikv.integrations import _stored_ops as ops
+from tikv.integrations.transformers import stored_ops as ops
 
 
 class Steps:

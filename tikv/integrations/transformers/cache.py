@@ -1,8 +1,4 @@
-"""A transformers `Cache` over this library's layers, and its decode attention under the name "tikv".
-
-from tikv.integrations.transformers import TikvCache
-model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= before transformers 5.24
-"""
+"""`TikvCache`: which layers a model needs, what is refused, and what all layers do together."""
 
 from __future__ import annotations
 
@@ -14,36 +10,24 @@ import warnings
 from typing import Any
 
 import numpy as np
-
-from tikv import extras
-
-try:
-    import torch  # without it transformers is there, and fails when it is used
-    import transformers
-    from transformers import cache_utils
-
-    extras.require_version(torch)
-    extras.require_version(transformers)
-except ImportError as error:
-    raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
+import torch
+from transformers import cache_utils
 
 from tikv.errors import OptionError, PositionError, ShapeError
-from tikv.integrations import _transformers_files as cache_files
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations._transformers_attention import ATTENTION
-from tikv.integrations._transformers_cross import SlidingOrCross, StreamingOrCross
-from tikv.integrations._transformers_groups import GroupsLayer
-from tikv.integrations._transformers_host import HostLayer
-from tikv.integrations._transformers_indexed import IndexedLayer
-from tikv.integrations._transformers_keywords import check_configured
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_ring import RingLayer, SlidingRing
-from tikv.integrations._transformers_storage import OPERATION, Storage, storage_of
-from tikv.integrations._transformers_streaming import StreamingLayer
+from tikv.integrations.transformers import files as cache_files
+from tikv.integrations.transformers import shim
+from tikv.integrations.transformers.attention import ATTENTION
+from tikv.integrations.transformers.cross import SlidingOrCross, StreamingOrCross
+from tikv.integrations.transformers.groups import GroupsLayer
+from tikv.integrations.transformers.host import HostLayer
+from tikv.integrations.transformers.indexed import IndexedLayer
+from tikv.integrations.transformers.keywords import check_configured
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.ring import RingLayer, SlidingRing
+from tikv.integrations.transformers.storage import OPERATION, Storage, storage_of
+from tikv.integrations.transformers.streaming import StreamingLayer
 from tikv.stores.layers.hosted import Shelf
 from tikv.stores.layers.storage import PLACES
-
-__all__ = ["TikvCache", "TikvLayer"]
 
 _is_traced = torch.compiler.is_dynamo_compiling  # found once: each layer asks with each token
 
@@ -188,7 +172,7 @@ def _layer(index: int, kind: shim.LayerKind, limit: int | None, storage: Storage
         return made(index, kind.window, limit, storage, text)
     if kind.state is None:
         return IndexedLayer(index, kind.window, limit, storage, text)
-    from tikv.integrations import _transformers_states as states  # of classes that old versions have not
+    from tikv.integrations.transformers import states  # of classes that old versions have not
 
     if kind.kind == "state":
         return states.StateLayer(index, **kind.state)
@@ -201,7 +185,7 @@ def _streaming_layer(
     """The layer of a cache with a window, for one that attends in full; `crossed` as in `_layer`."""
     if kind.state is None:
         return (StreamingOrCross if crossed else StreamingLayer)(index, window, sinks, storage, text)
-    from tikv.integrations import _transformers_states as states
+    from tikv.integrations.transformers import states
 
     return states.StreamingKeysAndState(index, window, sinks, storage, text, **kind.state)
 

@@ -8,11 +8,10 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import CapacityError
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations import _transformers_steps as steps
-from tikv.integrations._gradients import has_gradient
-from tikv.integrations._transformers_attention import ATTENTION
-from tikv.integrations._transformers_storage import OPERATION
+from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers.attention import ATTENTION
+from tikv.integrations.transformers.gradients import has_gradient
+from tikv.integrations.transformers.storage import OPERATION
 from tikv.stores.layers.growing import GrowingLayer
 
 

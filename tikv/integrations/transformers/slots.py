@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tikv.arrays import ALIGNMENT, torch_guard
-from tikv.integrations._transformers_keywords import OPERATION
+from tikv.integrations.transformers.keywords import OPERATION
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
 from tikv.ops.attention.request import AttendRequest
 from tikv.runtime import require_alive

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_streaming import StreamingLayer
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.streaming import StreamingLayer
 
 
 class _EncoderToo(TikvLayer):

@@ -19,10 +19,12 @@ class Ungraded(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, cached: Any, new: Any) -> Any:
+        """What is cached, as it is."""
         return cached.view_as(cached)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Refuse."""
         raise OptionError(
             "TikvCache: gradients do not flow through the cache, and without them those of keys and values would be "
             "wrong. Train without a cache (use_cache=False), or call the model in torch.no_grad()."

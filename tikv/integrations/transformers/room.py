@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tikv.integrations._transformers_ready import ReadyLayer
+from tikv.integrations.transformers.ready import ReadyLayer
 from tikv.stores.layers.growing import GrowingLayer
 
 FIRST_CAPACITY = 256  # slots that a growing layer starts with, and the fewest by which it grows

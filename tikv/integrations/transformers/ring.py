@@ -9,11 +9,11 @@ import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.errors import ArchError, ShapeError
-from tikv.integrations import _transformers_layer as layers
-from tikv.integrations import _transformers_steps as steps
-from tikv.integrations._gradients import has_gradient
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_storage import Storage
+from tikv.integrations.transformers import layer as layers
+from tikv.integrations.transformers import steps
+from tikv.integrations.transformers.gradients import has_gradient
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.storage import Storage
 
 _INDEXED = {1: torch.uint8, 4: torch.int32}  # by bytes: torch indexes no floats of 8 bits and no words of codes
 

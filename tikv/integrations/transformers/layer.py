@@ -13,16 +13,15 @@ from transformers import cache_utils
 
 from tikv import dtypes
 from tikv.errors import ArchError, OptionError, PositionError, ShapeError
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations import _transformers_steps as steps
 from tikv.integrations import torch_ops
-from tikv.integrations._gradients import Ungraded, has_gradient
-from tikv.integrations._transformers_attention import ATTENTION  # registers the attention
-from tikv.integrations._transformers_keywords import check_configured
-from tikv.integrations._transformers_room import LayerRoom
-from tikv.integrations._transformers_slots import CacheSlots
-from tikv.integrations._transformers_storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
-from tikv.integrations._transformers_stored import Pair, decoded, stored_tensors
+from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers.attention import ATTENTION  # registers the attention
+from tikv.integrations.transformers.gradients import Ungraded, has_gradient
+from tikv.integrations.transformers.keywords import check_configured
+from tikv.integrations.transformers.room import LayerRoom
+from tikv.integrations.transformers.slots import CacheSlots
+from tikv.integrations.transformers.storage import OPERATION, Storage, check_storage, share_memory_with, storage_of
+from tikv.integrations.transformers.stored import Pair, decoded, stored_tensors
 
 
 def _find_part() -> Any:

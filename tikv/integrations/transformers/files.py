@@ -14,12 +14,12 @@ import torch
 
 from tikv import dtypes
 from tikv.errors import CacheFileError, OptionError, TikvError
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations._transformers_groups import GroupsLayer
-from tikv.integrations._transformers_host import HostLayer
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_ring import SlidingRing
-from tikv.integrations._transformers_storage import share_memory_with
+from tikv.integrations.transformers import shim
+from tikv.integrations.transformers.groups import GroupsLayer
+from tikv.integrations.transformers.host import HostLayer
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.ring import SlidingRing
+from tikv.integrations.transformers.storage import share_memory_with
 from tikv.stores import files
 from tikv.stores.files.tensor_file import Entry
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tikv.integrations._transformers_latents import attend_latents, keep_latents, latents_of, made_of_latents
-from tikv.integrations._transformers_stored import attend_in_place
+from tikv.integrations.transformers.latents import attend_latents, keep_latents, latents_of, made_of_latents
+from tikv.integrations.transformers.stored import attend_in_place
 from tikv.ops.attention.request import AttendRequest
 
 FEW = 32  # queries for which chosen rows are always read; keys and values of all latents cost as much as those of more

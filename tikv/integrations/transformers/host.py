@@ -8,10 +8,10 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling as _is_traced
 
 from tikv.arrays import runtime_of
-from tikv.integrations import _transformers_layer as layers
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_slots import CacheSlots
-from tikv.integrations._transformers_storage import OPERATION, Storage
+from tikv.integrations.transformers import layer as layers
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.slots import CacheSlots
+from tikv.integrations.transformers.storage import OPERATION, Storage
 from tikv.stores.layers.growing import GrowingLayer
 from tikv.stores.layers.hosted import HostedLayer, Shelf
 

@@ -12,9 +12,9 @@ import torch
 from transformers import cache_utils
 
 from tikv.errors import PositionError, ShapeError
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_storage import OPERATION
-from tikv.integrations._transformers_streaming import StreamingLayer
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.storage import OPERATION
+from tikv.integrations.transformers.streaming import StreamingLayer
 
 
 class StateLayer(cache_utils.LinearAttentionLayer):  # type: ignore[misc]

@@ -6,8 +6,8 @@ from typing import Any
 
 from tikv import dtypes
 from tikv.errors import OptionError
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_slots import CacheSlots
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.slots import CacheSlots
 from tikv.ops.attention.request import AttendRequest
 from tikv.stores.layers.growing_groups import GrowingGroups
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tikv.integrations._transformers_slots import CacheSlots, attend_contiguous
+from tikv.integrations.transformers.slots import CacheSlots, attend_contiguous
 from tikv.ops.attention.contiguous import ContiguousCaches
 from tikv.ops.attention.request import AttendRequest
 

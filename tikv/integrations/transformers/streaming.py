@@ -12,14 +12,13 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from tikv.errors import OptionError, PositionError
-from tikv.integrations import _transformers_layer as layers
-from tikv.integrations import _transformers_room as rooms
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations import _transformers_steps as steps
-from tikv.integrations._transformers_attention import ATTENTION
-from tikv.integrations._transformers_layer import TikvLayer
-from tikv.integrations._transformers_ring import RingLayer
-from tikv.integrations._transformers_storage import Storage
+from tikv.integrations.transformers import layer as layers
+from tikv.integrations.transformers import room as rooms
+from tikv.integrations.transformers import shim, steps
+from tikv.integrations.transformers.attention import ATTENTION
+from tikv.integrations.transformers.layer import TikvLayer
+from tikv.integrations.transformers.ring import RingLayer
+from tikv.integrations.transformers.storage import Storage
 from tikv.stores.picture import counted
 
 _MASKED = ("sdpa", "eager")  # attention functions whose masks are made here; that of "tikv" goes by "sdpa"

@@ -12,14 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tikv import runtime
 from tikv.errors import DTypeError
-from tikv.integrations import _transformers_keywords as keywords
-from tikv.integrations import _transformers_shim as shim
-from tikv.integrations import _transformers_steps as steps
-from tikv.integrations._transformers_chosen import attend_chosen, chosen_keys
-from tikv.integrations._transformers_keywords import ATTENTION as ATTENTION
-from tikv.integrations._transformers_keywords import HEARD, KEYWORDS, MODEL, OPERATION
-from tikv.integrations._transformers_slots import request_of
-from tikv.integrations._transformers_stored import attend_in_place, decoded
+from tikv.integrations.transformers import keywords, shim, steps
+from tikv.integrations.transformers.chosen import attend_chosen, chosen_keys
+from tikv.integrations.transformers.keywords import ATTENTION as ATTENTION
+from tikv.integrations.transformers.keywords import HEARD, KEYWORDS, MODEL, OPERATION
+from tikv.integrations.transformers.slots import request_of
+from tikv.integrations.transformers.stored import attend_in_place, decoded
 from tikv.ops.attention.request import AttendRequest
 
 _READ = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of queries that the kernel takes

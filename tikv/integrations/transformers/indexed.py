@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tikv.integrations._transformers_layer import TikvLayer
+from tikv.integrations.transformers.layer import TikvLayer
 
 
 class IndexerKeys:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as _is_traced
 
-from tikv.integrations._stored_ops import decode_stored, name_of
-from tikv.integrations._transformers_keywords import ATTENTION
-from tikv.integrations._transformers_shim import attention_of
-from tikv.integrations._transformers_stored import StoredTensor, decoded, stored_pair, stored_tensors
+from tikv.integrations.transformers.keywords import ATTENTION
+from tikv.integrations.transformers.shim import attention_of
+from tikv.integrations.transformers.stored import StoredTensor, decoded, stored_pair, stored_tensors
+from tikv.integrations.transformers.stored_ops import decode_stored, name_of
 from tikv.ops.attention.contiguous import ContiguousCaches, contiguous_call
 from tikv.ops.attention.request import AttendRequest
 

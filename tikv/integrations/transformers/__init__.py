@@ -1,0 +1,21 @@
+"""A transformers `Cache` over this library's layers, and its decode attention under the name "tikv".
+
+from tikv.integrations.transformers import TikvCache
+model.generate(**inputs, cache=TikvCache(model.config))  # past_key_values= before transformers 5.24
+"""
+
+from tikv import extras
+
+try:
+    import torch  # without it transformers is there, and fails when it is used
+    import transformers
+
+    extras.require_version(torch)
+    extras.require_version(transformers)
+except ImportError as error:
+    raise extras.missing("tikv.integrations.transformers", error, "transformers") from None
+
+from tikv.integrations.transformers.cache import TikvCache
+from tikv.integrations.transformers.layer import TikvLayer
+
+__all__ = ["TikvCache", "TikvLayer"]
