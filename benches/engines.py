@@ -7,6 +7,7 @@ both see the same machine. Of each case the fastest round and the lower quartile
 another program disturbed is not an engine's.
 """
 
+import importlib.util
 import json
 import os
 import statistics
@@ -120,6 +121,8 @@ def serve():
 
 
 def main(words):
+    if why := [name for name in ("quadrants", "torch") if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"engines: {' and '.join(why)} not installed. Use pip install 'taichi-kv[quadrants,torch]'.")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     children = {}
     for name in ("taichi", "quadrants"):

@@ -16,6 +16,7 @@ table has few columns.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import json
 import os
@@ -78,15 +79,15 @@ MARKED = re.compile(r"(<!-- figures: ([\w./-]+)(, short)? -->\n).*?(<!-- end of 
 
 
 def commands(arch: str, small: bool, words: str) -> list[tuple[str, list[str]]]:
-    """Title and command of what makes tables: the programs, then each file of benches; those that have a word."""
+    """Title and command of each program, then of each file of benches, by its first sentence; `words` choose."""
     found = [
         (title, [str(HERE / program[0]), *program[1:], *(tiny if small else [])])
         for title, program, tiny in PROGRAMS[arch]
     ]
     for path in sorted(HERE.rglob("bench_*.py")):
-        found.append(
-            (f"pytest benches --arch {arch}", ["-m", "pytest", str(path), "-q", "--arch", arch, *SMALL * small])
-        )
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem
+        title = about.partition("\n\n")[0].partition(". ")[0].removesuffix(".")
+        found.append((title, ["-m", "pytest", str(path), "-q", "--arch", arch, *SMALL * small]))
     wanted = [word.strip() for word in words.split(" or ")]
     return [(title, command) for title, command in found if any(word in named(command) for word in wanted)]
 
@@ -159,7 +160,8 @@ def made_by(command: list[str]) -> tuple[list[recorded.Table], str]:
         if not is_bench:
             return recorded.tables_of(f"{child.stdout}\n"), ""
         if not file.exists() or not file.stat().st_size:
-            return [], said.splitlines()[-1]
+            reasons = re.search(r"^left out: \d+ \((.*)\)", said, re.MULTILINE)
+            return [], reasons[1] if reasons else said.splitlines()[-1]
         text = "\n".join("\n".join(report.tables(rows)) for _, rows in report.load([file]))
         return recorded.tables_of(f"{text}\n"), ""
 
@@ -195,8 +197,9 @@ def markdown(found: dict, short: bool = False) -> str:
         if heading != above:
             parts.append(heading)
         above = heading
-        lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+        columns = zip(table["columns"], zip(*table["rows"], strict=True), strict=True)
+        shown = [(name, "---", *cells) for name, cells in columns if any(cells)]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in zip(*shown, strict=True)))
     parts += [f"Left out: `{command}` ({why})." for command, why in found["left_out"].items()]
     return "\n\n".join(parts) + "\n"
 
