@@ -24,8 +24,8 @@ def random_operations(rank, world, group, shard, mesh, interleave, changes, quer
     layouts = ("token_major",) if kinds == WRITES else ("token_major", "head_major")
     form = FORM | changes
     shared = ShardedKVCacheStore(mesh_of(mesh) if mesh else group, shard=shard, interleave=interleave, **form)
-    deal = getattr(shared.local._storage, "sharding", None)
-    twins = Twins(shared, form, np.random.default_rng(seed), queries, deal, layouts, terms)
+    sharding = getattr(shared.local._storage, "sharding", None)
+    twins = Twins(shared, form, np.random.default_rng(seed), queries, sharding, layouts, terms)
     for n in range(count):
         try:
             twins.step(kinds)
@@ -284,7 +284,7 @@ def save_and_load(rank, world, group, folder):
     form = FORM | {"window": [9, None], "sinks": 2}
     pair = dist.new_group([0, 1])
     shared = ShardedKVCacheStore(group, shard="tokens", interleave=4, **form)
-    twins = Twins(shared, form, np.random.default_rng(11), deal=shared.local._storage.sharding)
+    twins = Twins(shared, form, np.random.default_rng(11), sharding=shared.local._storage.sharding)
     found = []
     for _ in range(2):
         for _ in range(12):

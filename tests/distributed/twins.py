@@ -20,14 +20,14 @@ class Twins:
         form: what both were made of.
         rng: the same numbers on all ranks.
         queries: dtype of queries.
-        deal: how tokens are dealt; None: they are not.
+        sharding: how tokens are sharded; None: they are not.
         layouts: of the arrays that come.
         terms: names of what is added to the scores: "sink_logits", "alibi_slopes".
     """
 
-    def __init__(self, shared, form, rng, queries="float32", deal=None, layouts=("token_major",), terms=()):
+    def __init__(self, shared, form, rng, queries="float32", sharding=None, layouts=("token_major",), terms=()):
         self.shared, self.form, self.rng, self.queries, self.layouts = shared, form, rng, queries, layouts
-        self.deal = deal or TokenSharding(0, 1, 1)
+        self.sharding = sharding or TokenSharding(0, 1, 1)
         self.heads = shared.heads
         self.one = tikv.KVCacheStore(**form)
         self.width, self.width_v = self.one.head_dim, self.one.head_dim_v
@@ -38,7 +38,7 @@ class Twins:
         added = {"sink_logits": logits, "alibi_slopes": slopes.astype(np.float32)}
         self.terms = {name: added[name] for name in terms}
         # Memory as it must be, from random bits on; slots that nobody wrote keep theirs.
-        own = np.random.default_rng(self.deal.rank)
+        own = np.random.default_rng(self.sharding.rank)
         self.memory = [[oracle.random_bits(own, a.shape, a.dtype) for a in arrays] for arrays in self.arrays()]
         for arrays, bits in zip(self.arrays(), self.memory, strict=True):
             for a, found in zip(arrays, bits, strict=True):
@@ -120,14 +120,14 @@ class Twins:
         for p in range(first, length):
             if window and sinks <= p < one._storage.counts[layer].valid_from:
                 continue  # `one` has lost it
-            if self.deal.owns(p):
+            if self.sharding.owns(p):
                 slot = p if not window or p < sinks else sinks + (p - sinks) % (window - sinks)
                 for mine, a in zip(self.memory[layer], whole, strict=True):
                     mine[:, :, self.slot(layer, p)] = a[:, self.heads[0] : self.heads[-1] + 1, slot]
         self.compare_memory(layer, window, sinks, length)
 
     def slot(self, layer, p):
-        index, window, sinks = self.deal.count(p), self.one.windows[layer], self.deal.count(self.one.sinks)
+        index, window, sinks = self.sharding.count(p), self.one.windows[layer], self.sharding.count(self.one.sinks)
         if not window or index < sinks:
             return index
         return sinks + (index - sinks) % (self.memory[layer][0].shape[2] - sinks)
@@ -140,9 +140,9 @@ class Twins:
                 seen = {
                     self.slot(layer, p)
                     for p in (*range(sinks), *range(low, length))
-                    if p < length and self.deal.owns(p)
+                    if p < length and self.sharding.owns(p)
                 }
-                others = {self.slot(layer, p) for p in range(length) if self.deal.owns(p)} - seen
+                others = {self.slot(layer, p) for p in range(length) if self.sharding.owns(p)} - seen
                 mine[:, :, sorted(others)] = a[:, :, sorted(others)]
             oracle.assert_same_bits(a, mine)
 
@@ -246,7 +246,7 @@ class Twins:
         found = object.__new__(Twins)
         vars(found).update(vars(self))
         found.shared, found.heads = shared, shared.heads
-        found.deal = getattr(shared.local._storage, "sharding", None) or TokenSharding(0, 1, 1)
+        found.sharding = getattr(shared.local._storage, "sharding", None) or TokenSharding(0, 1, 1)
         found.memory = [[np.array(a) for a in arrays] for arrays in found.arrays()]
         return found
 

@@ -18,8 +18,8 @@ from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
-from tikv.ops.deal import deal
 from tikv.ops.layouts import Rows
+from tikv.ops.local_positions import local_positions
 from tikv.ops.write_pages import write_pages
 from tikv.stores.layers.storage import StoreConfig
 
@@ -219,9 +219,9 @@ def attend_in_parts(values, dtype):
     found = np.zeros(4, np.int32)
     for counts in (False, True):
         lengths = np.array([-1, 0, 9, 1000])
-        arrays = (view(a, "a", "deal") for a in (lengths, found))
-        deal(runtime.current(), "deal", *arrays, (1, 3, 4), counts)
-        yield "deal", [found.copy()]
+        arrays = (view(a, "a", "local_positions") for a in (lengths, found))
+        local_positions(runtime.current(), "local_positions", *arrays, (1, 3, 4), counts)
+        yield "local_positions", [found.copy()]
 
 
 def attend_with_terms(values):

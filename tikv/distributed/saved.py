@@ -1,7 +1,7 @@
 """A shared cache in files: one per rank, and an index that names them. Any number of ranks can load it, with any cut.
 
 A rank's file has the rows of its heads and tokens in order of position. The positions follow from how the tokens were
-dealt and what all ranks held. The index is written last, so that a save that is killed leaves the old one intact.
+sharded and what all ranks held. The index is written last, so that a save that is killed leaves the old one intact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays = list[np.ndarray[Any, Any]]
 
 
 class Share(NamedTuple):
-    """A rank's share: the KV heads from `first_head` to `end_head`, and the tokens dealt to it."""
+    """A rank's share: the KV heads from `first_head` to `end_head`, and its share of the tokens."""
 
     first_head: int
     end_head: int

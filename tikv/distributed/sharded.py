@@ -33,7 +33,7 @@ from tikv.stores.layers.storage import StoreConfig
 from tikv.stores.store import KVCacheStore
 
 SHARDS = ("heads", "tokens")
-# What a `KVCacheStore` has that means the same where tokens are dealt.
+# What a `KVCacheStore` has that means the same where tokens are sharded.
 COUNTS = ("held", "layer_length", "length", "memory_version", "nbytes", "num_layers", "seq_lens")
 FORM = ("capacity", "dtype", "head_dim", "head_dim_v", "scale_dtype", "sinks", "v_dtype", "windows")
 STATE = ("batch_size", "lock", "runtime")
@@ -50,9 +50,9 @@ class ShardedKVCacheStore:
 
     Every process creates the store with the sizes of the whole model and makes the same calls in the same order.
     Sharded by heads, each rank holds some of the KV heads; k, v, q and results have only these heads, and no call
-    communicates. Sharded by tokens, k, v, q and results are whole on every rank. Each rank stores the tokens dealt to
-    it, in blocks of ``interleave``, and attends over those; one all_gather of small tensors merges the parts by their
-    log-sum-exps. A two-dimensional mesh does both.
+    communicates. Sharded by tokens, k, v, q and results are whole on every rank. Each rank stores its share of the
+    tokens, in blocks of ``interleave``, and attends over those; one all_gather of small tensors merges the parts by
+    their log-sum-exps. A two-dimensional mesh does both.
 
     Args:
         group_or_mesh: a process group, a device mesh of one or two dimensions, or None for all processes.

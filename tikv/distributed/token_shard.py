@@ -20,7 +20,7 @@ from tikv.ops import checks
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
-from tikv.ops.deal import deal
+from tikv.ops.local_positions import local_positions
 from tikv.ops.staging import Staging
 from tikv.runtime.cache import BoundedCache
 from tikv.runtime.interrupts import uninterrupted
@@ -55,7 +55,7 @@ class TokenShardLayers(LayerStorage):
     It is given all tokens and counts all of them. Its memory holds those of this rank, over which `attend_own` attends.
     """
 
-    title = "a store whose tokens are dealt to several processes"
+    title = "a store whose tokens are sharded over several processes"
     remedy = "Shard by heads instead."
     file_kind = ""
 
@@ -128,7 +128,7 @@ class TokenShardLayers(LayerStorage):
                 f"the host must know which lie here. Append one token at a time, or without positions."
             )
         out = self._on_device("positions")
-        deal(self.runtime, operation, positions, out, self.sharding, False)
+        local_positions(self.runtime, operation, positions, out, self.sharding, False)
         self.own.append_at(operation, layer, Views([k, v, out]), layout)
 
     def require_positions(self, operation: str, remedy: str) -> None:
@@ -269,7 +269,7 @@ class TokenShardLayers(LayerStorage):
                 f"the sinks."
             )
         lens = self._on_device("lens")
-        deal(self.runtime, operation, seq_lens, lens, self.sharding, True)
+        local_positions(self.runtime, operation, seq_lens, lens, self.sharding, True)
         arrays = {**layer_arrays(found, q), "lens": lens}
         span = counts.ring // self.sharding.world
         plan = cache_plan(self.runtime, operation, arrays, scores, span, found.sinks, found.ring, found.formats)
@@ -340,12 +340,12 @@ class TokenShardLayers(LayerStorage):
         q, partials = stage.arrays
         out, lse = self._out_and_lse(partials)
         block = self.sharding.interleave
-        dealt = (block, (self.sharding.world - 1) * block) if slopes else (0, 0)
+        sharded = (block, (self.sharding.world - 1) * block) if slopes else (0, 0)
         for at in stretches:
             some, to, to_lse = (a.part(2, at.first - start, at.end - start) for a in (q, out, lse))
             arrays = layer_arrays(found, some, slopes)
             slots = found.sinks, found.ring, found.formats
-            plan = cache_plan(live, operation, arrays, scores, at.span, *slots, dealt)
+            plan = cache_plan(live, operation, arrays, scores, at.span, *slots, sharded)
             tokens = AttendedTokens(at.length, at.first_valid, at.ahead, at.first - self.sharding.rank * block)
             plan.attend(None, arrays, tokens, Results(to, True, to_lse, is_partial=True))
         stage.finish()

@@ -50,8 +50,8 @@ def make_slope_of(c):
 def make_origin(c):
     """origin(t, terms) -> two numbers that `bias` has to know of query t beside its bounds.
 
-    Two-sided: the tokens behind its own that it sees. Of keys that are dealt to ranks: its position, and how many of
-    others lie between two blocks of a rank.
+    Two-sided: the tokens behind its own that it sees. Of keys that are sharded over ranks: its position, and how
+    many of others lie between two blocks of a rank.
     """
 
     @ti.func
@@ -70,8 +70,8 @@ def make_origin(c):
 def make_bias(c):
     """bias(slope, index, high, sinks, last_sink, origin, others): slope * (key - query position), by `query_bounds`.
 
-    Two-sided: -slope * the distance, of keys that may be newer than the query. Of keys that are dealt to ranks an index
-    counts this rank's alone, and between two blocks of them lie those of the others.
+    Two-sided: -slope * the distance, of keys that may be newer than the query. Of keys that are sharded over ranks an
+    index counts this rank's alone, and between two blocks of them lie those of the others.
     """
 
     @ti.func

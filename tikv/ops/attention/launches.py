@@ -72,7 +72,7 @@ class AttendedTokens(NamedTuple):
     length: int = 0  # of all sequences
     first_valid: int = 0  # oldest position behind the sinks that is still there
     ahead: int = 0  # tokens between the newest key and the newest query, whose position is length - 1 + ahead
-    first_query: int = 0  # of keys that are dealt to ranks, as `AttentionTerms` has it
+    first_query: int = 0  # of keys that are sharded over ranks, as `AttentionTerms` has it
 
 
 ALL = AttendedTokens()
@@ -114,7 +114,7 @@ class AttentionLaunches(Plan):
         self.query, self.cache, self.options = query, cache, options
         self.shares, self.splits = shares, shares.splits
         self.rows = query.batch * query.heads * query.queries
-        whole = bool(tree_of(arrays)) or options.dealt != (0, 0) or cache.scored  # which count queries from the first
+        whole = bool(tree_of(arrays)) or options.sharded != (0, 0) or cache.scored  # which count queries from the first
         self.of_launch = queries_of_launch(live, query, self.splits, cache.width_v, whole)
         partials = query.batch * query.heads * self.of_launch * self.splits if self.splits > 1 else 0
         checks.integer(partials * cache.width_v, "elements of the parts of splits", operation, high=2**31 - 1)
@@ -165,7 +165,7 @@ class AttentionLaunches(Plan):
             if "lens" not in arrays or oldest or self.first_valid:
                 ahead += self.options.newer
                 entries = length_entries(self.cache, self.query.queries, length, oldest, ahead)
-                if self.options.dealt[0]:
+                if self.options.sharded[0]:
                     entries = {**entries, "first_query": first_query}
                 oldest = entries["first_valid"]
             self.first_valid = max(oldest, self.first_valid)  # where the run is broken off, it is not said to be 0
@@ -251,7 +251,7 @@ class AttentionLaunches(Plan):
             logits, slopes, chosen = (arrays.get(name, unused) for name in ("sink_logits", "alibi_slopes", "indices"))
             terms = [logits, slopes, tree or unused, chosen]
             numbers = term_numbers(arrays, tree, self.query.queries)
-            term_vector = [numbers._replace(newer=self.options.newer, others=self.options.dealt[1])]
+            term_vector = [numbers._replace(newer=self.options.newer, others=self.options.sharded[1])]
         factory, own_choices = self._factory(
             style, choices, split or _in_pairs(to, query_shape(to, "out", self.operation))
         )
@@ -372,7 +372,7 @@ class AttentionLaunches(Plan):
             sink_logits="sink_logits" in arrays,
             alibi="alibi_slopes" in arrays,
             two_sided="alibi_slopes" in arrays and options.newer > 0,
-            block=options.dealt[0],
+            block=options.sharded[0],
             tree=bool(tree_of(arrays)),
             values=None if cache.alike else Kept(cache.v.storage, bits[1], scales[1]),
             chosen=arrays["indices"].dtype.itemsize * 8 if cache.chosen else 0,

@@ -74,7 +74,7 @@ class AttentionOptions(NamedTuple):
     mass: bool = False
     newer: int = 0  # tokens behind its own that a causal query sees; its span counts them too
     short: bool = False  # lengths may be shorter than the queries, of which the first then see nothing
-    dealt: tuple[int, int] = (0, 0)  # how keys are dealt to ranks, where slopes count those of all: block, others
+    sharded: tuple[int, int] = (0, 0)  # keys of a block of this rank, and of the others' between two; for slopes
 
 
 class QueryShape(NamedTuple):

@@ -42,17 +42,17 @@ def cache_plan(
     sinks: int,
     ring: int,
     formats: Formats = (None, None),
-    dealt: tuple[int, int] = (0, 0),
+    sharded: tuple[int, int] = (0, 0),
 ) -> AttentionPlan:
     """The plan of attention over `sinks` and `span` tokens behind them, 0 for all, in `ring` slots or a plain cache.
 
-    `dealt` is as in `AttentionOptions`.
+    `sharded` is as in `AttentionOptions`.
     """
-    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, dealt))
+    key = plan_key(operation, arrays, (*scores, span, sinks, ring, formats, sharded))
     plan = live.plans.get(key)
     if plan is None:
         checks.on_device([("q", arrays["q"])], live, operation)
-        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, dealt=dealt)
+        options = AttentionOptions(scores.scale, True, span or None, scores.softcap, None, False, sharded=sharded)
         cache = contiguous_cache(arrays, sinks=sinks, ring=ring, formats=formats)
         plan = live.plans.keep(key, AttentionPlan(live, operation, arrays, cache, arrays["k"].shape[0], options))
     found: AttentionPlan = plan

@@ -1,6 +1,6 @@
 """The sequences of a per-head paged store: a block table for each layer, sequence and KV head.
 
-A block holds tokens of one head of one layer, and each layer deals out blocks of its own. To `Sequences` of one layer a
+A block holds tokens of one head of one layer, and each layer has blocks of its own. To `Sequences` of one layer a
 head of a sequence is a sequence: here they are put together. As there, bookkeeping on the host alone.
 """
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a cache that several processes share lie, for positions in device memory."""
+"""Where a rank stores the tokens of a cache that several ranks share, for positions in device memory."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from tikv.kernels.lanes import make_loop
 from tikv.runtime import ti
 
 
-class DealParams(NamedTuple):
-    """Numbers of a launch: positions, how they lie, and how tokens are dealt."""
+class LocalPositionsParams(NamedTuple):
+    """Numbers of a launch: positions, how they lie, and how tokens are sharded."""
 
     items: int = 0
     step: int = 1  # between two positions
@@ -19,19 +19,19 @@ class DealParams(NamedTuple):
     interleave: int = 1
 
 
-P = DealParams(*range(len(DealParams._fields)))
+P = LocalPositionsParams(*range(len(LocalPositionsParams._fields)))
 PARAMS = ti.types.vector(len(P), ti.i32)
 
 
-def make_deal(style, bits, counts):
-    """deal(positions, out, params): of each position the rank's tokens before it, or, not `counts`, its own token.
+def make_local_positions(style, bits, counts):
+    """local_positions(positions, out, params): the rank's tokens before each position, or, not `counts`, its own token.
 
     A token that lies on another rank, and a negative position, are -1.
     """
     POSITIONS, OUT = index_array(bits), ti.types.ndarray(dtype=ti.i32, ndim=1)
 
     @ti.func
-    def deal_position(i, arrays: ti.template(), params):
+    def local_position(i, arrays: ti.template(), params):
         positions, out = ti.static(arrays)
         position = ti.max(ti.cast(positions[params[P.first] + i * params[P.step]], ti.i64), ti.i64(-1))
         size = ti.cast(params[P.interleave], ti.i64)
@@ -47,10 +47,10 @@ def make_deal(style, bits, counts):
             found = ti.i64(0)
         out[params[P.out_first] + i] = ti.cast(found, ti.i32)
 
-    loop = make_loop(style, True, deal_position, P.items)
+    loop = make_loop(style, True, local_position, P.items)
 
     @ti.kernel
-    def deal(positions: POSITIONS, out: OUT, params: PARAMS):
+    def local_positions(positions: POSITIONS, out: OUT, params: PARAMS):
         loop(positions, params, ((positions, out), params))
 
-    return deal
+    return local_positions

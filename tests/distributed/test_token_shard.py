@@ -1,4 +1,4 @@
-"""What a rank does by itself, without other processes: dealing, its part of attention, and merging parts."""
+"""What a rank does without other processes: which tokens are its own, its part of attention, and merging parts."""
 
 import numpy as np
 import pytest
@@ -11,31 +11,31 @@ from tikv.distributed.token_sharding import TokenSharding
 from tikv.ops.attention.merge import merge_parts
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.attention.terms import Terms
-from tikv.ops.deal import deal
+from tikv.ops.local_positions import local_positions
 from tikv.stores.layers.storage import StoreConfig
 
 torch = pytest.importorskip("torch")
 PLAIN = AttentionScale(None, None)
 
 
-def dealt(deal, **form):
+def sharded(sharding, **form):
     """A rank's store and the storage behind it."""
     found = StoreConfig.checked("KVCacheStore", **form)
-    storage = TokenShardLayers(runtime.current(), found, deal)
+    storage = TokenShardLayers(runtime.current(), found, sharding)
     return tikv.KVCacheStore.over(found, storage), storage
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(1, 1), (2, 1), (3, 4), (5, 64)])
 def test_every_position_lies_on_one_rank(world, interleave):
-    deals = [TokenSharding(rank, world, interleave) for rank in range(world)]
+    shards = [TokenSharding(rank, world, interleave) for rank in range(world)]
     counts = [0] * world
     for position in range(4 * world * interleave + 3):
-        assert [each.count(position) for each in deals] == counts
-        (owner,) = [each for each in deals if each.owns(position)]
+        assert [each.count(position) for each in shards] == counts
+        (owner,) = [each for each in shards if each.owns(position)]
         assert owner.rank == position // interleave % world
         assert owner.position(counts[owner.rank]) == position
         counts[owner.rank] += 1
-    for each in deals:
+    for each in shards:
         for first, end in ((0, 7), (3, 3), (5, 5 * interleave), (interleave, 9 * interleave + 1)):
             own = [p for run in each.runs(first, end) for p in range(*run)]
             assert own == [p for p in range(first, end) if each.owns(p)]
@@ -43,14 +43,15 @@ def test_every_position_lies_on_one_rank(world, interleave):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_positions_on_the_device_are_dealt_alike(arch, bits):
+def test_positions_on_the_device_are_sharded_alike(arch, bits):
     positions = np.array([-5, 0, 7, 8, 1000, 2**31 - 1], f"int{bits}")
     for rank in range(3):
         own = TokenSharding(rank, 3, 4)
         found = []
         for counts in (True, False):
             out = np.full(len(positions), 99, np.int32)
-            deal(runtime.current(), "deal", view(positions, "p", "deal"), view(out, "out", "deal"), own, counts)
+            arrays = (view(a, name, "test") for a, name in ((positions, "positions"), (out, "out")))
+            local_positions(runtime.current(), "test", *arrays, own, counts)
             found.append(out.tolist())
         assert found[0] == [own.count(max(0, int(p))) for p in positions]
         assert found[1] == [own.count(int(p)) if p >= 0 and own.owns(int(p)) else -1 for p in positions]
@@ -81,7 +82,7 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
     own_slopes = Terms(**slopes).views("extend")
     form = {"num_layers": 2, "num_kv_heads": 6, "head_dim": 8, "capacity": 64, "dtype": "float32"}
     form |= {"window": [9, None], "sinks": 2}
-    one, ranks = tikv.KVCacheStore(**form), [dealt(TokenSharding(rank, 2, 4), **form) for rank in range(2)]
+    one, ranks = tikv.KVCacheStore(**form), [sharded(TokenSharding(rank, 2, 4), **form) for rank in range(2)]
     shares = [storage for _, storage in ranks]
     for tokens in (21, 1, 1, 6):
         if tokens == 6:
@@ -115,9 +116,9 @@ def test_two_ranks_in_one_process_are_one_store(arch, rng, sloped):
 
 @pytest.mark.archs("cpu")
 @pytest.mark.full
-def test_groups_of_codes_are_dealt(arch, rng):
+def test_groups_of_codes_are_sharded(arch, rng):
     form = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 16, "dtype": "q8_0"}
-    one, (own, share) = tikv.KVCacheStore(**form), dealt(TokenSharding(0, 1, 4), **form)
+    one, (own, share) = tikv.KVCacheStore(**form), sharded(TokenSharding(0, 1, 4), **form)
     k, v = rng.standard_normal((2, 6, 1, 32)).astype(np.float32)
     for store in (one, own):
         store.append(0, k, v)

@@ -1,4 +1,4 @@
-"""Positions in device memory as one rank of several counts them, where tokens are dealt in blocks."""
+"""Positions in device memory as one rank counts them, where tokens are sharded over ranks in blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tikv.ops import checks
 from tikv.ops.plan import Launch, Plan
 
 
-def deal(
+def local_positions(
     live: runtime.Runtime,
     operation: str,
     positions: ArrayView,
     out: ArrayView,
-    dealt: tuple[int, int, int],
+    sharding: tuple[int, int, int],
     counts: bool,
 ) -> None:
     """Of each position this rank's tokens before it (`counts`), or which of its tokens it is, -1 for none; one launch.
@@ -26,31 +26,31 @@ def deal(
         operation: for messages.
         positions: (B,) int32 or int64.
         out: (B,) int32.
-        dealt: rank, number of ranks, tokens of a block.
+        sharding: rank, number of ranks, tokens of a block.
         counts: which of the two.
 
     Raises:
         ShapeError, DTypeError, ArchError: `positions` are not valid, or do not fit `out`.
     """
-    key = ("deal", positions.key, out.key, dealt, counts)
+    key = ("local_positions", positions.key, out.key, sharding, counts)
     plan: Any = live.plans.get(key)
     if plan is None:
         checks.on_device([("positions", positions)], live, operation)
         checks.indices(positions, "positions", operation)
         checks.rank(positions, (1,), "positions", "(batch,)", operation)
         checks.extent(positions.shape[0], out.shape[0], "the number of positions", operation, "one per sequence")
-        plan = live.plans.keep(key, _plan(live, operation, dealt, counts))
+        plan = live.plans.keep(key, _plan(live, operation, sharding, counts))
     plan.run([positions, out])
 
 
-def _plan(live: runtime.Runtime, operation: str, dealt: tuple[int, int, int], counts: bool) -> Plan:
+def _plan(live: runtime.Runtime, operation: str, sharding: tuple[int, int, int], counts: bool) -> Plan:
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
-        from tikv.kernels.deal import DealParams, make_deal
+        from tikv.kernels.local_positions import LocalPositionsParams, make_local_positions
 
         positions, out = arrays
         firsts = positions.offset // positions.dtype.itemsize, out.offset // 4
-        numbers = DealParams(positions.shape[0], positions.strides[0], *firsts, *dealt)
-        kernel = launch.kernel(live, make_deal, live.kernel_style, positions.dtype.itemsize * 8, counts)
+        numbers = LocalPositionsParams(positions.shape[0], positions.strides[0], *firsts, *sharding)
+        kernel = launch.kernel(live, make_local_positions, live.kernel_style, positions.dtype.itemsize * 8, counts)
         return [Launch(kernel.bind(positions.shape[0], *arrays, tuple(numbers)), arrays)]
 
     return Plan(live, operation, ("positions", "out"), (False, True), bind)
