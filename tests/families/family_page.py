@@ -14,31 +14,41 @@ from family_verdicts import outcome
 WORDS = ("yes", "refused", "differs", "no cache", "not run", "not built")
 HEAD = """# Families of transformers
 
-What `TikvCache` does in each model of transformers {transformers} that generates, with torch {torch}, as this command
-found it on a CPU:
+This page says what `TikvCache` does in each model of transformers {transformers} that generates text, with torch {torch}
+on a CPU. This command tried the models and wrote the page:
 
 ```sh
 python tests/families/survey.py --write docs/families.md
 ```
 
-It makes a tiny random model of every class with `generate` (few layers of each kind, narrow, with weights so large
-that attention counts) and compares the logits of each step with those of the same model without any cache, which is
-given the whole text each time. Seven settings: a prompt of {prompt} tokens and {steps} single ones; a batch of
-{lengths} tokens padded on the left; the prompt in pieces of {chunks}; three tokens that are taken back by `crop`;
-beams that are reordered; `generate`; and, of an encoder-decoder, a cache for each of the two. Each with attention
-"eager", "sdpa" and "tikv", where the model has them; and with a cache of int8 under "tikv", whose logits are compared
-with those of the same cache under the model's own attention. Right is what is within {tolerance} of the logits'
-standard deviation, for int8 {codes}. Transformers' own cache is run beside it: where that is itself not as no cache,
-the table says so. Where layers choose keys by an indexer, the notes say how attention "tikv" is told of the choice, and
-that it read the rows of those keys alone.
+For every class with `generate`, the command makes a tiny model with random weights: few layers of each kind, narrow,
+and with weights so large that attention matters. It compares the logits of each step with those of the same model
+without a cache, which gets the whole text each time. There are seven settings:
 
-`TikvCache` is in the table:
+- a prompt of {prompt} tokens and then {steps} single ones ("steps" in the table);
+- a batch of {lengths} tokens, padded on the left ("left-padded");
+- the prompt in pieces of {chunks} ("chunks");
+- three tokens that `crop` takes back ("crop");
+- beams that change their order ("reorder");
+- `generate`;
+- for an encoder-decoder, a separate cache for each of the two.
 
-- **yes**: all settings are right, or as transformers' own cache, which the notes say;
-- **refused**: `TikvCache(model.config)` raises, and says which layer and why;
-- **differs**: something is not right, and what;
+Each setting runs with attention "eager", "sdpa" and "tikv", if the model supports them. The first three also run with
+an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention. Logits count as right if
+they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
+
+Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
+many standard deviations: "as transformers' own cache, which is 0.5 from no cache" means that `TikvCache` gives the same
+logits as that cache. If a model has layers that choose keys by an indexer, the notes say in which form the model passes
+the choice to attention "tikv", which then read only those keys.
+
+The column `TikvCache` has one of these words:
+
+- **yes**: all settings are right, or the same as with transformers' own cache, as the notes say;
+- **refused**: `TikvCache(model.config)` raises an error, which says which layer it refuses and why;
+- **differs**: something is not right, and the notes say what;
 - **no cache**: the model takes none of transformers' caches;
-- **not run**, **not built**: no tiny model says anything of it, and why.
+- **not run**, **not built**: no tiny model could try it, and the notes say why.
 
 {counts}.
 
@@ -93,7 +103,7 @@ def rows(text: str) -> list[Row]:
 
 def versions(text: str) -> tuple[str, str]:
     """Those of transformers and torch that a page is of."""
-    found = re.search(r"of transformers (\S+) that generates, with torch (\S+),", text)
+    found = re.search(r"of transformers (\S+) that generates text, with torch (\S+)\n", text)
     assert found is not None, "the page does not say of which versions it is"
     return found[1], found[2]
 

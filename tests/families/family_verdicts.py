@@ -99,7 +99,7 @@ def choices() -> Iterator[set[str]]:
         *_, said, _ = args
         numbers = before(module, *args)
         if numbers is not None and getattr(module, "indexer", None) is not None:
-            told_by.add({"indices": "numbers", "block_indices": "blocks"}[said[0]] if said else "a mask")
+            told_by.add({"indices": "indices", "block_indices": "blocks"}[said[0]] if said else "a mask")
         return numbers
 
     attention.chosen_keys = chosen_keys
@@ -204,7 +204,8 @@ def outcome(found: dict[str, Any]) -> Outcome:
     if not any(name in found for name in ATTENTIONS):
         return Outcome("not run", [str(refused)])
     if "chosen" in found:
-        notes.append(f'attention "tikv" reads the rows of chosen keys, told by {", ".join(found["chosen"])}')
+        forms = " or ".join(found["chosen"])
+        notes.append(f'attention "tikv" reads only chosen keys, which the model passes as {forms}')
     if found["sensitivity"] < SENSITIVE:
         notes.append(f"says little: the logits hardly depend on tokens before ({found['sensitivity']:.0e})")
     return Outcome("differs", _joined(wrong + notes)) if wrong else Outcome("yes", _joined(notes))
