@@ -14,8 +14,8 @@ from family_verdicts import outcome
 WORDS = ("yes", "refused", "differs", "no cache", "not run", "not built")
 HEAD = """# Families of transformers
 
-This page says what `TikvCache` does in each model of transformers {transformers} that generates text, with torch {torch}
-on a CPU. This command tried the models and wrote the page:
+This page says what `TikvCache` does in each model of transformers {transformers} that generates text, with
+torch {torch} on a CPU. This command tried the models and wrote the page:
 
 ```sh
 python tests/families/survey.py --write docs/families.md
@@ -34,8 +34,8 @@ without a cache, which gets the whole text each time. There are seven settings:
 - for an encoder-decoder, a separate cache for each of the two.
 
 Each setting runs with attention "eager", "sdpa" and "tikv", if the model supports them. The first three also run with
-an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention. Logits count as right if
-they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
+an int8 cache under "tikv", which is compared with an int8 cache under the model's own attention. Logits count as right
+if they differ by at most {tolerance} of their standard deviation, or {codes} with int8.
 
 Transformers' own cache runs in the same settings. If it differs from the model without a cache, the notes say by how
 many standard deviations: "as transformers' own cache, which is 0.5 from no cache" means that `TikvCache` gives the same
@@ -103,7 +103,7 @@ def rows(text: str) -> list[Row]:
 
 def versions(text: str) -> tuple[str, str]:
     """Those of transformers and torch that a page is of."""
-    found = re.search(r"of transformers (\S+) that generates text, with torch (\S+)\n", text)
+    found = re.search(r"of transformers (\S+) that generates text, with\ntorch (\S+) ", text)
     assert found is not None, "the page does not say of which versions it is"
     return found[1], found[2]
 
