@@ -504,6 +504,25 @@ def test_too_many_tokens_are_written_nowhere(indexer_first, arch):
     assert torch.equal(layer.indexer_keys[:, 3:], x)
 
 
+def test_keys_that_an_indexer_numbers_stay_together(arch):
+    """After a compaction, or with keys of another number, the numbers that an indexer chooses would be of other rows."""
+    layer = IndexedLayer(0, None, None, None, types.SimpleNamespace(_attn_implementation="eager"))
+    k, v, x = torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 4), torch.randn(1, 3, 5)
+    with torch.no_grad():
+        layer.update_indexer(x)
+        layer.update(k, v)
+        with pytest.raises(tikv.OptionError, match=r"compact\(\) would drop keys that the indexer"):
+            layer.compact([[0, 2]])
+        with pytest.raises(tikv.OptionError, match="keys of 2 tokens, and the indexer has keys of 3"):
+            layer.keys = k[:, :, :2]
+        assert torch.equal(layer.keys, k)
+        layer.keys = k + 1
+        assert torch.equal(layer.keys, k + 1)
+        assert torch.equal(layer.indexer_keys, x)
+        layer.keys = None
+    assert layer.indexer_keys is None
+
+
 def test_the_survey_says_how_a_choice_was_told(arch):
     model = model_of("qwen4_exp")
     with settings.attention(model, "tikv"), verdicts.choices() as told_by:

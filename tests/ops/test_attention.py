@@ -545,6 +545,7 @@ def test_a_store_attends_over_what_it_holds(arch, rng, dtype, window):
         ({"lens": [41, 3]}, tikv.CapacityError, "41"),
         ({"lens": [3, -1]}, tikv.PositionError, "-1"),
         ({"q": (2, 4, 5, 16), "lens": [9, 4]}, tikv.PositionError, "5 queries"),
+        ({"q": (2, 4, 5, 16), "lens": [0, 3]}, tikv.PositionError, "length 1 is 3, and the 5 queries"),
         ({"lens": [9]}, tikv.ShapeError, "lengths"),
         ({"lens": [[9, 2, 1], [3, 4, 5]]}, tikv.ShapeError, "the heads of the lengths"),
         ({"lens": [[9, 2], [3, 41]]}, tikv.CapacityError, "length 1, 1 is 41"),

@@ -117,6 +117,7 @@ K, Q = np.zeros((2, 1, 8, 4), np.float32), np.zeros((2, 2, 4), np.float32)
         (lambda: tikv.page_scores(Q, K, K.astype(np.float16), 8), tikv.DTypeError, "greatest"),
         (lambda: tikv.page_scores(Q[:, :, :3], K, K, 8), tikv.ShapeError, "the head width of q"),
         (lambda: tikv.page_scores(Q, K, K, 8 * 16 + 1), tikv.CapacityError, "0 to 128"),
+        (lambda: tikv.page_scores(Q, K, K, 8, page=2**28), tikv.PositionError, "tokens of all pages"),
     ],
 )  # fmt: skip
 def test_refused_calls(arch, call, error, match):

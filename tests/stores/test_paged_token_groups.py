@@ -361,6 +361,13 @@ def test_what_is_refused(arch):
             call()
     with pytest.raises(tikv.CapacityError):
         pool.append(0, *[np.ones((200, HEADS, WIDTH), np.float32)] * 2, [seq], [0, 200])
+    for more, match in (
+        ({"softcap": -1.0}, "softcap=-1.0 is not a positive number"),
+        ({"scale": np.nan}, "scale=nan is not a finite number"),
+        ({"sink_logits": np.zeros(3, np.float32)}, "sink_logits is"),
+    ):
+        with pytest.raises(tikv.TikvError, match=match):
+            pool.extend(0, np.ones((3, Q_HEADS, WIDTH), np.float32), rows[:3], rows[:3], [seq], [0, 3], **more)
     with pytest.raises(tikv.PositionError, match="not codes yet"):
         pool.attend(0, np.ones((1, 80, Q_HEADS, WIDTH), np.float32), [seq])
     assert pool.length(seq) == 100

@@ -197,6 +197,7 @@ def _score_plan(live: runtime.Runtime, operation: str, arrays: Sequence[ArrayVie
     _check_lengths(lens, batch, operation)
     queries = q.shape[2] if q.ndim == 4 else 1
     items = checks.integer(batch * heads * queries * pages, "scores", operation, high=2**31 - 1)
+    checks.integer(pages * page, "tokens of all pages", operation, high=2**31 - 1)
 
     def bind(arrays: Sequence[ArrayView]) -> list[Launch]:
         from tikv.kernels.page_scores import PageParams, make_page_scores

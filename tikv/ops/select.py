@@ -100,7 +100,7 @@ class SelectPlan(Plan):
                 f"{least}{f' pages of {page}' if page > 1 else ''}. Use k={least} or more."
             )
         self.most = scores.shape[-1] * page
-        checks.integer(self.most, "tokens that have scores", operation, high=2**31 - 1)
+        checks.integer(self.most, "tokens that have scores", operation, high=2**31 - 1 - page)  # the kernel adds a page
         self.shape = (*scores.shape[:-1], k * page)
         checks.integer(math.prod(self.shape), "tokens that are chosen", operation, high=2**31 - 1)
         self.rows = math.prod(scores.shape[:-1])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tikv.errors import OptionError
 from tikv.integrations.transformers.layer import TikvLayer
 
 
@@ -78,8 +79,8 @@ class IndexedLayer(TikvLayer):
     """
 
     def __init__(self, index: int, window: int | None, max_cache_len: int | None, dtype: Any, config: Any) -> None:
-        super().__init__(index, window, max_cache_len, dtype, config)
         self._indexer = IndexerKeys()
+        super().__init__(index, window, max_cache_len, dtype, config)
         self.indexer_position_ids: Any = None
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -117,6 +118,32 @@ class IndexedLayer(TikvLayer):
         super().reset()
         self._indexer.forget()
         self.indexer_position_ids = None
+
+    def compact(self, keep: Any) -> None:
+        """Not offered.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"{self._name}: compact() would drop keys that the indexer still chooses by their numbers. Crop the cache, "
+            f"or reset()."
+        )
+
+    def _set(self, which: str, tensor: Any) -> None:
+        """As `TikvLayer._set`, of as many tokens as the indexer has keys.
+
+        Raises:
+            OptionError: of another number. Nothing is changed.
+        """
+        if tensor is None:
+            self._indexer.forget()
+        elif self._indexer.length not in (0, tensor.shape[2]):
+            raise OptionError(
+                f"{self._name}: {which} of {tensor.shape[2]} tokens, and the indexer has keys of "
+                f"{self._indexer.length}, which it chooses by their numbers. Set as many, or reset() first."
+            )
+        super()._set(which, tensor)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As `TikvLayer.crop`, of both or of none."""

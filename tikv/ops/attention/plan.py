@@ -334,7 +334,7 @@ class AttentionPlan(Plan):
             return Lengths(0)
         shortest, longest = (int(known.item()),) * 2 if known.size == 1 else (int(known.min()), int(known.max()))
         if longest > limit or shortest < needed:
-            for at in (int(known.argmax()), int(known.argmin())):
+            for at in np.flatnonzero((known > limit) | ((known < needed) & (known != 0)))[:1]:
                 where = ", ".join(map(str, np.unravel_index(at, known.shape)))
                 check_length(int(known.flat[at]), needed, limit, cache, f"length {where}", operation)
         if "table" in arrays:

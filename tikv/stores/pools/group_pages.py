@@ -22,7 +22,7 @@ from tikv.ops import blocks, checks, paged
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
-from tikv.ops.attention.paged import paged_call
+from tikv.ops.attention.paged import check_paged_queries, paged_call
 from tikv.ops.attention.plan import Results
 from tikv.ops.attention.request import AttendRequest
 from tikv.ops.layouts import Rows
@@ -497,6 +497,8 @@ class TokenGroupPages(Pages):
         asking = rows_of_queries(operation, q, request.layout, config.num_kv_heads, config.rows.k.width, live)
         detail = f"k: {describe(given[0])}"
         checks.extent(asking.shape[0], rows[0].shape[0], "the number of rows of q", operation, detail)
+        terms = request.terms.views(operation)
+        check_paged_queries(operation, _of_one(asking), self.new.pools.caches[layer], request, terms, None)
         step = begin_append(self, operation, layer, seqs, cu, rows[0].shape[0])  # to see that all of it has room
         if not step.committed:
             self.sequences.undo(step, refused=True)
