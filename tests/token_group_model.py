@@ -28,6 +28,8 @@ class Model:
         )
         self.rows = [np.zeros((2, BATCH, HEADS, 0, WIDTH), np.float32) for _ in range(layers)]  # as the newest are
         self.coded, self.oldest = [0] * layers, [0] * layers  # behind the sinks; the first that is still seen
+        self.places = [np.zeros((BATCH, HEADS, 0), int) for _ in range(layers)]  # of rows, among all that ever came
+        self.ends = [0] * layers  # how many came
         self.bits = []
         for codes in self.store._storage.codes:
             start = [oracle.random_bits(rng, a.shape, a.dtype.numpy) for a in codes.arrays]
@@ -57,6 +59,9 @@ class Model:
             if held == quant.residual + group:
                 self.encode(layer)
             self.rows[layer] = np.concatenate([self.rows[layer], rows[:, :, :, t : t + 1]], axis=3)
+            place = np.full((*rows.shape[1:3], 1), self.ends[layer])
+            self.places[layer] = np.concatenate([self.places[layer], place], axis=2)
+            self.ends[layer] += 1
             if self.window:
                 oldest = self.rows[layer].shape[3] - self.window + self.sinks
                 self.oldest[layer] = max(self.oldest[layer], oldest)
@@ -125,17 +130,56 @@ class Model:
 
     def trim(self, count):
         self.store.trim(count)
-        for layer, rows in enumerate(self.rows):
-            left = rows.shape[3] - count
-            self.rows[layer] = rows[:, :, :, :left]
-            self.coded[layer] = min(self.coded[layer], max(0, left - self.sinks))
-            self.oldest[layer] = min(self.oldest[layer], left)
+        for layer, end in enumerate(self.ends):
+            self.cut(layer, end - count)
+
+    def cut(self, layer, end):
+        """Forget the newest tokens of a layer, to which no more than these ever came then."""
+        left = self.rows[layer].shape[3] - (self.ends[layer] - end)
+        self.rows[layer], self.places[layer] = self.rows[layer][:, :, :, :left], self.places[layer][:, :, :left]
+        self.coded[layer] = min(self.coded[layer], max(0, left - self.sinks))
+        self.oldest[layer], self.ends[layer] = min(self.oldest[layer], left), end
+
+    def first_whole(self, layer):
+        """From which token on no head of a layer lacks one."""
+        rows = self.places[layer].reshape(self.batch * HEADS, self.length(layer))
+        missing = [set(range(self.ends[layer])) - set(row) for row in rows]
+        return 1 + max((number for row in missing for number in row), default=-1)
+
+    def length(self, layer):
+        return self.rows[layer].shape[3]
+
+    def compact(self, layer, index):
+        """Keep what `index` (batch, heads, n) names of the tokens held; groups whole, those of each head its own."""
+        self.store.compact(layer, index)
+        group, sinks, held = self.quant.group, self.sinks, np.array(self.held(layer), int)
+        end = sinks + self.coded[layer]  # of codes
+        groups, ranks = {}, {}
+        for at in np.ndindex(*index.shape[:2]):
+            kept = held[index[at]]
+            coded = kept[(kept >= sinks) & (kept < end)]
+            groups[at] = sorted({(n - sinks) // group for n in coded})
+            whole = [n for g in groups[at] for n in range(sinks + g * group, sinks + (g + 1) * group)]
+            ranks[at] = [*kept[kept < sinks], *whole, *kept[kept >= end]] if whole else [*kept]
+            first = sinks + len(whole) - len(coded) if whole and len(coded) < len(whole) else 0
+        for i, bits in enumerate(self.bits[layer]):
+            each = 1 if i < 2 else group
+            parts = bits.reshape(*bits.shape[:2], -1, each, *bits.shape[3:])
+            before = parts.copy()
+            for at, some in groups.items():
+                for to, g in enumerate(some):
+                    parts[at][to] = before[at][g % parts.shape[2]]
+        order = np.array([*ranks.values()], int).reshape(*index.shape[:2], -1)
+        self.rows[layer] = np.take_along_axis(self.rows[layer], order[None, ..., None], axis=3)
+        self.places[layer] = np.take_along_axis(self.places[layer], order, axis=2)
+        self.coded[layer], self.oldest[layer] = len(groups[0, 0]) * group, first
 
     def reorder(self, index, name="reorder"):
         """Sequences continue from others; memory that no token has come to may hold anything then."""
         getattr(self.store, name)(index)
         self.batch = len(index)
         self.rows = [rows[:, index] for rows in self.rows]
+        self.places = [places[index] for places in self.places]
         group = self.quant.group
         for layer, codes in enumerate(self.store._storage.codes):
             coded = min(self.coded[layer], codes.room)
@@ -149,7 +193,8 @@ class Model:
             assert self.store.quantised(i) == self.coded[i]
             held = self.held(i)
             assert self.store.held(i) == len(held)
-            assert self.store.positions(i)[0, 0].tolist() == held
+            assert self.store.layer_length(i) == self.ends[i]
+            assert self.store.positions(i).tolist() == self.places[i][..., held].tolist()
             for a, want in zip(codes.arrays, bits, strict=True):
                 oracle.assert_same_bits(CacheArray(a, self.store.runtime), want, what=f"layer {i}")
             for got, want in zip(self.store.tokens(i), self.numbers(i), strict=True):

@@ -30,8 +30,9 @@ class TokenGroups:
         quant = tikv.Quant(4, 32, "tokens", self.chance.choice((32, 33, 50)))
         self.model = Model(rng, arch, quant, np.float16, LAYERS, **form, capacity=300)
         self.saved: Any = None
-        names = {self.append: 40, self.extend: 6, self.attend: 10, self.trim: 12, self.reset: 1, self.reorder: 4,
-                 self.select: 2, self.snapshot: 3, self.restore: 3, self.save: 1, self.refused: 5}  # fmt: skip
+        names = {self.append: 40, self.extend: 6, self.attend: 10, self.trim: 12, self.compact: 8,
+                 self.reset: 1, self.reorder: 4, self.select: 2, self.snapshot: 3, self.restore: 3, self.save: 1,
+                 self.refused: 5}  # fmt: skip
         self.calls, self.weights = list(names), list(names.values())
 
     def step(self) -> None:
@@ -39,13 +40,10 @@ class TokenGroups:
         self.chance.choices(self.calls, self.weights)[0]()
         self.model.check()
 
-    def length(self, layer: int) -> int:
-        return self.model.rows[layer].shape[3]
-
     def append(self) -> None:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 1, 2, 7, 32, 65))
         self.doing = f"append(layer {layer}, {tokens} tokens)"
-        if self.model.window is None and self.length(layer) + tokens > 300:
+        if self.model.window is None and self.model.length(layer) + tokens > 300:
             placed, _, _ = self.model.new(tokens)
             refuses(tikv.CapacityError, lambda: self.model.store.append(layer, *placed[:2], layout="head_major"))
             self.reset()
@@ -55,27 +53,28 @@ class TokenGroups:
     def extend(self) -> None:
         layer, tokens = self.chance.randrange(LAYERS), self.chance.choice((1, 5, 40))
         self.doing = f"extend(layer {layer}, {tokens} tokens)"
-        if self.model.window is None and self.length(layer) + tokens > 300:
+        if self.model.window is None and self.model.length(layer) + tokens > 300:
             return
         self.model.extend(layer, tokens)
 
     def attend(self) -> None:
         layer = self.chance.randrange(LAYERS)
         self.doing = f"attend(layer {layer})"
-        if self.length(layer):
+        if self.model.length(layer):
             self.model.attend(layer)
 
     def trim(self) -> None:
-        model, lengths = self.model, [self.length(layer) for layer in range(LAYERS)]
+        model, lengths = self.model, self.model.ends
         longest = max(lengths)
         n = self.chance.choice((1, 3, 20, longest % 32, longest % 32 + 32, longest))
         self.doing = f"trim({n}) of {lengths}"
         target, group = longest - n, model.quant.group
         wrong = n > longest
         for layer, length in enumerate(lengths):
-            left = min(length, target)
-            if left == length or n == longest:
+            if length <= target or n == longest:
                 continue
+            left = model.length(layer) - (length - target)
+            wrong |= target < model.first_whole(layer)
             behind = left - model.sinks
             wrong |= model.coded[layer] > 0 and 0 < behind < model.coded[layer] and behind % group > 0
             wrong |= model.sinks < left < model.oldest[layer]
@@ -83,22 +82,46 @@ class TokenGroups:
             refuses(tikv.PositionError, lambda: model.store.trim(n))
             return
         model.store.trim(n)
+        if n == longest:
+            self.forget()
+            return
         for layer, length in enumerate(lengths):
-            self.cut(layer, min(length, target))
+            model.cut(layer, min(length, target))
 
-    def cut(self, layer: int, left: int) -> None:
-        model = self.model
-        if left < self.length(layer):
-            model.rows[layer] = model.rows[layer][:, :, :, :left]
-            model.coded[layer] = min(model.coded[layer], max(0, left - model.sinks))
-            model.oldest[layer] = min(model.oldest[layer], left)
+    def compact(self) -> None:
+        """Of each head as many groups and new tokens, but its own; now and then a part of a group, which is refused."""
+        model, layer = self.model, self.chance.randrange(LAYERS)
+        held, sinks, end = np.array(model.held(layer), int), model.sinks, model.sinks + model.coded[layer]
+        group_of = (held - sinks) // model.quant.group
+        codes = (held >= sinks) & (held < end)
+        groups, fixed, new = np.unique(group_of[codes]), np.flatnonzero(held < sinks), np.flatnonzero(held >= end)
+        some = self.chance.randint(0, len(groups))
+        if some == 0:
+            fixed = fixed[self.rng.random(len(fixed)) < 0.7]
+        with_oldest = some and (some == len(groups) or self.chance.random() < 0.5)
+        count, heads = self.chance.randint(0, len(new)), []
+        for _ in range(model.batch * HEADS):
+            others = self.rng.permutation(groups[1:])[: some - with_oldest] if some else groups[:0]
+            chosen = np.isin(group_of, [*others, *groups[: int(with_oldest)]]) & codes
+            heads.append([*fixed, *np.flatnonzero(chosen), *np.sort(self.rng.permutation(new)[:count])])
+        index = np.array(heads, int).reshape(model.batch, HEADS, -1)
+        self.doing = f"compact(layer {layer}, {some} of {len(groups)} groups, {count} of {len(new)} new tokens)"
+        whole = [i for i in np.flatnonzero(codes) if (group_of == group_of[i]).sum() > 1]
+        if whole and self.chance.random() < 0.3:
+            parted = [[[i for i in range(len(held)) if i != whole[-1]]] * HEADS] * model.batch
+            refuses(tikv.PositionError, lambda: model.store.compact(layer, parted))
+            return
+        model.compact(layer, index)
+
+    def forget(self) -> None:
+        for layer in range(LAYERS):
+            self.model.cut(layer, self.model.ends[layer] - self.model.length(layer))
+            self.model.oldest[layer] = self.model.ends[layer] = 0
 
     def reset(self) -> None:
         self.doing += ", reset()"
         self.model.store.reset()
-        for layer in range(LAYERS):
-            self.cut(layer, 0)
-            self.model.oldest[layer] = 0
+        self.forget()
 
     def reorder(self) -> None:
         index = [self.chance.randrange(self.model.batch) for _ in range(self.model.batch)]
@@ -112,7 +135,8 @@ class TokenGroups:
 
     def state(self) -> list[Any]:
         model = self.model
-        return [model.batch, *(copy.deepcopy(x) for x in (model.rows, model.coded, model.oldest, model.bits))]
+        state = model.rows, model.coded, model.oldest, model.places, model.ends, model.bits
+        return [model.batch, *copy.deepcopy(state)]
 
     def snapshot(self) -> None:
         self.doing = "snapshot()"
@@ -122,10 +146,11 @@ class TokenGroups:
         self.doing = "restore()"
         if self.saved is None:
             return
-        snapshot, (batch, rows, coded, oldest, bits) = self.saved
+        snapshot, (batch, *state) = self.saved
         self.model.store.restore(snapshot)
         model = self.model
-        model.batch, model.rows, model.coded, model.oldest = batch, *(copy.deepcopy(x) for x in (rows, coded, oldest))
+        model.batch = batch
+        model.rows, model.coded, model.oldest, model.places, model.ends, bits = copy.deepcopy(state)
         self.settle(bits)
 
     def settle(self, bits: Any) -> None:
@@ -152,7 +177,8 @@ class TokenGroups:
             "append: narrower rows": lambda: store.append(0, rows[..., :2], rows),
             "append: other heads": lambda: store.append(0, rows[:, :, :1], rows[:, :, :1]),
             "append: positions": lambda: store.append(0, rows, rows, positions=np.zeros(BATCH, np.int32)),
-            "compact": lambda: store.compact(0, [[0]]),
+            "compact: rope": lambda: store.compact(0, [[]] * self.model.batch, rope=tikv.Rope(np.ones(WIDTH // 2))),
+            "compact: outside": lambda: store.compact(0, [[10**6]] * self.model.batch),
             "commit": lambda: store.commit([0]),
             "trim: too many": lambda: store.trim(store.length + 1),
             "reorder: outside": lambda: store.reorder([self.model.batch] * self.model.batch),

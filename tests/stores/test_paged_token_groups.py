@@ -300,7 +300,9 @@ def test_compact_keeps_groups_as_a_whole(arch, rng):
     both.stores[b] = copy.deepcopy(both.stores[a])
     keep = [*range(32), *range(64, 98), *range(99, 150, 2)]
     want = [a.copy_to_host()[keep] for a in both.pool.tokens(0, b)]
-    with pytest.raises(tikv.PositionError, match=r"31 of the tokens 32 to 63.*from 96 on are not codes"):
+    with pytest.raises(
+        tikv.PositionError, match=r"1 in layer 0 cannot keep 31 of its tokens 32 to 63.*from 96 on are not codes"
+    ):
         both.pool.compact(0, b, [*range(33, 64), 149])
     both.check()
     both.pool.compact(0, b, keep)

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import oracle
 import pytest
+from campaign.token_groups import TokenGroups
 from token_group_model import BATCH, HEADS, WIDTH, Model
 
 import tikv
@@ -136,6 +137,56 @@ def test_whole_groups_are_dropped_and_others_come(arch, rng):
     model.attend(0, 2)
 
 
+@pytest.mark.parametrize(
+    ("values", "window", "sinks"), [(None, None, 0), ("float16", None, 0), (None, 100, 4)], ids=str
+)
+def test_compact_keeps_groups_as_a_whole(arch, rng, tmp_path, values, window, sinks):
+    """Of each head its own groups and new tokens: all memory has the bits of a store that only these ever came to."""
+    model = Model(rng, arch, tikv.Quant(4, 32, "tokens", 40), np.float16, values=values, window=window, sinks=sinks)
+    model.append(0, 150)  # 96 behind the sinks are codes, and of a window the oldest group is in part out of it
+    new = len(model.held(0)) - (150 - sinks - 96)
+    seen = model.held(0)
+    groups = {g: [i for i, n in enumerate(seen) if n >= sinks and (n - sinks) // 32 == g] for g in range(3)}
+    of_heads = [[2, 1], [1, 2]] if window else [[0, 2], [1, 2]]
+    chosen = [[*range(sinks), *sorted(i for g in some for i in groups[g])] for some in of_heads]
+    tails = [[*range(new, new + 20)], [*range(new + 3, new + 43, 2)]]
+    model.compact(0, np.array([[[*a, *b] for a, b in zip(chosen, tails, strict=True)]] * BATCH))
+    model.check()
+    assert (model.store.quantised(0), model.store.held(0), model.store.length) == (64, len(chosen[0]) + 20, 150)
+    model.attend(0)
+    with pytest.raises(tikv.PositionError, match="a compaction dropped number 149"):
+        model.store.trim(1)
+    model.extend(0, 30)
+    model.check()
+    taken = model.store.snapshot()
+    model.trim(7)
+    model.check()
+    go_on_from_a_file(model, tmp_path)
+    model.append(0, 40)
+    model.check()
+    model.attend(0)
+    held = np.arange(len(model.held(0)))
+    model.compact(0, np.broadcast_to(held, (BATCH, HEADS, len(held))))
+    model.check()
+    model.attend(0)
+    model.compact(0, np.broadcast_to(held[-9:], (BATCH, HEADS, 9)))
+    model.reorder([1, 0])
+    model.append(0, 80)
+    model.check()
+    model.attend(0)
+    model.store.restore(taken)
+    assert (model.store.length, model.store.held(0)) == (180, len(chosen[0]) + 50)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("number", range(4))
+def test_random_sequences(arch, tmp_path, number):
+    """A moment of the campaign: appends, compactions, trims, sequences, copies and files against rows in NumPy."""
+    made = TokenGroups(np.random.default_rng([3, number]), arch, number, tmp_path)
+    for _ in range(60):
+        made.step()
+
+
 def test_sequences_continue_from_others(arch, rng):
     """Groups are of tokens: whole sequences move without another scale."""
     model = Model(rng, arch, tikv.Quant(4, 32, "tokens", 32), np.float16, layers=2, values="float16")
@@ -200,6 +251,7 @@ def test_layers_and_batches(arch, rng):
 FORM = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 32, "capacity": 96}
 QUANT = tikv.Quant(4, 32, "tokens", 32)
 ROWS = np.ones((80, 1, 32), np.float32)
+ROPE = tikv.Rope(np.ones(16))
 Q = np.ones((1, 1, 32), np.float32)
 
 
@@ -231,7 +283,18 @@ Q = np.ones((1, 1, 32), np.float32)
         (lambda s: s.attend(0, Q, return_mass=True), tikv.OptionError, "return_mass"),
         (lambda s: s.attend(0, Q, alibi_slopes=np.ones(1, np.float32)), tikv.OptionError, "alibi_slopes"),
         (lambda s: s.attend(0, Q, impl="torch"), tikv.OptionError, "torch"),
-        (lambda s: s.compact(0, [[0]]), tikv.OptionError, "compact: a store of groups along tokens"),
+        (
+            lambda s: s.compact(0, [[0, 40]]),
+            tikv.PositionError,
+            r"cannot keep 1 of its tokens 0 to 31.*from 32 on are not",
+        ),
+        (
+            lambda s: s.compact(0, [[*range(31), 32]]),
+            tikv.PositionError,
+            "head 0 of sequence 0 in layer 0 cannot keep 31",
+        ),
+        (lambda s: s.compact(0, [[80]]), tikv.PositionError, "80"),
+        (lambda s: s.compact(0, [[]], rope=ROPE), tikv.OptionError, "compact: rope: .*quantised a second time"),
         (lambda s: s.reorder([1]), tikv.PositionError, "index 1 is outside"),
         (lambda s: s.keys(0), tikv.OptionError, "Read tokens"),
         (lambda s: s.trim(81), tikv.PositionError, "81"),

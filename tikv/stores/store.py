@@ -47,8 +47,8 @@ class KVCacheStore(runtime.DeepCopied):
             "nvfp4", see `tikv.quantize`. With ``rotate="hadamard"`` keys are rotated first, and values are not. With
             groups along tokens, ``tikv.Quant(axis="tokens", residual=R)``, the newest R to R + group - 1 tokens stay in
             ``scale_dtype``, and each older group is quantised once: keys by channel, values along their columns, or
-            as ``v_dtype`` says. Sinks stay as they came, and of a window whole groups leave. There is no `compact`,
-            `commit`, nor appends at positions on the device, and `trim` drops new tokens or whole groups.
+            as ``v_dtype`` says. Sinks stay as they came, and of a window whole groups leave. `trim` and `compact` drop
+            new tokens or whole groups; there is no `commit`, nor are there appends at positions on the device.
         v_dtype: what V is stored in, if that differs from K.
         k_scale, v_scale: scales of 8-bit floats, one number or (num_kv_heads,), or of "nvfp4", one number. Rows are
             divided by them before they are stored, and multiplied by them when they are read. None for 1.
@@ -255,6 +255,8 @@ class KVCacheStore(runtime.DeepCopied):
     @locked
     def quantised(self, layer: int) -> int:
         """How many of a layer's oldest tokens, behind its sinks, became codes, in a store with groups along tokens.
+
+        After a compaction: of the tokens that it left, and those that came since.
 
         Raises:
             OptionError: the store has no groups along tokens.
@@ -623,6 +625,10 @@ class KVCacheStore(runtime.DeepCopied):
         `held` their number. New tokens take the free slots first. After that a sliding layer overwrites its oldest
         tokens again; the first tokens that it holds are its sinks.
 
+        With groups along tokens the tokens of a group share scales, so that each head keeps all or none of those that
+        it holds of a group. Any of the newest tokens may be kept, those behind the first `quantised` and the sinks.
+        All heads keep as many groups, and as many of the newest tokens. While groups are kept, all sinks are.
+
         Args:
             layer: its index.
             keep: indices into the order of `tokens`, ascending: (batch, H, n), or (batch, n) for all heads; or a bool
@@ -633,14 +639,16 @@ class KVCacheStore(runtime.DeepCopied):
                 it is `length`.
 
         Raises:
-            PositionError: an index falls, repeats or is not held. Nothing is written.
+            PositionError: an index falls, repeats or is not held; with groups along tokens, a part of a group would be
+                kept, or groups without all sinks. Nothing is written.
             ShapeError, DTypeError, OptionError: the shape or the dtype does not fit, or ``rope`` cannot rotate the
-                keys.
+                keys; with groups along tokens ``rope`` is always refused, since codes would be quantised a second
+                time, and so are heads that would keep different numbers of tokens or groups.
 
-        Exactness: rows and int8 scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
+        Exactness: rows, codes and scales keep their bits. Rotated keys are rounded once, as in `tikv.rotate`.
         Cost: rows that move are read and written once, in one launch; a sliding layer that has wrapped twice takes two
-            for each array. The host reads and checks ``keep``. The store keeps its memory. If heads keep different
-            numbers of tokens, each append takes one launch more.
+            for each array, and so do groups along tokens. The host reads and checks ``keep``. The store keeps its
+            memory. If heads keep different numbers of tokens, each append takes one launch more.
 
         Examples:
             >>> import numpy as np, tikv
@@ -678,7 +686,8 @@ class KVCacheStore(runtime.DeepCopied):
         Tokens that a window has overwritten do not come back. A ring that has wrapped can drop as many tokens as it
         holds. Until it is full again, queries see only the tokens that are left, fewer than their window. If a model
         must see its whole window, restore a `snapshot` instead, or use `TikvCache`, whose ``crop`` refuses to go back
-        so far. A store cannot go back beyond the newest token that `compact` dropped.
+        so far. A store cannot go back beyond the newest token that `compact` dropped. With groups along tokens, tokens
+        that are codes are dropped in whole groups.
 
         Raises:
             PositionError: ``n`` is more than `length`, or goes back beyond what a ring holds or a compaction left.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tikv import runtime
 from tikv.formats import Quant
 from tikv.stores import files
+from tikv.stores.files import histories
 from tikv.stores.files.tensor_file import Entry
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.storage import StoreConfig
@@ -60,7 +61,8 @@ def write(
     meta: dict[str, Any] = {"form": arguments, "quant": asdict(form.quant)}
     meta["counts"] = [[layer.counts.length, layer.oldest, layer.coded] for layer in layers]
     meta["oldest"] = [layer.counts.valid_from for layer in layers]
-    files.write(path, KIND, tensors, meta, operation)
+    kept, left = histories.written([layer.counts for layer in layers])
+    files.write(path, KIND, tensors | left, meta | kept, operation)
 
 
 def read(
@@ -70,12 +72,15 @@ def read(
     tensors, meta = files.read(path, KIND, operation, functools.partial(_check, live))
     with files.understanding(path, operation):
         config, form = _form_of(meta, live, placed)
+        layers = _layers(meta, config, form)
+        for layer, numbers in zip(layers, histories.told(meta, config.num_layers), strict=True):
+            layer.counts.history = histories.read(layer.counts.index, numbers, tensors)
     slots = sum(min(layer.slots, config.capacity) + _slots(config, form) for layer in config.counts())
     row = form.codes.token_bytes + sum(row.stored_width * row.stored.itemsize for row in form.newest_rows)
     files.require_memory(path, int(config.batch_size * config.num_kv_heads * slots * row), operation)
     return config, [
         layer._replace(arrays=[tensors[f"layers.{i}.{name}"] for name in _names(form)])
-        for i, layer in enumerate(_layers(meta, config, form))
+        for i, layer in enumerate(layers)
     ]
 
 
@@ -133,7 +138,9 @@ def _check(live: runtime.Runtime, meta: dict[str, Any], entries: dict[str, Entry
     files.integer(meta["form"]["num_layers"], "num_layers", low=1, high=len(entries))
     config, form = _form_of(meta, live)
     lead, arrays = (config.batch_size, config.num_kv_heads), form.codes.arrays()
-    for layer in _layers(meta, config, form):
+    told = histories.told(meta, config.num_layers)
+    for layer, numbers in zip(_layers(meta, config, form), told, strict=True):
+        histories.check(numbers, layer.counts, lead, entries)
         name = f"layers.{layer.counts.index}"
         for what, row in zip(ROWS, form.newest_rows, strict=True):
             shape = (*lead, min(layer.counts.length, _slots(config, form)), row.width)

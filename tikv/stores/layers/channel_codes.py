@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, Memory, memory_of_host, read_host, to_device, write_host
+from tikv.arrays import ArrayView, Host, Memory, memory_of_host, read_host, to_device, write_host
 from tikv.errors import CapacityError
 from tikv.ops.attention.by_channel import ScoredValues
 from tikv.ops.attention.launches import AttendedTokens
 from tikv.ops.attention.request import AttentionScale
 from tikv.ops.layouts import Placement
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.compaction import copied_slots
 from tikv.stores.layers.counts import Layer
 from tikv.stores.layers.memory import LayerMemory, rows_of
 from tikv.stores.layers.token_group_form import CodeForm
@@ -120,6 +121,22 @@ class ChannelCodes:
         for (a, slots), to in zip(self.filled, made, strict=True):
             memory.move_slots(_of_slots(a), _of_slots(to), slots, index)
         return made
+
+    def copied(self, operation: str, groups: Host, memory: LayerMemory) -> list[ArrayView]:
+        """Copies of groups (batch, heads, m), counted as `tokens` are; `hold_only` takes them."""
+        found = []
+        for a, (_, _, tokens) in zip(self.arrays, self.form.arrays().values(), strict=True):
+            rows, each = _of_slots(a), self.group // tokens
+            first = (groups * self.group - self.dropped) % self.room // tokens
+            slots = (first[..., None] + np.arange(each)).reshape(*groups.shape[:2], -1)
+            found.append(copied_slots(operation, memory, rows, slots))
+        return found
+
+    def hold_only(self, copied: Sequence[ArrayView], groups: int, memory: LayerMemory) -> None:
+        """Hold what `copied` gave of so many groups, of none no arrays, and nothing else."""
+        for a, found in zip(self.arrays, copied, strict=groups > 0):
+            memory.move_slots(found, _of_slots(a), found.shape[2])
+        self.tokens, self.dropped = groups * self.group, 0
 
     def moved(self, room: int, drop: int, memory: LayerMemory) -> list[ArrayView]:
         """What is held without the `drop` oldest tokens, whole groups, in new memory for `room`; `hold` takes it."""

@@ -14,7 +14,7 @@ from tikv.ops.keep import HeadRows, counts_of, host_kept_indices
 from tikv.ops.layouts import Placement, Rows
 from tikv.ops.rotate import Rope, check_keys, rotate_rows
 from tikv.stores.history import History
-from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.counts import HeldRows, Layer
 from tikv.stores.layers.memory import LayerMemory, copy_rows, width_of
 
 
@@ -48,12 +48,8 @@ def compact_layers(
         check_keys(layers[0].k, _scales_of_keys(layers[0]), rope, operation)
     choices = [_choose(operation, memory, layer, keep) for layer, keep in zip(layers, keeps, strict=True)]
     for layer, choice in zip(layers, choices, strict=True):
-        if one_length and not choice.left.even:
-            counts = choice.left.counts
-            raise ShapeError(
-                f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} "
-                f"tokens, and all have one length here. Keep as many of each, or use a tikv.KVCacheStore."
-            )
+        if one_length:
+            require_even(operation, layer, choice.left.counts, "tokens", "or use a tikv.KVCacheStore")
     for block in _movable_together(memory, layers, choices):
         if block[0][1].in_order:
             slots = np.concatenate([choice.slots for _, choice in block])
@@ -90,25 +86,42 @@ def _scales_of_keys(layer: Layer) -> ArrayView | None:
 
 def _choose(operation: str, memory: LayerMemory, layer: Layer, keep: Any) -> _Choice:
     """Check what a caller keeps of a layer."""
-    lead = memory.batch_size, memory.num_kv_heads
     held = layer.held_rows()
-    most = held.slots.shape[-1]
+    index = kept_of(operation, memory, held, keep)
+    in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(held.slots.shape[-1]))).all())
+    return _Choice(_chosen(held.slots, index), in_order, left_of(layer, held, index))
+
+
+def kept_of(operation: str, memory: LayerMemory, held: HeldRows, keep: Any) -> Host:
+    """What a caller keeps of the rows that a layer holds, as indices (B, H, n); -1 behind a head's last."""
+    lead, most = (memory.batch_size, memory.num_kv_heads), held.slots.shape[-1]
     counts = held.counts if held.slots.shape[:2] == lead else most
     index = host_kept_indices(keep, HeadRows(*lead, most, counts), memory.runtime, operation)
-    if index.ndim == 2:
-        index = np.repeat(index[:, None], lead[1], axis=1)
+    return np.repeat(index[:, None], lead[1], axis=1) if index.ndim == 2 else index
 
-    def chosen(a: Host) -> Host:
-        if most == 0:
-            return index.astype(np.int64)
-        found = np.take_along_axis(np.broadcast_to(a, (*lead, most)), np.maximum(index, 0).astype(np.int64), axis=-1)
-        return np.where(index < 0, -1, found)
 
-    in_order = bool((held.slots == np.where(held.slots < 0, -1, np.arange(most))).all())
-    left = History(
-        counts_of(index).astype(np.int64), chosen(held.numbers), chosen(held.positions), layer.end, layer.next_position
-    )
-    return _Choice(chosen(held.slots), in_order, left)
+def left_of(layer: Layer, held: HeldRows, index: Host) -> History:
+    """What is left of a layer that held these rows, where those of indices (B, H, n) are kept."""
+    counts = counts_of(index).astype(np.int64)
+    return History(counts, _chosen(held.numbers, index), _chosen(held.positions, index), layer.end, layer.next_position)
+
+
+def require_even(operation: str, layer: Layer, counts: Host, what: str, remedy: str) -> None:
+    """Raise ShapeError where the heads of a layer would keep these different numbers of something."""
+    if counts.size and counts.min() < counts.max():
+        raise ShapeError(
+            f"{operation}: heads of layer {layer.index} would keep {int(counts.min())} to {int(counts.max())} {what}, "
+            f"and all have one length here. Keep as many of each, {remedy}."
+        )
+
+
+def _chosen(a: Host, index: Host) -> Host:
+    """Of each head the entries of (B, H, m) or (1, 1, m) at indices (B, H, n); -1 behind its last."""
+    lead, most = index.shape[:-1], a.shape[-1]
+    if most == 0:
+        return index.astype(np.int64)
+    found = np.take_along_axis(np.broadcast_to(a, (*lead, most)), np.maximum(index, 0).astype(np.int64), axis=-1)
+    return np.where(index < 0, -1, found)
 
 
 def _movable_together(
@@ -128,28 +141,32 @@ def _move_through_copy(operation: str, memory: LayerMemory, layer: Layer, slots:
     """Move the rows of a ring that has wrapped, of which the front may hold newer ones: out and back."""
     if slots.size == 0:
         return
-    live, count = memory.runtime, slots.shape[-1]
-    index = to_device(slots.astype(np.int32), live)
     for a in layer.arrays:
-        to = new_array((*slots.shape, *a.shape[3:]), a.dtype, live)
-        _gather_by_head(operation, memory, layer, index, [_rows_by_head(a)], [to], [width_of(a)])
-        memory.move_slots(to, a, count)
+        memory.move_slots(copied_slots(operation, memory, a, slots), a, slots.shape[-1])
+
+
+def copied_slots(operation: str, memory: LayerMemory, a: ArrayView, slots: Host) -> ArrayView:
+    """A copy of the rows of (batch, heads, slots[, width]) that lie in slots (B, H, n), of which there are some."""
+    to = new_array((*slots.shape, *a.shape[3:]), a.dtype, memory.runtime)
+    index = to_device(slots.astype(np.int32), memory.runtime)
+    _gather_by_head(operation, memory, a.shape[2], index, [_rows_by_head(a)], [to], [width_of(a)])
+    return to
 
 
 def _gather_by_head(
     operation: str,
     memory: LayerMemory,
-    layer: Layer,
+    limit: int,
     index: ArrayView,
     src: Sequence[Rows],
     to: Sequence[ArrayView],
     widths: Sequence[int],
 ) -> None:
-    """Copy the rows of a layer that `index` (batch, H, n) names, for each head its own slots, one behind the other."""
+    """Copy the rows of `limit` slots that `index` (batch, H, n) names, for each head its own, one behind the other."""
     n, dst = index.shape[-1], [_rows_by_head(a) for a in to]
     copy_rows(
         memory.runtime, operation, src, dst, widths, (memory.batch_size * memory.num_kv_heads, 1, n),
-        src_place=Placement("slots", array=index), src_limit=layer.slots, index_group=n, index_step=1,
+        src_place=Placement("slots", array=index), src_limit=limit, index_group=n, index_step=1,
     )  # fmt: skip
 
 
@@ -166,7 +183,7 @@ def tokens_by_head(operation: str, memory: LayerMemory, layer: Layer) -> tuple[C
         index = to_device(slots.astype(np.int32), live)
         rows = zip((layer.k, layer.v), memory.rows.formats, layer.scales_by_head(memory.rows.numbers), strict=True)
         src = [_rows_by_head(a)._replace(format=format, scale=scale) for a, format, scale in rows]
-        _gather_by_head(operation, memory, layer, index, src, out, memory.rows.widths)
+        _gather_by_head(operation, memory, layer.slots, index, src, out, memory.rows.widths)
         live.synchronize()  # the index is this call's own
     return CacheArray(out[0], live), CacheArray(out[1], live)
 

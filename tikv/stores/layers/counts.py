@@ -158,10 +158,7 @@ class Layer:
         fixed, start = fixed[..., None], start[..., None]
         order = np.where(j < fixed, j, start + j - fixed)  # as if only what is left had ever been appended
         gone = j >= held[..., None]
-        slots = order
-        if self.ring:
-            slots = np.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
-        numbers = positions = order
+        slots, numbers, positions = self.slots_of(order), order, order
         left = self.history
         if left is not None:
             shape = (*left.counts.shape, len(j))
@@ -174,6 +171,12 @@ class Layer:
             else:
                 numbers, positions = left.end + every, left.next_position + every
         return HeldRows(*(np.where(gone, -1, a) for a in (slots, numbers, positions)))
+
+    def slots_of(self, positions: Host) -> Host:
+        """The slots of positions."""
+        if self.ring == 0:
+            return positions
+        return np.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.ring)
 
     def slot_of(self, position: int) -> int:
         """The slot of a position."""

@@ -10,14 +10,14 @@ Attention reads both parts where they lie and merges them by their log-sum-exps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import ArrayView, CacheArray, Views, new_array, view, view_all
+from tikv.arrays import ArrayView, CacheArray, Host, Views, new_array, view, view_all
 from tikv.dtypes import DType
 from tikv.errors import CapacityError, OptionError, PositionError
 from tikv.formats import Quant
@@ -26,15 +26,19 @@ from tikv.ops.attention.merge import merge_into
 from tikv.ops.attention.options import MOST_QUERIES
 from tikv.ops.attention.plan import AttentionPlan, Results
 from tikv.ops.attention.request import AttendRequest, AttentionScale
+from tikv.ops.rotate import Rope
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores import files
 from tikv.stores.files import token_groups as token_group_files
+from tikv.stores.history import History
 from tikv.stores.layers.append import ROWS
 from tikv.stores.layers.attempt import attempt
 from tikv.stores.layers.attend import cache_plan, layer_arrays, refuse_missing, results_of
 from tikv.stores.layers.channel_codes import ChannelCodes
 from tikv.stores.layers.coded_arrays import ScoreMemory
 from tikv.stores.layers.contiguous import Captured, ContiguousLayers
+from tikv.stores.layers.counts import Layer
+from tikv.stores.layers.group_compaction import choose, copy_kept, hold_only
 from tikv.stores.layers.queries import attend_queries, extend_queries, with_tokens
 from tikv.stores.layers.storage import LayerStorage, StoreConfig, Triple
 from tikv.stores.layers.token_group_form import TokenGroupForm, room_of
@@ -47,7 +51,7 @@ class CapturedGroups(NamedTuple):
 
     newest: Captured
     config: tuple[Any, ...]
-    counts: list[tuple[int, int]]
+    counts: list[tuple[int, int, History | None]]
     codes: list[tuple[int, list[np.ndarray[Any, Any]]]]
 
 
@@ -278,6 +282,20 @@ class TokenGroupLayers(LayerStorage):
 
     # --- what lets go, and what moves
 
+    @uninterrupted
+    def compact(self, operation: str, keeps: Mapping[int, Any], rope: Rope | None) -> None:
+        """As `LayerStorage.compact`, of whole groups; all layers are copied out before any is written."""
+        if rope is not None:
+            raise OptionError(
+                f"{operation}: rope: {self.title} does not rotate keys, since those that are codes would be quantised "
+                f"a second time, with other scales. Leave it out."
+            )
+        layers = [(self.newest, self.counts[i], self.codes[i]) for i in keeps]
+        choices = [choose(operation, *layer, keep) for layer, keep in zip(layers, keeps.values(), strict=True)]
+        copied = [copy_kept(operation, *layer, choice) for layer, choice in zip(layers, choices, strict=True)]
+        for layer, choice, found in zip(layers, choices, copied, strict=True):
+            hold_only(operation, *layer, choice, found)
+
     def trim(self, operation: str, n: int) -> None:
         """As `LayerStorage.trim`; of tokens that are codes whole groups go, or all tokens by `reset`.
 
@@ -285,15 +303,17 @@ class TokenGroupLayers(LayerStorage):
             PositionError: a part of a group would stay, or with a window tokens that were overwritten. Nothing is
                 changed.
         """
-        length = max(counts.length for counts in self.counts)
+        length = max(counts.end for counts in self.counts)
         if n == length:
             self.reset()
             return
         self.refuse_trim(operation, n, length)
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left = min(counts.length, length - n)
+            left, history = _left_of(counts, length - n), counts.history
             if left == counts.length:
                 continue
+            if history is not None and left < history.tokens:
+                counts.history = history.trimmed(history.tokens - left)
             codes.tokens = min(codes.tokens, max(0, left - ring.sinks))
             for each in (counts, ring):
                 each.length, each.valid_from, each.newest = left, min(each.valid_from, left), 0
@@ -301,19 +321,22 @@ class TokenGroupLayers(LayerStorage):
     def refuse_trim(self, operation: str, n: int, length: int) -> None:
         """Raise PositionError where layers, of which the longest has `length` tokens, cannot drop the `n` newest."""
         for counts, ring, codes in zip(self.counts, self.newest.counts, self.codes, strict=True):
-            left, coded = min(counts.length, length - n), ring.sinks + codes.tokens if codes.tokens else 0
+            left, coded = _left_of(counts, length - n), ring.sinks + codes.tokens if codes.tokens else 0
             counts.refuse_trim(operation, n, length)
             if left < coded and (left - ring.sinks) % self.quant.group and left > ring.sinks:
+                most, whole = length - (counts.end - counts.length + coded), n + (left - ring.sinks) % self.quant.group
+                lost = counts.history is not None and length - whole < counts.history.first_whole
                 raise PositionError(
                     f"{operation}: cannot drop {n} tokens of length={length}: the first {coded} are codes of whole "
-                    f"groups, quantised once. Drop at most {length - coded}, "
-                    f"{length - left + (left - ring.sinks) % self.quant.group} for whole groups, or reset()."
+                    f"groups, quantised once. Drop at most {most}, {'' if lost else f'{whole} for whole groups, '}or "
+                    f"reset()."
                 )
 
     def reset(self) -> None:
         self.newest.reset()
         for counts, codes in zip(self.counts, self.codes, strict=True):
-            counts.length = counts.newest = counts.valid_from = codes.tokens = codes.dropped = 0
+            self.memory.recount(counts, 0, None)
+            codes.tokens = codes.dropped = 0
 
     @uninterrupted
     def reorder(self, operation: str, index: Any) -> None:
@@ -323,8 +346,7 @@ class TokenGroupLayers(LayerStorage):
             return
         taken = [codes.selected(chosen, self.memory) for codes in self.codes]
         self.newest.reorder(operation, index)
-        for codes, arrays in zip(self.codes, taken, strict=True):
-            codes.hold(arrays)
+        self._hold(chosen, taken)
 
     @uninterrupted
     def select(self, operation: str, index: Any) -> None:
@@ -332,8 +354,14 @@ class TokenGroupLayers(LayerStorage):
         chosen = self.memory.sequences_of(operation, index)
         taken = [codes.selected(chosen, self.memory) for codes in self.codes]
         self.newest.select(operation, index)
-        for codes, arrays in zip(self.codes, taken, strict=True):
+        self._hold(chosen, taken)
+
+    def _hold(self, chosen: Host, taken: Sequence[list[ArrayView]]) -> None:
+        """Hold the codes of these sequences, and what compactions left of them."""
+        for counts, codes, arrays in zip(self.counts, self.codes, taken, strict=True):
             codes.hold(arrays)
+            if counts.history is not None:
+                counts.history = counts.history.of_sequences(chosen)
 
     # --- copies and files
 
@@ -345,7 +373,7 @@ class TokenGroupLayers(LayerStorage):
     def capture(self) -> CapturedGroups:
         """As `LayerStorage.capture`; the codes by way of the host."""
         codes = [(codes.tokens, codes.copy_to_host()) for codes in self.codes]
-        counts = [(layer.length, layer.valid_from) for layer in self.counts]
+        counts = [(layer.length, layer.valid_from, layer.history) for layer in self.counts]
         return CapturedGroups(self.newest.capture(), self._kind(), counts, codes)
 
     @uninterrupted
@@ -353,7 +381,7 @@ class TokenGroupLayers(LayerStorage):
         snapshot, store = shown
         if not isinstance(captured, CapturedGroups) or captured.config != self._kind():
             raise OptionError(f"{operation}: {snapshot:.200} is not of a store of this form ({store}).")
-        for layer, codes, (length, _), (coded, _) in zip(
+        for layer, codes, (length, *_), (coded, _) in zip(
             self.counts, self.codes, captured.counts, captured.codes, strict=True
         ):
             if not layer.ring and (length > layer.slots or coded - codes.dropped > codes.room):
@@ -364,10 +392,10 @@ class TokenGroupLayers(LayerStorage):
         batch = captured.newest.batch_size
         made = [None if batch == codes.batch else codes.like(batch) for codes in self.codes]
         self.newest.restore(operation, captured.newest, shown)
-        for counts, codes, new, (length, oldest), (tokens, arrays) in zip(
+        for counts, codes, new, (length, oldest, history), (tokens, arrays) in zip(
             self.counts, self.codes, made, captured.counts, captured.codes, strict=True
         ):
-            counts.length, counts.valid_from, counts.newest = length, oldest, 0
+            self.memory.recount(counts, length, history, oldest)
             if new is not None:
                 codes.hold(new)
             codes.take_over(tokens, arrays)
@@ -378,7 +406,8 @@ class TokenGroupLayers(LayerStorage):
     def count_as(self, layer: int, other: TokenGroupLayers, index: int) -> None:
         self.newest.count_as(layer, other.newest, index)
         own, found = self.counts[layer], other.counts[index]
-        own.index, own.length, own.valid_from, own.newest = found.index, found.length, found.valid_from, found.newest
+        self.memory.recount(own, found.length, found.history, found.valid_from)
+        own.index, own.newest = found.index, found.newest
         codes, theirs = self.codes[layer], other.codes[index]
         codes.tokens, codes.dropped = theirs.tokens, theirs.dropped
 
@@ -401,9 +430,14 @@ class TokenGroupLayers(LayerStorage):
             counts = [(layer.counts.length, layer.oldest) for layer in layers]
             found.newest.take_over(operation, counts, [layer.arrays[:2] for layer in layers])
             for own, codes, layer in zip(found.counts, found.codes, layers, strict=True):
-                own.length, own.valid_from = layer.counts.length, layer.counts.valid_from
+                found.memory.recount(own, layer.counts.length, layer.counts.history, layer.counts.valid_from)
                 codes.take_over(layer.coded, layer.arrays[2:])
         return config, found
+
+
+def _left_of(counts: Layer, length: int) -> int:
+    """Of the tokens that a layer counts, how many are left where a store is trimmed to this length."""
+    return counts.length - max(0, counts.end - length)
 
 
 class _Part(NamedTuple):

@@ -30,6 +30,7 @@ from tikv.runtime import Runtime
 from tikv.runtime.interrupts import uninterrupted
 from tikv.stores.layers.attend import results_of
 from tikv.stores.layers.coded_arrays import CodedArrays, ScoreMemory
+from tikv.stores.layers.group_compaction import Coded, kept_groups
 from tikv.stores.layers.memory import copy_rows
 from tikv.stores.layers.queries import attend_queries, rows_first, rows_of_queries, with_tokens
 from tikv.stores.layers.token_group_form import TokenGroupForm
@@ -254,16 +255,8 @@ class TokenGroupPages(Pages):
 
     def check_kept(self, operation: str, layer: int, state: SequenceState, chosen: Host) -> None:
         """As of `Pages`: a group of codes is kept as a whole."""
-        coded, group = self.coded[state.number][layer], self.quant.group
-        counts = np.bincount(chosen[chosen < coded] // group)
-        parted = np.flatnonzero(counts % group)
-        if parted.size:
-            first = int(parted[0])
-            raise PositionError(
-                f"{operation}: sequence {state.number} cannot keep {counts[first]} of the tokens {first * group} to "
-                f"{first * group + group - 1} that layer {layer} holds, which share scales. Keep all or none of a "
-                f"group; those from {coded} on are not codes yet, and any of them may be kept."
-            )
+        coded = Coded(0, self.coded[state.number][layer], self.quant.group)
+        kept_groups(operation, chosen[None], coded, lambda row: f"sequence {state.number} in layer {layer}")
 
     @uninterrupted
     def keep(self, layer: int, state: SequenceState, table: Sequence[int], chosen: Host) -> None:

@@ -1,0 +1,51 @@
+"""What compactions left of the layers of a contiguous store, in a file: counts among the facts, the rest as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tikv.arrays import Host
+from tikv.stores import files
+from tikv.stores.files.tensor_file import Entry
+from tikv.stores.history import History
+from tikv.stores.layers.counts import Layer
+
+NAMES = ("numbers", "positions")  # int64, of a layer that was compacted
+
+
+def written(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, Host]]:
+    """The facts and the tensors of a file with these layers; none where no layer was compacted."""
+    histories = {layer.index: layer.history for layer in layers}
+    if not any(histories.values()):
+        return {}, {}
+    kept = [h and [h.tokens, h.end, h.next_position] for h in histories.values()]
+    return {"kept": kept}, {f"layers.{i}.{name}": getattr(h, name) for i, h in histories.items() if h for name in NAMES}
+
+
+def told(meta: Mapping[str, Any], num_layers: int) -> list[Any]:
+    """Of each layer None, or [tokens left, tokens appended until then, the position that came next]."""
+    return files.listed(meta.get("kept", [None] * num_layers), "kept", num_layers)
+
+
+def check(numbers: Any, layer: Layer, lead: tuple[int, int], entries: dict[str, Entry]) -> None:
+    """Raise TypeError or ValueError where a layer (batch, heads, ...) cannot have kept so much, or lacks tensors."""
+    if numbers is None:
+        return
+    tokens, _, _ = files.integers(numbers, "what a layer kept", "a count", 3)
+    if tokens > layer.length:
+        raise ValueError(f"layer {layer.index} kept {tokens} tokens, and has {layer.length}")
+    for name in NAMES:
+        files.require_entry(entries, f"layers.{layer.index}.{name}", (*lead, tokens), np.dtype(np.int64))
+
+
+def read(index: int, numbers: Any, tensors: Mapping[str, Any]) -> History | None:
+    """What a compaction left of a layer; ValueError where it could not have."""
+    if numbers is None:
+        return None
+    found, positions = (np.array(tensors[f"layers.{index}.{name}"]) for name in NAMES)
+    history = History((found >= 0).sum(axis=-1), found, positions, *numbers[1:])
+    history.require_sound()
+    return history

@@ -1,0 +1,140 @@
+"""Compaction of groups along tokens: a group is kept or dropped as a whole, since its tokens share scales."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tikv.arrays import ArrayView, Host, Views
+from tikv.errors import PositionError
+from tikv.stores.history import History
+from tikv.stores.layers.channel_codes import ChannelCodes
+from tikv.stores.layers.compaction import copied_slots, kept_of, left_of, require_even
+from tikv.stores.layers.contiguous import ContiguousLayers
+from tikv.stores.layers.counts import Layer
+
+
+class Coded(NamedTuple):
+    """Which of the tokens that are held, in temporal order, are codes.
+
+    Attributes:
+        first: the first of them; `end` is behind the last.
+        group: tokens of a group.
+        gone: tokens of the oldest group that are not held any more.
+    """
+
+    first: int
+    end: int
+    group: int
+    gone: int = 0
+
+
+def kept_groups(operation: str, index: Host, coded: Coded, named: Callable[[int], str]) -> Host:
+    """Which groups, from the oldest that is held, rows of ascending indices (rows, n) keep: a mask (rows, groups).
+
+    Raises:
+        PositionError: a row, which `named` names, keeps a part of a group.
+    """
+    rows, number = len(index), (coded.end - coded.first + coded.gone) // coded.group
+    group = (index - coded.first + coded.gone) // coded.group + np.arange(rows)[:, None] * number
+    is_code = (index >= coded.first) & (index < coded.end)
+    counts = np.bincount(group[is_code], minlength=rows * number).reshape(rows, number)
+    first = coded.first - coded.gone + np.arange(number) * coded.group
+    sizes = first + coded.group - np.maximum(first, coded.first)
+    parted = np.argwhere((counts > 0) & (counts < sizes))
+    if parted.size:
+        row, g = (int(i) for i in parted[0])
+        raise PositionError(
+            f"{operation}: {named(row)} cannot keep {counts[row, g]} of its tokens {max(first[g], coded.first)} to "
+            f"{first[g] + coded.group - 1}, which share scales. Keep all or none of a group; those from {coded.end} on "
+            f"are not codes yet, and any of them may be kept."
+        )
+    return counts > 0
+
+
+class GroupChoice(NamedTuple):
+    """What a layer shall keep.
+
+    Attributes:
+        groups: (batch, heads, m), counted as `ChannelCodes.tokens` are.
+        rows: (batch, heads, n) slots of the ring, of the tokens that are kept as rows and move.
+        fixed: tokens in front of those: sinks that stay, and codes.
+        oldest: the first that is seen, of a window whose oldest group is kept.
+        left: of all heads.
+    """
+
+    groups: Host
+    rows: Host
+    fixed: int
+    oldest: int
+    left: History
+
+
+def choose(operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, keep: Any) -> GroupChoice:
+    """Check what a caller keeps of a layer, as `KVCacheStore.compact` says."""
+    ring, group = newest.counts[counts.index], codes.group
+    sinks, start = min(counts.length, counts.sinks), max(counts.valid_from, ring.sinks)
+    coded_end = max(start, ring.sinks + codes.tokens) if codes.tokens else start
+    gone = (start - ring.sinks) % group if coded_end > start else 0
+    index = kept_of(operation, newest.memory, counts.held_rows(), keep)
+    require_even(operation, counts, (index >= 0).sum(axis=-1), "tokens", "or use axis='head_dim'")
+    batch, heads, n = index.shape
+    rows = index.reshape(batch * heads, n)
+    coded = Coded(sinks, sinks + coded_end - start, group, gone)
+    mask = kept_groups(
+        operation, rows, coded, lambda row: f"head {row % heads} of sequence {row // heads} in layer {counts.index}"
+    )
+    quantised = ((rows >= coded.first) & (rows < coded.end)).sum(axis=-1)
+    require_even(operation, counts, quantised, "of the tokens that are codes", "or use axis='head_dim'")
+    number = int(mask.sum(axis=-1).max(initial=0))
+    if number and ((rows < sinks).sum(axis=-1) < sinks).any():
+        raise PositionError(
+            f"{operation}: layer {counts.index} cannot drop one of its {sinks} sinks and keep groups of codes, the "
+            f"first of which would take its place: sinks are not quantised. Keep all sinks, or no group."
+        )
+    groups = np.nonzero(mask)[1].reshape(batch, heads, number) + (start - ring.sinks) // group
+    if gone and number and mask[0, 0]:  # the tokens that are not seen any more stay with their group
+        lost = np.broadcast_to(np.arange(sinks, sinks + gone), (batch, heads, gone))
+        index = np.concatenate([index[..., :sinks], lost, index[..., sinks:] + gone], axis=-1)
+    elif gone:
+        index = np.where(index < sinks, index, index + gone)
+    whole = copy.copy(counts)  # of a layer that holds the tokens of its oldest group that are gone, at their positions
+    whole.ring, whole.valid_from = 0, start - gone
+    held = whole.held_rows()
+    fixed = ring.sinks + number * group if number else 0
+    positions = held.slots[0, 0][index[..., fixed:]]
+    oldest = fixed - number * group + gone if gone and number and mask[0, 0] else 0
+    return GroupChoice(groups, ring.slots_of(positions), fixed, oldest, left_of(counts, held, index))
+
+
+class Copied(NamedTuple):
+    """Copies of what a layer keeps: groups of codes and rows, if there are any."""
+
+    codes: list[ArrayView]
+    rows: list[ArrayView]
+
+
+def copy_kept(
+    operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, choice: GroupChoice
+) -> Copied:
+    """Copy what a layer keeps out of it."""
+    memory, ring = newest.memory, newest.counts[counts.index]
+    groups = codes.copied(operation, choice.groups, memory) if choice.groups.size else []
+    rows = [copied_slots(operation, memory, a, choice.rows) for a in ring.arrays] if choice.rows.size else []
+    return Copied(groups, rows)
+
+
+def hold_only(
+    operation: str, newest: ContiguousLayers, counts: Layer, codes: ChannelCodes, choice: GroupChoice, copied: Copied
+) -> None:
+    """Let a layer be one to which only what it keeps ever came."""
+    memory, ring = newest.memory, newest.counts[counts.index]
+    codes.hold_only(copied.codes, choice.groups.shape[-1], memory)
+    memory.recount(ring, choice.fixed, None, choice.fixed)
+    if copied.rows:
+        newest.append(operation, ring.index, Views(copied.rows), "head_major")
+    ring.newest = 0
+    memory.recount(counts, choice.left.tokens, choice.left, choice.oldest)
