@@ -1100,3 +1100,36 @@ def test_the_comparison_of_any_order_notices_a_copy_that_is_left_out(arch, monke
     monkeypatch.setattr(LayerPools, "copy_blocks", lambda *_: None)
     with pytest.raises(AssertionError, match="elements differ"):
         run_in_any_order(arch, "float32", "NHD", 24)
+
+
+@pytest.mark.archs("cpu")
+@pytest.mark.parametrize("form", ["plain", "per_head", "token_groups"])
+def test_a_layer_that_missed_an_append(arch, rng, form):
+    """Without a token of a sequence it is a forgotten append; with fewer than others it reads its own rows alone."""
+    more = {"plain": {}, "per_head": {"per_head": True}, "token_groups": {}}[form]
+    if form == "token_groups":
+        more = {
+            "dtype": tikv.Quant(bits=4, group=32, axis="tokens", residual=32),
+            "v_dtype": "float32",
+            "block_size": 32,
+        }
+    store, alone = (make(**more) for _ in range(2))
+    if form == "plain":
+        for group in store._pages.pools.groups:
+            for array in group.arrays:
+                arrays.write_host(np.full(array.shape, np.nan, np.float32), array)
+    first, second = (store.add() for _ in range(2))
+    k, q = rows(rng, 6), rows(rng, 2)
+    assert not store.attend(1, q, [first, second]).any(), "no layer has any"
+    store.append(0, k, k, [first, second], cu_seqlens=[0, 3, 6])
+    store.append(1, k[:3], k[:3], [first], cu_seqlens=[0, 3])
+    missed = rf"layer 1 holds no tokens of sequence {second}, and layer 0 holds 3\. .* return_lse=True"
+    with pytest.raises(tikv.PositionError, match=missed):
+        store.attend(1, q, [first, second])
+    past, lse = store.attend(1, q, [first, second], return_lse=True)
+    assert not past[1].any()
+    assert (lse[1] == -np.inf).all()
+    store.append(1, k[3:5], k[3:5], [second], cu_seqlens=[0, 2])
+    seqs = [alone.add(), alone.add()]
+    alone.append(0, k[:5], k[:5], seqs, cu_seqlens=[0, 3, 5])
+    np.testing.assert_array_equal(store.attend(1, q, [first, second]), alone.attend(0, q, seqs))

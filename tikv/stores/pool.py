@@ -445,8 +445,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
     ) -> Any:
         """Attend with queries over what one layer of their sequences holds, as `tikv.paged_decode_attention`.
 
+        Append the tokens first. The call counts the tokens of this layer; a layer that missed an append has fewer than
+        others, and the repr of the store shows that.
+
         Args:
-            layer: its index; its new tokens have been appended.
+            layer: its index.
             q: (B, Hq, D), one query for each sequence; or (B, T, Hq, D), the last T tokens of each, causal; head-major
                 (B, Hq, T, D). For one sequence the axis of B may be left out, as in `KVCacheStore.attend`.
             seqs: the B sequences.
@@ -471,7 +474,8 @@ class PagedKVCacheStore(runtime.DeepCopied):
 
         Raises:
             PositionError: a sequence does not exist, is swapped out, or has some tokens but fewer than queries; an
-                index on the host is not a token of its sequence.
+                index on the host is not a token of its sequence; the layer has no tokens of a sequence of which other
+                layers have some, without ``return_lse``.
             ShapeError, DTypeError, OptionError: q, ``out`` or an option does not fit.
 
         Exactness: float32 arithmetic, one rounding at the end. A sequence without tokens gives 0 and -inf.

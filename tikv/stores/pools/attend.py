@@ -19,6 +19,7 @@ from tikv.stores.layers.queries import AXES, Queries, attend_queries, with_token
 from tikv.stores.pools.append import PageAppends, check_rank
 from tikv.stores.pools.pages import Pages
 from tikv.stores.pools.ragged import RaggedAttention, even_starts
+from tikv.stores.pools.sequences import refuse_missed
 from tikv.stores.pools.shared_prefix import SharedAttention, as_one, pool_call, serves
 
 
@@ -27,6 +28,8 @@ def attend(operation: str, pages: Pages, layer: int, q: Any, seqs: Any, request:
     config, live, sequences = pages.config, pages.runtime, pages.sequences
     ids = pages.ids(seqs, operation)
     states = [sequences.state(seq, operation) for seq in ids]
+    if not request.return_lse and 0 in [state.lengths[layer] for state in states]:
+        refuse_missed(operation, layer, states)
     sizes = len(ids), config.num_kv_heads, config.rows.k.width
     given = view(q, "q", operation)
     queries = attend_queries(operation, given, request.layout, *sizes, live)

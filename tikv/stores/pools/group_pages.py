@@ -42,7 +42,7 @@ from tikv.stores.pools.memory import BlockPools, HostBlocks, LayerPools
 from tikv.stores.pools.pages import Changing, Pages
 from tikv.stores.pools.ragged import fill
 from tikv.stores.pools.rows import of_all_heads, pairs_of
-from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState
+from tikv.stores.pools.sequences import AppendStep, Sequences, SequenceState, refuse_missed
 from tikv.stores.pools.tables import DeviceTables
 from tikv.stores.row_format import ROWS, RowFormats
 
@@ -422,6 +422,8 @@ class TokenGroupPages(Pages):
         live, config, ids = self.runtime, self.config, self.ids(seqs, operation)
         self._refuse_options(operation, request)
         states = [self.sequences.state(seq, operation) for seq in ids]
+        if not request.return_lse and 0 in [state.lengths[layer] for state in states]:
+            refuse_missed(operation, layer, states)
         sizes = len(ids), config.num_kv_heads, config.rows.k.width
         given = view(q, "q", operation)
         queries = attend_queries(operation, given, request.layout, *sizes, live)

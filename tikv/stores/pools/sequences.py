@@ -542,6 +542,19 @@ class Sequences:
         self.blocks.release([shared for shared, _ in step.copies])
 
 
+def refuse_missed(operation: str, layer: int, states: Sequence[SequenceState]) -> None:
+    """Raise PositionError where no token of a sequence ever came to a layer, and some came to another layer."""
+    for state in states:
+        came = [state.came(i) for i in range(len(state.lengths))]
+        if came[layer] == 0 < max(came):
+            most = came.index(max(came))
+            raise PositionError(
+                f"{operation}: layer {layer} holds no tokens of sequence {state.number}, and layer {most} holds "
+                f"{came[most]}. Append to layer {layer} first, or use extend(). To merge what it holds with other "
+                f"results, pass return_lse=True."
+            )
+
+
 def padded_tables(tables: Sequence[Sequence[int]]) -> Host:
     """Block tables as one array (n, most blocks) int32, at least one wide, padded with -1."""
     found = np.full((len(tables), max([1, *map(len, tables)])), -1, np.int32)
