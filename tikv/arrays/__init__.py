@@ -14,6 +14,8 @@ from tikv.arrays.array_view import host_bytes as host_bytes
 from tikv.arrays.array_view import is_contiguous as is_contiguous
 from tikv.arrays.cache_array import CacheArray as CacheArray
 from tikv.arrays.gpus import runtime_of as runtime_of
+from tikv.arrays.gradients import is_followed as is_followed
+from tikv.arrays.gradients import refuse_backward as refuse_backward
 from tikv.arrays.host_memory import memory_of_host as memory_of_host
 from tikv.arrays.kinds import handed_over as handed_over
 from tikv.arrays.kinds import new_like as new_like

@@ -220,6 +220,7 @@ class Views(list[ArrayView]):
     """The arrays of one call in turn, their addresses, and one number for what a launch over them depends on."""
 
     __slots__ = ("key", "pointers")
+    followed = False  # by autograd, one of the arrays
 
     def __init__(self, views: Sequence[ArrayView]) -> None:
         super().__init__(views)
@@ -237,6 +238,13 @@ class Views(list[ArrayView]):
         found.extend(views)
         found.key, found.pointers = self.key, pointers
         return found
+
+
+class FollowedViews(Views):
+    """Those of a call of which torch's autograd follows an array."""
+
+    __slots__ = ()
+    followed = True
 
 
 def require_memory(array: ArrayView, name: str, operation: str) -> None:

@@ -17,6 +17,7 @@ from tikv import dtypes, runtime
 from tikv.arrays import dlpack
 from tikv.arrays.array_view import ArrayView
 from tikv.arrays.cache_array import CacheArray
+from tikv.arrays.gradients import refuse_backward
 from tikv.arrays.memory import RoomFor, new_array, new_host_array
 from tikv.dtypes import DType
 from tikv.runtime.cache import BoundedCache
@@ -40,13 +41,14 @@ def new_like(like: Any, shape: Sequence[int], dtype: DType, live: runtime.Runtim
     """A new array that becomes a result of the kind of `like`, once it is written and `handed_over`.
 
     That is NumPy's, torch's, or one of a library that takes arrays by `from_dlpack`, such as JAX and CuPy, on the same
-    device; a `CacheArray` for anything else.
+    device; a `CacheArray` for anything else. Where autograd follows `like`, to go back through the result raises.
     """
     try:
         if isinstance(like, np.ndarray):
             return (np.zeros if zeroed else np.empty)(shape, dtype.numpy)
         if hasattr(like, "new_empty"):
-            return (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
+            made = (like.new_zeros if zeroed else like.new_empty)(tuple(shape), dtype=dtypes.to_torch(dtype.name))
+            return refuse_backward(made, like) if like.requires_grad else made
     except (MemoryError, RuntimeError, ValueError):
         with RoomFor(math.prod(shape) * dtype.itemsize, str(getattr(like, "device", "cpu"))):
             raise

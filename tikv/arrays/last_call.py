@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tikv.arrays.array_view import Views
+from tikv.arrays.array_view import FollowedViews, Views
+from tikv.arrays.gradients import is_followed
 from tikv.arrays.readers import check_torch_memory, known_numpy_view, view_without_owner
 from tikv.runtime.cache import BoundedCache
 
@@ -67,6 +68,8 @@ def view_all(arrays: tuple[Any, ...], names: Sequence[str], operation: str) -> V
         else:
             return last.views
     views = [view_without_owner(a, name, operation) for a, name in zip(arrays, names, strict=True)]
+    if is_followed(*arrays):  # never remembered, so that what is found again needs no such question
+        return FollowedViews(views)
     if last is not None and views == last.views:
         if last.fits is None:  # the very tensors of the call before, which are worth a guard too
             last.fits = torch_guard(arrays)

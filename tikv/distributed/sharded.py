@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tikv import dtypes
-from tikv.arrays import ArrayView, describe, new_like, runtime_of, view, write_host
+from tikv.arrays import ArrayView, describe, is_followed, new_like, refuse_backward, runtime_of, view, write_host
 from tikv.distributed import saved
 from tikv.distributed.partials import Partials, StorePartials
 from tikv.distributed.ranks import Ranks
@@ -231,7 +231,8 @@ class ShardedKVCacheStore:
                 store.attend_own(operation, layer, query, partials.own_view, scores, missing, seq_lens, slopes)
                 self._merge(operation, partials, with_tokens(queries.as_read(to), 4), to_lse, sinks)
                 mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        return results_of(result, lse if request.return_lse else None, mass)
+        found = results_of(result, lse if request.return_lse else None, mass)
+        return refuse_backward(found, q, followed=self.local._followed)
 
     def extend(
         self,
@@ -295,7 +296,9 @@ class ShardedKVCacheStore:
                         store.extend_own(operation, layer, rows, layout, query, partials.own_view, scores, slopes)
                         self._merge(operation, partials, to, to_lse, sinks)
                     mass = None if wanted == 0 else self._mass(operation, layer, q, query, to_lse, wanted, scores)
-        return results_of(result, lse if request.return_lse else None, mass)
+        found = results_of(result, lse if request.return_lse else None, mass)
+        self.local._followed |= is_followed(k, v)
+        return refuse_backward(found, q, k, v, followed=self.local._followed)
 
     def trim(self, n: int) -> None:
         """Drop the ``n`` newest tokens of every layer. See `KVCacheStore.trim`.

@@ -2,7 +2,7 @@
 
 Call the functions here in code that is compiled; in eager code those of `tikv` do the same with less around them. Each
 operator has a fake implementation, so shapes are known while tracing, and says which arguments it writes. No gradients
-flow: to go back through attention raises `tikv.OptionError`.
+flow: to go back through attention raises `tikv.OptionError`, and what is written to a cache leaves none there.
 """
 
 from typing import Any, Optional

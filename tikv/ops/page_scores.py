@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.errors import CapacityError, DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import INTEGERS, QUERIES
@@ -107,7 +107,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
     out = new_like(q, (*arrays[1].shape[:2], queries, arrays[1].shape[2]), dtypes.float32, live)
     plan.run([*arrays, view(out, "out", operation)], entries)
     del kept
-    return handed_over(out)
+    return refuse_backward(handed_over(out), q, least, greatest)
 
 
 def _lengths(seq_lens: Any, operation: str) -> tuple[list[ArrayView], int, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, new_array, runtime_of, view
+from tikv.arrays import CacheArray, is_followed, new_array, refuse_backward, runtime_of, view
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError
 from tikv.formats import GroupFormat
@@ -134,6 +134,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
         kind = Pages if config.groups is None else TokenGroupPages
         self._pages: Pages = kind(self.runtime, self.config, self.num_layers)
         self._appends = PageAppends(self._pages)
+        self._followed = False  # by torch's autograd, tokens that were appended
         self.lock = StoreLock()
 
     __deepcopy__ = locked(runtime.DeepCopied.__deepcopy__)
@@ -377,6 +378,7 @@ class PagedKVCacheStore(runtime.DeepCopied):
             self._pages.append(operation, layer, rows, seqs, cu_seqlens, layout)
         else:
             self._appends.append(operation, layer, rows, seqs, cu_seqlens, layout)
+        self._followed |= is_followed(k, v)
 
     @changing
     def write_qkv(
@@ -413,10 +415,12 @@ class PagedKVCacheStore(runtime.DeepCopied):
         """
         operation = "PagedKVCacheStore.write_qkv"
         self._pages.refuse_groups(operation, "Write to arrays with tikv.write_qkv, and append them.")
-        return self._appends.write_qkv(
+        found = self._appends.write_qkv(
             operation, self._layer(layer, operation), qkv, seqs, cu_seqlens, num_q_heads=num_q_heads,
             norm_rope=norm_rope, rope_positions=rope_positions, q_layout=q_layout,
         )  # fmt: skip
+        self._followed |= is_followed(qkv)
+        return found
 
     # --- reads
 
@@ -490,8 +494,10 @@ class PagedKVCacheStore(runtime.DeepCopied):
         ).checked(operation)  # fmt: skip
         layer = self._layer(layer, operation)
         if isinstance(self._pages, TokenGroupPages):
-            return self._pages.attend(operation, layer, q, seqs, request)
-        return attend.attend(operation, self._pages, layer, q, seqs, request)
+            found = self._pages.attend(operation, layer, q, seqs, request)
+        else:
+            found = attend.attend(operation, self._pages, layer, q, seqs, request)
+        return refuse_backward(found, q, followed=self._followed)
 
     @locked
     def extend(
@@ -557,8 +563,11 @@ class PagedKVCacheStore(runtime.DeepCopied):
         ).checked(operation)  # fmt: skip
         layer = self._layer(layer, operation)
         if isinstance(self._pages, TokenGroupPages):
-            return self._pages.extend(operation, layer, (q, k, v), seqs, cu_seqlens, request)
-        return attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)
+            found = self._pages.extend(operation, layer, (q, k, v), seqs, cu_seqlens, request)
+        else:
+            found = attend.extend(operation, self._appends, layer, (q, k, v), seqs, cu_seqlens, request)
+        self._followed |= is_followed(k, v)
+        return refuse_backward(found, q, k, v, followed=self._followed)
 
     @locked
     def tokens(self, layer: int, seq: int) -> tuple[CacheArray, CacheArray]:

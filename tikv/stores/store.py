@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 
 from tikv import runtime
-from tikv.arrays import CacheArray, as_numpy, describe, read_host, runtime_of, to_device, view, view_all
+from tikv.arrays import (
+    CacheArray,
+    as_numpy,
+    describe,
+    is_followed,
+    read_host,
+    refuse_backward,
+    runtime_of,
+    to_device,
+    view,
+    view_all,
+)
 from tikv.dtypes import DType
 from tikv.errors import DTypeError, OptionError, PositionError, ShapeError
 from tikv.formats import GroupFormat
@@ -146,6 +157,7 @@ class KVCacheStore(runtime.DeepCopied):
         self.v_dtype: DType | GroupFormat = rows.v.dtype
         self.scale_dtype = rows.scale_dtype
         self._config, self._storage = config, storage
+        self._followed = False  # by torch's autograd, tokens that were appended
 
     @classmethod
     def over(cls, config: StoreConfig, storage: LayerStorage) -> KVCacheStore:
@@ -366,10 +378,13 @@ class KVCacheStore(runtime.DeepCopied):
             given = view_all((k, v, positions), NAMES, operation)
             with self.lock:
                 self._storage.append_at(operation, index, given, layout)
+                self._followed |= given.followed
             return
         rows = view_all((k, v), ROWS, operation)
         with self.lock:
             self._storage.append(operation, index, rows, layout)
+            if rows.followed:
+                self._followed = True
 
     @locked
     def append_all(self, k: Any, v: Any, *, layout: str = "token_major", positions: Any | None = None) -> None:
@@ -391,9 +406,12 @@ class KVCacheStore(runtime.DeepCopied):
         self._index(0, operation)
         layout = checks.name(layout, "layout", operation, checks.LAYOUTS)
         if positions is not None:
-            self._storage.append_at(operation, None, view_all((k, v, positions), NAMES, operation), layout)
+            rows = view_all((k, v, positions), NAMES, operation)
+            self._storage.append_at(operation, None, rows, layout)
         else:
-            self._storage.append_all(operation, view_all((k, v), ROWS, operation), layout)
+            rows = view_all((k, v), ROWS, operation)
+            self._storage.append_all(operation, rows, layout)
+        self._followed |= rows.followed
 
     @locked
     def positions_on_device(self) -> CacheArray:
@@ -546,7 +564,7 @@ class KVCacheStore(runtime.DeepCopied):
         number, counts = self._index(layer, operation), self._storage.counts
         if seq_lens is None and not request.return_lse and counts[number].length == 0:
             refuse_missed(operation, counts, number)
-        return self._storage.attend(operation, number, q, request)
+        return refuse_backward(self._storage.attend(operation, number, q, request), q, followed=self._followed)
 
     @locked
     def extend(
@@ -613,7 +631,9 @@ class KVCacheStore(runtime.DeepCopied):
             layout=layout, scale=scale, softcap=softcap, return_lse=return_lse, sink_logits=sink_logits,
             alibi_slopes=alibi_slopes, return_mass=return_mass, mass_queries=mass_queries, mask=mask, parents=parents,
         ).checked(operation)  # fmt: skip
-        return self._storage.extend(operation, self._index(layer, operation), (q, k, v), request)
+        found = self._storage.extend(operation, self._index(layer, operation), (q, k, v), request)
+        self._followed |= is_followed(k, v)
+        return refuse_backward(found, q, k, v, followed=self._followed)
 
     # --- what lets go of tokens
 
@@ -709,6 +729,7 @@ class KVCacheStore(runtime.DeepCopied):
         """Forget all tokens. The memory stays allocated and is not cleared."""
         runtime.require_alive(self.runtime, "KVCacheStore.reset")
         self._storage.reset()
+        self._followed = False
 
     @changing
     def commit(self, path: Any, drafted: int | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, runtime_of
+from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import CapacityError, ShapeError
 from tikv.formats import GroupFormat
 from tikv.ops import checks
@@ -154,7 +154,7 @@ def decode_attention(
     caches = ContiguousCaches(k_cache, v_cache, seq_lens, k_scale, v_scale, ring, sinks, head_dim_v)
     results = Results(out, checks.flag(return_lse, "return_lse", operation))
     call = contiguous_call(operation, q, caches, request, checks.flag(return_mass, "return_mass", operation))
-    return call.attend(q, results, impl, first_valid or 0)
+    return refuse_backward(call.attend(q, results, impl, first_valid or 0), q, k_cache, v_cache)
 
 
 NAMES = {"q": "q", "k": "k_cache", "v": "v_cache", "lens": "seq_lens"}  # of parameters, by what attention reads

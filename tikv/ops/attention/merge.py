@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tikv import dtypes, launch, runtime
-from tikv.arrays import ArrayView, describe, handed_over, new_like, runtime_of, view
+from tikv.arrays import ArrayView, describe, handed_over, new_like, refuse_backward, runtime_of, view
 from tikv.errors import DTypeError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import QUERIES
@@ -49,7 +49,10 @@ def merge_states(
         ([[[2.0, 2.0]]], 0.6931)
     """
     lse_base2 = checks.flag(lse_base2, "lse_base2", "merge_states")
-    return merge_into("merge_states", (out_a, lse_a, out_b, lse_b), lse_base2, out, None)
+    states = out_a, lse_a, out_b, lse_b
+    merged = merge_into("merge_states", states, lse_base2, out, None)
+    refuse_backward(merged, *states)
+    return merged
 
 
 def merge_into(operation: str, states: Sequence[Any], lse_base2: bool, out: Any, lse: Any) -> tuple[Any, Any]:

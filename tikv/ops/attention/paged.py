@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tikv import dtypes, runtime
-from tikv.arrays import ArrayView, describe, runtime_of
+from tikv.arrays import ArrayView, describe, refuse_backward, runtime_of
 from tikv.errors import OptionError, ShapeError
 from tikv.ops import checks
 from tikv.ops.attention.options import (
@@ -105,7 +105,8 @@ def paged_decode_attention(
     )  # fmt: skip
     pools = PagedCaches(k_pool, v_pool, block_tables, context_lens, layout, k_scale, v_scale, head_dim_v)
     call = paged_call(operation, q, pools, request)
-    return call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
+    found = call.attend(q, Results(out, checks.flag(return_lse, "return_lse", operation)))
+    return refuse_backward(found, q, k_pool, v_pool)
 
 
 # Of parameters, by what attention reads.

@@ -1,0 +1,56 @@
+"""Gradients of torch end here: to go back through a result raises, where autograd would follow what it was made of."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from tikv.errors import OptionError
+
+
+def is_followed(*arrays: Any) -> bool:
+    """Whether torch's autograd follows one of these: it requires a gradient, and gradients are on."""
+    for a in arrays:
+        if getattr(a, "requires_grad", False):
+            return bool(sys.modules["torch"].is_grad_enabled())
+    return False
+
+
+def refuse_backward(result: Any, *inputs: Any, followed: bool = False) -> Any:
+    """A result of these inputs, or a tuple of some, as it is; to go back through it raises OptionError if it has to.
+
+    That is where autograd follows an input, or is told by `followed` that it followed what was read.
+    """
+    if not (is_followed(*inputs) or (followed and sys.modules["torch"].is_grad_enabled())):
+        return result
+    torch: Any = sys.modules["torch"]
+    sources = [a for a in inputs if getattr(a, "requires_grad", False)] or [torch.zeros((), requires_grad=True)]
+    for a in result if isinstance(result, tuple) else (result,):
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and not (a.requires_grad or a.is_inference()):
+            _no_backward().apply(a, *sources)
+    return result
+
+
+@functools.cache
+def _no_backward() -> Any:
+    torch: Any = sys.modules["torch"]
+
+    class NoBackward(torch.autograd.Function):  # type: ignore[misc]
+        """What a tensor becomes in place whose values torch did not compute."""
+
+        @staticmethod
+        def forward(ctx: Any, result: Any, *sources: Any) -> Any:
+            """The tensor itself, which later operations may write to."""
+            ctx.mark_dirty(result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            """Refuse."""
+            raise OptionError(
+                "tikv: gradients do not flow through its operations, and without them those of queries, keys and "
+                "values would be wrong. Call them in torch.no_grad(), or train with torch's own attention."
+            )
+
+    return NoBackward
