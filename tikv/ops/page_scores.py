@@ -72,7 +72,7 @@ def page_scores(q: Any, least: Any, greatest: Any, seq_lens: Any, *, page: int =
             contiguous last axis.
         least, greatest: (B, H, P, D), as `summarize_pages` gives them; H divides Hq.
         seq_lens: (B,) int32 or int64, or one int for all: tokens of each sequence, the newest included.
-        page: tokens of a page.
+        page: tokens of a page. Give `select` the same: there nothing is a page unless it is told.
 
     Returns:
         (B, H, T, P) float32 of q's kind. A page that begins behind a query's own token has -infinity.

@@ -24,7 +24,10 @@ def select(scores: Any, k: int, *, page: int | None = None, sinks: int = 0, rece
         scores: (B, T, N), or (B, H, T, N) by KV head, float32: of N tokens, or of N pages of ``page`` tokens; any
             strides with a contiguous last axis. One of -infinity is never chosen, a NaN before all numbers.
         k: how many are chosen, tokens or pages, those included that are always kept.
-        page: tokens of a page; None for scores of tokens.
+        page: tokens of a page, where scores are of pages: the number that `page_scores` took, which is 16 there if
+            nobody says another. None, as here if nobody says one: of tokens. Scores do not tell which they are, so
+            without ``page`` numbers of pages are returned as numbers of tokens; of ``valid`` on the host an error may
+            show it.
         sinks: the first so many tokens are always chosen, or the pages that have one of them.
         recent: the same of the newest so many.
         valid: tokens that there are: an int for all, (B,), or (B, T) for each query, int32 or int64, on the host or the
