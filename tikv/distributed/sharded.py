@@ -81,9 +81,10 @@ class ShardedKVCacheStore:
         order, in float32, with one rounding at the end.
     Cost: an append is one launch on the token's rank and nothing on the others. Attention over sharded tokens sends ``4
     * batch * Hq * T * (head_dim_v + 1)`` bytes from each rank to each other rank. If ranks disagree on a call, a
-    collective waits for the group's timeout, or mixes results. With ``tikv.init(debug=True)``, calls are compared
-    first, and all ranks raise `GroupError`. If a rank dies, the next collective of the others raises `GroupError`, at
-    the latest after that timeout.
+    collective waits for the group's timeout, or mixes results. So it does if Ctrl-C or an error ended a call on one
+    rank only, whose cache is then an append behind: let that end the process, or `reset` all ranks. With
+    ``tikv.init(debug=True)``, calls and lengths are compared first, and all ranks raise `GroupError`. If a rank dies,
+    the next collective of the others raises `GroupError`, at the latest after that timeout.
 
     Examples:
         >>> import numpy as np, tempfile, torch.distributed as dist
