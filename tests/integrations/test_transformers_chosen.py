@@ -275,6 +275,9 @@ def test_keys_of_the_indexer_are_taken_back_and_reordered_with_the_rows(family, 
         cache.reorder_cache(torch.tensor([1, 1]))
         layer = next(layer for layer in cache.layers if isinstance(layer, IndexedLayer))
         assert layer.indexer_keys.shape[:2] == (2, PROMPT)
+        indexers = [layer._indexer._memory for layer in cache.layers if isinstance(layer, IndexedLayer)]
+        held = sum(layer.store.nbytes for layer in cache.layers) + sum(memory.nbytes for memory in indexers)
+        assert cache.nbytes == held > sum(memory.nbytes for memory in indexers) > 0
         twin = copy.deepcopy(cache)
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([3, 0]))

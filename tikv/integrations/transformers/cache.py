@@ -259,7 +259,8 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
     States, alone or beside keys and values, stay transformers' own, and can be taken back only where they say so.
 
     Of the configuration of an encoder-decoder it is an `EncoderDecoderCache` as well, whose second cache grows with the
-    encoder's tokens, which all queries see; two of them in an `EncoderDecoderCache` of transformers' do the same.
+    encoder's tokens, which all queries see; two of them in an `EncoderDecoderCache` of transformers' do the same. But
+    T5Gemma makes the second of two anew, without ``dtype`` and other options: give it one, which keeps them.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -455,7 +456,7 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
         Raises:
             CacheFileError: another ending, or the system refuses.
-            OptionError: a layer keeps a state beside keys and values, which is not saved.
+            OptionError: a layer keeps a state, or keys of an indexer, which are not saved; or groups along tokens.
 
         Exactness: every bit. Of the text itself nothing is saved: keep its tokens.
 
@@ -510,9 +511,10 @@ class TikvCache(cache_utils.Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales, filled or not; without the copies of layers on the host."""
+        """Bytes of keys, values, scales and keys of an indexer, filled or not; not of copies of layers on the host."""
         stores = [layer.store for layer in self.layers if isinstance(layer, TikvLayer)]
-        return sum(store.nbytes for store in stores if store is not None)
+        indexed = sum(layer._indexer.nbytes for layer in self.layers if isinstance(layer, IndexedLayer))
+        return indexed + sum(store.nbytes for store in stores if store is not None)
 
 
 class _OfEncoderDecoder:

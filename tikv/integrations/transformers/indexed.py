@@ -26,6 +26,11 @@ class IndexerKeys:
         """(batch, tokens, width), where they lie; None before the first."""
         return None if self._memory is None else self._memory[:, : self.length]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory, filled or not."""
+        return 0 if self._memory is None else int(self._memory.nbytes)
+
     def append(self, new: Any, room: int) -> Any:
         """Append (batch, T, width) rows; returns all of them. New memory has room for so many."""
         end = self.length + new.shape[1]
